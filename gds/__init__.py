@@ -1,0 +1,27 @@
+"""Move bytes between files and buffers, as fast as the drive, and say when they are durable."""
+
+from typing import TYPE_CHECKING
+
+from gds._backend import ALIGNMENT, Backend, Buffer, Capabilities, File, IOFuture
+from gds._errors import LockHeldError, ShortReadError, StorageError
+from gds._memory import MemoryBackend
+from gds._posix import PosixBackend
+from gds._wrapper import WrapperBackend
+
+__all__ = [
+    "ALIGNMENT",
+    "Backend",
+    "Buffer",
+    "Capabilities",
+    "File",
+    "IOFuture",
+    "LockHeldError",
+    "MemoryBackend",
+    "PosixBackend",
+    "ShortReadError",
+    "StorageError",
+    "WrapperBackend",
+]
+
+if TYPE_CHECKING:  # where one of these does not fulfil the contract, the type checker says why
+    _: tuple[type[Backend], ...] = (MemoryBackend, PosixBackend, WrapperBackend)

@@ -1,0 +1,37 @@
+"""The errors of the I/O layer. Each also is the builtin that a caller would catch."""
+
+from __future__ import annotations
+
+import os
+
+
+class StorageError(OSError):
+    """An operation on a file or directory failed.
+
+    Always carries `errno` and `filename`; `offset` (bytes) where the operation has one. The
+    message says what was attempted, how much was expected and how much was done.
+    """
+
+    def __init__(
+        self, errno: int, what: str, path: str | os.PathLike[str], *, offset: int | None = None
+    ) -> None:
+        where = f" at byte {offset}" if offset is not None else ""
+        super().__init__(errno, f"{what}{where}: {os.strerror(errno)}", os.fspath(path))
+        self.offset = offset
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (self.errno, self.strerror, self.filename, self.offset))
+
+
+class ShortReadError(StorageError, EOFError):
+    """A read met the end of the file: the file is shorter than its layout says."""
+
+
+class LockHeldError(StorageError, BlockingIOError):
+    """Another process (or another handle in this one) holds a conflicting lock."""
+
+
+def _rebuild(errno: int, message: str, path: str, offset: int | None) -> StorageError:
+    error = StorageError(errno, "", path, offset=offset)
+    error.strerror = message
+    return error

@@ -1,0 +1,366 @@
+"""Files through the kernel: direct I/O where the file system has it, the page cache elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat as stat_module
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Final
+
+from gds import probe
+from gds._backend import ALIGNMENT, Buffer, Capabilities, Counters
+from gds._buffers import HostBuffer
+from gds._errors import ShortReadError, StorageError
+from gds._names import PosixNames, reporting
+from gds._pool import Meter, TransferPool
+from gds._transfer import Descriptors, Direction, check_request
+
+_OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class PosixBackend(PosixNames):
+    """Transfers by `preadv` and `pwritev` on two small pools of threads.
+
+    Reads and writes have a pool each, so that writes trailing behind a step do not delay the
+    reads of the next one. A request is one task: the kernel itself cuts it up and queues it, and
+    a few requests of 16 to 64 MiB keep a drive busy.
+
+    The part of a request that is aligned in file and memory bypasses the page cache; a partial
+    block at either end, and a request whose memory does not fit its offset, goes through it.
+    """
+
+    def __init__(
+        self, *, read_threads: int = 2, write_threads: int = 2, direct: bool | None = None
+    ) -> None:
+        """Make a backend; threads start with the first transfer.
+
+        Args:
+            read_threads: Number of reads that can run at once.
+            write_threads: Number of writes that can run at once.
+            direct: True demands direct I/O and raises `StorageError` where a file does not take
+                it; False never uses it; None uses it where it works, and warns once
+                (`gds.probe.DirectIOUnavailable`) where it does not.
+        """
+        super().__init__()
+        self._wanted = direct
+        self._pools: dict[Direction, TransferPool] = {
+            "read": TransferPool("gds-read", read_threads),
+            "write": TransferPool("gds-write", write_threads),
+        }
+        self._meters: dict[Direction, Meter] = {"read": Meter(), "write": Meter()}
+        self.sync_meter = Meter()
+        self._files: weakref.WeakSet[PosixFile] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._tried: dict[int, str] = {}  # device number -> why direct I/O fails there, or ""
+        self._warned = False
+        # A backend dropped without close() must not leave its threads behind.
+        for pool in self._pools.values():
+            weakref.finalize(self, pool.stop).atexit = False
+
+    def capabilities(self, directory: str) -> Capabilities:
+        """Say what can be done in an existing directory, by writing and reading a probe file."""
+        self.check_usable("probe", directory)
+        with reporting("probe", directory):
+            refusal = self._tried.get(os.stat(directory).st_dev, "")
+            mount = probe.mount_of(directory)
+            if self._wanted is False:
+                found = probe.no_direct_io("switched off by direct=False")
+            elif refusal:
+                found = probe.no_direct_io(refusal)
+            else:
+                found = probe.direct_io(directory)
+        return Capabilities(
+            backend=self.name,
+            filesystem=mount.filesystem,
+            direct=found.supported,
+            alignment=max(found.memory_alignment, found.offset_alignment),
+            volatile=mount.volatile,
+            device_memory=False,
+            reason=found.reason,
+        )
+
+    def allocate(self, nbytes: int) -> HostBuffer:
+        """Return zeroed memory, on huge pages from 2 MiB on where the kernel has them."""
+        self.check_usable("allocate", self.name)
+        return HostBuffer(nbytes)
+
+    def create(self, path: str, size_bytes: int) -> PosixFile:
+        """Create a file, reserve all its space, and open it for reading and writing."""
+        self.check_usable("create", path)
+        if size_bytes < 0:
+            raise ValueError(f"a file cannot have {size_bytes} bytes: {path!r}")
+        flags = _OPEN_FLAGS | os.O_RDWR
+        with reporting("create", path):
+            fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with reporting(f"reserve {size_bytes} bytes", path):
+                if size_bytes:
+                    os.posix_fallocate(fd, 0, size_bytes)
+            return self._opened(path, fd, flags)
+        except BaseException:
+            os.close(fd)
+            with reporting("remove after a failed create", path):
+                os.unlink(path)
+            raise
+
+    def open(self, path: str, *, writable: bool = False) -> PosixFile:
+        """Open an existing regular file; a symbolic link is refused (ELOOP)."""
+        self.check_usable("open", path)
+        flags = _OPEN_FLAGS | (os.O_RDWR if writable else os.O_RDONLY)
+        with reporting("open", path):
+            # Without O_NONBLOCK, opening a pipe would wait for its other end.
+            fd = os.open(path, flags | os.O_NONBLOCK)
+        try:
+            os.set_blocking(fd, True)
+            mode = os.fstat(fd).st_mode
+            if not stat_module.S_ISREG(mode):
+                number = errno.EISDIR if stat_module.S_ISDIR(mode) else errno.EINVAL
+                raise StorageError(number, "open: not a regular file", path)
+            return self._opened(path, fd, flags)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def counters(self) -> Counters:
+        """Return the totals so far; also after `close`."""
+        if not self._closed:
+            self.check_usable("count", self.name)
+        bytes_read, num_reads, read_s = self._meters["read"].totals()
+        bytes_written, num_writes, write_s = self._meters["write"].totals()
+        _, num_syncs, _ = self.sync_meter.totals()
+        return Counters(
+            bytes_read, bytes_written, num_reads, num_writes, num_syncs, read_s, write_s
+        )
+
+    def close(self) -> None:
+        """Wait for transfers in flight, then release threads, files and locks. Idempotent."""
+        self._closed = True
+        if self.forked():  # the threads, and whoever held our lock, stayed in the parent
+            files = list(self._files)
+        else:
+            with self._lock:
+                files = list(self._files)
+        for file in files:
+            file.close()
+        if not self.forked():
+            for pool in self._pools.values():
+                pool.close()
+        self.release_locks()
+
+    def submit(self, direction: Direction, nbytes: int, move: Callable[[], int]) -> Future[int]:
+        """Run `move`, which transfers `nbytes` bytes, on a thread, and count it."""
+        return self._pools[direction].submit(
+            partial(_metered, self._meters[direction], nbytes, move)
+        )
+
+    def _opened(self, path: str, fd: int, flags: int) -> PosixFile:
+        """Return the file of `fd`, which it takes over only if this does not raise."""
+        with reporting("open", path):
+            found = os.fstat(fd)
+            refused = partial(self._direct_refused, found.st_dev, path)
+            direct_fd, memory_alignment = -1, 1
+            if self._wanted is not False:
+                reason, direct_fd, memory_alignment = self._open_direct(path, fd, flags)
+                if reason:
+                    self._settle(path, reason)
+            descriptors = Descriptors(fd, direct_fd, memory_alignment, refused)
+        file = PosixFile(self, path, descriptors, found.st_size, bool(flags & os.O_RDWR))
+        with self._lock:
+            self._files.add(file)
+        return file
+
+    def _open_direct(self, path: str, fd: int, flags: int) -> tuple[str, int, int]:
+        """Return why not, or ""; a descriptor for direct transfers; its memory alignment."""
+        found = os.fstat(fd)
+        reason = self._tried.get(found.st_dev)
+        untried = reason is None
+        if reason is None:
+            reason = probe.refused_filesystem(probe.mount_of(path).filesystem)
+        required = probe.required_alignment(fd)
+        reason = reason or probe.refused_alignment(required)
+        if reason or required is None:
+            return reason, -1, 1
+        direct_fd = -1
+        try:
+            direct_fd = os.open(path, flags | os.O_DIRECT)
+            if not os.path.samestat(os.fstat(direct_fd), found):
+                raise StorageError(errno.ESTALE, "open: the name was replaced meanwhile", path)
+            if untried:
+                os.preadv(direct_fd, [HostBuffer(ALIGNMENT).memoryview()], 0)
+                self._tried[found.st_dev] = ""
+        except OSError as error:
+            if direct_fd >= 0:
+                os.close(direct_fd)
+            if error.errno not in probe.REFUSALS:
+                raise
+            attempt = "O_DIRECT at open" if direct_fd < 0 else "a direct read"
+            reason = self._tried[found.st_dev] = f"{attempt} was refused ({error.strerror})"
+            return reason, -1, 1
+        return "", direct_fd, required[0]
+
+    def _direct_refused(self, device: int, path: str, reason: str) -> None:
+        """Note that a transfer was refused after all, and settle for the page cache."""
+        self._tried[device] = reason
+        self._settle(path, reason)
+
+    def _settle(self, path: str, reason: str) -> None:
+        """Warn, once, that transfers are buffered; raises if direct I/O was demanded."""
+        if self._wanted:
+            raise StorageError(
+                errno.EOPNOTSUPP, f"direct=True, but there is no direct I/O here: {reason}", path
+            )
+        with self._lock:
+            warned, self._warned = self._warned, True
+        if not warned:
+            message = (
+                f"no direct I/O in {os.path.dirname(path) or '.'!r}: {reason}. Transfers go "
+                f"through the page cache: they cost CPU time and memory, and are slower than the "
+                f"drive."
+            )
+            warnings.warn(message, probe.DirectIOUnavailable, stacklevel=4)
+
+
+class PosixFile:
+    """An open file of a `PosixBackend`; see `gds.File` for what each operation promises.
+
+    Collected without `close` it releases its descriptors, after transfers in flight.
+    """
+
+    def __init__(
+        self,
+        backend: PosixBackend,
+        path: str,
+        descriptors: Descriptors,
+        size_bytes: int,
+        writable: bool,
+    ) -> None:
+        """Take over `descriptors`."""
+        self.path = path
+        self._backend = backend
+        self._descriptors = descriptors
+        self._size_bytes = size_bytes
+        self._writable = writable
+        self._lock = threading.Lock()
+        self._in_flight: set[Future[int]] = set()
+        self._closed = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Size at opening, in bytes."""
+        return self._size_bytes
+
+    @property
+    def alignment(self) -> int:
+        """`gds.ALIGNMENT` where transfers can be direct, 1 (byte) where none is."""
+        return ALIGNMENT if self.direct else 1
+
+    @property
+    def direct(self) -> bool:
+        """Whether aligned requests bypass the page cache."""
+        return self._descriptors.direct
+
+    def read(self, into: Buffer, offset: int) -> Future[int]:
+        """Start reading `into.nbytes` bytes from `offset` (bytes).
+
+        Reading past the end is found out by the kernel: the future raises `ShortReadError`, and
+        `into` may hold what there was.
+        """
+        return self._start("read", into, offset)
+
+    def write(self, source: Buffer, offset: int) -> Future[int]:
+        """Start writing all of `source` at `offset` (bytes).
+
+        Raises:
+            StorageError: At once and with nothing written: the range does not end within the
+                file (EFBIG), or the file was opened for reading (EBADF).
+        """
+        return self._start("write", source, offset)
+
+    def read_bytes(self, offset: int, nbytes: int) -> bytes:
+        """Read a small range through the page cache, now."""
+        self._check("read", offset)
+        if nbytes < 0 or offset + nbytes > self._size_bytes:  # before anything is allocated
+            raise ShortReadError(
+                errno.ENODATA,
+                f"read of {nbytes} bytes from a file of {self._size_bytes}",
+                self.path,
+                offset=offset,
+            )
+        data = bytearray(nbytes)
+        # An address that suits no alignment: all of it buffered.
+        self._descriptors.move("read", memoryview(data), 1, offset, self.path)
+        return bytes(data)
+
+    def write_bytes(self, data: bytes, offset: int) -> None:
+        """Write a small range through the page cache, now; it must end within the file."""
+        self._check("write", offset, len(data))
+        self._descriptors.move("write", memoryview(data), 1, offset, self.path)
+
+    def sync(self) -> None:
+        """Make everything written to this file durable, and its size. Never retried."""
+        self._check("sync", 0)
+        with reporting("sync", self.path), self._backend.sync_meter.transfer(0):
+            # One descriptor stands for the file. Data-only: times are of no use after a crash,
+            # and the kernel flushes a size that the data needs.
+            os.fdatasync(self._descriptors.buffered_fd)
+
+    def close(self) -> None:
+        """Wait for transfers in flight, then release the file. Idempotent."""
+        if self._backend.forked():
+            # What was in flight belongs to the parent, as does the lock, perhaps held.
+            self._closed = True
+        else:
+            with self._lock:
+                self._closed = True
+                in_flight = list(self._in_flight)
+            wait(in_flight)
+        self._descriptors.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "direct" if self.direct else "buffered"
+        return f"PosixFile({self.path!r}, {self._size_bytes} bytes, {state})"
+
+    def _start(self, direction: Direction, buffer: Buffer, offset: int) -> Future[int]:
+        if buffer.kind == "device":
+            raise TypeError(
+                f"{direction} {self.path!r}: the posix backend moves host memory only, not "
+                f"memory of a device; copy through a buffer of allocate()"
+            )
+        nbytes = buffer.nbytes
+        self._check(direction, offset, nbytes)
+        move = partial(self._move, direction, buffer, offset)
+        with self._lock:
+            self._check(direction, offset)
+            future = self._backend.submit(direction, nbytes, move)
+            self._in_flight.add(future)
+        # Not a method of this file: a future that is kept must not keep the file open.
+        future.add_done_callback(partial(_ended, self._lock, self._in_flight))
+        return future
+
+    def _move(self, direction: Direction, buffer: Buffer, offset: int) -> int:
+        view = buffer.memoryview()
+        return self._descriptors.move(direction, view, buffer.address, offset, self.path)
+
+    def _check(self, what: Direction | str, offset: int, nbytes: int = 0) -> None:
+        self._backend.check_usable(what, self.path)
+        if self._closed:
+            raise StorageError(errno.EBADF, f"{what}: this file is closed", self.path)
+        check_request(
+            what, self.path, offset, nbytes, writable=self._writable, size_bytes=self._size_bytes
+        )
+
+
+def _metered(meter: Meter, nbytes: int, move: Callable[[], int]) -> int:
+    with meter.transfer(nbytes):
+        return move()
+
+
+def _ended(lock: threading.Lock, in_flight: set[Future[int]], future: Future[int]) -> None:
+    with lock:
+        in_flight.discard(future)

@@ -1,0 +1,71 @@
+"""What a backend's test class provides to the contract."""
+
+from __future__ import annotations
+
+import errno
+import random
+from contextlib import AbstractContextManager
+from typing import Final
+
+import pytest
+
+from gds._backend import ALIGNMENT, Backend, Buffer, File
+from gds._errors import StorageError
+
+FILE_BYTES: Final = 9 * ALIGNMENT + 1234
+"""A few blocks and a partial one."""
+
+
+class Harness:
+    """Fixtures that a subclass must provide, and hooks that it may."""
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """Return the backend under test; close it afterwards."""
+        raise NotImplementedError("provide a `backend` fixture")
+
+    @pytest.fixture
+    def directory(self) -> str:
+        """Return the path of an existing, empty directory of that backend."""
+        raise NotImplementedError("provide a `directory` fixture")
+
+    def reopened(self, backend: Backend) -> Backend:  # noqa: ARG002
+        """Return a new backend over the same files, as a new process would make it."""
+        pytest.skip("this backend cannot be reopened")
+
+    def raw(self, backend: Backend, path: str) -> bytes:  # noqa: ARG002
+        """Return the bytes of a file by a way that avoids the backend."""
+        pytest.skip("there is no way around this backend")
+
+    def make_symlink(self, target: str, path: str) -> None:  # noqa: ARG002
+        """Make a symbolic link at `path`."""
+        pytest.skip("this backend has no symbolic links")
+
+    def limit(self, backend: Backend) -> AbstractContextManager[int]:  # noqa: ARG002
+        """Return a context in which no file can have more bytes than it yields."""
+        pytest.skip("this backend's space cannot be limited")
+
+
+def filled(backend: Backend, nbytes: int, seed: int, *, misaligned_by: int = 0) -> Buffer:
+    """Return a buffer of reproducible random bytes, `misaligned_by` bytes off alignment."""
+    buffer = backend.allocate(nbytes + misaligned_by).slice(misaligned_by, nbytes)
+    buffer.memoryview()[:] = random.Random(seed).randbytes(nbytes)
+    return buffer
+
+
+def contents(buffer: Buffer) -> bytes:
+    """Return a copy of a buffer's bytes."""
+    return bytes(buffer.memoryview())
+
+
+def new_file(backend: Backend, path: str, seed: int = 1, nbytes: int = FILE_BYTES) -> File:
+    """Create a file of reproducible random bytes."""
+    file = backend.create(path, nbytes)
+    file.write(filled(backend, nbytes, seed), 0).result()
+    return file
+
+
+def fails_with(*names: str) -> pytest.RaisesExc[StorageError]:
+    """Expect a `StorageError` with one of these error numbers, by name."""
+    numbers = [getattr(errno, name) for name in names]
+    return pytest.RaisesExc(StorageError, check=lambda error: error.errno in numbers)

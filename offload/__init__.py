@@ -1,0 +1,77 @@
+"""Train with the optimizer's state on SSD, and with that state as the checkpoint.
+
+optimizer = offload.AdamW(model.parameters(), lr=1e-4, directory="run", model=model)
+checkpoint = optimizer.restore()
+...
+optimizer.step()
+optimizer.checkpoint(train_state={"scheduler": scheduler.state_dict()})
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload.checkpoint import (
+        Checkpoint,
+        CheckpointInfo,
+        VerifyReport,
+        list_checkpoints,
+        load_parameters,
+        open_checkpoint,
+    )
+    from offload.errors import OffloadError
+    from offload.optimizer import SGD, Adam, AdamW, OffloadedOptimizer
+    from offload.options import Options
+    from offload.seal import SealHandle
+    from offload.stats import Stats
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Checkpoint",
+    "CheckpointInfo",
+    "OffloadError",
+    "OffloadedOptimizer",
+    "Options",
+    "SealHandle",
+    "Stats",
+    "VerifyReport",
+    "list_checkpoints",
+    "load_parameters",
+    "open_checkpoint",
+]
+
+_MODULES = {
+    "offload.checkpoint": (
+        "Checkpoint",
+        "CheckpointInfo",
+        "VerifyReport",
+        "list_checkpoints",
+        "load_parameters",
+        "open_checkpoint",
+    ),
+    "offload.errors": ("OffloadError",),
+    "offload.optimizer": ("SGD", "Adam", "AdamW", "OffloadedOptimizer"),
+    "offload.options": ("Options",),
+    "offload.seal": ("SealHandle",),
+    "offload.stats": ("Stats",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    # Importing torch takes seconds; `offload ls` needs none of it. This is the only lazy place.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,425 @@
+"""Reading checkpoints: list, open, verify, load parameters. Needs no optimizer and writes nothing.
+
+Importing this module does not import torch, so that listing a store is quick.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gds import ALIGNMENT, Backend, LockHeldError, PosixBackend, StorageError
+from offload.digests import DigestContext
+from offload.errors import CheckpointError, MismatchError, StoreBusyError
+from offload.layout import STATE_BYTES, array_file_name
+from offload.manifest import MANIFEST_NAME, MODEL_BLOCK_BYTES, Manifest
+from offload.reading import checkpoint_paths, find_checkpoint, read_manifest
+from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
+from offload.tensorfile import TensorEntry
+from offload.train_state import unpack
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+
+    from gds._backend import Lock
+
+_MAX_TRAIN_STATE_BYTES = 1 << 32
+_UNREAD = object()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One line about a directory of a store that is named like a checkpoint."""
+
+    path: str
+    step: int
+    """Optimizer steps taken; from the directory's name where the manifest cannot be read."""
+
+    generation: int
+    """The highest is the newest; -1 where the manifest cannot be read."""
+
+    created: str
+    """ISO 8601; empty where the manifest cannot be read."""
+
+    valid: bool
+    """Whether it is complete; tensor data is not looked at (that is `Checkpoint.verify`)."""
+
+    reason: str
+    """Why it is not valid, for people."""
+
+    num_parameters: int
+    """Trainable elements."""
+
+    bytes: int
+    """Size on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a complete read of a checkpoint found."""
+
+    problems: tuple[str, ...]
+    """One sentence for each damaged place; each names file and byte range."""
+
+    bytes_checked: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not self.problems
+
+
+class Checkpoint:
+    """A sealed, immutable checkpoint.
+
+    Made by `open_checkpoint`, `OffloadedOptimizer.restore` and a seal's `result`. One that
+    `open_checkpoint` made holds a shared lock until `close`, which keeps the training process
+    from recycling it meanwhile.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        path: str,
+        manifest: Manifest,
+        *,
+        lock: Lock | None = None,
+        owns_backend: bool = False,
+    ) -> None:
+        self._backend = backend
+        self._lock = lock
+        self._owns_backend = owns_backend
+        self._train_state: object = _UNREAD
+        self.manifest = manifest
+        self.path = path
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.manifest.step
+
+    @property
+    def generation(self) -> int:
+        """Counter of the store: the checkpoint with the highest is the newest."""
+        return self.manifest.generation
+
+    @property
+    def created(self) -> str:
+        """ISO 8601 time at which the seal began."""
+        return self.manifest.created
+
+    @property
+    def optimizer(self) -> str:
+        """Qualified name of the torch optimizer class."""
+        return self.manifest.optimizer
+
+    @property
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """The hyper-parameters of each parameter group."""
+        return [dict(group) for group in self.manifest.groups]
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable elements."""
+        return self.manifest.layout.num_elements
+
+    @property
+    def state_arrays(self) -> dict[str, int]:
+        """Bytes of each state array, by name."""
+        layout = self.manifest.layout
+        return {
+            name: layout.array_range(name, 0, layout.num_elements)[1] * STATE_BYTES
+            for name in layout.array_names
+        }
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Size in bytes of each file, by name."""
+        sizes = dict(self.manifest.layout.file_sizes())
+        for name in (TRAIN_STATE_NAME, MANIFEST_NAME):
+            stat = self._backend.stat(f"{self.path}/{name}")
+            sizes[name] = stat.size_bytes if stat else 0
+        return sizes
+
+    @property
+    def tensors(self) -> list[TensorEntry]:
+        """The tensors of ``model.safetensors``, in file order."""
+        return list(self.manifest.layout.model_header.entries.values())
+
+    @property
+    def train_state(self) -> Any:
+        """What was passed to `checkpoint(train_state=...)`; read once, then kept.
+
+        Raises:
+            offload.errors.CheckpointError: It is damaged or belongs to another checkpoint.
+        """
+        if self._train_state is _UNREAD:
+            data = self.read_train_state()
+            state, header = unpack(data, f"{self.path}/{TRAIN_STATE_NAME}")
+            if dict(header) != train_state_header(self.manifest):
+                raise CheckpointError(
+                    f"{self.path}/{TRAIN_STATE_NAME}: belongs to another checkpoint"
+                )
+            self._train_state = state
+        return self._train_state
+
+    def read_train_state(self) -> bytes:
+        """Return the train state as it is stored."""
+        file = self._backend.open(f"{self.path}/{TRAIN_STATE_NAME}")
+        try:
+            if file.size_bytes > _MAX_TRAIN_STATE_BYTES:
+                raise CheckpointError(f"{file.path}: {file.size_bytes} bytes, too large")
+            return file.read_bytes(0, file.size_bytes)
+        finally:
+            file.close()
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """Read every byte and compare it with the digests taken when it was written.
+
+        Args:
+            progress: Called with the bytes checked so far and the bytes in all.
+        """
+        layout = self.manifest.layout
+        problems: list[str] = []
+        try:
+            # Again, since it may have been damaged after opening.
+            if read_manifest(self._backend, self.path) != self.manifest:
+                problems.append(f"{self.path}/{MANIFEST_NAME}: replaced since it was opened")
+            _ = self.train_state
+        except (CheckpointError, StorageError, ValueError) as error:
+            problems.append(str(error))
+        context = DigestContext(self.manifest.store_id, self.generation)
+        ranges: list[tuple[str, str, int, int, int, str]] = []
+        data_start = layout.model_header.data_start
+        data_bytes = layout.model_header.file_bytes - data_start
+        for block, expected in enumerate(self.manifest.model_digests):
+            start = block * MODEL_BLOCK_BYTES
+            nbytes = min(MODEL_BLOCK_BYTES, data_bytes - start)
+            ranges.append((MODEL_NAME, "model", block, data_start + start, nbytes, expected))
+        for name, digests in self.manifest.digests.items():
+            for chunk, digest in enumerate(digests):
+                offset, nbytes = layout.byte_range(name, chunk)
+                if digest is not None and nbytes:
+                    ranges.append((array_file_name(name), name, chunk, offset, nbytes, digest))
+        total = sum(nbytes for *_, nbytes, _ in ranges)
+        largest = max((nbytes for *_, nbytes, _ in ranges), default=0)
+        buffer = self._backend.allocate(largest + ALIGNMENT)
+        checked = 0
+        for file_name, array, chunk, offset, nbytes, expected in ranges:
+            path = f"{self.path}/{file_name}"
+            target = buffer.slice(offset % ALIGNMENT, nbytes)
+            try:
+                file = self._backend.open(path)
+                try:
+                    file.read(target, offset).result()
+                finally:
+                    file.close()
+            except StorageError as error:
+                problems.append(str(error))
+            else:
+                found = context.digest(array, chunk, target.memoryview())
+                if found != expected:
+                    problems.append(
+                        f"{path}: bytes {offset} to {offset + nbytes} are damaged: digest {found}, "
+                        f"expected {expected}"
+                    )
+            checked += nbytes
+            if progress is not None:
+                progress(checked, total)
+        return VerifyReport(tuple(problems), checked)
+
+    def close(self) -> None:
+        """Let the training process recycle this checkpoint again. Idempotent."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        if self._owns_backend:
+            self._backend.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint(step={self.step}, path={self.path!r})"
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, backend: Backend | None = None) -> Checkpoint:
+    """Open a checkpoint for reading, safely beside a process that is training.
+
+    Args:
+        path: A checkpoint directory, or a store, which means its newest usable checkpoint.
+        backend: Where it is; the local file system by default.
+
+    Raises:
+        CheckpointError: There is no usable checkpoint; says why.
+        StoreBusyError: It is being recycled at this moment; open the store's newest instead.
+        gds.StorageError: It cannot be read.
+    """
+    owns_backend = backend is None
+    backend = backend or PosixBackend()
+    lock = None
+    try:
+        found = find_checkpoint(backend, os.fspath(path))
+        before = backend.stat(found)
+        try:
+            lock = backend.lock(found, shared=True)
+        except LockHeldError as error:
+            raise StoreBusyError(
+                error.errno, "this checkpoint is being recycled; open a newer one", found
+            ) from error
+        # The lock is on whatever had the name then; make sure that still has it now.
+        after = backend.stat(found)
+        if before is None or after is None or after.inode != before.inode:
+            raise StoreBusyError(
+                errno.EAGAIN, "this checkpoint has just been recycled; open a newer one", found
+            )
+        manifest = read_manifest(backend, found)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        if owns_backend:
+            backend.close()
+        raise
+    return Checkpoint(backend, found, manifest, lock=lock, owns_backend=owns_backend)
+
+
+def list_checkpoints(
+    store: str | os.PathLike[str], *, backend: Backend | None = None
+) -> list[CheckpointInfo]:
+    """Describe every directory of a store that is named like a checkpoint, oldest step first.
+
+    Raises:
+        CheckpointError: `store` is not a directory.
+        gds.StorageError: It cannot be read.
+    """
+    owns_backend = backend is None
+    backend = backend or PosixBackend()
+    directory = os.path.abspath(os.fspath(store))
+    try:
+        stat = backend.stat(directory)
+        if stat is None or stat.kind != "directory":
+            raise CheckpointError(f"{directory}: not a directory, so not a store")
+        return [_describe(backend, path) for path in checkpoint_paths(backend, directory)]
+    finally:
+        if owns_backend:
+            backend.close()
+
+
+def load_parameters(
+    model: torch.nn.Module,
+    checkpoint: str | os.PathLike[str],
+    *,
+    backend: Backend | None = None,
+) -> int:
+    """Load a checkpoint's parameters and buffers into a model, checking their digests.
+
+    Reads ``model.safetensors`` only, block by block: 2 bytes per bf16 parameter.
+
+    Args:
+        model: Changed in place; nothing is changed if names, shapes or dtypes differ.
+        checkpoint: A checkpoint directory, or a store, which means its newest.
+        backend: Where it is; the local file system by default.
+
+    Returns:
+        The number of optimizer steps that the parameters had seen.
+
+    Raises:
+        MismatchError: The model's state dict differs from the checkpoint's; lists how.
+        CheckpointError: It is damaged.
+    """
+    from offload.model_file import BlockBuffers, ModelImage, read_model
+    from offload.parameters import describe_model
+
+    with open_checkpoint(checkpoint, backend=backend) as opened:
+        manifest = opened.manifest
+        header = manifest.layout.model_header
+        stored = describe_model(model, [], [])
+        wanted = {t.name: (t.dtype, t.shape) for t in manifest.layout.model}
+        # A tied tensor may be stored under another of its names.
+        tensors = {}
+        for entry in stored:
+            names = (entry.spec.name, *entry.spec.aliases)
+            name = next((n for n in names if n in wanted), entry.spec.name)
+            tensors[name] = (entry.tensor, (entry.spec.dtype, entry.spec.shape))
+        check_same(wanted, {n: what for n, (_, what) in tensors.items()}, opened.path)
+        image = ModelImage(header, {n: tensor for n, (tensor, _) in tensors.items()})
+        source = opened._backend
+        file = source.open(f"{opened.path}/{MODEL_NAME}")
+        try:
+            buffers = BlockBuffers(source, image.data_bytes)
+            context = DigestContext(manifest.store_id, manifest.generation)
+            read_model(image, file, buffers, context, manifest.model_digests)
+        finally:
+            file.close()
+        return manifest.step
+
+
+def check_same(
+    stored: Mapping[str, tuple[str, tuple[int, ...]]],
+    live: Mapping[str, tuple[str, tuple[int, ...]]],
+    path: str,
+) -> None:
+    """Compare dtype and shape of every tensor by name.
+
+    Raises:
+        MismatchError: They differ; lists the first few differences.
+    """
+    differences = [f"{n!r} is only in the checkpoint" for n in stored if n not in live]
+    differences += [f"{n!r} is only in the model" for n in live if n not in stored]
+    differences += [
+        f"{n!r} is {_what(stored[n])} in the checkpoint and {_what(live[n])} in the model"
+        for n in stored
+        if n in live and stored[n] != live[n]
+    ]
+    if differences:
+        more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise MismatchError(
+            f"{path}: the model differs from the one that was saved: "
+            f"{'; '.join(differences[:5])}{more}. Build the model as it was then (same "
+            "configuration and dtype), or use another directory."
+        )
+
+
+def train_state_header(manifest: Manifest) -> dict[str, str]:
+    """Return what ties a train state to its checkpoint."""
+    return {
+        "store_id": manifest.store_id,
+        "generation": str(manifest.generation),
+        "step": str(manifest.step),
+    }
+
+
+def _what(tensor: tuple[str, tuple[int, ...]]) -> str:
+    return f"{tensor[0]} {list(tensor[1])}"
+
+
+def _describe(backend: Backend, path: str) -> CheckpointInfo:
+    step = int(os.path.basename(path)[5:])
+    try:
+        manifest = read_manifest(backend, path)
+    except (CheckpointError, StorageError) as error:
+        return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0)
+    sizes = [backend.stat(f"{path}/{name}") for name in backend.list_dir(path)]
+    return CheckpointInfo(
+        path,
+        manifest.step,
+        manifest.generation,
+        manifest.created,
+        True,
+        "",
+        manifest.layout.num_elements,
+        sum(stat.size_bytes for stat in sizes if stat),
+    )

@@ -1,0 +1,419 @@
+"""What happens between a torch optimizer and its store: the state's life from step to step.
+
+The state of the optimizer is always in exactly one slot, `_state`:
+
+- None: no parameter has state yet.
+- a working slot (`_working`): the next step reads it and writes it in place.
+- a sealed slot: the next step reads it (the source) and writes every chunk of another (the target),
+  which then becomes the working slot. A seal and a restore lead here.
+
+`LOCK`, slots and checkpoints are the store's business, chunks in memory the streamer's, arithmetic
+the updater's, and sealing the seal's; this module only orders them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from gds import Backend, PosixBackend
+from offload.checkpoint import Checkpoint, train_state_header
+from offload.errors import (
+    BrokenOptimizerError,
+    NotRestoredError,
+    OffloadError,
+)
+from offload.layout import Layout
+from offload.model_file import BlockBuffers
+from offload.options import Options
+from offload.reseal import is_unchanged, replace_train_state
+from offload.resume import choose_checkpoint, load_checkpoint, match_checkpoint
+from offload.rules import UpdateRule
+from offload.seal import Seal, SealHandle, describe_seal
+from offload.slot import Slot
+from offload.stats import Meter, Stats
+from offload.store import Store, StoredCheckpoint
+from offload.streamer import Streamer
+from offload.table import ParameterTable
+from offload.train_state import encode, pack_encoded
+from offload.update import ChunkUpdater
+
+Groups = Sequence[dict[str, Any]]
+"""``param_groups`` of the optimizer, passed anew to each call: libraries replace the dicts."""
+
+
+class Engine:
+    """Owns the store, the ring and the threads of one optimizer.
+
+    Args:
+        rule: Runs the wrapped optimizer's step.
+        directory: The store.
+        model: Gives names, buffers and frozen parameters; None for parameters only.
+        keep: Checkpoints to keep.
+        fresh: Whether to start over although the store has checkpoints.
+        options: Settings of the machine.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        directory: str,
+        *,
+        model: torch.nn.Module | None,
+        keep: int,
+        fresh: bool,
+        options: Options,
+    ) -> None:
+        self._rule = rule
+        self._options = options
+        self._table = ParameterTable(rule, model, options.chunk_elements)
+        self._owns_backend = options.backend is None
+        self._backend: Backend = options.backend or PosixBackend(direct=options.direct)
+        self._pid = os.getpid()
+        self._closed = False
+        try:
+            self.store = Store(
+                self._backend,
+                directory,
+                keep=keep,
+                fresh=fresh,
+                train_state_bytes=options.train_state_bytes,
+                reader_timeout_s=options.reader_timeout_s,
+                allow_volatile=options.allow_volatile,
+            )
+        except BaseException:
+            if self._owns_backend:
+                self._backend.close()
+            raise
+        self._decided = fresh or not (self.store.checkpoints or self.store.refused)
+        self._broken = ""
+        self.num_steps = 0
+        self._state: Slot | None = None
+        self._working = False
+        self._reserved: Slot | None = None
+        """A slot of a new layout, got in advance so that a full disk is noticed in time."""
+        self._sealed: StoredCheckpoint | None = None
+        """The checkpoint that the present state is, if nothing has been stepped since."""
+        self._streamer: Streamer | None = None
+        self._blocks: BlockBuffers | None = None
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="offload-seal")
+        self._seal: Seal | None = None
+        self._meter = Meter()
+
+    def require_space(self, groups: Groups) -> None:
+        """Check names, parameters, rules and free space; touches nothing.
+
+        Raises whatever would otherwise be raised by the first step.
+        """
+        layout, _ = self._table.describe(groups)
+        self.store.require_space(layout, len(groups))
+
+    def step(self, groups: Groups) -> None:
+        """Update every parameter that has a gradient.
+
+        Raises:
+            NotRestoredError: The store has checkpoints and nobody has decided about them.
+            SealError: The seal before this step failed; the step has not been taken.
+            BrokenOptimizerError: An earlier step failed half way.
+        """
+        self._require_usable()
+        self._collect_seal()
+        with self._meter.timed("step_s"):
+            if not self._table.is_current(groups):
+                self._relayout(groups)
+            gradients = self._table.gradients()
+            if any(gradient is not None for gradient in gradients):
+                self._stream(groups, gradients)
+                self._meter.steps += 1
+            self.num_steps += 1
+
+    def add_parameters(self, groups: Groups) -> None:
+        """Lay out parameters that were added to the groups, and reserve their space now.
+
+        Raises:
+            gds.StorageError: No space; nothing has changed.
+        """
+        self._require_usable()
+        if self._table.layout is not None:
+            self._relayout(groups)
+
+    def checkpoint(self, groups: Groups, train_state: object) -> SealHandle:
+        """Seal the present state; see `OffloadedOptimizer.checkpoint`."""
+        self._require_usable()
+        self._collect_seal(wait=True)
+        encoded = encode(train_state)
+        self._relayout(groups)
+        stored = self._table.stored(groups)
+        sealed = self._sealed
+        if sealed is not None and sealed.manifest.step == self.num_steps:
+            if is_unchanged(sealed, self._table, stored, self._block_buffers()):
+                return replace_train_state(self.store, sealed, encoded)
+        if self._state is None:  # no parameter has state: the slot's arrays stay empty
+            self._state, self._reserved = self._target(groups), None
+        elif not self._working:
+            # Nothing was stepped since the last seal, yet the checkpoint must differ from it.
+            self._stream(groups, [None] * len(self._table.trainables))
+        slot = self._state
+        # Everything that can be too large fails here, before a checkpoint is withdrawn.
+        manifest = describe_seal(
+            self._rule, self.store.store_id, slot, groups, self._table, self.num_steps
+        )
+        packed = pack_encoded(
+            encoded,
+            capacity_bytes=slot.train_state.size_bytes,
+            header=train_state_header(manifest),
+        )
+        pending = self._streamer.pending_writes() if self._streamer else []
+        seal = Seal(self.store, slot, manifest, packed, stored, self._block_buffers(), pending)
+        self.store.begin_seal()
+        self._working, self._sealed, self._seal = False, None, seal
+        self._sealer.submit(seal.run, self._meter.count_seal)
+        return seal.handle
+
+    def restore(
+        self, groups: Groups, which: int | str | None, *, discard_newer: bool
+    ) -> Checkpoint | None:
+        """Continue from a checkpoint; see `OffloadedOptimizer.restore`."""
+        self._require_alive()
+        self._collect_seal(wait=True, errors=False)
+        found = choose_checkpoint(self.store, which, discard_newer=discard_newer)
+        if found is None:
+            if self._broken:
+                self._require_usable()
+            self._decided = True
+            return None
+        trainables, stored = match_checkpoint(found, groups, self._table.model, self._rule)
+        started = time.perf_counter()
+        self._forget()
+        self.store.withdraw_newer(found)
+        slot = self.store.slot_of(found)
+        self._table.adopt(found.manifest.layout, trainables, found.manifest.scalars)
+        self._meter.restore_bytes = load_checkpoint(
+            found, slot, stored, self._block_buffers(), groups
+        )
+        self.num_steps = found.manifest.step
+        self._state, self._working, self._sealed = slot, False, found
+        self._decided, self._broken = True, ""
+        self._meter.restore_s = time.perf_counter() - started
+        return Checkpoint(self._backend, found.path, found.manifest)
+
+    def synchronize(self) -> None:
+        """Wait until every transfer and seal that was started has ended; raises their errors."""
+        self._require_usable()
+        self._collect_seal(wait=True)
+        if self._streamer is not None:
+            self._streamer.synchronize()
+
+    def stats(self) -> Stats:
+        """Return the totals so far."""
+        counters, meter, ring = self._backend.counters(), self._meter, self._streamer
+        totals = {field.name: getattr(meter, field.name) for field in fields(meter)}
+        if ring is not None:
+            totals["wait_read_s"] += ring.wait_read_s
+            totals["wait_write_s"] += ring.wait_write_s
+        if self._seal is not None:
+            totals["wait_seal_s"] += self._seal.wait_s
+        layout = self._table.layout
+        return Stats(
+            **totals,
+            num_parameters=layout.num_elements if layout else 0,
+            bytes_read=counters.bytes_read,
+            bytes_written=counters.bytes_written,
+            read_s=counters.read_s,
+            write_s=counters.write_s,
+            ring_bytes=ring.ring_bytes if ring else 0,
+            resident_bytes=0,
+            state_bytes=layout.state_bytes if layout else 0,
+        )
+
+    def close(self) -> None:
+        """Wait for what is in flight and let go of everything. Idempotent.
+
+        Raises:
+            SealError: The last seal failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._pid:
+            return  # a forked child has neither the threads nor the lock
+        try:
+            self._collect_seal(wait=True)
+        finally:
+            self._sealer.shutdown()
+            if self._streamer is not None:
+                self._streamer.reset()
+            for slot in (self._state, self._reserved):
+                if slot is not None:
+                    slot.close()
+            self.store.close()
+            if self._owns_backend:
+                self._backend.close()
+
+    def _stream(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Read, update and write every chunk that needs it; all of them if the state moves."""
+        layout, streamer, meter = self._layout(), self._ring(), self._meter
+        parameters = [t.tensor for t in self._table.trainables]
+        updater = ChunkUpdater(
+            self._rule, layout, groups, parameters, gradients, self._table.scalars
+        )
+        if self._working and self._state is not None:
+            target = self._state
+            chunks = [c for c in range(layout.num_chunks) if updater.touched(c)]
+        else:
+            with meter.timed("wait_seal_s"):
+                target, self._reserved = self._target(groups), None
+            chunks = list(range(layout.num_chunks))
+        try:
+            streamer.begin(self._state, chunks)
+            for chunk in chunks:
+                frame = streamer.take(chunk)
+                try:
+                    if self._seal is not None:
+                        self._seal.wait_copied(layout.model_stops[chunk])
+                    with meter.timed("compute_s"):
+                        updater.update(chunk, frame.tensors(layout))
+                except BaseException:
+                    streamer.discard(frame)
+                    raise
+                streamer.put(frame, target)
+            self._table.scalars = updater.finish()
+        except BaseException as error:
+            self._broken = f"step {self.num_steps + 1} failed half way ({error!r})"
+            if target is not self._state:
+                self._reserved = target  # restore() gives it back
+            raise
+        self._moved(target)
+        streamer.begin(self._state, range(layout.num_chunks))  # read ahead for the next step
+
+    def _moved(self, target: Slot) -> None:
+        """Note that the state is now in `target`; let go of a source that is no checkpoint."""
+        source = self._state
+        self._state, self._working, self._sealed = target, True, None
+        sealing = self._seal is not None and source is self._seal.slot
+        if source is None or source is target or sealing:
+            return
+        if all(checkpoint.slot is not source for checkpoint in self.store.checkpoints):
+            self._ring().synchronize()
+            self.store.release(source)
+
+    def _target(self, groups: Groups) -> Slot:
+        """Return the slot to move the state to: the one reserved, or one from the store."""
+        return self._reserved or self.store.acquire(self._layout(), len(groups))
+
+    def _relayout(self, groups: Groups) -> None:
+        """Follow parameters, and tensors of the model, that are new since the last call."""
+        layout, trainables = self._table.describe(groups)
+        if layout == self._table.layout:
+            return
+        if self._table.layout is not None and self._state is not None:
+            self._collect_seal(wait=True)
+            reserved = self.store.acquire(layout, len(groups))
+            if self._reserved is not None:
+                self.store.release(self._reserved)
+            self._reserved, self._working = reserved, False
+        self._drop_ring()
+        self._table.adopt(layout, trainables)
+
+    def _collect_seal(self, *, wait: bool = False, errors: bool = True) -> None:
+        """Take note of a seal that has ended.
+
+        Args:
+            wait: Wait for it.
+            errors: Raise its error. The working slot stays what it was if the state is still in
+                it, so that training may go on after the error has been seen.
+        """
+        seal = self._seal
+        if seal is None or not (wait or seal.handle.done()):
+            return
+        try:
+            with self._meter.timed("wait_seal_s"):
+                seal.handle.result()
+        except OffloadError:
+            if self._state is not seal.slot:
+                self.store.release(seal.slot)
+            elif self.store.poisoned:
+                self._broken = f"the state of step {self.num_steps} could not be made durable"
+            else:
+                self._working = True
+            if errors:
+                raise
+        else:
+            if self._state is seal.slot:
+                self._sealed = self.store.newest
+        finally:
+            self._seal = None
+            self._meter.wait_seal_s += seal.wait_s
+
+    def _forget(self) -> None:
+        """Drop what was read ahead, and the working slot, for a restore."""
+        if self._streamer is not None:
+            self._streamer.reset()
+        self._drop_ring()
+        sealed = [checkpoint.slot for checkpoint in self.store.checkpoints]
+        for slot in (self._state, self._reserved):
+            if slot is not None and all(slot is not other for other in sealed):
+                self.store.release(slot)
+        self._state = self._reserved = self._sealed = None
+        self._working = False
+        self._table.clear()
+
+    def _drop_ring(self) -> None:
+        """Free the memory that was sized for a layout, keeping what it counted."""
+        if self._streamer is not None:
+            self._streamer.synchronize()
+            self._streamer.reset()
+            self._meter.wait_read_s += self._streamer.wait_read_s
+            self._meter.wait_write_s += self._streamer.wait_write_s
+        self._streamer = self._blocks = None
+
+    def _ring(self) -> Streamer:
+        if self._streamer is None:
+            self._streamer = Streamer(self._backend, self._layout(), self._options.ring_chunks)
+        return self._streamer
+
+    def _block_buffers(self) -> BlockBuffers:
+        if self._blocks is None:
+            header = self._layout().model_header
+            self._blocks = BlockBuffers(self._backend, header.file_bytes - header.data_start)
+        return self._blocks
+
+    def _layout(self) -> Layout:
+        if self._table.layout is None:
+            raise RuntimeError("the store has not been laid out")
+        return self._table.layout
+
+    def _require_usable(self) -> None:
+        self._require_alive()
+        if self._streamer is not None and self._streamer.error is not None:
+            self._broken = self._broken or f"a transfer of state failed ({self._streamer.error})"
+        if self._broken:
+            newest = self.store.newest
+            remedy = (
+                f"call restore() to go on from {newest.path}"
+                if newest
+                else "there is no checkpoint yet: construct model and optimizer again"
+            )
+            raise BrokenOptimizerError(f"{self._broken}; {remedy}")
+        if not self._decided:
+            names = [os.path.basename(c.path) for c in self.store.checkpoints]
+            names += [os.path.basename(path) for path, _ in self.store.refused]
+            raise NotRestoredError(
+                f"{self.store.directory} already has checkpoints ({', '.join(names)}): call "
+                "restore() to continue from the newest, or pass fresh=True to start over"
+            )
+
+    def _require_alive(self) -> None:
+        if self._closed:
+            raise OffloadError("the optimizer is closed; construct it again")
+        if os.getpid() != self._pid:
+            raise OffloadError(
+                "this optimizer was made in another process and its store is locked by that one: "
+                "fork workers before constructing it, or let only the parent call it"
+            )

@@ -1,0 +1,67 @@
+"""The errors of `offload`. Each also is the builtin that a caller would catch.
+
+A message says what was attempted, where (path, parameter, byte offset), what was found and what
+was expected, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class OffloadError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class UnsupportedOptimizerError(OffloadError, TypeError):
+    """The wrapped optimizer class or one of its flags cannot be streamed chunk by chunk."""
+
+
+class UnsupportedParameterError(OffloadError, TypeError):
+    """A parameter or its gradient has a type or layout that the streamer cannot update."""
+
+
+class StoreError(OffloadError, OSError):
+    """The store as a whole cannot be used as asked."""
+
+
+class StoreLockedError(StoreError):
+    """Another process, or another optimizer in this one, is writing to the store."""
+
+
+class StoreBusyError(StoreError):
+    """Readers hold every checkpoint that could be recycled."""
+
+
+class StoreFullError(StoreError):
+    """The file system has no room for what the retention policy will need."""
+
+
+class VolatileStoreError(StoreError):
+    """The directory is on a file system that forgets at power-off."""
+
+
+class CheckpointError(OffloadError, ValueError):
+    """A checkpoint is damaged, incomplete, or not one at all."""
+
+
+class ManifestError(CheckpointError):
+    """A manifest cannot be read: damaged, of another version, or not a manifest."""
+
+
+class CheckpointNotFoundError(OffloadError, FileNotFoundError):
+    """There is no such checkpoint in the store."""
+
+
+class MismatchError(OffloadError, ValueError):
+    """The model or optimizer differs from what the checkpoint was made with."""
+
+
+class NotRestoredError(OffloadError, RuntimeError):
+    """The store holds checkpoints, and nobody has said whether to resume or to start over."""
+
+
+class SealError(OffloadError, RuntimeError):
+    """Sealing a checkpoint failed; the checkpoints made before it are untouched."""
+
+
+class BrokenOptimizerError(OffloadError, RuntimeError):
+    """An earlier failure left the working state torn; restore a checkpoint to go on."""

@@ -1,0 +1,196 @@
+"""``model.safetensors``: copying between its bytes and live tensors, block by block.
+
+A block is `MODEL_BLOCK_BYTES` of the file's data; one digest covers it. Two buffers of that size
+are all the memory that sealing or restoring a model of any size takes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from gds import ALIGNMENT, Backend, Buffer, File, IOFuture
+from offload.digests import DigestContext, leaf_digests
+from offload.errors import CheckpointError
+from offload.manifest import MODEL_BLOCK_BYTES
+from offload.tensorfile import Header
+
+MODEL_ARRAY = "model"
+"""The name that digests of ``model.safetensors`` are computed under."""
+
+
+class BlockBuffers:
+    """Two buffers of one block each, made once and used by seals and restores."""
+
+    def __init__(self, backend: Backend, data_bytes: int) -> None:
+        nbytes = max(min(MODEL_BLOCK_BYTES, data_bytes), 1)
+        self._buffers = [backend.allocate(-(-nbytes // ALIGNMENT) * ALIGNMENT) for _ in range(2)]
+        self._tensors = [
+            torch.frombuffer(buffer.memoryview(), dtype=torch.uint8) for buffer in self._buffers
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def get(self, index: int, nbytes: int) -> tuple[Buffer, torch.Tensor]:
+        """Return the memory for a block, as a buffer and as bytes; every second block shares it."""
+        return self._buffers[index % 2].slice(0, nbytes), self._tensors[index % 2][:nbytes]
+
+
+class ModelImage:
+    """The tensors behind the bytes of a model file.
+
+    Args:
+        header: Says which bytes are which tensor.
+        tensors: A live tensor for each name, of the header's dtype and shape.
+    """
+
+    def __init__(self, header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
+        entries = [e for e in header.entries.values() if e.nbytes]
+        self._starts = [e.start for e in entries]
+        self._stops = [e.stop for e in entries]
+        self._tensors = [tensors[e.name] for e in entries]
+        self._staged: dict[int, torch.Tensor] = {}
+        self.data_start = header.data_start
+        self.data_bytes = header.file_bytes - header.data_start
+
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Yield index, first byte and one past the last byte of every block, within the data."""
+        for index, start in enumerate(range(0, self.data_bytes, MODEL_BLOCK_BYTES)):
+            yield index, start, min(start + MODEL_BLOCK_BYTES, self.data_bytes)
+
+    def gather(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Copy the live bytes of a range of the data into `out`."""
+        for index, first, last, at in self._overlaps(start, stop):
+            flat = self._flat(index)
+            out[at : at + last - first].copy_(flat[first:last])
+            if last == flat.numel():
+                self._staged.pop(index, None)
+
+    def scatter(self, start: int, stop: int, data: torch.Tensor) -> None:
+        """Copy the bytes of a range of the data into the live tensors."""
+        for index, first, last, at in self._overlaps(start, stop):
+            flat = self._flat(index)
+            flat[first:last].copy_(data[at : at + last - first])
+            if last == flat.numel() and index in self._staged:
+                tensor = self._tensors[index]
+                tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
+                del self._staged[index]
+
+    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        index = max(bisect_right(self._starts, start) - 1, 0)
+        while index < len(self._starts) and self._starts[index] < stop:
+            begin, end = self._starts[index], self._stops[index]
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                yield index, first - begin, last - begin, first - start
+            index += 1
+
+    def _flat(self, index: int) -> torch.Tensor:
+        tensor = self._tensors[index].detach()
+        if tensor.is_contiguous():
+            return tensor.reshape(-1).view(torch.uint8)
+        if index not in self._staged:
+            self._staged[index] = tensor.contiguous().reshape(-1).view(torch.uint8)
+        return self._staged[index]
+
+
+def write_model(
+    image: ModelImage,
+    file: File,
+    buffers: BlockBuffers,
+    context: DigestContext,
+    known: dict[int, bytes],
+    copied: Callable[[int], None],
+) -> list[str]:
+    """Write a model file's data from the live tensors; not synced.
+
+    Args:
+        image: The tensors.
+        file: Where to.
+        buffers: Two blocks of memory.
+        context: What the digests speak for.
+        known: Leaf digests of the blocks that the file holds already, by index. Blocks that have
+            not changed (frozen parameters) are not written again. Updated.
+        copied: Called after each block with the bytes copied so far: from then on, live tensors
+            before that byte may change.
+
+    Returns:
+        The digest of each block.
+    """
+    digests = []
+    writes: dict[int, IOFuture] = {}
+    for index, start, stop in image.blocks():
+        previous = writes.pop(index - 2, None)
+        if previous is not None:
+            previous.result()
+        buffer, data = buffers.get(index, stop - start)
+        image.gather(start, stop, data)
+        copied(stop)
+        leaves = leaf_digests(buffer.memoryview())
+        digests.append(context.digest_leaves(MODEL_ARRAY, index, leaves))
+        if known.get(index) != leaves:
+            known.pop(index, None)
+            writes[index] = file.write(buffer, image.data_start + start)
+            known[index] = leaves
+    for write in writes.values():
+        write.result()
+    return digests
+
+
+def digest_model(image: ModelImage, buffers: BlockBuffers, context: DigestContext) -> list[str]:
+    """Return the digests that `write_model` would, without writing."""
+    digests = []
+    for index, start, stop in image.blocks():
+        buffer, data = buffers.get(index, stop - start)
+        image.gather(start, stop, data)
+        digests.append(context.digest(MODEL_ARRAY, index, buffer.memoryview()))
+    return digests
+
+
+def read_model(
+    image: ModelImage,
+    file: File,
+    buffers: BlockBuffers,
+    context: DigestContext,
+    expected: tuple[str, ...],
+) -> None:
+    """Read a model file's data into the live tensors, checking every block's digest.
+
+    Raises:
+        CheckpointError: A block is damaged; tensors before it have been overwritten.
+        gds.StorageError: The file cannot be read.
+    """
+    blocks = list(image.blocks())
+    reads: dict[int, IOFuture] = {}
+
+    def start_read(index: int) -> None:
+        if index < len(blocks):
+            _, start, stop = blocks[index]
+            buffer, _ = buffers.get(index, stop - start)
+            reads[index] = file.read(buffer, image.data_start + start)
+
+    start_read(0)
+    try:
+        for index, start, stop in blocks:
+            start_read(index + 1)
+            reads.pop(index).result()
+            buffer, data = buffers.get(index, stop - start)
+            found = context.digest(MODEL_ARRAY, index, buffer.memoryview())
+            if found != expected[index]:
+                raise CheckpointError(
+                    f"{file.path}: bytes {image.data_start + start} to {image.data_start + stop} "
+                    f"are damaged: their digest is {found}, expected {expected[index]}. Restore an "
+                    "older checkpoint."
+                )
+            image.scatter(start, stop, data)
+    finally:
+        for read in reads.values():
+            try:
+                read.result()
+            except OSError:
+                continue  # already failing, or not needed

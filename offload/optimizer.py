@@ -1,0 +1,298 @@
+"""The torch.optim contract: what a training loop sees."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, NoReturn, overload
+
+import torch
+
+from offload.checkpoint import Checkpoint
+from offload.engine import Engine
+from offload.errors import MismatchError
+from offload.options import Options
+from offload.rules import UpdateRule
+from offload.seal import SealHandle
+from offload.stats import Stats
+
+_REFERENCE_FORMAT = "offload-reference-1"
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose state lives on SSD, where it also is the checkpoint.
+
+    ``step()`` gives the same bits as the wrapped class holding FP32 masters in memory. Memory for
+    optimizer state is a fixed ring of buffers: 0 bytes per parameter, instead of 12 for Adam.
+
+    Args:
+        optimizer_class: An element-wise torch optimizer class.
+        params: As torch takes them: parameters, ``named_parameters()``, or group dictionaries.
+        directory: The store: a directory on a local drive, used by one process at a time. Created
+            if missing. Nothing is written to it before the first step or checkpoint, but free
+            space is checked now.
+        model: Gives parameters the names of its state dict, and puts its buffers and frozen
+            parameters into checkpoints, so that ``model.safetensors`` is the whole state dict.
+        keep: Checkpoints to keep, at least 1. The disk holds one slot more.
+        fresh: Start over in a store that has checkpoints. They are withdrawn once the first new
+            one is durable.
+        options: How to stream and store; see `Options`.
+        hyper: Keyword arguments of `optimizer_class`.
+
+    Raises:
+        UnsupportedOptimizerError: The class or a flag needs more than one element at a time.
+        UnsupportedParameterError: A parameter is complex, sparse, FP64, or not in host memory.
+        StoreLockedError: Another process trains in this directory.
+        VolatileStoreError: The directory would be lost at power-off.
+        StoreFullError: There is no room for ``keep + 1`` slots.
+        StoreError: The directory cannot be used; says why.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        params: Iterable[Any],
+        *,
+        directory: str | os.PathLike[str],
+        model: torch.nn.Module | None = None,
+        keep: int = 2,
+        fresh: bool = False,
+        options: Options = Options(),  # noqa: B008  (frozen)
+        **hyper: Any,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(
+                f"keep must be at least 1, got {keep}: with 0 there would be no checkpoint while "
+                "the next one is being sealed"
+            )
+        self._engine: Engine | None = None
+        rule = UpdateRule(optimizer_class, hyper)
+        super().__init__(params, dict(rule.defaults))
+        engine = Engine(
+            rule, os.fspath(directory), model=model, keep=keep, fresh=fresh, options=options
+        )
+        try:
+            engine.require_space(self.param_groups)
+        except BaseException:
+            engine.close()
+            raise
+        self._engine = engine
+        # A dropped optimizer lets go of its store; whether its last seal succeeded is then unknown.
+        self._finalizer = weakref.finalize(self, _close_quietly, engine)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one optimizer step: stream the state through torch's own update.
+
+        Returns when parameters are updated; the last writes may still be on their way, which is
+        safe, since no resume reads them.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss, as in torch.
+
+        Raises:
+            NotRestoredError: The store has checkpoints: call `restore` first, or construct with
+                ``fresh=True``.
+            SealError: The checkpoint before this step could not be sealed. This step was not
+                taken; calling it again goes on.
+            BrokenOptimizerError: An earlier step failed half way; call `restore`.
+            gds.StorageError: Reading or writing failed half way; call `restore`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._live_engine().step(self.param_groups)
+        return loss
+
+    def checkpoint(self, train_state: Any = None) -> SealHandle:
+        """Make the present state a checkpoint, behind training.
+
+        No optimizer state is read, copied or moved; the parameters are written beside it, and
+        the directory is renamed. Returns at once. Parameters must not be edited before the next
+        `step` unless ``.result()`` has returned. If the step before has been checkpointed already
+        and nothing has changed, that checkpoint is kept, and only its train state is replaced.
+
+        Args:
+            train_state: Whatever else is needed to continue (schedulers, random states, position
+                in the data), captured by value now: JSON-like values, numpy arrays, tensors.
+
+        Returns:
+            A handle; its ``result()`` returns when the checkpoint is durable.
+
+        Raises:
+            SealError: The checkpoint before this one could not be sealed.
+            offload.train_state.TrainStateTypeError: `train_state` cannot be stored losslessly.
+            offload.train_state.TrainStateTooLargeError: It is larger than what is reserved.
+        """
+        return self._live_engine().checkpoint(self.param_groups, train_state)
+
+    def restore(
+        self,
+        checkpoint: int | str | os.PathLike[str] | Checkpoint | None = None,
+        *,
+        discard_newer: bool = False,
+    ) -> Checkpoint | None:
+        """Continue from a checkpoint of this store, by default the newest usable one.
+
+        Reads the parameters and buffers only, into the live tensors. Hyper-parameters become the
+        checkpoint's.
+
+        Args:
+            checkpoint: A step number, a path, or a `Checkpoint`; None for the newest.
+            discard_newer: Withdraw checkpoints that are newer than the chosen one. Without it,
+                choosing one that is not the newest is refused.
+
+        Returns:
+            The checkpoint, with ``.step``, ``.train_state`` and ``.path``; None if the store has
+            none, in which case training simply starts.
+
+        Raises:
+            MismatchError: Model or optimizer differ from the checkpoint's, or there are newer
+                checkpoints. Nothing has been changed.
+            CheckpointNotFoundError: There is no such checkpoint.
+            CheckpointError: It is damaged, or none in the store is usable.
+        """
+        if isinstance(checkpoint, Checkpoint):
+            checkpoint = checkpoint.path
+        which = (
+            checkpoint
+            if checkpoint is None or isinstance(checkpoint, int)
+            else os.fspath(checkpoint)
+        )
+        return self._live_engine().restore(self.param_groups, which, discard_newer=discard_newer)
+
+    def synchronize(self) -> None:
+        """Wait for all transfers and any seal in flight; raises what went wrong with them."""
+        self._live_engine().synchronize()
+
+    def stats(self) -> Stats:
+        """Return what has been moved and waited for so far."""
+        return self._live_engine().stats()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, also in the middle of training.
+
+        Raises:
+            gds.StorageError: There is no room for the larger state; nothing has changed.
+        """
+        super().add_param_group(param_group)
+        if self._engine is None:
+            return  # torch's constructor adds the first groups through here
+        try:
+            self._engine.add_parameters(self.param_groups)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a small reference to the state, not the state itself: builtins only.
+
+        It holds the position (store and step) and the hyper-parameters. Checkpoints are made by
+        `checkpoint`.
+        """
+        engine = self._live_engine()
+        groups = super().state_dict()["param_groups"]
+        return {
+            "format": _REFERENCE_FORMAT,
+            "store": engine.store.store_id,
+            "step": engine.num_steps,
+            "state": {},
+            "param_groups": groups,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Accept a reference to where the optimizer already is; reads nothing.
+
+        Raises:
+            MismatchError: It is anything else. To continue from a checkpoint, call `restore`.
+        """
+        engine = self._live_engine()
+        position = (_REFERENCE_FORMAT, engine.store.store_id, engine.num_steps)
+        found = tuple(state_dict.get(key) for key in ("format", "store", "step"))
+        if found != position:
+            raise MismatchError(
+                f"load_state_dict() got a state dict of (format, store, step) {found}, and this "
+                f"optimizer is at {position}. Its state is on disk: call restore() to continue "
+                "from a checkpoint"
+            )
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
+            raise ValueError("loaded state dict has a different number of parameter groups")
+        for group, values in zip(self.param_groups, saved, strict=True):
+            group.update({k: v for k, v in values.items() if k not in ("params", "param_names")})
+
+    def close(self) -> None:
+        """Wait for what is in flight and let go of the store. Idempotent.
+
+        Raises:
+            SealError: The last checkpoint could not be sealed.
+        """
+        if self._engine is not None:
+            self._finalizer.detach()
+            self._engine.close()
+
+    def __enter__(self) -> OffloadedOptimizer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._engine is not None:
+            _close_quietly(self._engine)  # the error that is on its way says more
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: its state is a directory that one "
+            "process owns. To move a run, copy the directory; to keep a point in time, call "
+            "checkpoint()"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__getstate__()
+
+    def _live_engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("the optimizer has not been constructed")
+        return self._engine
+
+
+class AdamW(OffloadedOptimizer):
+    """`torch.optim.AdamW` with its state on SSD; arguments as for `OffloadedOptimizer`."""
+
+    def __init__(self, params: Iterable[Any], **kwargs: Any) -> None:
+        super().__init__(torch.optim.AdamW, params, **kwargs)
+
+
+class Adam(OffloadedOptimizer):
+    """`torch.optim.Adam` with its state on SSD; arguments as for `OffloadedOptimizer`."""
+
+    def __init__(self, params: Iterable[Any], **kwargs: Any) -> None:
+        super().__init__(torch.optim.Adam, params, **kwargs)
+
+
+class SGD(OffloadedOptimizer):
+    """`torch.optim.SGD` with its state on SSD; arguments as for `OffloadedOptimizer`."""
+
+    def __init__(self, params: Iterable[Any], **kwargs: Any) -> None:
+        super().__init__(torch.optim.SGD, params, **kwargs)
+
+
+def _close_quietly(engine: Engine) -> None:
+    try:
+        engine.close()
+    except Exception:
+        return

@@ -1,0 +1,180 @@
+"""Live tensors and the names that files know them by."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.errors import MismatchError, UnsupportedParameterError
+from offload.layout import ModelTensor, ParameterSpec
+from offload.rules import MASTER, UpdateRule
+
+DTYPE_CODES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+"""safetensors codes of torch dtypes."""
+
+_TRAINABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trainable:
+    """A parameter that the optimizer updates, with what the files say about it."""
+
+    spec: ParameterSpec
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A tensor of ``model.safetensors``, with the live tensor it is copied from and to."""
+
+    spec: ModelTensor
+    tensor: torch.Tensor
+    by_value: bool
+    """Whether a checkpoint copies it at once: a forward pass changes buffers."""
+
+
+def describe_parameters(
+    param_groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None, rule: UpdateRule
+) -> list[Trainable]:
+    """Name and check every parameter of the groups that requires a gradient, in their order.
+
+    Raises:
+        UnsupportedParameterError: One cannot be updated; names it and says why.
+        MismatchError: Two parameters have the same name.
+    """
+    names: dict[torch.Tensor, str] = {}
+    if model is not None:
+        names.update({parameter: name for name, parameter in model.named_parameters()})
+    found: list[Trainable] = []
+    owners: dict[str, int] = {}
+    for index, group in enumerate(param_groups):
+        kept = rule.rule(group)
+        for position, (name, parameter) in enumerate(_named(index, group, names)):
+            if not parameter.requires_grad:
+                continue
+            check_parameter(name, parameter)
+            if name in owners:
+                raise MismatchError(
+                    f"two parameters are called {name!r} (in parameter groups {owners[name]} and "
+                    f"{index}, position {position}); give them different names"
+                )
+            owners[name] = index
+            masters = () if parameter.dtype == torch.float32 else (MASTER,)
+            spec = ParameterSpec(
+                name,
+                DTYPE_CODES[parameter.dtype],
+                tuple(parameter.shape),
+                index,
+                (*masters, *kept.arrays),
+            )
+            found.append(Trainable(spec, parameter))
+    return found
+
+
+def check_parameter(name: str, parameter: torch.Tensor) -> None:
+    """Refuse a parameter that cannot be updated on flat FP32 views.
+
+    Raises `UnsupportedParameterError` naming the parameter, what it is and what to do.
+    """
+    if parameter.dtype not in _TRAINABLE_DTYPES or parameter.layout != torch.strided:
+        raise UnsupportedParameterError(
+            f"parameter {name!r} is a {parameter.layout} tensor of {parameter.dtype}; only dense "
+            "bfloat16, float16 and float32 parameters can be offloaded. "
+            + (
+                "Store its real and imaginary parts as two real parameters (torch.view_as_real)."
+                if parameter.is_complex()
+                else "Convert it, or give it to another optimizer."
+            )
+        )
+    if parameter.device.type != "cpu":
+        raise UnsupportedParameterError(
+            f"parameter {name!r} is on {parameter.device}; this version updates parameters in host "
+            "memory only. Move the model to the CPU before constructing the optimizer."
+        )
+
+
+def check_gradient(name: str, gradient: torch.Tensor) -> None:
+    """Refuse a gradient that is sparse or complex, naming its parameter."""
+    if gradient.layout != torch.strided or gradient.is_complex():
+        raise UnsupportedParameterError(
+            f"the gradient of {name!r} is a {gradient.layout} tensor of {gradient.dtype}; only "
+            "dense real gradients can be applied chunk by chunk. For an embedding, pass "
+            "sparse=False."
+        )
+
+
+def describe_model(
+    model: torch.nn.Module | None,
+    param_groups: Sequence[Mapping[str, Any]],
+    trainable: Sequence[Trainable],
+) -> list[Stored]:
+    """List what ``model.safetensors`` holds: trainable parameters first, then everything else.
+
+    With a model that is its complete state dict; tied tensors are listed once, with aliases.
+    Without one it is the parameters of the groups.
+    """
+    entries: dict[torch.Tensor, list[str]] = {t.tensor: [t.spec.name] for t in trainable}
+    if model is None:
+        for index, group in enumerate(param_groups):
+            for name, parameter in _named(index, group, {}):
+                entries.setdefault(parameter, [name])
+    else:
+        # keep_vars: the tensors themselves, so that tied ones are recognised by identity
+        for name, value in model.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.Tensor):
+                warnings.warn(
+                    f"{name!r} in the model's state dict is a {type(value).__name__}, not a "
+                    "tensor: it is not part of checkpoints. Put it into train_state.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            elif name not in entries.setdefault(value, [name]):
+                entries[value].append(name)
+    parameters = {p for g in param_groups for p in g["params"]}
+    if model is not None:
+        parameters.update(model.parameters())
+    stored = []
+    for tensor, (name, *aliases) in entries.items():
+        if tensor.dtype not in DTYPE_CODES or tensor.layout != torch.strided:
+            raise UnsupportedParameterError(
+                f"{name!r} in the model's state dict is a {tensor.layout} tensor of "
+                f"{tensor.dtype}, which safetensors cannot hold; register it as non-persistent or "
+                "keep it in train_state"
+            )
+        spec = ModelTensor(name, DTYPE_CODES[tensor.dtype], tuple(tensor.shape), tuple(aliases))
+        stored.append(Stored(spec, tensor, by_value=tensor not in parameters))
+    return stored
+
+
+def _named(
+    index: int, group: Mapping[str, Any], names: Mapping[torch.Tensor, str]
+) -> list[tuple[str, torch.Tensor]]:
+    """Name a group's parameters: as the model does, as the user did, or by position."""
+    given = group.get("param_names") or [
+        f"group{index}.param{position}" for position in range(len(group["params"]))
+    ]
+    return [
+        (names.get(parameter, name), parameter)
+        for name, parameter in zip(given, group["params"], strict=True)
+    ]

@@ -1,0 +1,57 @@
+"""A checkpoint of a step that has been sealed already: nothing but the train state can differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload.checkpoint import Checkpoint, train_state_header
+from offload.model_file import BlockBuffers, ModelImage, digest_model
+from offload.parameters import Stored
+from offload.seal import SealHandle
+from offload.store import Store, StoredCheckpoint
+from offload.table import ParameterTable
+from offload.train_state import EncodedState, pack_encoded, unpack_encoded
+
+
+def is_unchanged(
+    sealed: StoredCheckpoint,
+    table: ParameterTable,
+    stored: Sequence[Stored],
+    buffers: BlockBuffers,
+) -> bool:
+    """Return whether the live parameters and buffers are, to the bit, what was sealed.
+
+    Reads memory, not storage. The optimizer state cannot differ: no step has been taken.
+
+    Args:
+        sealed: The checkpoint that the optimizer is at.
+        table: The layout now.
+        stored: The tensors of the model file now.
+        buffers: Memory for copying them.
+    """
+    manifest, slot = sealed.manifest, sealed.slot
+    if slot is None or manifest.layout != table.layout:
+        return False
+    image = ModelImage(
+        manifest.layout.model_header, {item.spec.name: item.tensor for item in stored}
+    )
+    return tuple(digest_model(image, buffers, slot.context)) == manifest.model_digests
+
+
+def replace_train_state(
+    store: Store, sealed: StoredCheckpoint, encoded: EncodedState
+) -> SealHandle:
+    """Replace a checkpoint's train state if it differs; atomic, and durable on return.
+
+    Raises:
+        gds.StorageError: No space; the checkpoint is what it was.
+    """
+    checkpoint = Checkpoint(store.backend, sealed.path, sealed.manifest)
+    data = checkpoint.read_train_state()
+    present, _ = unpack_encoded(data, sealed.path)
+    if present != encoded:
+        packed = pack_encoded(
+            encoded, capacity_bytes=len(data), header=train_state_header(sealed.manifest)
+        )
+        store.replace_train_state(sealed, packed)
+    return SealHandle.finished(checkpoint)

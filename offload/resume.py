@@ -1,0 +1,130 @@
+"""Continuing from a checkpoint: match it with the live model, then load parameters only.
+
+The optimizer state is not touched: it is used where it lies. Everything is matched by name before
+anything is changed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offload.checkpoint import check_same
+from offload.errors import CheckpointError, MismatchError
+from offload.model_file import BlockBuffers, ModelImage, read_model
+from offload.parameters import Stored, Trainable, describe_model, describe_parameters
+from offload.rules import UpdateRule
+from offload.slot import Slot
+from offload.store import Store, StoredCheckpoint
+
+
+def choose_checkpoint(
+    store: Store, which: int | str | None, *, discard_newer: bool
+) -> StoredCheckpoint | None:
+    """Return the checkpoint to restore; None if there is none and none was asked for.
+
+    Warns about directories that look like checkpoints and cannot be used.
+
+    Raises:
+        CheckpointNotFoundError: There is none of that name or step.
+        CheckpointError: There are checkpoints, but none can be used.
+        MismatchError: There are newer ones, and `discard_newer` is not set.
+    """
+    for path, reason in store.refused:
+        warnings.warn(f"not using {path}: {reason}", RuntimeWarning, stacklevel=4)
+    newest = store.newest
+    found = newest if which is None else store.find(which)
+    if found is None and store.refused:
+        reasons = "; ".join(reason for _, reason in store.refused)
+        raise CheckpointError(
+            f"{store.directory}: none of its checkpoints can be used ({reasons}). Repair them, or "
+            "pass fresh=True to start over."
+        )
+    if found is not newest and found is not None and not discard_newer:
+        raise MismatchError(
+            f"{found.path} is not the newest checkpoint of its store; training on from it means "
+            "giving up those after it: pass discard_newer=True to withdraw them. To look at it "
+            "only, use open_checkpoint or load_parameters."
+        )
+    return found
+
+
+def match_checkpoint(
+    checkpoint: StoredCheckpoint,
+    groups: Sequence[Mapping[str, Any]],
+    model: torch.nn.Module | None,
+    rule: UpdateRule,
+) -> tuple[list[Trainable], list[Stored]]:
+    """Find the live tensor for everything that a checkpoint holds.
+
+    Hyper-parameters are the checkpoint's, as in torch's `load_state_dict`.
+
+    Returns:
+        The trainable parameters in the checkpoint's order, and the tensors of its model file.
+
+    Raises:
+        MismatchError: Another optimizer class, other groups, or other names, shapes or dtypes.
+    """
+    manifest, path = checkpoint.manifest, checkpoint.path
+    if manifest.optimizer != rule.class_name:
+        raise MismatchError(
+            f"{path} was made with {manifest.optimizer}, this optimizer is {rule.class_name}: "
+            "construct the same class, or use another directory"
+        )
+    if len(manifest.groups) != len(groups):
+        raise MismatchError(
+            f"{path} has {len(manifest.groups)} parameter groups, this optimizer has "
+            f"{len(groups)}: construct it with the same groups, and add those that were added "
+            "during training, before calling restore()"
+        )
+    restored = [
+        {**saved, **{k: g[k] for k in ("params", "param_names") if k in g}}
+        for saved, g in zip(manifest.groups, groups, strict=True)
+    ]
+    live = {t.spec.name: t for t in describe_parameters(restored, model, rule)}
+    saved_specs = {spec.name: spec for spec in manifest.layout.parameters}
+    check_same(
+        {n: (s.dtype, s.shape) for n, s in saved_specs.items()},
+        {n: (t.spec.dtype, t.spec.shape) for n, t in live.items()},
+        path,
+    )
+    for name, spec in saved_specs.items():
+        if live[name].spec != spec:
+            raise MismatchError(
+                f"{path}: parameter {name!r} was in group {spec.group} and kept "
+                f"{list(spec.arrays)}; it is in group {live[name].spec.group} and would keep "
+                f"{list(live[name].spec.arrays)}. Construct the optimizer with the same groups."
+            )
+    trainables = [live[spec.name] for spec in manifest.layout.parameters]
+    stored = describe_model(model, groups, trainables)
+    check_same(
+        {t.name: (t.dtype, t.shape) for t in manifest.layout.model},
+        {item.spec.name: (item.spec.dtype, item.spec.shape) for item in stored},
+        path,
+    )
+    return trainables, stored
+
+
+def load_checkpoint(
+    checkpoint: StoredCheckpoint,
+    slot: Slot,
+    stored: Sequence[Stored],
+    buffers: BlockBuffers,
+    groups: Sequence[dict[str, Any]],
+) -> int:
+    """Load parameters, buffers and hyper-parameters in place; returns the bytes read.
+
+    Raises:
+        CheckpointError: The model file is damaged; some parameters may have been overwritten.
+    """
+    manifest = checkpoint.manifest
+    image = ModelImage(
+        manifest.layout.model_header, {item.spec.name: item.tensor for item in stored}
+    )
+    read_model(image, slot.model, buffers, slot.context, manifest.model_digests)
+    for group, saved in zip(groups, manifest.groups, strict=True):
+        group.update(saved)
+    return image.data_bytes

@@ -1,0 +1,270 @@
+"""What a torch optimizer class keeps per parameter, and whether its update is element-wise.
+
+The class itself is asked, by running it on a tiny tensor: whole, and cut in two. If both ways give
+the same bits, the rule may be run chunk by chunk, and whatever tensors it kept are its state
+arrays. Nothing is known about any particular optimizer except why some are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from offload.errors import UnsupportedOptimizerError
+
+MASTER = "master"
+"""Name of the state array that holds FP32 copies of 16-bit parameters."""
+
+_REFUSED = {
+    "Adafactor": "its second moment is factored over rows and columns of whole matrices",
+    "Muon": "it orthogonalises whole matrices",
+    "LBFGS": "its update needs inner products over all parameters and re-evaluates the loss",
+    "SparseAdam": "it updates only the rows that a sparse gradient names",
+}
+
+_PROBE_SHAPE = (4, 33)
+_PROBE_CUT = 37  # odd, and inside a row: cuts vectors and rows alike
+_PROBE_STEPS = 3
+
+ScalarValue = tuple[str, str, float | int]
+"""Name, kind (``f32`` or ``f64`` for a 0-d tensor, ``float`` or ``int`` for a number) and value."""
+
+Scalars = tuple[ScalarValue, ...]
+"""The scalar state of one parameter, such as its ``step``: hashable, so that equal ones group."""
+
+_TENSOR_KINDS = {torch.float32: "f32", torch.float64: "f64"}
+_KIND_DTYPES = {kind: dtype for dtype, kind in _TENSOR_KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one parameter group's hyper-parameters make the optimizer keep."""
+
+    arrays: tuple[str, ...]
+    """State arrays with one FP32 value per element, by torch's names; `MASTER` is not among them."""
+
+    scalars: tuple[str, ...]
+    """Names of state with one value per parameter."""
+
+
+class UpdateRule:
+    """Runs the wrapped class's own step on flat tensors.
+
+    Args:
+        optimizer_class: A torch optimizer class.
+        hyper: The keyword arguments its users give its constructor.
+
+    Raises:
+        UnsupportedOptimizerError: The class needs more than one element at a time, says why.
+        ValueError: torch's own complaint about a hyper-parameter.
+    """
+
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], hyper: Mapping[str, Any]
+    ) -> None:
+        self.optimizer_class = optimizer_class
+        self.class_name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
+        self._hyper = dict(hyper)
+        for cls in optimizer_class.__mro__:
+            if cls.__module__.startswith("torch.optim") and cls.__name__ in _REFUSED:
+                raise UnsupportedOptimizerError(
+                    f"{optimizer_class.__name__} cannot be offloaded: {_REFUSED[cls.__name__]}, "
+                    "so it cannot run on one chunk at a time. Use an element-wise optimizer "
+                    "(AdamW, Adam, SGD, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta, "
+                    "Rprop, ASGD), or keep this one in memory for the parameters that need it."
+                )
+        # An instance must exist before the step function is unwrapped: creating the first one is
+        # what wraps it for hooks, and unwrapping earlier would strip its no_grad instead.
+        self._instance = optimizer_class([torch.zeros(1)], **self._hyper)
+        self.defaults: dict[str, Any] = dict(self._instance.defaults)
+        step = optimizer_class.step
+        self._step: Callable[[torch.optim.Optimizer], Any] = (
+            step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+        )
+        self._rules: dict[tuple[tuple[str, bool], ...], Rule] = {}
+
+    def rule(self, group: Mapping[str, Any]) -> Rule:
+        """Return what a parameter group keeps, probing the class once per kind of group.
+
+        Which arrays exist depends on whether hyper-parameters are zero (``momentum``) or set
+        (``amsgrad``), never on their exact values, so that is the key.
+
+        Raises:
+            UnsupportedOptimizerError: Not element-wise, or a flag that cannot be honoured.
+        """
+        _refuse_flags(group)
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        key = tuple((k, bool(_truth(v))) for k, v in sorted(options.items()))
+        if key not in self._rules:
+            self._rules[key] = self._probe(options)
+        return self._rules[key]
+
+    def create(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Run the first step of a flat parameter, letting torch create its state.
+
+        Args:
+            parameter: Flat FP32 values, updated in place.
+            gradient: Flat FP32 gradient of the same length.
+            group: Hyper-parameters as in ``param_groups``.
+
+        Returns:
+            The state that torch made: tensors like `parameter`, and scalars.
+        """
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        instance = self.optimizer_class([{**options, "params": [parameter]}], **self._hyper)
+        parameter.grad = gradient
+        self._step(instance)
+        return dict(instance.state[parameter])
+
+    def apply(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Run one step of a flat parameter that has state; updates `parameter` and `state`."""
+        instance = self._instance
+        parameter.grad = gradient
+        instance.param_groups = [{**group, "params": [parameter]}]
+        instance.state.clear()
+        instance.state[parameter] = state
+        try:
+            self._step(instance)
+        finally:
+            instance.state.clear()
+            instance.param_groups = []
+
+    def _probe(self, group: Mapping[str, Any]) -> Rule:
+        name = self.optimizer_class.__name__
+        generator = torch.Generator().manual_seed(20260101)
+        initial = torch.randn(_PROBE_SHAPE, generator=generator)
+        gradients = [torch.randn(_PROBE_SHAPE, generator=generator) for _ in range(_PROBE_STEPS)]
+        flat = initial.flatten()
+        fired: list[int] = []
+        hook = register_optimizer_step_pre_hook(lambda *_: fired.append(1))
+        try:
+            whole, whole_state = self._run(initial, gradients, group)
+            parts = [
+                self._run(flat[cut].clone(), [g.flatten()[cut] for g in gradients], group)
+                for cut in (slice(None, _PROBE_CUT), slice(_PROBE_CUT, None))
+            ]
+        except Exception as error:
+            raise UnsupportedOptimizerError(
+                f"{name} cannot be offloaded: its step failed on a plain FP32 tensor "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        finally:
+            hook.remove()
+        if fired:
+            raise UnsupportedOptimizerError(
+                f"{name} cannot be offloaded: its step() calls super().step(), which would fire "
+                "optimizer step hooks once per chunk. Derive it from torch.optim.Optimizer and "
+                "put the whole update into its own step()."
+            )
+        rule = _describe(name, whole, whole_state)
+        pairs = [(whole, [p for p, _ in parts])]
+        pairs += [(whole_state[array], [s[array] for _, s in parts]) for array in rule.arrays]
+        same = all(
+            torch.equal(
+                one.flatten().view(torch.int32),
+                torch.cat([part.flatten() for part in split]).view(torch.int32),
+            )
+            for one, split in pairs
+        ) and all(
+            read_scalars(whole_state, rule) == read_scalars(state, rule) for _, state in parts
+        )
+        if not same:
+            raise UnsupportedOptimizerError(
+                f"{name} cannot be offloaded: a tensor updated in two parts differs from the same "
+                "tensor updated whole, so the rule is not element-wise (or its kernel depends on "
+                "where a tensor is cut) and cannot run on one chunk at a time."
+            )
+        return rule
+
+    def _run(
+        self,
+        initial: torch.Tensor,
+        gradients: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        parameter = initial.clone()
+        state = self.create(parameter, gradients[0].clone(), group)
+        for gradient in gradients[1:]:
+            self.apply(parameter, gradient.clone(), state, group)
+        return parameter, state
+
+
+def read_scalars(state: Mapping[str, Any], rule: Rule) -> Scalars:
+    """Take a parameter's scalar state out of the dictionary that torch's step left."""
+    values: list[ScalarValue] = []
+    for name in rule.scalars:
+        value = state[name]
+        if isinstance(value, torch.Tensor):
+            values.append((name, _TENSOR_KINDS[value.dtype], value.item()))
+        else:
+            values.append((name, "int" if isinstance(value, int) else "float", value))
+    return tuple(values)
+
+
+def write_scalars(scalars: Scalars) -> dict[str, Any]:
+    """Return fresh objects for torch's step to read and change."""
+    return {
+        name: torch.tensor(value, dtype=_KIND_DTYPES[kind]) if kind in _KIND_DTYPES else value
+        for name, kind, value in scalars
+    }
+
+
+def _describe(name: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> Rule:
+    arrays, scalars = [], []
+    for key, value in state.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and value.shape == parameter.shape and value.dtype == torch.float32:
+            arrays.append(key)
+        elif (is_tensor and value.dim() == 0 and value.dtype in _TENSOR_KINDS) or (
+            isinstance(value, int | float) and not isinstance(value, bool)
+        ):
+            scalars.append(key)
+        elif value is not None:
+            kind = (
+                f"{value.dtype} tensor of shape {tuple(value.shape)}" if is_tensor else type(value)
+            )
+            raise UnsupportedOptimizerError(
+                f"{name} cannot be offloaded: it keeps {key!r} as a {kind} for a float32 parameter "
+                f"of shape {tuple(parameter.shape)}; only FP32 tensors of the parameter's own "
+                "shape and single numbers can be streamed."
+            )
+    if MASTER in arrays:
+        raise UnsupportedOptimizerError(
+            f"{name} cannot be offloaded: it keeps state of its own called {MASTER!r}, the name "
+            "that this package gives to the FP32 copies of parameters."
+        )
+    return Rule(tuple(arrays), tuple(scalars))
+
+
+def _refuse_flags(group: Mapping[str, Any]) -> None:
+    reasons = {
+        "capturable": "a step that reads files cannot be captured in a CUDA graph",
+        "differentiable": "autograd cannot follow a step whose state is on disk",
+        "fused": (
+            "torch's fused CPU kernels round differently depending on where a tensor is cut, so "
+            "results would depend on the chunk size"
+        ),
+    }
+    for flag, reason in reasons.items():
+        if group.get(flag):
+            raise UnsupportedOptimizerError(
+                f"{flag}=True is not supported: {reason}. Leave {flag} unset."
+            )
+
+
+def _truth(value: object) -> bool:
+    # A tensor hyper-parameter (a learning rate) is never structural, and asking a device tensor
+    # for its truth would synchronise.
+    return bool(value) if isinstance(value, bool | int | float | str | None) else True

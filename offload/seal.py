@@ -1,0 +1,230 @@
+"""Turning the working slot into a checkpoint, behind training.
+
+`Seal` captures by value what the next forward may change (buffers, train state, hyper-parameters)
+and leaves the rest to a thread: write the parameters from the live tensors, make everything
+durable, rename. The parameters do not change until the next step, and that step waits, chunk by
+chunk, until the seal has copied what it is about to overwrite.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from gds import IOFuture
+from offload.checkpoint import Checkpoint
+from offload.errors import SealError
+from offload.manifest import Manifest, num_model_blocks
+from offload.model_file import BlockBuffers, ModelImage, write_model
+from offload.parameters import Stored
+from offload.rules import UpdateRule
+from offload.slot import Slot
+from offload.store import Store
+from offload.table import ParameterTable
+
+_NO_DIGEST = "0" * 16
+
+
+class SealHandle:
+    """A checkpoint that is being sealed, or has been.
+
+    It becomes durable by itself; nothing needs to be called. If sealing fails, `result`, the next
+    `step` and the next `checkpoint` raise the error.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        """Optimizer steps that the checkpoint will stand for."""
+        self._future: Future[Checkpoint] = Future()
+
+    def done(self) -> bool:
+        """Return whether sealing has ended, well or badly."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Checkpoint:
+        """Wait until the checkpoint is durable and return it.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            SealError: It could not be sealed; older checkpoints are untouched.
+            TimeoutError: It is still being sealed.
+        """
+        return self._future.result(timeout)
+
+    @classmethod
+    def finished(cls, checkpoint: Checkpoint) -> SealHandle:
+        """Return a handle for a checkpoint that is durable already."""
+        handle = cls(checkpoint.step)
+        handle._future.set_result(checkpoint)
+        return handle
+
+
+class Seal:
+    """One seal in flight.
+
+    Args:
+        store: Where the slot belongs; `Store.begin_seal` has been called.
+        slot: The working slot.
+        manifest: What the checkpoint is; digests are filled in as they become known.
+        train_state: Packed, of just the size of the slot's file.
+        stored: The tensors of the model file.
+        buffers: Memory for copying them.
+        pending: Writes to the slot that are still in progress.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        slot: Slot,
+        manifest: Manifest,
+        train_state: bytes,
+        stored: Sequence[Stored],
+        buffers: BlockBuffers,
+        pending: Sequence[IOFuture],
+    ) -> None:
+        self.handle = SealHandle(manifest.step)
+        self.wait_s = 0.0
+        """Seconds that `wait_copied` has held up training."""
+        self._store = store
+        self.slot = slot
+        self._manifest = manifest
+        self._train_state = train_state
+        self._buffers = buffers
+        self._pending = pending
+        self._progress = threading.Condition()
+        self._copied = 0
+        tensors: dict[str, torch.Tensor] = {}
+        self._versions: list[tuple[str, torch.Tensor, int, int]] = []
+        entries = manifest.layout.model_header.entries
+        for item in stored:
+            name = item.spec.name
+            if item.by_value:
+                tensors[name] = item.tensor.detach().clone()
+            else:
+                tensors[name] = item.tensor
+                stop = entries[name].stop
+                self._versions.append((name, item.tensor, item.tensor._version, stop))
+        self._versions.sort(key=lambda version: version[3], reverse=True)
+        self._image = ModelImage(manifest.layout.model_header, tensors)
+
+    def run(self, succeeded: Callable[[int, float], None]) -> None:
+        """Seal. Never raises: the outcome is in `handle`.
+
+        Args:
+            succeeded: Called at the end with bytes written and seconds taken, if all went well.
+        """
+        started = time.perf_counter()
+        try:
+            checkpoint = self._seal()
+        except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
+            failure = SealError(
+                f"sealing step {self.handle.step} failed, so it is not a checkpoint; those made "
+                f"before are untouched: {error}"
+            )
+            failure.__cause__ = error
+            self._finish()
+            self.handle._future.set_exception(failure)
+        else:
+            succeeded(self._written_bytes(), time.perf_counter() - started)
+            self._finish()
+            self.handle._future.set_result(checkpoint)
+
+    def wait_copied(self, nbytes: int) -> None:
+        """Wait until that many bytes of the model file's data have been copied from the model."""
+        if self._copied >= nbytes:
+            return
+        started = time.perf_counter()
+        with self._progress:
+            while self._copied < nbytes:
+                self._progress.wait()
+        self.wait_s += time.perf_counter() - started
+
+    def _seal(self) -> Checkpoint:
+        slot, manifest = self.slot, self._manifest
+        self._store.expire()
+        for write in self._pending:
+            write.result()
+        model_digests = write_model(
+            self._image, slot.model, self._buffers, slot.context, slot.model_leaves, self._publish
+        )
+        slot.train_state.write_bytes(self._train_state, 0)
+        digests: Mapping[str, tuple[str | None, ...]] = {
+            name: tuple(values) for name, values in slot.digests.items()
+        }
+        manifest = replace(manifest, digests=digests, model_digests=tuple(model_digests))
+        encoded = manifest.encode(slot.manifest.size_bytes)
+        stored = self._store.commit(slot, manifest, encoded)
+        return Checkpoint(self._store.backend, stored.path, manifest)
+
+    def _publish(self, copied: int) -> None:
+        while self._versions and self._versions[-1][3] <= copied:
+            name, tensor, version, _ = self._versions.pop()
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{name!r} was changed in place while it was being copied into the checkpoint. "
+                    "Between checkpoint() and the next step(), call .result() on the handle before "
+                    "editing parameters"
+                )
+        with self._progress:
+            self._copied = copied
+            self._progress.notify_all()
+
+    def _finish(self) -> None:
+        self._store.end_seal()
+        with self._progress:
+            self._copied = 1 << 62  # nobody needs to wait any longer, whatever became of it
+            self._progress.notify_all()
+
+    def _written_bytes(self) -> int:
+        sizes = self._manifest.layout.model_header
+        return (
+            sizes.file_bytes
+            - sizes.data_start
+            + self.slot.train_state.size_bytes
+            + self.slot.manifest.size_bytes
+        )
+
+
+def describe_seal(
+    rule: UpdateRule,
+    store_id: str,
+    slot: Slot,
+    groups: Sequence[Mapping[str, Any]],
+    table: ParameterTable,
+    step: int,
+) -> Manifest:
+    """Capture by value what a checkpoint of this moment is; digests are placeholders yet.
+
+    Raises:
+        OffloadError: The hyper-parameters do not fit into what the slot reserves.
+        TypeError: A hyper-parameter cannot be stored; names it.
+    """
+    layout = slot.layout
+    manifest = Manifest(
+        store_id=store_id,
+        generation=slot.context.generation,
+        step=step,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        torch_version=torch.__version__,
+        optimizer=rule.class_name,
+        groups=tuple(
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in groups
+        ),
+        layout=layout,
+        scalars=tuple(table.scalars),
+        digests={a: (_NO_DIGEST,) * layout.num_chunks for a in layout.array_names},
+        model_digests=(_NO_DIGEST,) * num_model_blocks(layout),
+    )
+    manifest.encode(slot.manifest.size_bytes)
+    return manifest

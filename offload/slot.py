@@ -1,0 +1,179 @@
+"""One slot: a preallocated directory of state-array files, and its open handles.
+
+A slot's files have their final size and valid headers from the moment it is made; after that only
+their content changes. What a slot means (working, free, a checkpoint) is the store's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gds import Backend, File
+from offload.digests import DigestContext
+from offload.layout import Layout, array_file_name
+from offload.manifest import MANIFEST_NAME, invalid_manifest
+
+MODEL_NAME = "model.safetensors"
+TRAIN_STATE_NAME = "train_state.safetensors"
+
+
+class Slot:
+    """The open files of one slot, and what this process knows about their content."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        path: str,
+        layout: Layout,
+        files: dict[str, File],
+        *,
+        writable: bool = True,
+    ) -> None:
+        self._backend = backend
+        self._path = path
+        self._files = files
+        self.layout = layout
+        self.writable = writable
+        self.context = DigestContext("", 0)
+        self.digests: dict[str, list[str | None]] = {}
+        self.model_leaves: dict[int, bytes] = {}
+        """Leaf digests of the blocks of ``model.safetensors`` that this process wrote last."""
+
+    @property
+    def path(self) -> str:
+        """The slot's directory at present."""
+        return self._path
+
+    def renamed(self, path: str) -> None:
+        """Note that the directory has a new name."""
+        self._path = path
+        for name, file in self._files.items():
+            file.path = f"{path}/{name}"
+
+    def begin_generation(self, context: DigestContext) -> None:
+        """Forget the old content: from now on the slot is written as another generation."""
+        self.context = context
+        self.digests = {name: [None] * self.layout.num_chunks for name in self.layout.array_names}
+
+    def array(self, name: str) -> File:
+        """Return the file of a state array."""
+        return self._files[array_file_name(name)]
+
+    @property
+    def model(self) -> File:
+        """The file ``model.safetensors``."""
+        return self._files[MODEL_NAME]
+
+    @property
+    def manifest(self) -> File:
+        """The file ``manifest.json``."""
+        return self._files[MANIFEST_NAME]
+
+    @property
+    def train_state(self) -> File:
+        """The file ``train_state.safetensors``."""
+        return self._files[TRAIN_STATE_NAME]
+
+    def replaced(self, name: str, file: File) -> None:
+        """Use another handle for a file that a rename has replaced."""
+        self._files[name].close()
+        self._files[name] = file
+
+    def invalidate(self) -> None:
+        """Overwrite the manifest so that nobody takes this slot for a checkpoint; durable."""
+        self.manifest.write_bytes(invalid_manifest(self.manifest.size_bytes), 0)
+        self.manifest.sync()
+
+    def sync(self) -> None:
+        """Make all tensor files, the train state and their names durable; not the manifest."""
+        for name, file in self._files.items():
+            if name != MANIFEST_NAME:
+                file.sync()
+        self._backend.sync_dir(self._path)
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        for file in self._files.values():
+            file.close()
+
+
+def create_slot(backend: Backend, path: str, layout: Layout, sizes: Mapping[str, int]) -> Slot:
+    """Make a slot: reserve all its space and write its headers. Nothing of it is durable yet.
+
+    Args:
+        backend: Where.
+        path: The directory to create.
+        layout: Gives the headers.
+        sizes: Bytes of every file, by name: `slot_sizes`.
+
+    Raises:
+        gds.StorageError: No space, or the name is taken; what had been made is removed.
+    """
+    backend.make_dir(path)
+    files: dict[str, File] = {}
+    try:
+        for name, size in sizes.items():
+            files[name] = backend.create(f"{path}/{name}", size)
+        slot = Slot(backend, path, layout, files)
+        slot.manifest.write_bytes(invalid_manifest(slot.manifest.size_bytes), 0)
+        _write_headers(slot)
+    except BaseException:
+        for file in files.values():
+            file.close()
+        remove_slot(backend, path)
+        raise
+    return slot
+
+
+def adopt_slot(
+    backend: Backend, path: str, layout: Layout, sizes: Mapping[str, int]
+) -> Slot | None:
+    """Open a leftover slot for rewriting if its files have just the right sizes, else None."""
+    if set(backend.list_dir(path)) != set(sizes):
+        return None
+    for name, size in sizes.items():
+        stat = backend.stat(f"{path}/{name}")
+        if stat is None or stat.kind != "file" or stat.size_bytes != size:
+            return None
+    slot = open_slot(backend, path, layout, sizes, writable=True)
+    slot.invalidate()
+    _write_headers(slot)
+    return slot
+
+
+def open_slot(
+    backend: Backend, path: str, layout: Layout, names: Mapping[str, int], *, writable: bool
+) -> Slot:
+    """Open the files of an existing slot."""
+    files: dict[str, File] = {}
+    try:
+        for name in names:
+            files[name] = backend.open(f"{path}/{name}", writable=writable)
+    except BaseException:
+        for file in files.values():
+            file.close()
+        raise
+    return Slot(backend, path, layout, files, writable=writable)
+
+
+def remove_slot(backend: Backend, path: str) -> None:
+    """Remove a slot's directory and the files in it."""
+    for name in backend.list_dir(path):
+        backend.remove(f"{path}/{name}")
+    backend.remove_dir(path)
+
+
+def slot_sizes(layout: Layout, *, manifest_bytes: int, train_state_bytes: int) -> dict[str, int]:
+    """Return the size in bytes of every file of a slot, by name."""
+    return {
+        **layout.file_sizes(),
+        TRAIN_STATE_NAME: train_state_bytes,
+        MANIFEST_NAME: manifest_bytes,
+    }
+
+
+def _write_headers(slot: Slot) -> None:
+    layout = slot.layout
+    slot.model.write_bytes(layout.model_header.encoded, 0)
+    for name, header in layout.array_headers.items():
+        slot.array(name).write_bytes(header.encoded, 0)

@@ -1,0 +1,510 @@
+"""The store: which slots exist, who may write them, and how one becomes a checkpoint.
+
+This is the only code that names files. The protocol, with what is durable after each step:
+
+- A slot ``.slot-<k>`` is written by the steps. No resume ever looks at it, so it may be torn.
+- `commit` makes the slot's data durable, then its manifest, then its names, then renames it to
+  ``step-<N>`` and makes that durable. The rename is the commit.
+- `_withdraw` takes a checkpoint back for rewriting: with an exclusive lock that no reader shares,
+  it renames the directory away, makes that durable, overwrites the manifest, makes that durable.
+  Only then may data be written. At least one durable checkpoint is always left.
+
+After a failed rename or sync nobody knows what is on disk, so the process recycles nothing more.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gds import Backend, LockHeldError, StorageError
+from offload.digests import DigestContext
+from offload.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    StoreBusyError,
+    StoreError,
+    StoreFullError,
+    StoreLockedError,
+    VolatileStoreError,
+)
+from offload.layout import Layout
+from offload.manifest import Manifest, reserved_bytes
+from offload.reading import read_manifest
+from offload.slot import (
+    TRAIN_STATE_NAME,
+    Slot,
+    adopt_slot,
+    create_slot,
+    open_slot,
+    remove_slot,
+    slot_sizes,
+)
+
+LOCK_NAME = "LOCK"
+_CHECKPOINT = re.compile(r"step-\d{8,}")
+_SLOT = re.compile(r"\.slot-(\d+)")
+_READER_POLL_S = 0.05
+
+# A checkpoint that could not be read may carry any generation. New ones start this far above the
+# highest that could be read, so that it stays older even if it becomes readable again.
+_UNREADABLE_GAP = 1 << 20
+
+
+@dataclass(slots=True, eq=False)
+class StoredCheckpoint:
+    """A sealed slot of this store."""
+
+    path: str
+    manifest: Manifest
+    slot: Slot | None
+    """Its open files, where this process has them open."""
+
+    superseded: bool = False
+    """Whether it belongs to a history that `fresh=True` has given up."""
+
+
+class Store:
+    """The one writer of a directory of checkpoints.
+
+    Args:
+        backend: Where the directory is.
+        directory: Created (with parents) if missing.
+        keep: Checkpoints to keep.
+        fresh: Withdraw the present checkpoints once the first new one is durable.
+        train_state_bytes: Reserved in each slot for the train state.
+        reader_timeout_s: Seconds to wait for readers of expired checkpoints.
+        allow_volatile: Accept a file system that forgets at power-off.
+
+    Raises:
+        StoreLockedError: Someone else is writing to it.
+        VolatileStoreError: It would not survive a power-off.
+        StoreError: It cannot be created, read or written.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        directory: str,
+        *,
+        keep: int,
+        fresh: bool = False,
+        train_state_bytes: int,
+        reader_timeout_s: float = 60.0,
+        allow_volatile: bool = False,
+    ) -> None:
+        self.backend = backend
+        self.directory = os.path.abspath(directory)
+        self.keep = keep
+        self._train_state_bytes = train_state_bytes
+        self._reader_timeout_s = reader_timeout_s
+        self._changed = threading.Condition(threading.RLock())
+        self._free: list[Slot | str] = []
+        self._sealing = False
+        self._poisoned = False
+        self.refused: list[tuple[str, str]] = []
+        """Paths of directories that look like checkpoints but are not usable, and why."""
+        try:
+            self._make_directory()
+            capabilities = backend.capabilities(self.directory)
+            if capabilities.volatile and not allow_volatile:
+                raise VolatileStoreError(
+                    errno.EINVAL,
+                    f"the file system ({capabilities.filesystem}) loses its content at power-off, "
+                    "so checkpoints there would not survive; choose a directory on a drive, or "
+                    "pass options=Options(allow_volatile=True) if that is what you want",
+                    self.directory,
+                )
+            self._lock = backend.lock(f"{self.directory}/{LOCK_NAME}", create=True)
+        except LockHeldError as error:
+            raise StoreLockedError(
+                error.errno,
+                "another process (or another optimizer in this one) is writing to this store; "
+                "close it first, or use another directory",
+                self.directory,
+            ) from error
+        except StorageError as error:
+            raise StoreError(
+                error.errno,
+                f"cannot keep a store here ({error.strerror}); choose a directory that you can "
+                "create files in",
+                self.directory,
+            ) from error
+        try:
+            # A rename seen in the page cache may not be durable: sync before trusting anything.
+            backend.sync_dir(self.directory)
+            self.checkpoints = self._scan()
+        except BaseException:
+            self._lock.release()
+            raise
+        newest = self.newest
+        self.store_id = newest.manifest.store_id if newest else uuid.uuid4().hex
+        for checkpoint in self.checkpoints:
+            checkpoint.superseded = fresh
+        generations = [c.manifest.generation for c in self.checkpoints]
+        self._generation = max(generations, default=0) + _UNREADABLE_GAP * bool(self.refused)
+
+    @property
+    def newest(self) -> StoredCheckpoint | None:
+        """The valid checkpoint of highest generation, or None; not one that was given up."""
+        current = [c for c in self.checkpoints if not c.superseded]
+        return max(current, key=lambda c: c.manifest.generation, default=None)
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether a rename or sync failed, so that this process recycles nothing more."""
+        return self._poisoned
+
+    def find(self, which: int | str) -> StoredCheckpoint:
+        """Return the checkpoint with a step number, or with a path or directory name.
+
+        Raises:
+            CheckpointNotFoundError: There is none; names those there are.
+        """
+        usable = [c for c in self.checkpoints if not c.superseded]
+        for checkpoint in usable:
+            if isinstance(which, int):
+                if checkpoint.manifest.step == which:
+                    return checkpoint
+            elif os.path.abspath(which) == checkpoint.path or (
+                which == os.path.basename(checkpoint.path)
+            ):
+                return checkpoint
+        names = ", ".join(os.path.basename(c.path) for c in usable) or "none"
+        raise CheckpointNotFoundError(
+            errno.ENOENT,
+            f"no usable checkpoint {which!r} in this store (it has: {names})",
+            self.directory,
+        )
+
+    def slot_sizes(self, layout: Layout, num_groups: int) -> dict[str, int]:
+        """Return the bytes of each file of a slot for a layout."""
+        return slot_sizes(
+            layout,
+            manifest_bytes=reserved_bytes(layout, num_groups),
+            train_state_bytes=self._train_state_bytes,
+        )
+
+    def require_space(self, layout: Layout, num_groups: int) -> None:
+        """Check that all slots the retention policy can ever hold will fit.
+
+        Raises:
+            StoreFullError: They will not; says how much is missing.
+        """
+        slot_bytes = sum(self.slot_sizes(layout, num_groups).values())
+        superseded = sum(c.superseded for c in self.checkpoints)
+        existing = len(self.checkpoints) + len(self._free)
+        missing = max(self.keep + 1 - existing, 0)
+        if superseded:  # they stay until the first new checkpoint is durable
+            missing = max(missing, 2 - len(self._free))
+        free = self.backend.free_bytes(self.directory)
+        if missing * slot_bytes > free:
+            raise StoreFullError(
+                errno.ENOSPC,
+                f"keeping {self.keep} checkpoints needs {missing} more slots of {slot_bytes} bytes "
+                f"each, {missing * slot_bytes} in all, but only {free} bytes are free; free some "
+                "space, choose another directory, or pass a smaller keep=",
+                self.directory,
+            )
+
+    def acquire(self, layout: Layout, num_groups: int) -> Slot:
+        """Return a slot to write the next generation into.
+
+        Waits for a seal in flight where that will free a slot, and for readers of expired
+        checkpoints for a bounded time.
+
+        Raises:
+            StoreBusyError: Readers hold every expired checkpoint.
+            gds.StorageError: No space.
+        """
+        deadline = None
+        while True:
+            with self._changed:
+                slot = self._free_slot(layout, num_groups)
+                if slot is not None:
+                    self._generation += 1
+                    slot.begin_generation(DigestContext(self.store_id, self._generation))
+                    return slot
+                if self._sealing:
+                    self._changed.wait()
+                    continue
+                if self._withdraw_expired():
+                    continue
+            if deadline is None:
+                deadline = time.monotonic() + self._reader_timeout_s
+                warnings.warn(
+                    f"{self.directory}: every expired checkpoint is being read by someone; the "
+                    f"next step waits up to {self._reader_timeout_s:g} s for one of them",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            if time.monotonic() > deadline:
+                raise StoreBusyError(
+                    errno.EBUSY,
+                    f"readers still hold every expired checkpoint after {self._reader_timeout_s:g} "
+                    "s; close them, or raise keep= or Options(reader_timeout_s=...)",
+                    self.directory,
+                )
+            time.sleep(_READER_POLL_S)
+
+    def release(self, slot: Slot) -> None:
+        """Take back a slot that was acquired and will not be sealed."""
+        with self._changed:
+            if self._poisoned:
+                self._discard(slot)
+            else:
+                self._free.append(slot)
+            self._changed.notify_all()
+
+    def begin_seal(self) -> None:
+        """Announce a seal: from now until it ends, `acquire` may wait for it."""
+        with self._changed:
+            self._sealing = True
+
+    def expire(self) -> None:
+        """Free a slot for the next step, if more than one checkpoint is durable."""
+        with self._changed:
+            if not self._free:
+                self._withdraw_expired()
+            self._changed.notify_all()
+
+    def end_seal(self) -> None:
+        """Announce that the seal has ended, well or badly."""
+        with self._changed:
+            self._sealing = False
+            self._changed.notify_all()
+
+    def commit(self, slot: Slot, manifest: Manifest, manifest_data: bytes) -> StoredCheckpoint:
+        """Make a written slot the newest checkpoint. When this returns, it is durable.
+
+        Args:
+            slot: All its data has been written.
+            manifest: What the checkpoint is.
+            manifest_data: The same, encoded and padded to the manifest's size.
+        """
+        path = f"{self.directory}/step-{manifest.step:08d}"
+        with self._poison_on_error():
+            slot.sync()
+            slot.manifest.write_bytes(manifest_data, 0)
+            slot.manifest.sync()
+            self.backend.sync_dir(slot.path)
+            with self._changed:
+                self._rename_into_place(slot, path)
+                checkpoint = StoredCheckpoint(path, manifest, slot)
+                self.checkpoints.append(checkpoint)
+                self._sealing = False
+                self._trim()
+        return checkpoint
+
+    def replace_train_state(self, checkpoint: StoredCheckpoint, data: bytes) -> None:
+        """Replace a checkpoint's train state, atomically; durable when this returns.
+
+        Raises:
+            gds.StorageError: No space; the old one is still there.
+        """
+        path = f"{checkpoint.path}/{TRAIN_STATE_NAME}"
+        fresh = f"{path}.new"
+        if self.backend.stat(fresh) is not None:
+            self.backend.remove(fresh)
+        file = self.backend.create(fresh, len(data))
+        try:
+            file.write_bytes(data, 0)
+            with self._poison_on_error():
+                file.sync()
+                self.backend.rename(fresh, path)
+                self.backend.sync_dir(checkpoint.path)
+        except BaseException:
+            file.close()
+            raise
+        self.slot_of(checkpoint).replaced(TRAIN_STATE_NAME, file)
+
+    def slot_of(self, checkpoint: StoredCheckpoint) -> Slot:
+        """Open a checkpoint's files for reading, if they are not open already."""
+        if checkpoint.slot is None:
+            checkpoint.slot = self._open(checkpoint, writable=False)
+        return checkpoint.slot
+
+    def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
+        """Withdraw, durably, every checkpoint that is newer than the given one.
+
+        Raises:
+            StoreBusyError: One of them is being read.
+        """
+        with self._changed:
+            newest_first = sorted(self.checkpoints, key=lambda c: -c.manifest.generation)
+            for newer in newest_first[: newest_first.index(checkpoint)]:
+                if not self._withdraw(newer):
+                    raise StoreBusyError(
+                        errno.EBUSY,
+                        "this checkpoint is being read and cannot be withdrawn",
+                        newer.path,
+                    )
+            self._drop_spare_slots()
+
+    def close(self) -> None:
+        """Close all files and let go of the lock. Idempotent."""
+        with self._changed:
+            for slot in (*self._free, *(c.slot for c in self.checkpoints)):
+                if isinstance(slot, Slot):
+                    slot.close()
+            self._lock.release()
+
+    # Everything below runs with `_changed` held.
+
+    def _make_directory(self) -> None:
+        missing = []
+        path = self.directory
+        while (stat := self.backend.stat(path)) is None:
+            missing.append(path)
+            path = os.path.dirname(path)
+        if stat.kind != "directory" and not missing and not os.path.isdir(path):
+            raise StorageError(errno.ENOTDIR, "store directory", path)
+        for new in reversed(missing):
+            self.backend.make_dir(new)
+            self.backend.sync_dir(os.path.dirname(new))
+
+    def _scan(self) -> list[StoredCheckpoint]:
+        checkpoints = []
+        for name in self.backend.list_dir(self.directory):
+            path = f"{self.directory}/{name}"
+            if _SLOT.fullmatch(name):
+                self._free.append(path)
+            elif _CHECKPOINT.fullmatch(name):
+                try:
+                    manifest = read_manifest(self.backend, path)
+                except (CheckpointError, StorageError) as error:
+                    self.refused.append((path, str(error)))
+                else:
+                    checkpoints.append(StoredCheckpoint(path, manifest, None))
+        return sorted(checkpoints, key=lambda c: c.manifest.generation)
+
+    def _open(self, checkpoint: StoredCheckpoint, *, writable: bool) -> Slot:
+        layout = checkpoint.manifest.layout
+        names = self.slot_sizes(layout, len(checkpoint.manifest.groups))
+        slot = open_slot(self.backend, checkpoint.path, layout, names, writable=writable)
+        slot.begin_generation(DigestContext(self.store_id, checkpoint.manifest.generation))
+        slot.digests = {a: list(d) for a, d in checkpoint.manifest.digests.items()}
+        return slot
+
+    def _free_slot(self, layout: Layout, num_groups: int) -> Slot | None:
+        sizes = self.slot_sizes(layout, num_groups)
+        while self._free:
+            candidate = self._free.pop()
+            if isinstance(candidate, Slot):
+                if candidate.layout == layout:
+                    return candidate
+                self._discard(candidate)
+            else:
+                adopted = adopt_slot(self.backend, candidate, layout, sizes)
+                if adopted is not None:
+                    return adopted
+                remove_slot(self.backend, candidate)
+        held = sum(not c.superseded for c in self.checkpoints) + self._sealing
+        if held < self.keep + 1 or self._poisoned:
+            return create_slot(self.backend, self._unused_name(), layout, sizes)
+        return None
+
+    def _unused_name(self) -> str:
+        taken = set(self.backend.list_dir(self.directory))
+        k = 1
+        while f".slot-{k}" in taken:
+            k += 1
+        return f"{self.directory}/.slot-{k}"
+
+    def _withdraw_expired(self) -> bool:
+        """Withdraw the oldest checkpoint that retention can spare and nobody reads."""
+        current = [c for c in self.checkpoints if not c.superseded]
+        num_spare = len(current) + self._sealing - self.keep
+        # The newest durable one always stays, also while its successor is being sealed.
+        return any(self._withdraw(c) for c in current[: min(num_spare, len(current) - 1)])
+
+    def _trim(self) -> None:
+        """After a commit: withdraw what retention no longer holds, and remove what is left over."""
+        for checkpoint in [c for c in self.checkpoints if c.superseded]:
+            self._withdraw(checkpoint)
+        while len(self.checkpoints) > self.keep and self._withdraw_expired():
+            pass
+        self._drop_spare_slots()
+
+    def _drop_spare_slots(self) -> None:
+        while len(self._free) > 1 and len(self._free) + len(self.checkpoints) > self.keep + 1:
+            spare = self._free.pop(0)
+            if isinstance(spare, Slot):
+                self._discard(spare)
+            else:
+                remove_slot(self.backend, spare)
+
+    def _withdraw(self, checkpoint: StoredCheckpoint) -> bool:
+        """Turn a checkpoint into a free slot, durably; False if a reader holds it."""
+        if self._poisoned:
+            return False
+        try:
+            lock = self.backend.lock(checkpoint.path)
+        except LockHeldError:
+            return False
+        try:
+            slot = self._writable(checkpoint)
+            name = self._unused_name()
+            with self._poison_on_error():
+                self.backend.rename(checkpoint.path, name)
+                self.checkpoints.remove(checkpoint)
+                slot.renamed(name)
+                self.backend.sync_dir(self.directory)
+                slot.invalidate()
+            self._free.append(slot)
+        finally:
+            lock.release()
+        return True
+
+    def _writable(self, checkpoint: StoredCheckpoint) -> Slot:
+        # What this process sealed is open for writing; what it restored from, for reading only.
+        if checkpoint.slot is None or not checkpoint.slot.writable:
+            if checkpoint.slot is not None:
+                checkpoint.slot.close()
+            checkpoint.slot = self._open(checkpoint, writable=True)
+        return checkpoint.slot
+
+    def _rename_into_place(self, slot: Slot, path: str) -> None:
+        working = slot.path
+        if self.backend.stat(path) is None:
+            self.backend.rename(working, path)
+            slot.renamed(path)
+            self.backend.sync_dir(self.directory)
+            return
+        # A checkpoint of the same step is there: of a history given up, of an older layout, or
+        # damaged. Exchanging the two names leaves no instant without a checkpoint.
+        try:
+            lock = self.backend.lock(path)
+        except LockHeldError:
+            lock = None
+        self.backend.exchange(working, path)
+        slot.renamed(path)
+        self.backend.sync_dir(self.directory)
+        for old in [c for c in self.checkpoints if c.path == path]:
+            self.checkpoints.remove(old)
+            if old.slot is not None:
+                old.slot.close()
+        self.refused = [(p, reason) for p, reason in self.refused if p != path]
+        if lock is not None:  # else someone is reading it: it is reused only by a later process
+            lock.release()
+            self._free.append(working)
+
+    def _discard(self, slot: Slot) -> None:
+        slot.close()
+        remove_slot(self.backend, slot.path)
+
+    @contextmanager
+    def _poison_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._poisoned = True
+            raise

@@ -1,0 +1,121 @@
+"""Which live parameters there are, where each lies in element space, and its scalar state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offload.errors import MismatchError
+from offload.layout import Layout, element_space_order, model_order
+from offload.parameters import (
+    DTYPE_CODES,
+    Stored,
+    Trainable,
+    check_gradient,
+    describe_model,
+    describe_parameters,
+)
+from offload.rules import MASTER, Scalars, UpdateRule
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class ParameterTable:
+    """Follows ``param_groups``, which libraries rewrite, and keeps every element's place.
+
+    Args:
+        rule: Says which state arrays a group's parameters have.
+        model: Gives names, buffers and frozen parameters; None for the groups' parameters only.
+        chunk_elements: Grid of a new store; a checkpoint that is adopted brings its own.
+    """
+
+    def __init__(
+        self, rule: UpdateRule, model: torch.nn.Module | None, chunk_elements: int
+    ) -> None:
+        self._rule = rule
+        self._chunk_elements = chunk_elements
+        self.model = model
+        self.layout: Layout | None = None
+        """None until the first step, checkpoint or restore: parameters may change until then."""
+        self.trainables: list[Trainable] = []
+        """In element-space order."""
+        self.scalars: list[Scalars | None] = []
+        """Likewise; None for a parameter that has no state yet."""
+
+    def describe(self, groups: Groups) -> tuple[Layout, list[Trainable]]:
+        """Lay out what the groups and the model hold now; known parameters keep their place.
+
+        Raises:
+            MismatchError: A known parameter has changed in a way that its files cannot follow.
+            UnsupportedParameterError: A new one cannot be updated.
+        """
+        found = {t.tensor: t for t in describe_parameters(groups, self.model, self._rule)}
+        trainables = []
+        for trainable in self.trainables:
+            now = found.pop(trainable.tensor, trainable)  # frozen since: it keeps its state
+            if now.spec != trainable.spec:
+                raise MismatchError(
+                    f"parameter {trainable.spec.name!r} was {trainable.spec} when the store was "
+                    f"laid out and is {now.spec} now. Names, dtypes, shapes, and which state the "
+                    "optimizer keeps (momentum, amsgrad, ...) cannot change in the middle of a run"
+                )
+            trainables.append(trainable)
+        new = {t.spec.name: t for t in found.values()}
+        specs = [t.spec for t in new.values()]
+        # Added parameters go to the end, so that those that are on disk stay where they are.
+        order = specs if trainables else element_space_order(specs)
+        trainables += [new[spec.name] for spec in order]
+        stored = [item.spec for item in describe_model(self.model, groups, trainables)]
+        model = model_order(stored[: len(trainables)], stored[len(trainables) :])
+        grid = self.layout.chunk_elements if self.layout else self._chunk_elements
+        return Layout(tuple(t.spec for t in trainables), model, grid), trainables
+
+    def is_current(self, groups: Groups) -> bool:
+        """Return whether the layout still fits the groups; quick, for every step."""
+        if self.layout is None:
+            return False
+        known = {id(t.tensor) for t in self.trainables}
+        if not all(id(p) in known for g in groups for p in g["params"] if p.requires_grad):
+            return False
+        arrays = [self._rule.rule(group).arrays for group in groups]
+        return all(
+            DTYPE_CODES.get(t.tensor.dtype) == t.spec.dtype
+            and t.tensor.shape == t.spec.shape
+            and tuple(a for a in t.spec.arrays if a != MASTER) == arrays[t.spec.group]
+            for t in self.trainables
+        )
+
+    def adopt(
+        self,
+        layout: Layout,
+        trainables: Sequence[Trainable],
+        scalars: Sequence[Scalars | None] | None = None,
+    ) -> None:
+        """Use a layout; without `scalars`, known parameters keep theirs and new ones have none."""
+        self.layout = layout
+        self.trainables = list(trainables)
+        if scalars is not None:
+            self.scalars = list(scalars)
+        self.scalars += [None] * (len(trainables) - len(self.scalars))
+
+    def stored(self, groups: Groups) -> list[Stored]:
+        """List the tensors of ``model.safetensors`` as they are now."""
+        return describe_model(self.model, groups, self.trainables)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradient of each parameter, in element-space order.
+
+        Raises:
+            UnsupportedParameterError: One is sparse or complex.
+        """
+        gradients = [t.tensor.grad for t in self.trainables]
+        for trainable, gradient in zip(self.trainables, gradients, strict=True):
+            if gradient is not None:
+                check_gradient(trainable.spec.name, gradient)
+        return gradients
+
+    def clear(self) -> None:
+        """Forget everything but the model, for a restore."""
+        self.layout, self.trainables, self.scalars = None, [], []

@@ -1,0 +1,248 @@
+"""The arithmetic of one chunk: torch's own step, run on flat views while they are in cache.
+
+A chunk is cut into runs (neighbouring parameters with the same hyper-parameters, dtype and scalar
+state), a run into blocks of `BLOCK_ELEMENTS`. For each block: take the master (or make it from the
+live parameter), gather and upcast the gradient, run torch's step, cast back into the live
+parameter. One call of torch's step per block, never one per parameter.
+
+The live parameter wins: where it is not what the master rounds to, somebody has edited it since
+(clamped it, loaded weights, swapped an average in), and the edited value becomes the master for
+those elements, as if the parameter had been FP32 all along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.layout import Layout, Piece
+from offload.rules import MASTER, Scalars, UpdateRule, read_scalars, write_scalars
+
+BLOCK_ELEMENTS = 512 << 10
+"""Elements of one call of torch's step: about 10 MiB of state, gradient and parameter."""
+
+
+class _Key(NamedTuple):
+    """What two neighbouring parameters must share to be stepped in one call."""
+
+    group: int
+    dtype: torch.dtype
+    scalars: Scalars | None
+    has_gradient: bool
+
+
+class FlatTensors:
+    """Flat views of tensors, through a contiguous copy where a tensor has no flat view.
+
+    A copy lives from the first to the last element asked for, and is written back if it may have
+    been changed.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None], *, writable: bool) -> None:
+        self._tensors = tensors
+        self._writable = writable
+        self._flat: dict[int, torch.Tensor] = {}
+
+    def view(self, index: int, start: int, stop: int) -> torch.Tensor:
+        """Return elements `start` to `stop` of a tensor, in row-major order."""
+        flat = self._flat.get(index)
+        if flat is None:
+            tensor = self._tensors[index]
+            if tensor is None:
+                raise RuntimeError(f"tensor {index} is asked for, but there is none")
+            # reshape is a view where one exists and a copy elsewhere
+            flat = self._flat[index] = tensor.detach().reshape(-1)
+        return flat[start:stop]
+
+    def finish(self, index: int, stop: int) -> None:
+        """Say that elements up to `stop` are done; writes a copy back after the last one."""
+        flat = self._flat.get(index)
+        if flat is None or stop < flat.numel():
+            return
+        tensor = self._tensors[index]
+        if self._writable and tensor is not None and flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view(tensor.shape))
+        del self._flat[index]
+
+
+class ChunkUpdater:
+    """Updates the chunks of one step.
+
+    Args:
+        rule: Runs torch's step.
+        layout: Where every parameter lies.
+        groups: ``param_groups`` at this step.
+        parameters: Live parameters in element-space order; updated in place.
+        gradients: Their gradients, of any floating-point dtype; None where there is none.
+        scalars: Their scalar state; None for a parameter that has no state yet.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        layout: Layout,
+        groups: Sequence[Mapping[str, Any]],
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        scalars: Sequence[Scalars | None],
+    ) -> None:
+        self._rule = rule
+        self._layout = layout
+        self._hyper = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        self._rules = [rule.rule(group) for group in self._hyper]
+        self._keys = [
+            _Key(spec.group, p.dtype, s, g is not None)
+            for spec, p, g, s in zip(layout.parameters, parameters, gradients, scalars, strict=True)
+        ]
+        self._live = FlatTensors(parameters, writable=True)
+        self._gradients = FlatTensors(gradients, writable=False)
+        self._stepped: dict[_Key, Scalars] = {}
+        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def touched(self, chunk: int) -> bool:
+        """Return whether any parameter in the chunk has a gradient."""
+        return any(self._keys[p.parameter].has_gradient for p in self._layout.pieces(chunk))
+
+    def update(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Step one chunk.
+
+        Args:
+            chunk: Its index.
+            arrays: FP32 tensors with just the chunk's range of each state array, updated in place.
+                Ranges of parameters that have no state yet may hold anything; they are
+                initialised.
+        """
+        layout = self._layout
+        origin = layout.chunk_range(chunk)[0]
+        bases = {name: layout.array_range(name, origin, origin)[0] for name in arrays}
+        for key, run in groupby(layout.pieces(chunk), lambda p: self._keys[p.parameter]):
+            if key.scalars is not None and not key.has_gradient:
+                continue  # nothing to do: its state, if it was read, is written back unchanged
+            for block in _blocks(run):
+                first = origin + block[0].at
+                last = origin + block[-1].at + block[-1].stop - block[-1].start
+                views = {}
+                for name in layout.parameters[block[0].parameter].arrays:
+                    start, stop = layout.array_range(name, first, last)
+                    views[name] = arrays[name][start - bases[name] : stop - bases[name]]
+                self._block(key, block, views)
+
+    def finish(self) -> list[Scalars | None]:
+        """Return the scalar state of each parameter after the step."""
+        for key in self._keys:
+            if key.has_gradient and key not in self._stepped:
+                # only empty parameters have it: torch counts their steps all the same
+                empty = {name: torch.empty(0) for name in self._rules[key.group].arrays}
+                self._step(key, torch.empty(0), torch.empty(0), empty)
+        return [self._stepped.get(key, key.scalars) for key in self._keys]
+
+    def _block(self, key: _Key, block: list[Piece], views: dict[str, torch.Tensor]) -> None:
+        master = views.pop(MASTER, None)
+        live = self._gather(self._live, block, "live", key.dtype)
+        if master is None:
+            master = live  # an FP32 parameter is its own master
+        elif key.scalars is None:
+            master.copy_(live)
+        else:
+            _take_edits(master, live)
+        if key.has_gradient:
+            gradient = self._gather(self._gradients, block, "gradient", torch.float32)
+            self._step(key, master, gradient, views)
+            if master is not live:
+                live.copy_(master)
+            self._scatter(live, block)
+        else:
+            for view in views.values():
+                view.zero_()
+            for piece in block:
+                self._live.finish(piece.parameter, piece.stop)
+
+    def _step(
+        self,
+        key: _Key,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        views: Mapping[str, torch.Tensor],
+    ) -> None:
+        group = self._hyper[key.group]
+        # A fresh object for every block: torch's step would otherwise find the .grad of the last.
+        parameter = parameter.view(-1)
+        if key.scalars is None:
+            state = self._rule.create(parameter, gradient, group)
+        else:
+            state = {**views, **write_scalars(key.scalars)}
+            self._rule.apply(parameter, gradient, state, group)
+        for name, view in views.items():
+            value = state.get(name)
+            if value is None:
+                view.zero_()
+            elif value is not view:
+                view.copy_(value)
+        self._stepped[key] = read_scalars(state, self._rules[key.group])
+
+    def _gather(
+        self, tensors: FlatTensors, block: list[Piece], name: str, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if len(block) == 1:
+            piece = block[0]
+            view = tensors.view(piece.parameter, piece.start, piece.stop)
+            if view.dtype == dtype:
+                return view
+        start = block[0].at
+        out = self._scratch_tensor(name, dtype)[: block[-1].at + _length(block[-1]) - start]
+        for piece in block:
+            at = piece.at - start
+            out[at : at + _length(piece)].copy_(
+                tensors.view(piece.parameter, piece.start, piece.stop)
+            )
+        return out
+
+    def _scatter(self, live: torch.Tensor, block: list[Piece]) -> None:
+        for piece in block:
+            if len(block) > 1:
+                at = piece.at - block[0].at
+                view = self._live.view(piece.parameter, piece.start, piece.stop)
+                view.copy_(live[at : at + _length(piece)])
+            self._live.finish(piece.parameter, piece.stop)
+            self._gradients.finish(piece.parameter, piece.stop)
+
+    def _scratch_tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        scratch = self._scratch.get((name, dtype))
+        if scratch is None:
+            size = min(BLOCK_ELEMENTS, self._layout.num_elements)
+            scratch = self._scratch[name, dtype] = torch.empty(size, dtype=dtype)
+        return scratch
+
+
+def _length(piece: Piece) -> int:
+    return piece.stop - piece.start
+
+
+def _blocks(run: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Cut a run into blocks of at most `BLOCK_ELEMENTS`."""
+    block: list[Piece] = []
+    room = BLOCK_ELEMENTS
+    for piece in run:
+        start, at = piece.start, piece.at
+        while start < piece.stop:
+            stop = min(piece.stop, start + room)
+            block.append(Piece(piece.parameter, start, stop, at))
+            room -= stop - start
+            at += stop - start
+            start = stop
+            if room == 0:
+                yield block
+                block, room = [], BLOCK_ELEMENTS
+    if block:
+        yield block
+
+
+def _take_edits(master: torch.Tensor, live: torch.Tensor) -> None:
+    # Compared as bits: NaN equals itself, and 0.0 differs from -0.0.
+    rounded = master.to(live.dtype).view(torch.int16)
+    if not torch.equal(rounded, live.view(torch.int16)):
+        edited = rounded != live.view(torch.int16)
+        master.copy_(torch.where(edited, live.float(), master))
