@@ -1,0 +1,243 @@
+"""What the training state refuses: values on the way in, and files on the way out."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import enum
+import json
+import pathlib
+from collections import defaultdict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+from offload import train_state
+from offload.errors import OffloadError
+from offload.train_state import (
+    MAX_DEPTH,
+    EncodedState,
+    StoredTensor,
+    TrainStateFormatError,
+    TrainStateTagError,
+    TrainStateTypeError,
+    decode,
+    encode,
+)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class Mapping(dict):
+    pass
+
+
+Point = namedtuple("Point", "x y")
+
+
+def cycle() -> list[object]:
+    loop: list[object] = []
+    loop.append({"again": (loop,)})
+    return loop
+
+
+def nested(depth: int) -> object:
+    state: object = 1
+    for level in range(depth):
+        state = (state,) if level % 2 else {1: state}
+    return state
+
+
+REFUSED = {
+    "function": ([len], r"train_state\[0\]: .*builtin_function_or_method"),
+    "lambda-by-path": (
+        {"scheduler": {"lr_lambdas": [lambda step: step]}},
+        r"train_state\['scheduler'\]\['lr_lambdas'\]\[0\]: .*function.*store its fields instead",
+    ),
+    "class": ({"cls": dict}, r"train_state\['cls'\]: .*type"),
+    "object": ((object(),), r"train_state\[0\]: .*object"),
+    "module": ({"m": torch.nn.Linear(1, 1)}, r"Linear; store its state_dict\(\) instead"),
+    "enum": ({"e": Colour.RED}, r"\['e'\]: .*Colour.*\.name or \.value"),
+    "int-enum": ({"e": Level.LOW}, r"\['e'\]: .*Level.*\.name or \.value"),
+    "str-subclass": ({"s": Text("a")}, r"Text: it would come back as a plain str.*str\(value\)"),
+    "dict-subclass": ({"s": Mapping()}, r"Mapping: it would come back as a plain dict"),
+    "namedtuple": ({"p": Point(1, 2)}, r"Point: it would come back as a plain tuple"),
+    "str-subclass-key": ({Text("a"): 1}, r"train_state\.keys\('a'\): .*Text"),
+    "object-key": ({("k", Colour.RED): 1}, r"train_state\.keys\(.*\)\[1\]: .*Colour"),
+    "set-member": ({"s": {Colour.RED}}, r"train_state\['s'\]\{.*\}: .*Colour"),
+    "datetime": ([dt.timedelta(1)], "timedelta"),
+    "decimal": ([decimal.Decimal(1)], "Decimal"),
+    "path": ([pathlib.Path("a")], "Path"),
+    "range": ([range(3)], "range"),
+    "memoryview": ([memoryview(b"a")], "memoryview"),
+    "defaultdict-lambda": ([defaultdict(lambda: 1)], r"train_state\[0\]: .*default_factory"),
+    "parameter": ({"w": torch.nn.Parameter(torch.zeros(1))}, r"\['w'\]: .*Parameter.*detach"),
+    "generator": ({"g": torch.Generator()}, r"\['g'\]: .*Generator; store its get_state\(\)"),
+    "sparse": ({"t": torch.eye(2).to_sparse()}, r"train_state\['t'\]: .*sparse_coo"),
+    "meta-tensor": ([torch.empty(2, device="meta")], r"train_state\[0\]: .*meta"),
+    "tensor-key": ({torch.zeros(1): 1}, r"train_state\.keys\(.*: a tensor or array cannot be"),
+    "tensor-in-key": ({(1, torch.zeros(1)): 1}, r"\[1\]: a tensor or array cannot be"),
+    "tensor-in-set": ({torch.zeros(1)}, "a tensor or array cannot be"),
+    "object-array": (np.array([None]), "train_state: .*object"),
+    "text-array": ({"a": np.array(["x"])}, r"\['a'\]: .*<U1"),
+    "structured-array": (np.zeros(1, [("f", "f4")]), "numpy value of dtype"),
+    "masked-array": (np.ma.masked_array([1]), "MaskedArray"),
+    "matrix": (np.zeros((1, 1)).view(np.recarray), "recarray"),
+    "long-double": (np.longdouble(1), "longdouble|float128|float64"),
+    "datetime64": (np.datetime64(0, "s"), "datetime64"),
+    "timedelta64": (np.timedelta64(0, "s"), "timedelta64"),
+    "numpy-str": (np.str_("a"), r"numpy\.str_"),
+    "numpy-dtype": (np.dtype("f4"), "Float32DType"),
+    "cycle": (cycle(), r"train_state\[0\]\['again'\]\[0\]: contains itself"),
+    "too-deep": (nested(MAX_DEPTH + 1), f"deeper than {MAX_DEPTH} levels"),
+}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_what_would_not_come_back_is_refused_with_its_path(self, name):
+        state, message = REFUSED[name]
+        with pytest.raises(TrainStateTypeError, match=message) as caught:
+            encode(state)
+        assert str(caught.value).startswith("train_state")
+        assert isinstance(caught.value, TypeError)
+        assert isinstance(caught.value, OffloadError)
+
+    @pytest.mark.filterwarnings("ignore:.*quantiz.*")
+    def test_quantized_tensor_is_refused(self):
+        quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+        with pytest.raises(TrainStateTypeError, match=r"train_state\['q'\]: .*dtype quint8"):
+            encode({"q": quantized})
+
+    def test_the_deepest_state_that_is_taken_comes_back(self):
+        assert decode(encode(nested(MAX_DEPTH))) == nested(MAX_DEPTH)
+
+    def test_the_same_object_twice_is_not_a_cycle(self):
+        shared = [1]
+        assert decode(encode([shared, {"a": shared}])) == [[1], {"a": [1]}]
+
+
+def tag(name: str, /, **fields: object) -> str:
+    return json.dumps({"$": name, **fields})
+
+
+BAD_JSON = {
+    "not-json": ("{", TrainStateFormatError),
+    "nan": ("NaN", TrainStateFormatError),
+    "overflowing-float": ("1e999", TrainStateFormatError),
+    "huge-int": ("1" * 5000, TrainStateFormatError),
+    "int-beyond-64-bits": (str(2**64), TrainStateFormatError),
+    "duplicate-key": ('{"a":1,"a":2}', TrainStateFormatError),
+    "deep-lists": ("[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2), TrainStateFormatError),
+    "bottomless": ("[" * 200_000, TrainStateFormatError),
+    "unknown-tag": (tag("eval", code="1"), TrainStateTagError),
+    "dunder-tag": (tag("__import__", name="os"), TrainStateTagError),
+    "tag-is-a-number": ('{"$":1}', TrainStateTagError),
+    "tag-is-a-list": ('{"$":["tuple"],"items":[]}', TrainStateTagError),
+    "missing-field": (tag("tuple"), TrainStateFormatError),
+    "extra-field": (tag("tuple", items=[], x=1), TrainStateFormatError),
+    "tuple-of-no-list": (tag("tuple", items="ab"), TrainStateFormatError),
+    "set-of-lists": (tag("set", items=[[1]]), TrainStateFormatError),
+    "set-twice": (tag("set", items=[1, 1]), TrainStateFormatError),
+    "key-twice": (tag("dict", items=[[1, 2], [1, 3]]), TrainStateFormatError),
+    "key-is-a-list": (tag("dict", items=[[[1], 2]]), TrainStateFormatError),
+    "no-pair": (tag("Counter", items=[[1]]), TrainStateFormatError),
+    "deque-overfull": (tag("deque", items=[1, 2], maxlen=1), TrainStateFormatError),
+    "deque-negative": (tag("deque", items=[], maxlen=-1), TrainStateFormatError),
+    "deque-bool": (tag("deque", items=[], maxlen=True), TrainStateFormatError),
+    "factory-unknown": (tag("defaultdict", items=[], factory="eval"), TrainStateFormatError),
+    "factory-list": (tag("defaultdict", items=[], factory=[]), TrainStateFormatError),
+    "int-not-hex": (tag("int", hex="0xzz"), TrainStateFormatError),
+    "int-small": (tag("int", hex="0x1"), TrainStateFormatError),
+    "int-spaced": (tag("int", hex=" 0x1_0000_0000_0000_0000"), TrainStateFormatError),
+    "int-number": (tag("int", hex=1), TrainStateFormatError),
+    "float-name": (tag("float", value="infinity"), TrainStateFormatError),
+    "float-list": (tag("float", value=[]), TrainStateFormatError),
+    "complex-short": (tag("complex", parts=["1.0"]), TrainStateFormatError),
+    "complex-spelling": (tag("complex", parts=["1", "2"]), TrainStateFormatError),
+    "complex-number": (tag("complex", parts=3), TrainStateFormatError),
+    "str-odd": (tag("str", hex="a"), TrainStateFormatError),
+    "str-not-utf8": (tag("str", hex="ff"), TrainStateFormatError),
+    "bytes-not-base64": (tag("bytes", base64="!!"), TrainStateFormatError),
+    "bytes-not-canonical": (tag("bytes", base64="QUJ="), TrainStateFormatError),
+    "bytes-number": (tag("bytearray", base64=1), TrainStateFormatError),
+    "size-of-text": (tag("torch.Size", items=["1"]), TrainStateFormatError),
+    "size-overflow": (tag("torch.Size", items=[2**63]), TrainStateFormatError),
+    "dtype-by-attribute": (tag("torch.dtype", name="nn"), TrainStateFormatError),
+    "dtype-deep": (
+        '{"$":"torch.dtype","name":' + "[" * 400 + "]" * 400 + "}",
+        TrainStateFormatError,
+    ),
+    "tag-deep": ('{"$":' + "[" * 400 + "]" * 400 + "}", TrainStateTagError),
+    "dtype-list": (tag("torch.dtype", name=[]), TrainStateFormatError),
+    "device-unknown": (tag("torch.device", name="fridge:0"), TrainStateFormatError),
+    "scalar-dtype": (tag("numpy.scalar", dtype="O", base64="AAAAAAAAAAA="), TrainStateFormatError),
+    "scalar-length": (tag("numpy.scalar", dtype="int8", base64="AAA="), TrainStateFormatError),
+    "tensor-missing": (
+        tag("torch.Tensor", tensor="nope", dtype="float32"),
+        TrainStateFormatError,
+    ),
+    "tensor-name-list": (
+        tag("torch.Tensor", tensor=["t"], dtype="float32"),
+        TrainStateFormatError,
+    ),
+    "tensor-unused": ("1", TrainStateFormatError),
+    "tensor-other-dtype": (
+        tag("torch.Tensor", tensor="t", dtype="float64"),
+        TrainStateFormatError,
+    ),
+    "tensor-unknown-dtype": (tag("torch.Tensor", tensor="t", dtype="nn"), TrainStateFormatError),
+    "tensor-not-complex": (
+        tag("torch.Tensor", tensor="t", dtype="complex32"),
+        TrainStateFormatError,
+    ),
+    "array-other-dtype": (
+        tag("numpy.ndarray", tensor="t", dtype="<i4"),
+        TrainStateFormatError,
+    ),
+    "array-object-dtype": (tag("numpy.ndarray", tensor="t", dtype="|O"), TrainStateFormatError),
+    "tensor-twice": (
+        f"[{', '.join([tag('torch.Tensor', tensor='t', dtype='float32')] * 2)}]",
+        TrainStateFormatError,
+    ),
+}
+
+
+class TestDecode:
+    @pytest.mark.parametrize("name", BAD_JSON)
+    def test_what_is_never_written_is_refused_by_name(self, name):
+        text, error = BAD_JSON[name]
+        tensors = {"t": StoredTensor("F32", (2,), bytes(8))} if "t" in name.split("-")[0] else {}
+        with pytest.raises(TrainStateFormatError) as caught:
+            decode(EncodedState(text, tensors))
+        assert type(caught.value) is error
+        assert str(caught.value).startswith("train_state")
+        assert len(str(caught.value)) < 500
+
+    @pytest.mark.parametrize("dtype", ["float32", "nothing"])
+    def test_tensor_with_the_wrong_number_of_bytes_is_refused(self, dtype):
+        text = tag("torch.Tensor", tensor="t", dtype=dtype)
+        with pytest.raises(TrainStateFormatError):
+            decode(EncodedState(text, {"t": StoredTensor("F32", (2,), bytes(7))}))
+
+    def test_message_names_the_path_inside_the_state(self):
+        text = json.dumps({"a": [{"$": "dict", "items": [["k", {"$": "odd"}]]}]})
+        with pytest.raises(TrainStateTagError, match=r"^train_state\['a'\]\[0\]\['k'\]: .*'odd'"):
+            decode(EncodedState(text))
+
+
+def test_every_error_is_an_offload_error():
+    errors = [value for name, value in vars(train_state).items() if name.endswith("Error")]
+    assert len(errors) >= 5
+    assert all(issubclass(error, OffloadError) for error in errors)
