@@ -31,6 +31,7 @@ from offload.errors import (
 )
 from offload.layout import Layout
 from offload.model_file import BlockBuffers
+from offload.opening import StoredCheckpoint
 from offload.options import Options
 from offload.reseal import is_unchanged, replace_train_state
 from offload.resume import choose_checkpoint, load_checkpoint, match_checkpoint
@@ -38,7 +39,7 @@ from offload.rules import UpdateRule
 from offload.seal import Seal, SealHandle, describe_seal
 from offload.slot import Slot
 from offload.stats import Meter, Stats
-from offload.store import Store, StoredCheckpoint
+from offload.store import Store
 from offload.streamer import Streamer
 from offload.table import ParameterTable
 from offload.train_state import encode, pack_encoded
@@ -151,9 +152,12 @@ class Engine:
         self._relayout(groups)
         stored = self._table.stored(groups)
         sealed = self._sealed
-        if sealed is not None and sealed.manifest.step == self.num_steps:
-            if is_unchanged(sealed, self._table, stored, self._block_buffers()):
-                return replace_train_state(self.store, sealed, encoded)
+        if (
+            sealed is not None
+            and sealed.manifest.step == self.num_steps
+            and is_unchanged(sealed, self._table, stored, self._block_buffers())
+        ):
+            return replace_train_state(self.store, sealed, encoded)
         if self._state is None:  # no parameter has state: the slot's arrays stay empty
             self._state, self._reserved = self._target(groups), None
         elif not self._working:

@@ -101,9 +101,9 @@ class Manifest:
         text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
         if len(text) + 1 > reserved_bytes:
             raise OffloadError(
-                f"the manifest needs {len(text) + 1} bytes, but {reserved_bytes} were reserved when "
-                "the store was laid out; parameter groups have gained large hyper-parameters. Keep "
-                "such values in train_state instead."
+                f"the manifest needs {len(text) + 1} bytes, but {reserved_bytes} were reserved "
+                "when the store was laid out; parameter groups have gained large "
+                "hyper-parameters. Keep such values in train_state instead."
             )
         return text.ljust(reserved_bytes - 1) + b"\n"
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.model_file import BlockBuffers, ModelImage, digest_model
+from offload.opening import StoredCheckpoint
 from offload.parameters import Stored
 from offload.seal import SealHandle
-from offload.store import Store, StoredCheckpoint
+from offload.store import Store
 from offload.table import ParameterTable
 from offload.train_state import EncodedState, pack_encoded, unpack_encoded
 

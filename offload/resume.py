@@ -15,10 +15,11 @@ import torch
 from offload.checkpoint import check_same
 from offload.errors import CheckpointError, MismatchError
 from offload.model_file import BlockBuffers, ModelImage, read_model
+from offload.opening import StoredCheckpoint
 from offload.parameters import Stored, Trainable, describe_model, describe_parameters
 from offload.rules import UpdateRule
 from offload.slot import Slot
-from offload.store import Store, StoredCheckpoint
+from offload.store import Store
 
 
 def choose_checkpoint(

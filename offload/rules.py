@@ -45,7 +45,7 @@ class Rule:
     """What one parameter group's hyper-parameters make the optimizer keep."""
 
     arrays: tuple[str, ...]
-    """State arrays with one FP32 value per element, by torch's names; `MASTER` is not among them."""
+    """State arrays, one FP32 value per element, by torch's names; `MASTER` is not among them."""
 
     scalars: tuple[str, ...]
     """Names of state with one value per parameter."""

@@ -223,7 +223,7 @@ def describe_seal(
         ),
         layout=layout,
         scalars=tuple(table.scalars),
-        digests={a: (_NO_DIGEST,) * layout.num_chunks for a in layout.array_names},
+        digests=dict.fromkeys(layout.array_names, (_NO_DIGEST,) * layout.num_chunks),
         model_digests=(_NO_DIGEST,) * num_model_blocks(layout),
     )
     manifest.encode(slot.manifest.size_bytes)

@@ -16,29 +16,23 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import threading
 import time
 import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from gds import Backend, LockHeldError, StorageError
+from gds import Backend, LockHeldError
 from offload.digests import DigestContext
 from offload.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     StoreBusyError,
-    StoreError,
     StoreFullError,
-    StoreLockedError,
-    VolatileStoreError,
 )
 from offload.layout import Layout
 from offload.manifest import Manifest, reserved_bytes
-from offload.reading import read_manifest
+from offload.opening import StoredCheckpoint, open_directory
 from offload.slot import (
     TRAIN_STATE_NAME,
     Slot,
@@ -49,27 +43,11 @@ from offload.slot import (
     slot_sizes,
 )
 
-LOCK_NAME = "LOCK"
-_CHECKPOINT = re.compile(r"step-\d{8,}")
-_SLOT = re.compile(r"\.slot-(\d+)")
 _READER_POLL_S = 0.05
 
 # A checkpoint that could not be read may carry any generation. New ones start this far above the
 # highest that could be read, so that it stays older even if it becomes readable again.
 _UNREADABLE_GAP = 1 << 20
-
-
-@dataclass(slots=True, eq=False)
-class StoredCheckpoint:
-    """A sealed slot of this store."""
-
-    path: str
-    manifest: Manifest
-    slot: Slot | None
-    """Its open files, where this process has them open."""
-
-    superseded: bool = False
-    """Whether it belongs to a history that `fresh=True` has given up."""
 
 
 class Store:
@@ -107,44 +85,15 @@ class Store:
         self._train_state_bytes = train_state_bytes
         self._reader_timeout_s = reader_timeout_s
         self._changed = threading.Condition(threading.RLock())
-        self._free: list[Slot | str] = []
         self._sealing = False
         self._poisoned = False
-        self.refused: list[tuple[str, str]] = []
+        opened = open_directory(backend, self.directory, allow_volatile=allow_volatile)
+        self._lock = opened.lock
+        self._free: list[Slot | str] = [*opened.leftover]
+        self.checkpoints = opened.checkpoints
+        """All that are usable, oldest first."""
+        self.refused = opened.refused
         """Paths of directories that look like checkpoints but are not usable, and why."""
-        try:
-            self._make_directory()
-            capabilities = backend.capabilities(self.directory)
-            if capabilities.volatile and not allow_volatile:
-                raise VolatileStoreError(
-                    errno.EINVAL,
-                    f"the file system ({capabilities.filesystem}) loses its content at power-off, "
-                    "so checkpoints there would not survive; choose a directory on a drive, or "
-                    "pass options=Options(allow_volatile=True) if that is what you want",
-                    self.directory,
-                )
-            self._lock = backend.lock(f"{self.directory}/{LOCK_NAME}", create=True)
-        except LockHeldError as error:
-            raise StoreLockedError(
-                error.errno,
-                "another process (or another optimizer in this one) is writing to this store; "
-                "close it first, or use another directory",
-                self.directory,
-            ) from error
-        except StorageError as error:
-            raise StoreError(
-                error.errno,
-                f"cannot keep a store here ({error.strerror}); choose a directory that you can "
-                "create files in",
-                self.directory,
-            ) from error
-        try:
-            # A rename seen in the page cache may not be durable: sync before trusting anything.
-            backend.sync_dir(self.directory)
-            self.checkpoints = self._scan()
-        except BaseException:
-            self._lock.release()
-            raise
         newest = self.newest
         self.store_id = newest.manifest.store_id if newest else uuid.uuid4().hex
         for checkpoint in self.checkpoints:
@@ -358,33 +307,6 @@ class Store:
             self._lock.release()
 
     # Everything below runs with `_changed` held.
-
-    def _make_directory(self) -> None:
-        missing = []
-        path = self.directory
-        while (stat := self.backend.stat(path)) is None:
-            missing.append(path)
-            path = os.path.dirname(path)
-        if stat.kind != "directory" and not missing and not os.path.isdir(path):
-            raise StorageError(errno.ENOTDIR, "store directory", path)
-        for new in reversed(missing):
-            self.backend.make_dir(new)
-            self.backend.sync_dir(os.path.dirname(new))
-
-    def _scan(self) -> list[StoredCheckpoint]:
-        checkpoints = []
-        for name in self.backend.list_dir(self.directory):
-            path = f"{self.directory}/{name}"
-            if _SLOT.fullmatch(name):
-                self._free.append(path)
-            elif _CHECKPOINT.fullmatch(name):
-                try:
-                    manifest = read_manifest(self.backend, path)
-                except (CheckpointError, StorageError) as error:
-                    self.refused.append((path, str(error)))
-                else:
-                    checkpoints.append(StoredCheckpoint(path, manifest, None))
-        return sorted(checkpoints, key=lambda c: c.manifest.generation)
 
     def _open(self, checkpoint: StoredCheckpoint, *, writable: bool) -> Slot:
         layout = checkpoint.manifest.layout
