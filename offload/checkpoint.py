@@ -18,8 +18,8 @@ from offload.layout import STATE_BYTES, array_file_name
 from offload.manifest import MANIFEST_NAME, MODEL_BLOCK_BYTES, Manifest
 from offload.reading import checkpoint_paths, find_checkpoint, read_manifest
 from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
-from offload.tensorfile import TensorEntry
-from offload.train_state import unpack
+from offload.tensorfile import TensorEntry, TensorFileError
+from offload.train_state import MAX_CAPACITY_BYTES, unpack
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from gds._backend import Lock
 
-_MAX_TRAIN_STATE_BYTES = 1 << 32
 _UNREAD = object()
 
 
@@ -159,12 +158,13 @@ class Checkpoint:
             offload.errors.CheckpointError: It is damaged or belongs to another checkpoint.
         """
         if self._train_state is _UNREAD:
-            data = self.read_train_state()
-            state, header = unpack(data, f"{self.path}/{TRAIN_STATE_NAME}")
+            path = f"{self.path}/{TRAIN_STATE_NAME}"
+            try:
+                state, header = unpack(self.read_train_state(), path)
+            except TensorFileError as error:
+                raise CheckpointError(f"{path}: damaged: {error}") from error
             if dict(header) != train_state_header(self.manifest):
-                raise CheckpointError(
-                    f"{self.path}/{TRAIN_STATE_NAME}: belongs to another checkpoint"
-                )
+                raise CheckpointError(f"{path}: belongs to another checkpoint")
             self._train_state = state
         return self._train_state
 
@@ -172,7 +172,7 @@ class Checkpoint:
         """Return the train state as it is stored."""
         file = self._backend.open(f"{self.path}/{TRAIN_STATE_NAME}")
         try:
-            if file.size_bytes > _MAX_TRAIN_STATE_BYTES:
+            if file.size_bytes > MAX_CAPACITY_BYTES:
                 raise CheckpointError(f"{file.path}: {file.size_bytes} bytes, too large")
             return file.read_bytes(0, file.size_bytes)
         finally:
@@ -191,7 +191,7 @@ class Checkpoint:
             if read_manifest(self._backend, self.path) != self.manifest:
                 problems.append(f"{self.path}/{MANIFEST_NAME}: replaced since it was opened")
             _ = self.train_state
-        except (CheckpointError, StorageError, ValueError) as error:
+        except (CheckpointError, StorageError) as error:
             problems.append(str(error))
         context = DigestContext(self.manifest.store_id, self.generation)
         ranges: list[tuple[str, str, int, int, int, str]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gds import ALIGNMENT, Backend
+from offload.train_state import MAX_CAPACITY_BYTES
 
 _MIN_CHUNK_BYTES = ALIGNMENT
 
@@ -51,10 +52,13 @@ class Options:
                 "ring_chunks must be at least 2, so that one chunk can be read while another is "
                 f"written, got {self.ring_chunks}"
             )
-        if self.train_state_bytes < 2 * ALIGNMENT or self.train_state_bytes % ALIGNMENT:
+        if (
+            self.train_state_bytes % ALIGNMENT
+            or not 2 * ALIGNMENT <= self.train_state_bytes <= MAX_CAPACITY_BYTES
+        ):
             raise ValueError(
-                f"train_state_bytes must be a multiple of {ALIGNMENT} and at least "
-                f"{2 * ALIGNMENT}, got {self.train_state_bytes}"
+                f"train_state_bytes must be a multiple of {ALIGNMENT} from {2 * ALIGNMENT} to "
+                f"{MAX_CAPACITY_BYTES}, got {self.train_state_bytes}"
             )
         if self.reader_timeout_s < 0:
             raise ValueError(f"reader_timeout_s must not be negative, got {self.reader_timeout_s}")

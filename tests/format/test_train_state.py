@@ -202,12 +202,15 @@ class TestRoundTrip:
 
     def test_lazily_conjugated_and_negated_tensors_are_resolved(self):
         base = torch.tensor([1 + 2j, 3 - 4j])
-        state = [base.conj(), base.conj().imag]
+        state = [base.conj(), base.conj().imag, torch._neg_view(torch.ones(2))]
         assert state[0].is_conj()
         assert state[1].is_neg()
+        assert state[2].is_neg()
+        assert state[2].is_contiguous()  # so that no copy resolves it by the way
         found = round_trip(state)
         assert found[0].tolist() == [1 - 2j, 3 + 4j]
         assert found[1].tolist() == [-2.0, 4.0]
+        assert found[2].tolist() == [-1.0, -1.0]
 
     @pytest.mark.parametrize("order", ["<", ">"])
     @pytest.mark.parametrize(
