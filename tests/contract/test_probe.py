@@ -1,0 +1,183 @@
+"""What is found out about a directory, against what the kernel says."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gds import _libc, probe
+from gds._backend import ALIGNMENT
+from gds._buffers import HostBuffer
+
+TABLE = r"""
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+30 22 0:30 / /data rw - xfs /dev/vdb rw
+31 22 0:31 / /data/with\040space rw - btrfs /dev/vdc rw
+32 22 0:32 / /dev/shm rw - tmpfs tmpfs rw
+33 22 0:33 / /dev/shm rw master:2 propagate_from:1 - ext4 /dev/vdd rw
+34 22 0:34 / /back\134slash rw - ramfs none rw
+35 22 0:35 / /box rw - overlay overlay rw,lowerdir=/l,upperdir=/u,workdir=/w
+36 22 0:36 / /lazy rw - overlay overlay rw,lowerdir=/l,upperdir=/u,workdir=/w,volatile
+not a line
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "filesystem", "volatile"),
+    [
+        ("/", "ext4", False),
+        ("/home/user", "ext4", False),
+        ("/data", "xfs", False),
+        ("/data/run", "xfs", False),
+        ("/database", "ext4", False),
+        ("/data/with space/run", "btrfs", False),
+        ("/dev/shm/x", "ext4", False),
+        ("/back\\slash/x", "ramfs", True),
+        ("/box/x", "overlay", False),
+        ("/lazy/x", "overlay", True),
+    ],
+)
+def test_the_longest_and_last_mount_point_holds_a_path(path, filesystem, volatile):
+    found = probe.find_mount(TABLE, path)
+    assert (found.filesystem, found.volatile) == (filesystem, volatile)
+
+
+def test_the_kernels_mount_id_decides():
+    assert probe.find_mount(TABLE, "/dev/shm/x", mount_id=32).filesystem == "tmpfs"
+    assert probe.find_mount(TABLE, "/dev/shm/x", mount_id=999).filesystem == "ext4"
+
+
+def test_an_unreadable_table_is_an_unknown_file_system():
+    assert probe.find_mount("", "/").filesystem == "unknown"
+
+
+def test_the_mount_of_a_directory_is_what_the_system_says(tmp_path):
+    said = subprocess.run(
+        ["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    found = probe.mount_of(str(tmp_path)).filesystem
+    assert {"ext2/ext3": "ext4", "overlayfs": "overlay"}.get(said, said) == found
+
+
+def test_a_link_is_followed_to_the_mount_it_points_to(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to("/proc")
+    assert probe.mount_of(str(link)).filesystem == "proc"
+
+
+def test_the_kernel_takes_the_alignment_that_it_told_and_no_less(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(2 * ALIGNMENT))
+    if not probe.direct_io(str(tmp_path)).supported:
+        pytest.skip("there is no direct I/O")
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+    try:
+        if _libc.direct_alignment(fd) is None:
+            pytest.skip("the kernel does not tell")
+        required = probe.required_alignment(fd)
+        assert required is not None
+        memory, offset = required
+        view = HostBuffer(2 * ALIGNMENT).memoryview()
+        assert os.preadv(fd, [view[memory : memory + offset]], offset) == offset
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.preadv(fd, [view[:offset]], offset // 2)
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.preadv(fd, [view[: offset // 2]], 0)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [((512, 4096), (512, 4096)), ((0, 0), None), ((0, 512), None)],
+    ids=["told", "no-direct-io", "half-told"],
+)
+def test_what_the_kernel_tells_is_taken(tmp_path, monkeypatch, told, expected):
+    monkeypatch.setattr(_libc, "direct_alignment", lambda _: told)
+    with open(tmp_path / "file", "wb") as file:
+        assert probe.required_alignment(file.fileno()) == expected
+
+
+def test_without_statx_the_block_device_or_the_default_decides(tmp_path, monkeypatch):
+    monkeypatch.setattr(_libc, "direct_alignment", lambda _: None)
+    with open(tmp_path / "file", "wb") as file:
+        memory, offset = probe.required_alignment(file.fileno())
+        device = os.fstat(file.fileno()).st_dev
+    queue = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue/logical_block_size")
+    expected = int(queue.read_text()) if queue.exists() else ALIGNMENT
+    assert (memory, offset) == (expected, expected)
+    with open("/proc/self/status") as file:  # no block device behind it
+        assert probe.required_alignment(file.fileno()) == (ALIGNMENT, ALIGNMENT)
+
+
+def test_an_alignment_above_the_layouts_is_refused_with_its_number():
+    assert "16384" in probe.refused_alignment((512, 16384))
+    assert probe.refused_alignment((4096, 4096)) == ""
+    assert probe.refused_alignment(None)
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="there is no /dev/shm")
+def test_memory_is_not_direct_although_the_kernel_accepts_the_flag():
+    found = probe.direct_io("/dev/shm")
+    assert not found.supported
+    assert "memory" in found.reason
+    assert probe.mount_of("/dev/shm").volatile
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["unnamed-file", "named-file"])
+def test_the_probe_leaves_nothing_behind(tmp_path, monkeypatch, named):
+    if named:  # what file systems without O_TMPFILE answer
+        real_open = os.open
+
+        def without_tmpfile(path, flags, mode=0o777):
+            if flags & os.O_TMPFILE == os.O_TMPFILE:
+                raise OSError(95, os.strerror(95), path)
+            return real_open(path, flags, mode)
+
+        monkeypatch.setattr(os, "open", without_tmpfile)
+    found = probe.direct_io(str(tmp_path))
+    assert found.supported is (found.reason == "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "words"),
+    [
+        ("pwritev", OSError(22, "Invalid argument"), "refuses the transfer"),
+        ("preadv", OSError(22, "Invalid argument"), "refuses the transfer"),
+        ("pwritev", 100, "100"),
+        ("preadv", 2 * ALIGNMENT, "did not return"),
+    ],
+    ids=["write-refused", "read-refused", "short-write", "read-lies"],
+)
+def test_a_file_system_that_lies_is_found_out(tmp_path, monkeypatch, call, answer, words):
+    if not probe.direct_io(str(tmp_path)).supported:
+        pytest.skip("there is no direct I/O to lie about")
+
+    def lie(fd, buffers, offset):
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(os, call, lie)
+    found = probe.direct_io(str(tmp_path))
+    assert not found.supported
+    assert words in found.reason
+
+
+def test_a_full_disk_does_not_deny_what_the_kernel_promises(tmp_path, monkeypatch):
+    if not (expected := probe.direct_io(str(tmp_path))).supported:
+        pytest.skip("there is no direct I/O")
+
+    def full(fd, buffers, offset):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "pwritev", full)
+    assert probe.direct_io(str(tmp_path)) == expected
+
+
+def test_a_directory_that_cannot_be_written_says_so():
+    found = probe.direct_io("/proc/self")
+    assert not found.supported
+    assert found.reason
