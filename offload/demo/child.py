@@ -1,0 +1,113 @@
+"""The training process as the parent sees it: events through a pipe, and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Self
+
+from offload.demo import DemoError
+
+Event = dict[str, Any]
+"""One line that the training process printed; ``event["event"]`` says which kind."""
+
+
+class Child:
+    """A training process. As a context manager: none is left behind, whatever happens."""
+
+    def __init__(self, arguments: list[str], *, log: str) -> None:
+        """Start ``python -m offload.demo.train``.
+
+        Args:
+            arguments: Its command line.
+            log: File that takes what it writes to standard error, added to the end.
+        """
+        self._log = log
+        environment = {
+            # Beside other programs, OpenMP threads that spin while they wait for each other make
+            # a step twenty times as long; threads that sleep cost an idle machine next to nothing.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            **os.environ,
+            # The model comes from a package: a hub is never asked, not even for a newer version.
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
+        with open(log, "ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "offload.demo.train", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=environment,
+            )
+        if self._process.stdout is None:  # asked for above: only for the type checker
+            raise DemoError("the training process has no standard output")
+        self._fd = self._process.stdout.fileno()
+        self._events: deque[Event] = deque()
+        self._partial = b""
+        self._ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self.kill()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def events(self) -> Iterator[Event]:
+        """Yield the events as they come, until the process ends.
+
+        Raises:
+            DemoError: The process ended in any way but by itself and well.
+        """
+        while True:
+            while not self._events and not self._ended:
+                self._receive()
+            if not self._events:
+                break
+            yield self._events.popleft()
+        status = self._process.wait()
+        if status != 0:
+            raise DemoError(
+                f"the training process ended with status {status}; it said last:\n"
+                f"{self._last_words()}"
+            )
+
+    def pending(self) -> list[Event]:
+        """Return the events already printed that `events` has not yielded yet."""
+        while not self._ended and select.select([self._fd], [], [], 0)[0]:
+            self._receive()
+        return list(self._events)
+
+    def suspend(self) -> None:
+        """Stop the process where it is, and return when it stands still (or has ended)."""
+        self._process.send_signal(signal.SIGSTOP)
+        # WNOWAIT: should it have ended, then its status is left for `events` and `kill`.
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def proceed(self) -> None:
+        """Let a suspended process go on."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> int:
+        """Send SIGKILL and return the status: the negative of the signal it died by."""
+        self._process.kill()
+        return self._process.wait()
+
+    def _receive(self) -> None:
+        data = os.read(self._fd, 1 << 16)
+        self._ended = not data
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        self._events.extend(json.loads(line) for line in lines)
+
+    def _last_words(self) -> str:
+        with open(self._log, encoding="utf-8", errors="replace") as file:
+            return "".join(file.readlines()[-12:]).rstrip()

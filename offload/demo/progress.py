@@ -1,0 +1,88 @@
+"""The progress of a training process: a line for each step and, on a terminal, a live one below.
+
+In a line, r and w are what the SSD delivered and took; SSD and RAM are where the state is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from offload.demo.report import size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from offload.demo.child import Event
+
+
+class Progress:
+    """Shows one training process, from its first step here to the last of the run."""
+
+    def __init__(self, console: Console, title: str, *, steps: int, quiet: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        self._console = console
+        self._quiet = quiet
+        # On a terminal the bar lives below the lines; in a log there are only the lines.
+        self._bar = Bar(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            console=console,
+            transient=True,
+            disable=quiet or not console.is_terminal,
+        )
+        self._task = self._bar.add_task(title, total=steps, state="starting")
+        self._last: Event = {}
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if not self._quiet:
+            self._console.print(text, highlight=False, soft_wrap=True)
+
+    def update(self, event: Event) -> None:
+        """Show what an event says."""
+        kind = event["event"]
+        if kind == "resumed":
+            self.say(
+                f"[bold]Resumed from step {event['step']}[/]: read "
+                f"{size(event['restore_bytes'])} in {event['restore_s']:.2f} s, the 16-bit "
+                "parameters and nothing else"
+            )
+            self._bar.update(self._task, completed=event["step"], state="resumed")
+        elif kind == "update":
+            self._bar.update(self._task, state=f"step {event['step']}: updating from SSD")
+        elif kind == "step":
+            self.say(self._line(event))
+            if event["checkpoint_call_s"] is not None:
+                call_ms = event["checkpoint_call_s"] * 1000
+                self.say(f"          [cyan]checkpoint of step {event['step']}: {call_ms:.0f} ms[/]")
+            self._bar.update(self._task, completed=event["step"], state=self._memory(event))
+            self._last = event
+
+    def _line(self, event: Event) -> str:
+        return (
+            f"step {event['step']:>3}  loss {float.fromhex(event['loss']):.4f}  "
+            f"{event['step_s']:.2f} s/step  r {self._rate(event, 'bytes_read', 'read_s')} "
+            f"w {self._rate(event, 'bytes_written', 'write_s')} GB/s  {self._memory(event)}"
+        )
+
+    def _rate(self, event: Event, amount: str, seconds: str) -> str:
+        """Return the rate since the last step, over the time that transfers were in progress."""
+        moved = event[amount] - self._last.get(amount, 0)
+        took = event[seconds] - self._last.get(seconds, 0.0)
+        return f"{moved / took / 1e9:.2f}" if moved > 0 and took > 0 else "-.--"
+
+    def _memory(self, event: Event) -> str:
+        in_memory = event["ring_bytes"] + event["resident_bytes"]
+        return f"SSD {size(event['state_bytes'])}  RAM {size(in_memory)}"

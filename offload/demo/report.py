@@ -1,0 +1,154 @@
+"""What the demo measured, as JSON for a script and as tables for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A step that both processes took: its loss in each, by `float.hex`, so to the last bit."""
+
+    step: int
+    before: str
+    after: str
+
+    @property
+    def equal(self) -> bool:
+        """Whether the two losses are the same number."""
+        return self.before == self.after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Killed:
+    """How the first process ended."""
+
+    signal: int
+    """The signal it died by."""
+
+    step: int
+    """The step that it had begun to apply and had not finished."""
+
+    checkpoint: int
+    """Step of the newest complete checkpoint that it left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """How the second process began."""
+
+    step: int
+    """Step that it went on from."""
+
+    bytes: int
+    """Bytes that `restore` read, as the optimizer counts them."""
+
+    kernel_bytes: int
+    """Bytes that the process made the disk read meanwhile, as the kernel counts them."""
+
+    seconds: float
+    """Seconds that `restore` took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything the demo showed. Sizes in bytes, durations in seconds, rates in GB/s."""
+
+    model: str
+    title: str
+    num_parameters: int
+    steps: int
+    every: int
+    killed: Killed
+    resumed: Resumed
+    repeated: list[Repeated]
+    first_loss: float
+    """On text that is not trained on, before the first step."""
+    last_loss: float
+    """The same, after the last step."""
+    step_s: float
+    """Median over all steps of both processes, forward and backward included."""
+    update_s: float
+    """Median of `optimizer.step()` alone."""
+    read_gbps: float
+    write_gbps: float
+    state_bytes: int
+    ring_bytes: int
+    resident_bytes: int
+    checkpoint_bytes: int
+    """Bytes that one checkpoint wrote: the newest."""
+    checkpoint_stall_s: float
+    """Seconds that training stood still for one, on average: the call, and what steps waited."""
+    checkpoint_durable_s: float
+    """Seconds until the newest was safe from a power failure, behind training."""
+    torch_save_bytes: int
+    torch_save_s: float
+    torch_load_s: float
+    store: str
+    elapsed_s: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether every repeated step had the same loss, and there were some."""
+        return bool(self.repeated) and all(row.equal for row in self.repeated)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        plain = dataclasses.asdict(self)
+        for row, repeated in zip(plain["repeated"], self.repeated, strict=True):
+            row["equal"] = repeated.equal
+        return plain | {"equal": self.equal}
+
+    def show(self, console: Console) -> None:
+        """Print the two tables."""
+        from rich.table import Table
+
+        steps = Table(title="Steps taken twice", title_justify="left")
+        for title in ("step", "loss before the kill", "loss after the resume", "bit for bit"):
+            steps.add_column(title, justify="right")
+        for row in self.repeated:
+            same = "[green]equal[/]" if row.equal else "[bold red]DIFFERENT[/]"
+            steps.add_row(str(row.step), row.before, row.after, same)
+        console.print(steps)
+
+        costs = Table(title=f"{self.title}, {self.num_parameters:,} parameters")
+        costs.title_justify = "left"
+        costs.add_column("")
+        costs.add_column("offload", justify="right")
+        costs.add_column("plain torch", justify="right")
+        saved = size(self.torch_save_bytes)
+        stalled = f"{self.torch_save_s * 1000:,.0f} ms"
+        rows = (
+            ("optimizer state on SSD", size(self.state_bytes), "-"),
+            ("... in memory (ring + resident)", self._memory(), size(self.state_bytes)),
+            ("one checkpoint writes", size(self.checkpoint_bytes), saved),
+            ("... and stops training for", f"{self.checkpoint_stall_s * 1000:,.0f} ms", stalled),
+            ("... and is durable after", f"{self.checkpoint_durable_s * 1000:,.0f} ms", stalled),
+            ("resuming reads", size(self.resumed.bytes), saved),
+            ("... and takes", f"{self.resumed.seconds:.2f} s", f"{self.torch_load_s:.2f} s"),
+        )
+        for cells in rows:
+            costs.add_row(*cells)
+        console.print(costs)
+        console.print(
+            "Same disk, same state (16-bit parameters, FP32 masters, two moments). torch.save: "
+            "with fsync, without its checksums, the faster of two. torch.load: from the disk, not "
+            "from the page cache, without load_state_dict.",
+            style="dim",
+        )
+
+    def _memory(self) -> str:
+        return f"{size(self.ring_bytes)} + {size(self.resident_bytes)}"
+
+
+def size(num_bytes: float) -> str:
+    """Return a size for people, with its unit: ``1.50 GiB``."""
+    for unit, factor, digits in (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1), ("KiB", 1 << 10, 1)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.{digits}f} {unit}"
+    return f"{num_bytes:.0f} B"

@@ -1,0 +1,219 @@
+"""`offload ls`, `show` and `verify` on a store that a small training run made."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from offload.cli import main
+
+Result = tuple[int, str, str]
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the checkpoints of steps 2 and 4."""
+    store = tmp_path_factory.mktemp("trained") / "store"
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 8)).bfloat16()
+    options = offload.Options(allow_volatile=True, chunk_bytes=16384)
+    with offload.AdamW(
+        model.named_parameters(),
+        directory=store,
+        model=model,
+        keep=2,
+        options=options,
+        lr=1e-3,
+    ) as optimizer:
+        for step in range(1, 5):
+            model(torch.randn(4, 64).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 2 == 0:
+                optimizer.checkpoint(train_state={"epoch": step}).result()
+    return store
+
+
+@pytest.fixture
+def store(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that store, to be damaged."""
+    return Path(shutil.copytree(trained, tmp_path / "store"))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process; gives its status, standard output and error."""
+
+    def run(*arguments: str | Path) -> Result:
+        monkeypatch.setattr(sys, "argv", ["offload", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        code = exited.value.code
+        streams = capsys.readouterr()
+        return (0 if code is None else int(code)), streams.out, streams.err
+
+    return run
+
+
+def flip_a_bit(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_ls_json_has_one_object_for_each_checkpoint_oldest_first(run: Run, trained: Path) -> None:
+    code, out, _ = run("ls", trained, "--json")
+    listed = json.loads(out)
+    assert code == 0
+    assert [info["step"] for info in listed] == [2, 4]
+    assert [Path(info["path"]).name for info in listed] == ["step-00000002", "step-00000004"]
+    assert listed[0]["generation"] < listed[1]["generation"]
+    for info in listed:
+        assert set(info) >= {"path", "step", "generation", "created", "valid", "reason"}
+        assert info["valid"] is True
+        assert info["num_parameters"] == 64 * 128 + 128 + 128 * 8 + 8
+        assert info["bytes"] == sum(f.stat().st_size for f in Path(info["path"]).iterdir())
+
+
+def test_ls_table_names_every_checkpoint(run: Run, trained: Path) -> None:
+    code, out, _ = run("ls", trained)
+    assert code == 0
+    assert "step-00000002" in out
+    assert "step-00000004" in out
+
+
+def test_ls_says_why_a_checkpoint_is_not_usable(run: Run, store: Path) -> None:
+    manifest = store / "step-00000004" / "manifest.json"
+    flip_a_bit(manifest, 100)
+    code, out, _ = run("ls", store, "--json")
+    good, bad = json.loads(out)
+    assert code == 0
+    assert (good["valid"], bad["valid"]) == (True, False)
+    assert bad["reason"]
+    _, table, _ = run("ls", store)
+    assert "step-00000004/manifest.json" in table.replace("\n", "")
+
+
+def test_show_json_describes_the_checkpoint(run: Run, trained: Path) -> None:
+    code, out, _ = run("show", trained / "step-00000002", "--json")
+    shown = json.loads(out)
+    assert code == 0
+    assert shown["step"] == 2
+    assert shown["optimizer"].endswith("AdamW")
+    assert shown["hyperparameters"][0]["lr"] == 1e-3
+    assert set(shown["state_arrays"]) == {"master", "exp_avg", "exp_avg_sq"}
+    assert shown["state_arrays"]["master"] == 4 * shown["num_parameters"]
+    assert shown["files"]["model.safetensors"] > 0
+    tensors = {tensor["name"]: tensor for tensor in shown["tensors"]}
+    assert tensors["0.weight"] == {"name": "0.weight", "dtype": "BF16", "shape": [128, 64]}
+
+
+def test_show_of_a_store_takes_its_newest_checkpoint(run: Run, trained: Path) -> None:
+    _, out, _ = run("show", trained, "--json")
+    assert json.loads(out)["step"] == 4
+
+
+def test_show_lists_tensors_only_when_asked(run: Run, trained: Path) -> None:
+    assert "1.bias" not in run("show", trained)[1]
+    assert "1.bias" in run("show", trained, "--tensors")[1]
+
+
+def test_verify_of_a_store_reads_all_of_its_checkpoints(run: Run, trained: Path) -> None:
+    code, out, _ = run("verify", trained, "--json")
+    verified = json.loads(out)
+    assert code == 0
+    assert verified["ok"] is True
+    assert len(verified["checkpoints"]) == 2
+    parameters = 64 * 128 + 128 + 128 * 8 + 8
+    for result in verified["checkpoints"]:
+        assert result["problems"] == []
+        assert result["bytes_checked"] >= 14 * parameters
+
+
+@pytest.mark.parametrize("name", ["model", "master", "exp_avg", "exp_avg_sq", "train_state"])
+def test_verify_finds_one_flipped_bit_in_any_file(run: Run, store: Path, name: str) -> None:
+    damaged = store / "step-00000004" / f"{name}.safetensors"
+    flip_a_bit(damaged, 4096 + 8 if name != "train_state" else 40)
+    code, out, _ = run("verify", store, "--json")
+    good, bad = json.loads(out)["checkpoints"]
+    assert code == 1
+    assert (good["ok"], bad["ok"]) == (True, False)
+    assert str(damaged) in bad["problems"][0]
+
+
+def test_verify_of_a_damaged_checkpoint_names_the_file_on_standard_error(
+    run: Run, store: Path
+) -> None:
+    damaged = store / "step-00000002" / "exp_avg.safetensors"
+    flip_a_bit(damaged, 5000)
+    code, out, err = run("verify", damaged.parent)
+    assert code == 1
+    assert str(damaged) in err
+    assert "damaged" in out
+    assert run("verify", store / "step-00000004")[0] == 0
+
+
+def test_verify_counts_a_checkpoint_without_a_manifest_as_damaged(run: Run, store: Path) -> None:
+    (store / "step-00000004" / "manifest.json").unlink()
+    code, out, _ = run("verify", store, "--json")
+    assert code == 1
+    assert [result["ok"] for result in json.loads(out)["checkpoints"]] == [True, False]
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_a_path_that_is_not_there_is_one_line_and_status_1(
+    run: Run, tmp_path: Path, command: str
+) -> None:
+    missing = tmp_path / "missing"
+    code, out, err = run(command, missing)
+    assert code == 1
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert str(missing) in err
+
+
+def test_show_of_a_damaged_manifest_is_one_line_and_status_1(run: Run, store: Path) -> None:
+    manifest = store / "step-00000004" / "manifest.json"
+    flip_a_bit(manifest, 100)
+    code, _, err = run("show", manifest.parent)
+    assert code == 1
+    assert err.startswith("error: ")
+    assert str(manifest) in err
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["nothing"], ["demo", "--steps", "1"]])
+def test_wrong_usage_is_status_2(run: Run, arguments: list[str]) -> None:
+    assert run(*arguments)[0] == 2
+
+
+def test_version_is_printed(run: Run) -> None:
+    assert run("--version")[:2] == (0, f"offload {offload.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["--help", "ls"])
+def test_help_and_ls_import_neither_torch_nor_numpy(trained: Path, command: str) -> None:
+    arguments = ["--help"] if command == "--help" else ["ls", str(trained)]
+    program = f"""
+import sys
+from offload.cli import main
+sys.argv = ["offload", *{arguments!r}]
+try:
+    main()
+finally:
+    heavy = {{"torch", "numpy", "transformers"}} & set(sys.modules)
+    print("heavy:", sorted(heavy))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "heavy: []" in done.stdout
