@@ -195,14 +195,14 @@ def _progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]
     with progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
-        progress.DownloadColumn(),
+        progress.DownloadColumn(binary_units=True),
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
         console=console,
         transient=True,
         disable=quiet or not console.is_terminal,
     ) as bar:
-        task = bar.add_task(os.path.basename(path))
+        task = bar.add_task(os.path.basename(path), total=None)
 
         def update(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
@@ -278,7 +278,9 @@ def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
 
 def _show_verified(result: dict[str, Any]) -> None:
     if result["ok"]:
-        typer.secho(f"{result['path']}: {size(result['bytes_checked'])}, every byte", fg="green")
+        typer.secho(
+            f"{result['path']}: {size(result['bytes_checked'])}, all as written", fg="green"
+        )
         return
     for problem in result["problems"]:
         typer.secho(f"{problem}", fg="red", err=True)

@@ -140,8 +140,8 @@ class Engine:
         Raises:
             gds.StorageError: No space; nothing has changed.
         """
-        self._require_usable()
         if self._table.layout is not None:
+            self._require_usable()
             self._relayout(groups)
 
     def checkpoint(self, groups: Groups, train_state: object) -> SealHandle:
@@ -155,7 +155,7 @@ class Engine:
         if (
             sealed is not None
             and sealed.manifest.step == self.num_steps
-            and is_unchanged(sealed, self._table, stored, self._block_buffers())
+            and is_unchanged(sealed, groups, self._table, stored, self._block_buffers())
         ):
             return replace_train_state(self.store, sealed, encoded)
         if self._state is None:  # no parameter has state: the slot's arrays stay empty

@@ -161,7 +161,7 @@ def decode(data: bytes, path: str) -> Manifest:
         raise ManifestError(f"{path}: damaged: its content does not match its digest")
     try:
         return _decode_body(body)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ManifestError(
             f"{path}: contradictory content ({type(error).__name__}: {error})"
         ) from error
@@ -215,9 +215,11 @@ def _decode_value(value: Any) -> Any:
             return float(value["float"])
         import torch
 
-        dtype = getattr(torch, value["dtype"])
+        dtype = getattr(torch, _str(value["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{value['dtype']!r} is not a torch dtype")
+        if math.prod(_shape(value["shape"])) != 1:
+            raise ValueError(f"a tensor of shape {value['shape']!r}, expected one element")
         number = float(value["tensor"]) if dtype.is_floating_point else int(value["tensor"])
         return torch.full(value["shape"], number, dtype=dtype)
     return value

@@ -64,9 +64,11 @@ def open_directory(backend: Backend, directory: str, *, allow_volatile: bool) ->
         StoreError: It cannot be created, read or written.
     """
     try:
-        _make_directory(backend, directory)
+        made = _make_directory(backend, directory)
         capabilities = backend.capabilities(directory)
         if capabilities.volatile and not allow_volatile:
+            for path in reversed(made):
+                backend.remove_dir(path)
             raise VolatileStoreError(
                 errno.EINVAL,
                 f"the file system ({capabilities.filesystem}) loses its content at power-off, so "
@@ -94,9 +96,12 @@ def open_directory(backend: Backend, directory: str, *, allow_volatile: bool) ->
         checkpoints, refused = [], []
         for path in checkpoint_paths(backend, directory):
             try:
-                checkpoints.append(StoredCheckpoint(path, read_manifest(backend, path), None))
+                manifest = read_manifest(backend, path)
             except (CheckpointError, StorageError) as error:
                 refused.append((path, str(error)))
+            else:
+                backend.sync_dir(path)  # a train state may just have been replaced in it
+                checkpoints.append(StoredCheckpoint(path, manifest, None))
         leftover = [n for n in backend.list_dir(directory) if _SLOT.fullmatch(n)]
     except BaseException:
         lock.release()
@@ -105,14 +110,22 @@ def open_directory(backend: Backend, directory: str, *, allow_volatile: bool) ->
     return OpenedDirectory(lock, checkpoints, refused, [f"{directory}/{n}" for n in leftover])
 
 
-def _make_directory(backend: Backend, directory: str) -> None:
-    missing = []
+def _make_directory(backend: Backend, directory: str) -> list[str]:
+    """Make a directory and its parents, durably; returns those that were missing, from the top."""
+    missing: list[str] = []
     path = directory
     while (stat := backend.stat(path)) is None:
-        missing.append(path)
+        missing.insert(0, path)
         path = os.path.dirname(path)
     if stat.kind == "file":
         raise StorageError(errno.ENOTDIR, "making the store's directory", path)
-    for new in reversed(missing):
+    try:
+        # A process that made it may have died before it could sync the name.
+        backend.sync_dir(os.path.dirname(path))
+    except StorageError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):
+            raise
+    for new in missing:
         backend.make_dir(new)
         backend.sync_dir(os.path.dirname(new))
+    return missing

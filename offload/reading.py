@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 
 from gds import Backend, StorageError
 from offload.errors import CheckpointError, ManifestError
 from offload.layout import Layout, array_file_name
 from offload.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode
-from offload.slot import MODEL_NAME
+from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
 from offload.tensorfile import Header, TensorFileError, read_header
+
+_CHECKPOINT = re.compile(r"step-([0-9]{1,19})")
 
 
 def read_manifest(backend: Backend, path: str) -> Manifest:
     """Read and check the manifest of a checkpoint directory, and the files that it describes.
 
     Checked: the manifest itself, and that every tensor file is there, is a regular file of the
-    right size, and has exactly the header that the layout asks for. Not checked: tensor data.
+    right size, and has exactly the header that the layout asks for. Of the train state: that it is
+    a regular file. Not checked: tensor data and what the train state holds.
 
     Args:
         backend: Where the directory is.
@@ -45,6 +49,10 @@ def read_manifest(backend: Backend, path: str) -> Manifest:
     check_header(backend, f"{path}/{MODEL_NAME}", layout.model_header)
     for name, header in layout.array_headers.items():
         check_header(backend, f"{path}/{array_file_name(name)}", header)
+    train_state = backend.stat(f"{path}/{TRAIN_STATE_NAME}")
+    if train_state is None or train_state.kind != "file":
+        found = "missing" if train_state is None else f"a {train_state.kind}, expected a file"
+        raise CheckpointError(f"{path}/{TRAIN_STATE_NAME}: {found}")
     return manifest
 
 
@@ -112,7 +120,7 @@ def find_checkpoint(backend: Backend, path: str) -> str:
 
 def checkpoint_paths(backend: Backend, store: str) -> list[str]:
     """Return the directories in a store that are named like checkpoints, oldest step first."""
-    names = [n for n in backend.list_dir(store) if n.startswith("step-") and n[5:].isdigit()]
+    names = [n for n in backend.list_dir(store) if _CHECKPOINT.fullmatch(n)]
     return [f"{store}/{name}" for name in sorted(names, key=lambda n: int(n[5:]))]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from offload.checkpoint import Checkpoint, train_state_header
+from offload.manifest import encode_group
 from offload.model_file import BlockBuffers, ModelImage, digest_model
 from offload.opening import StoredCheckpoint
 from offload.parameters import Stored
@@ -16,22 +18,27 @@ from offload.train_state import EncodedState, pack_encoded, unpack_encoded
 
 def is_unchanged(
     sealed: StoredCheckpoint,
+    groups: Sequence[Mapping[str, Any]],
     table: ParameterTable,
     stored: Sequence[Stored],
     buffers: BlockBuffers,
 ) -> bool:
-    """Return whether the live parameters and buffers are, to the bit, what was sealed.
+    """Return whether hyper-parameters, parameters and buffers are, to the bit, what was sealed.
 
     Reads memory, not storage. The optimizer state cannot differ: no step has been taken.
 
     Args:
         sealed: The checkpoint that the optimizer is at.
+        groups: ``param_groups`` now.
         table: The layout now.
         stored: The tensors of the model file now.
         buffers: Memory for copying them.
     """
     manifest, slot = sealed.manifest, sealed.slot
     if slot is None or manifest.layout != table.layout:
+        return False
+    saved = [encode_group(i, group) for i, group in enumerate(manifest.groups)]
+    if saved != [encode_group(i, group) for i, group in enumerate(groups)]:
         return False
     image = ModelImage(
         manifest.layout.model_header, {item.spec.name: item.tensor for item in stored}

@@ -6,6 +6,7 @@ anything is changed.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -127,5 +128,5 @@ def load_checkpoint(
     )
     read_model(image, slot.model, buffers, slot.context, manifest.model_digests)
     for group, saved in zip(groups, manifest.groups, strict=True):
-        group.update(saved)
+        group.update(copy.deepcopy(dict(saved)))  # a tensor learning rate is changed in place
     return image.data_bytes

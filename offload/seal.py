@@ -132,6 +132,8 @@ class Seal:
                 f"before are untouched: {error}"
             )
             failure.__cause__ = error
+            # A write that failed has left the file as it was: nothing of it is known any more.
+            self.slot.model_leaves.clear()
             self._finish()
             self.handle._future.set_exception(failure)
         else:

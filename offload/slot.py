@@ -38,11 +38,18 @@ class Slot:
         self.digests: dict[str, list[str | None]] = {}
         self.model_leaves: dict[int, bytes] = {}
         """Leaf digests of the blocks of ``model.safetensors`` that this process wrote last."""
+        self.in_doubt = False
+        """Whether it may be a checkpoint: a rename has begun and is not known to be durable."""
 
     @property
     def path(self) -> str:
         """The slot's directory at present."""
         return self._path
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size in bytes of every file, by name."""
+        return {name: file.size_bytes for name, file in self._files.items()}
 
     def renamed(self, path: str) -> None:
         """Note that the directory has a new name."""

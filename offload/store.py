@@ -20,14 +20,16 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 
-from gds import Backend, LockHeldError
+from gds import Backend, LockHeldError, StorageError
+from gds._backend import Lock
 from offload.digests import DigestContext
 from offload.errors import (
     CheckpointNotFoundError,
     StoreBusyError,
+    StoreError,
     StoreFullError,
 )
 from offload.layout import Layout
@@ -86,7 +88,8 @@ class Store:
         self._reader_timeout_s = reader_timeout_s
         self._changed = threading.Condition(threading.RLock())
         self._sealing = False
-        self._poisoned = False
+        self._poison = ""
+        self._poison_told = False
         opened = open_directory(backend, self.directory, allow_volatile=allow_volatile)
         self._lock = opened.lock
         self._free: list[Slot | str] = [*opened.leftover]
@@ -110,7 +113,7 @@ class Store:
     @property
     def poisoned(self) -> bool:
         """Whether a rename or sync failed, so that this process recycles nothing more."""
-        return self._poisoned
+        return bool(self._poison)
 
     def find(self, which: int | str) -> StoredCheckpoint:
         """Return the checkpoint with a step number, or with a path or directory name.
@@ -174,6 +177,15 @@ class Store:
             StoreBusyError: Readers hold every expired checkpoint.
             gds.StorageError: No space.
         """
+        if self._poison and not self._poison_told:
+            self._poison_told = True
+            warnings.warn(
+                f"{self.directory}: {self._poison}. Nobody knows what is on the drive after that, "
+                "so this process reuses no slot any more, and every checkpoint takes new space. "
+                "Check the drive, and start a new process",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         deadline = None
         while True:
             with self._changed:
@@ -207,7 +219,9 @@ class Store:
     def release(self, slot: Slot) -> None:
         """Take back a slot that was acquired and will not be sealed."""
         with self._changed:
-            if self._poisoned:
+            if any(checkpoint.slot is slot for checkpoint in self.checkpoints):
+                return  # it has been sealed after all
+            if self._poison:
                 self._discard(slot)
             else:
                 self._free.append(slot)
@@ -238,18 +252,31 @@ class Store:
             slot: All its data has been written.
             manifest: What the checkpoint is.
             manifest_data: The same, encoded and padded to the manifest's size.
+
+        Raises:
+            StoreBusyError: Readers hold an older checkpoint of the same step.
+            gds.StorageError: It could not be made durable. A later process may find it all the
+                same, if nothing but the last sync failed.
         """
         path = f"{self.directory}/step-{manifest.step:08d}"
-        with self._poison_on_error():
-            slot.sync()
-            slot.manifest.write_bytes(manifest_data, 0)
-            slot.manifest.sync()
-            self.backend.sync_dir(slot.path)
-            with self._changed:
-                self._rename_into_place(slot, path)
-                checkpoint = StoredCheckpoint(path, manifest, slot)
-                self.checkpoints.append(checkpoint)
-                self._sealing = False
+        replaced = self._lock_replaced(path)
+        try:
+            with self._poison_on_error("a checkpoint could not be made durable"):
+                slot.sync()
+                slot.manifest.write_bytes(manifest_data, 0)
+                slot.manifest.sync()
+                self.backend.sync_dir(slot.path)
+                with self._changed:
+                    self._rename_into_place(slot, path, exchange=replaced is not None)
+        finally:
+            if replaced is not None:
+                replaced.release()
+        checkpoint = StoredCheckpoint(path, manifest, slot)
+        with self._changed:
+            self.checkpoints.append(checkpoint)
+            self._sealing = False
+            # It is durable: what fails from here on is the tidying up behind it.
+            with suppress(StorageError), self._poison_on_error("an old one was not withdrawn"):
                 self._trim()
         return checkpoint
 
@@ -266,7 +293,7 @@ class Store:
         file = self.backend.create(fresh, len(data))
         try:
             file.write_bytes(data, 0)
-            with self._poison_on_error():
+            with self._poison_on_error("a train state could not be replaced"):
                 file.sync()
                 self.backend.rename(fresh, path)
                 self.backend.sync_dir(checkpoint.path)
@@ -286,14 +313,22 @@ class Store:
 
         Raises:
             StoreBusyError: One of them is being read.
+            StoreError: A rename or sync has failed before in this process.
         """
         with self._changed:
             newest_first = sorted(self.checkpoints, key=lambda c: -c.manifest.generation)
             for newer in newest_first[: newest_first.index(checkpoint)]:
+                if self._poison:
+                    raise StoreError(
+                        errno.EIO,
+                        f"this checkpoint cannot be withdrawn any more: {self._poison}; check the "
+                        "drive, and start a new process",
+                        newer.path,
+                    )
                 if not self._withdraw(newer):
                     raise StoreBusyError(
                         errno.EBUSY,
-                        "this checkpoint is being read and cannot be withdrawn",
+                        "this checkpoint is being read and cannot be withdrawn; close its readers",
                         newer.path,
                     )
             self._drop_spare_slots()
@@ -318,20 +353,63 @@ class Store:
 
     def _free_slot(self, layout: Layout, num_groups: int) -> Slot | None:
         sizes = self.slot_sizes(layout, num_groups)
-        while self._free:
-            candidate = self._free.pop()
-            if isinstance(candidate, Slot):
-                if candidate.layout == layout:
-                    return candidate
-                self._discard(candidate)
-            else:
-                adopted = adopt_slot(self.backend, candidate, layout, sizes)
-                if adopted is not None:
-                    return adopted
-                remove_slot(self.backend, candidate)
+        for candidate in reversed(self._free if not self._poison else []):
+            lock = None
+            if isinstance(candidate, str) and self.backend.stat(candidate) is None:
+                self._free.remove(candidate)  # somebody has removed it by hand
+                continue
+            if isinstance(candidate, str) and (lock := self._try_lock(candidate)) is None:
+                continue  # a reader still holds what it was
+            self._free.remove(candidate)
+            try:
+                slot = self._made_ready(candidate, layout, sizes)
+            finally:
+                if lock is not None:
+                    lock.release()
+            if slot is not None:
+                return slot
         held = sum(not c.superseded for c in self.checkpoints) + self._sealing
-        if held < self.keep + 1 or self._poisoned:
+        if held < self.keep + 1 or self._poison:
             return create_slot(self.backend, self._unused_name(), layout, sizes)
+        return None
+
+    def _made_ready(
+        self, candidate: Slot | str, layout: Layout, sizes: Mapping[str, int]
+    ) -> Slot | None:
+        """Return a free slot for use; None if it does not fit, in which case it is removed."""
+        if isinstance(candidate, Slot):
+            if candidate.layout == layout and candidate.sizes == sizes:
+                return candidate
+            self._discard(candidate)
+            return None
+        with self._poison_on_error("a free slot could not be invalidated"):
+            adopted = adopt_slot(self.backend, candidate, layout, sizes)
+        if adopted is None:
+            remove_slot(self.backend, candidate)
+        return adopted
+
+    def _try_lock(self, path: str) -> Lock | None:
+        """Lock a directory for rewriting; None if a reader holds it."""
+        try:
+            return self.backend.lock(path)
+        except LockHeldError:
+            return None
+
+    def _lock_replaced(self, path: str) -> Lock | None:
+        """Lock what has the name of the next checkpoint, waiting for readers; None if nothing."""
+        deadline = time.monotonic() + self._reader_timeout_s
+        while self.backend.stat(path) is not None:
+            lock = self._try_lock(path)
+            if lock is not None:
+                return lock
+            if time.monotonic() > deadline:
+                raise StoreBusyError(
+                    errno.EBUSY,
+                    "the checkpoint that this one would replace is still being read after "
+                    f"{self._reader_timeout_s:g} s; close its readers",
+                    path,
+                )
+            time.sleep(_READER_POLL_S)
         return None
 
     def _unused_name(self) -> str:
@@ -346,7 +424,7 @@ class Store:
         current = [c for c in self.checkpoints if not c.superseded]
         num_spare = len(current) + self._sealing - self.keep
         # The newest durable one always stays, also while its successor is being sealed.
-        return any(self._withdraw(c) for c in current[: min(num_spare, len(current) - 1)])
+        return any(self._withdraw(c) for c in current[: max(min(num_spare, len(current) - 1), 0)])
 
     def _trim(self) -> None:
         """After a commit: withdraw what retention no longer holds, and remove what is left over."""
@@ -357,25 +435,37 @@ class Store:
         self._drop_spare_slots()
 
     def _drop_spare_slots(self) -> None:
-        while len(self._free) > 1 and len(self._free) + len(self.checkpoints) > self.keep + 1:
-            spare = self._free.pop(0)
-            if isinstance(spare, Slot):
-                self._discard(spare)
-            else:
-                remove_slot(self.backend, spare)
+        num_spare = min(len(self._free) + len(self.checkpoints) - self.keep, len(self._free)) - 1
+        for spare in self._free[: max(num_spare, 0)]:
+            lock = None
+            if isinstance(spare, str) and (lock := self._try_lock(spare)) is None:
+                continue  # a reader still holds what it was
+            self._free.remove(spare)
+            try:
+                if isinstance(spare, Slot):
+                    self._discard(spare)
+                else:
+                    remove_slot(self.backend, spare)
+            finally:
+                if lock is not None:
+                    lock.release()
 
     def _withdraw(self, checkpoint: StoredCheckpoint) -> bool:
         """Turn a checkpoint into a free slot, durably; False if a reader holds it."""
-        if self._poisoned:
+        if self._poison:
             return False
-        try:
-            lock = self.backend.lock(checkpoint.path)
-        except LockHeldError:
+        if self.backend.stat(checkpoint.path) is None:  # somebody has removed it by hand
+            self.checkpoints.remove(checkpoint)
+            if checkpoint.slot is not None:
+                checkpoint.slot.close()
+            return True
+        lock = self._try_lock(checkpoint.path)
+        if lock is None:
             return False
         try:
             slot = self._writable(checkpoint)
             name = self._unused_name()
-            with self._poison_on_error():
+            with self._poison_on_error("a checkpoint could not be withdrawn"):
                 self.backend.rename(checkpoint.path, name)
                 self.checkpoints.remove(checkpoint)
                 slot.renamed(name)
@@ -394,39 +484,41 @@ class Store:
             checkpoint.slot = self._open(checkpoint, writable=True)
         return checkpoint.slot
 
-    def _rename_into_place(self, slot: Slot, path: str) -> None:
+    def _rename_into_place(self, slot: Slot, path: str, *, exchange: bool) -> None:
         working = slot.path
-        if self.backend.stat(path) is None:
+        slot.in_doubt = True
+        if not exchange:
             self.backend.rename(working, path)
             slot.renamed(path)
             self.backend.sync_dir(self.directory)
+            slot.in_doubt = False
             return
         # A checkpoint of the same step is there: of a history given up, of an older layout, or
         # damaged. Exchanging the two names leaves no instant without a checkpoint.
-        try:
-            lock = self.backend.lock(path)
-        except LockHeldError:
-            lock = None
         self.backend.exchange(working, path)
         slot.renamed(path)
+        replaced = [c for c in self.checkpoints if c.path == path]
+        for old in replaced:
+            old.path = working
         self.backend.sync_dir(self.directory)
-        for old in [c for c in self.checkpoints if c.path == path]:
+        slot.in_doubt = False
+        for old in replaced:
             self.checkpoints.remove(old)
             if old.slot is not None:
                 old.slot.close()
         self.refused = [(p, reason) for p, reason in self.refused if p != path]
-        if lock is not None:  # else someone is reading it: it is reused only by a later process
-            lock.release()
-            self._free.append(working)
+        self._free.append(working)
 
     def _discard(self, slot: Slot) -> None:
+        """Remove a slot, unless it may be a checkpoint by now: then a later process decides."""
         slot.close()
-        remove_slot(self.backend, slot.path)
+        if not slot.in_doubt:
+            remove_slot(self.backend, slot.path)
 
     @contextmanager
-    def _poison_on_error(self) -> Iterator[None]:
+    def _poison_on_error(self, what: str) -> Iterator[None]:
         try:
             yield
-        except BaseException:
-            self._poisoned = True
+        except BaseException as error:
+            self._poison = self._poison or f"{what} ({error})"
             raise

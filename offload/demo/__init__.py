@@ -68,7 +68,7 @@ SCENARIOS = {
         ),
         Scenario(
             name="tiny",
-            title="A small GPT on bytes",
+            title="TinyGPT on bytes",
             num_parameters=3_257_856,
             batch=8,
             tokens=64,
