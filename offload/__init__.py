@@ -18,10 +18,10 @@ if TYPE_CHECKING:
         CheckpointInfo,
         VerifyReport,
         list_checkpoints,
-        load_parameters,
         open_checkpoint,
     )
     from offload.errors import OffloadError
+    from offload.loading import load_parameters
     from offload.optimizer import SGD, Adam, AdamW, OffloadedOptimizer
     from offload.options import Options
     from offload.seal import SealHandle
@@ -52,10 +52,10 @@ _MODULES = {
         "CheckpointInfo",
         "VerifyReport",
         "list_checkpoints",
-        "load_parameters",
         "open_checkpoint",
     ),
     "offload.errors": ("OffloadError",),
+    "offload.loading": ("load_parameters",),
     "offload.optimizer": ("SGD", "Adam", "AdamW", "OffloadedOptimizer"),
     "offload.options": ("Options",),
     "offload.seal": ("SealHandle",),

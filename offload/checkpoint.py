@@ -1,4 +1,4 @@
-"""Reading checkpoints: list, open, verify, load parameters. Needs no optimizer and writes nothing.
+"""Reading checkpoints: list, open, verify. Needs no optimizer and writes nothing.
 
 Importing this module does not import torch, so that listing a store is quick.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gds import ALIGNMENT, Backend, LockHeldError, PosixBackend, StorageError
 from offload.digests import DigestContext
-from offload.errors import CheckpointError, MismatchError, StoreBusyError
+from offload.errors import CheckpointError, StoreBusyError
 from offload.layout import STATE_BYTES, array_file_name
 from offload.manifest import MANIFEST_NAME, MODEL_BLOCK_BYTES, Manifest
 from offload.reading import checkpoint_paths, find_checkpoint, read_manifest
@@ -23,8 +23,6 @@ from offload.train_state import MAX_CAPACITY_BYTES, unpack
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-    import torch
 
     from gds._backend import Lock
 
@@ -96,6 +94,11 @@ class Checkpoint:
         self._train_state: object = _UNREAD
         self.manifest = manifest
         self.path = path
+
+    @property
+    def backend(self) -> Backend:
+        """What it is read through."""
+        return self._backend
 
     @property
     def step(self) -> int:
@@ -318,81 +321,6 @@ def list_checkpoints(
             backend.close()
 
 
-def load_parameters(
-    model: torch.nn.Module,
-    checkpoint: str | os.PathLike[str],
-    *,
-    backend: Backend | None = None,
-) -> int:
-    """Load a checkpoint's parameters and buffers into a model, checking their digests.
-
-    Reads ``model.safetensors`` only, block by block: 2 bytes per bf16 parameter.
-
-    Args:
-        model: Changed in place; nothing is changed if names, shapes or dtypes differ.
-        checkpoint: A checkpoint directory, or a store, which means its newest.
-        backend: Where it is; the local file system by default.
-
-    Returns:
-        The number of optimizer steps that the parameters had seen.
-
-    Raises:
-        MismatchError: The model's state dict differs from the checkpoint's; lists how.
-        CheckpointError: It is damaged.
-    """
-    from offload.model_file import BlockBuffers, ModelImage, read_model
-    from offload.parameters import describe_model
-
-    with open_checkpoint(checkpoint, backend=backend) as opened:
-        manifest = opened.manifest
-        header = manifest.layout.model_header
-        stored = describe_model(model, [], [])
-        wanted = {t.name: (t.dtype, t.shape) for t in manifest.layout.model}
-        # A tied tensor may be stored under another of its names.
-        tensors = {}
-        for entry in stored:
-            names = (entry.spec.name, *entry.spec.aliases)
-            name = next((n for n in names if n in wanted), entry.spec.name)
-            tensors[name] = (entry.tensor, (entry.spec.dtype, entry.spec.shape))
-        check_same(wanted, {n: what for n, (_, what) in tensors.items()}, opened.path)
-        image = ModelImage(header, {n: tensor for n, (tensor, _) in tensors.items()})
-        source = opened._backend
-        file = source.open(f"{opened.path}/{MODEL_NAME}")
-        try:
-            buffers = BlockBuffers(source, image.data_bytes)
-            context = DigestContext(manifest.store_id, manifest.generation)
-            read_model(image, file, buffers, context, manifest.model_digests)
-        finally:
-            file.close()
-        return manifest.step
-
-
-def check_same(
-    stored: Mapping[str, tuple[str, tuple[int, ...]]],
-    live: Mapping[str, tuple[str, tuple[int, ...]]],
-    path: str,
-) -> None:
-    """Compare dtype and shape of every tensor by name.
-
-    Raises:
-        MismatchError: They differ; lists the first few differences.
-    """
-    differences = [f"{n!r} is only in the checkpoint" for n in stored if n not in live]
-    differences += [f"{n!r} is only in the model" for n in live if n not in stored]
-    differences += [
-        f"{n!r} is {_what(stored[n])} in the checkpoint and {_what(live[n])} in the model"
-        for n in stored
-        if n in live and stored[n] != live[n]
-    ]
-    if differences:
-        more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
-        raise MismatchError(
-            f"{path}: the model differs from the one that was saved: "
-            f"{'; '.join(differences[:5])}{more}. Build the model as it was then (same "
-            "configuration and dtype), or use another directory."
-        )
-
-
 def train_state_header(manifest: Manifest) -> dict[str, str]:
     """Return what ties a train state to its checkpoint."""
     return {
@@ -400,10 +328,6 @@ def train_state_header(manifest: Manifest) -> dict[str, str]:
         "generation": str(manifest.generation),
         "step": str(manifest.step),
     }
-
-
-def _what(tensor: tuple[str, tuple[int, ...]]) -> str:
-    return f"{tensor[0]} {list(tensor[1])}"
 
 
 def _describe(backend: Backend, path: str) -> CheckpointInfo:

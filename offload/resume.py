@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint import check_same
 from offload.errors import CheckpointError, MismatchError
+from offload.loading import check_same
 from offload.model_file import BlockBuffers, ModelImage, read_model
 from offload.opening import StoredCheckpoint
 from offload.parameters import Stored, Trainable, describe_model, describe_parameters
