@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
@@ -103,7 +102,6 @@ class Engine:
         """The checkpoint that the present state is, if nothing has been stepped since."""
         self._streamer: Streamer | None = None
         self._blocks: BlockBuffers | None = None
-        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="offload-seal")
         self._seal: Seal | None = None
         self._meter = Meter()
 
@@ -177,7 +175,7 @@ class Engine:
         seal = Seal(self.store, slot, manifest, packed, stored, self._block_buffers(), pending)
         self.store.begin_seal()
         self._working, self._sealed, self._seal = False, None, seal
-        self._sealer.submit(seal.run, self._meter.count_seal)
+        seal.start(self._meter.count_seal)
         return seal.handle
 
     def restore(
@@ -250,7 +248,6 @@ class Engine:
         try:
             self._collect_seal(wait=True)
         finally:
-            self._sealer.shutdown()
             if self._streamer is not None:
                 self._streamer.reset()
             for slot in (self._state, self._reserved):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, overload
 
@@ -15,10 +17,11 @@ from offload.engine import Engine
 from offload.errors import MismatchError, OffloadError
 from offload.options import Options
 from offload.rules import UpdateRule
-from offload.seal import SealHandle
+from offload.seal import SEAL_THREAD, SealHandle
 from offload.stats import Stats
 
 _REFERENCE_FORMAT = "offload-reference-1"
+_OWN_THREADS = (SEAL_THREAD, "gds-")
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -292,6 +295,11 @@ class SGD(OffloadedOptimizer):
 
 
 def _close_quietly(engine: Engine) -> None:
+    if threading.current_thread().name.startswith(_OWN_THREADS):
+        # Garbage is collected on whatever thread allocates, also on one that closing waits for.
+        with suppress(RuntimeError):  # at exit no thread can be started, and none is waited for
+            threading.Thread(target=_close_quietly, args=(engine,), name="offload-close").start()
+        return
     try:
         engine.close()
     except (OffloadError, OSError):

@@ -32,6 +32,9 @@ from offload.table import ParameterTable
 
 _NO_DIGEST = "0" * 16
 
+SEAL_THREAD = "offload-seal"
+"""Name of the threads that seal."""
+
 
 class SealHandle:
     """A checkpoint that is being sealed, or has been.
@@ -117,12 +120,20 @@ class Seal:
         self._versions.sort(key=lambda version: version[3], reverse=True)
         self._image = ModelImage(manifest.layout.model_header, tensors)
 
-    def run(self, succeeded: Callable[[int, float], None]) -> None:
-        """Seal. Never raises: the outcome is in `handle`.
+    def start(self, succeeded: Callable[[int, float], None]) -> None:
+        """Seal on a thread of its own, which the interpreter waits for before it exits.
 
         Args:
             succeeded: Called at the end with bytes written and seconds taken, if all went well.
         """
+        try:
+            threading.Thread(target=self._run, args=(succeeded,), name=SEAL_THREAD).start()
+        except RuntimeError:
+            # The interpreter is shutting down and starts no more threads: seal before returning.
+            self._run(succeeded)
+
+    def _run(self, succeeded: Callable[[int, float], None]) -> None:
+        """Seal. Never raises: the outcome is in `handle`."""
         started = time.perf_counter()
         try:
             checkpoint = self._seal()

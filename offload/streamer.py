@@ -89,13 +89,11 @@ class Streamer:
         What has been read ahead from the same source is kept.
         """
         with self._changed:
-            if source is not self._source:
-                self.reset()
-            self._source = source
-            wanted = set(chunks)
             self._queue.clear()
+            wanted = set(chunks) if source is self._source else set()
             for chunk in [c for c in self._loading if c not in wanted]:
                 self._drop(chunk)
+            self._source = source
             self._queue.extend(c for c in chunks if c not in self._loading)
             self._pump()
 
@@ -128,16 +126,21 @@ class Streamer:
     def put(self, frame: Frame, target: Slot) -> None:
         """Digest a frame's chunk and start writing it; the frame comes back when that has ended."""
         chunk = frame.chunk
+        transfers = []
+        try:
+            self.raise_error()
+            for name in self.layout.array_names:
+                buffer, offset = frame.buffer(self.layout, name, chunk)
+                digest = target.context.digest(name, chunk, buffer.memoryview())
+                target.digests[name][chunk] = digest
+                if buffer.nbytes:
+                    transfers.append((name, buffer, offset))
+        except BaseException:
+            self.discard(frame)
+            raise
         frame.futures = []
         with self._changed:
-            self.raise_error()
             self._writing[chunk] = frame
-        transfers = []
-        for name in self.layout.array_names:
-            buffer, offset = frame.buffer(self.layout, name, chunk)
-            target.digests[name][chunk] = target.context.digest(name, chunk, buffer.memoryview())
-            if buffer.nbytes:
-                transfers.append((name, buffer, offset))
         remaining = len(transfers)
 
         def ended(error: BaseException | None, num: int) -> None:
@@ -166,8 +169,13 @@ class Streamer:
             self._pump()
 
     def pending_writes(self) -> list[IOFuture]:
-        """Return the writes that are in progress now."""
+        """Return the writes that are in progress now; all before them have succeeded.
+
+        Raises:
+            gds.StorageError: One has not.
+        """
         with self._changed:
+            self.raise_error()
             return [f for frame in self._writing.values() for f in frame.futures]
 
     def synchronize(self) -> None:

@@ -1,0 +1,289 @@
+"""Child processes for the tests: what they do, and a server that forks them.
+
+Importing torch and making its first optimizer takes seconds, so one process does it once and forks
+a child for every request. A child is a process like any other: it ends as Python ends, with its
+exit handlers, or by a signal.
+
+    python -m tests.crash.children      # reads requests from standard input, a JSON list each
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from gds import Buffer, IOFuture, PosixBackend, WrapperBackend
+from gds._backend import File
+from gds._wrapper import WrapperFile
+from offload import AdamW
+from offload.digests import DigestContext
+from tests.crash.training import Model, Reference, backward, optimizer_for, options
+
+POLL_S: Final = 0.01
+
+
+class GatedBackend(WrapperBackend):
+    """Holds up writes of a seal to ``model.safetensors`` until `gate` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(PosixBackend())
+        self.gate = threading.Event()
+        self.reached = threading.Event()
+        self.on_write: Callable[[], object] = lambda: None
+
+    def wrap_file(self, file: File) -> File:
+        return _GatedFile(file, self)
+
+
+class _GatedFile(WrapperFile):
+    def __init__(self, inner: File, backend: GatedBackend) -> None:
+        super().__init__(inner)
+        self._backend = backend
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        if self.path.endswith("model.safetensors"):
+            self._backend.reached.set()
+            self._backend.on_write()
+            self._backend.gate.wait()
+        return super().write(source, offset)
+
+
+def trained(directory: str, backend: GatedBackend | None = None) -> tuple[Model, AdamW]:
+    """Take two steps."""
+    model = Model()
+    settings = options(backend) if backend else options()
+    optimizer = optimizer_for(model, f"{directory}/run", settings)
+    for step in (1, 2):
+        backward(model, step)
+        optimizer.step()
+    return model, optimizer
+
+
+def refused(directory: str) -> None:
+    """Print the error that opening the store gives, if any."""
+    try:
+        optimizer_for(Model(), f"{directory}/run", options())
+    except Exception as error:  # noqa: BLE001  (any is the answer)
+        print(f"{type(error).__name__}: {error}")
+    else:
+        print("opened")
+
+
+def hold_the_store(directory: str) -> None:
+    """Open the store, say so, and wait to be killed."""
+    _, optimizer = trained(directory)
+    optimizer.checkpoint().result()
+    _announce(directory, "held")
+    signal.pause()
+
+
+def hold_the_store_and_fork(directory: str) -> None:
+    """The same, with a worker as a data loader has: it lives on and must not keep the lock."""
+    _, optimizer = trained(directory)
+    optimizer.checkpoint().result()
+    ready, told = os.pipe()
+    if os.fork() == 0:
+        _announce(directory, str(os.getpid()))
+        os.write(told, b".")
+        signal.pause()
+    os.read(ready, 1)
+    signal.pause()
+
+
+def use_after_fork(directory: str) -> None:
+    """Call everything in a forked child; the parent then goes on."""
+    model, optimizer = trained(directory)
+    pid = os.fork()
+    if pid == 0:
+        for call in (optimizer.step, optimizer.checkpoint, optimizer.restore):
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001  (any is the answer)
+                print(f"{call.__name__}: {type(error).__name__}: {error}")
+        optimizer.close()
+        sys.exit()
+    _, status = os.waitpid(pid, 0)
+    print(f"worker ended with {status}")
+    backward(model, 3)
+    optimizer.step()
+    print(optimizer.checkpoint().result().step)
+    optimizer.close()
+
+
+def end_while_sealing(directory: str) -> None:
+    """End without waiting for the seal; it is let go with the very last statement."""
+    backend = GatedBackend()
+    _, optimizer = trained(directory, backend)
+    optimizer.checkpoint({"step": 2})
+    backend.reached.wait()
+    backend.gate.set()
+
+
+def end_by_an_error_while_sealing(directory: str) -> None:
+    """The same, by an error that nobody catches."""
+    end_while_sealing(directory)
+    raise RuntimeError("the training script has a bug")
+
+
+def close_while_sealing(directory: str) -> None:
+    """Close with a seal in flight."""
+    backend = GatedBackend()
+    _, optimizer = trained(directory, backend)
+    handle = optimizer.checkpoint({"step": 2})
+    backend.reached.wait()
+    threading.Timer(0.05, backend.gate.set).start()
+    optimizer.close()
+    print(handle.done())
+
+
+def checkpoint_in_an_exit_handler(directory: str) -> None:
+    """Save when the program ends, as many scripts do."""
+    _, optimizer = trained(directory)
+
+    def save() -> None:
+        try:
+            print(optimizer.checkpoint({"step": 2}).result().step)
+        except Exception as error:  # noqa: BLE001  (any is the answer)
+            print(f"{type(error).__name__}: {error}")
+
+    atexit.register(save)
+
+
+def collected_on_the_seals_thread(directory: str) -> None:
+    """An optimizer in a reference cycle is collected by whichever thread allocates next."""
+    backend = GatedBackend()
+    backend.gate.set()
+    dropped = threading.Event()
+    backend.on_write = lambda: (dropped.wait(), gc.collect())
+    model, optimizer = trained(directory, backend)
+    gc.collect()
+    gc.disable()  # only there, and only then
+    handle = optimizer.checkpoint({"step": 2})
+    holder = {"optimizer": optimizer}
+    holder["holder"] = holder  # type: ignore[assignment]
+    del model, optimizer, holder
+    dropped.set()
+    print(handle.result().step)
+
+
+def interrupted_in_a_step(directory: str) -> None:
+    """Ctrl-C while a chunk is being handed over; closing must end all the same."""
+    model, optimizer = trained(directory)
+    original, calls = DigestContext.digest, [0]
+
+    def interrupted(self: DigestContext, array: str, chunk: int, data: memoryview) -> str:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+        return original(self, array, chunk, data)
+
+    DigestContext.digest = interrupted  # type: ignore[method-assign]
+    backward(model, 3)
+    try:
+        optimizer.step()
+    except KeyboardInterrupt:
+        print("interrupted")
+    optimizer.close()
+    print("closed")
+
+
+def _announce(directory: str, text: str) -> None:
+    Path(f"{directory}/announcements").write_text(text)  # a fifo: waits for its reader
+
+
+@dataclass
+class Ended:
+    """How a child ended, and what it said."""
+
+    status: int | None
+    """As `os.waitpid` gives it; None if it had to be killed because it did not end."""
+
+    output: str
+
+
+class Children:
+    """The tests' side: starts the server, and asks it for children."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.children"],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, work: Callable[[str], None], directory: Path) -> int:
+        """Fork a child that does `work` in a directory; returns its process number."""
+        return int(self._ask("start", work.__name__, str(directory)))
+
+    def wait(self, pid: int, directory: Path, timeout_s: float = 30.0) -> Ended:
+        """Wait for a child to end; kills it if it has not after the timeout."""
+        answer = self._ask("wait", pid, timeout_s)
+        output = (directory / f"output-{pid}").read_text()
+        return Ended(None if answer == "None" else int(answer), output)
+
+    def run(self, work: Callable[[str], None], directory: Path) -> Ended:
+        """Fork a child that does `work`, and wait for it."""
+        return self.wait(self.start(work, directory), directory)
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.communicate()
+
+    def _ask(self, *request: object) -> str:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return self._server.stdout.readline().strip()
+
+
+def serve() -> None:
+    """Fork children on request. A child returns from here as well, and ends like any program."""
+    torch.set_num_threads(1)
+    Reference().after(1)  # the first optimizer of a process imports a second's worth of modules
+    for line in sys.stdin:
+        match json.loads(line):
+            case ["start", name, directory]:
+                pid = os.fork()
+                if pid == 0:
+                    output = os.open(f"{directory}/output-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
+                    os.dup2(output, 1)
+                    os.dup2(output, 2)
+                    warnings.simplefilter("error")
+                    globals()[name](directory)
+                    return
+                print(pid, flush=True)
+            case ["wait", pid, timeout_s]:
+                print(_status(pid, timeout_s), flush=True)
+
+
+def _status(pid: int, timeout_s: float) -> int | None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(POLL_S)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+if __name__ == "__main__":
+    serve()

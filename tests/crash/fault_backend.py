@@ -1,0 +1,194 @@
+"""A backend in which a chosen operation fails, and which sees what is written where afterwards."""
+
+from __future__ import annotations
+
+import errno
+import posixpath
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final, Literal, TypeVar
+
+from gds import Backend, Buffer, IOFuture, StorageError, WrapperBackend
+from gds._backend import File
+from gds._wrapper import WrapperFile
+
+Kind = Literal[
+    "read", "write", "read_bytes", "write_bytes", "sync", "sync_dir", "rename", "create",
+    "make_dir", "open", "remove",
+]  # fmt: skip
+KINDS: Final[tuple[Kind, ...]] = Kind.__args__  # type: ignore[attr-defined]
+
+ERRNO: Final[dict[Kind, int]] = {
+    "write": errno.ENOSPC,
+    "create": errno.ENOSPC,
+    "make_dir": errno.ENOSPC,
+}
+"""What a kind fails with; EIO unless it is listed."""
+
+_R = TypeVar("_R")
+
+
+class FaultBackend(WrapperBackend):
+    """Forwards everything, but lets the N-th operation of a kind fail, once or from then on.
+
+    An operation that fails has no effect. A transfer fails through its future, or at once if
+    `at_once` is set; both are within the contract.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.num_done: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        self.num_failed = 0
+        self.violations: list[str] = []
+        """Writes to what had been sealed when a sync or rename failed."""
+        self._armed: tuple[Kind, int, bool] | None = None
+        self._at_once = False
+        self._sealed: dict[int, str] = {}
+        self._protected: dict[int, str] = {}
+        self._lock = threading.RLock()
+
+    def fail(self, kind: Kind, nth: int, *, forever: bool, at_once: bool = False) -> None:
+        """Let the `nth` operation of a kind from now on fail, or all from that one on."""
+        with self._lock:
+            self._armed = (kind, self.num_done[kind] + nth, forever)
+            self._at_once = at_once
+
+    def repair(self) -> None:
+        """Let nothing fail any more."""
+        with self._lock:
+            self._armed = None
+
+    def new_process(self) -> None:
+        """Note that what a failed sync forbids is forbidden no longer."""
+        with self._lock:
+            self._protected = {}
+
+    def wrap_file(self, file: File) -> File:
+        """Return a file that may fail."""
+        return _FaultFile(file, self)
+
+    def create(self, path: str, size_bytes: int) -> File:
+        """Create, or fail."""
+        return self.run("create", path, lambda: super(FaultBackend, self).create(path, size_bytes))
+
+    def open(self, path: str, *, writable: bool = False) -> File:
+        """Open, or fail."""
+        return self.run(
+            "open", path, lambda: super(FaultBackend, self).open(path, writable=writable)
+        )
+
+    def make_dir(self, path: str) -> None:
+        """Make a directory, or fail."""
+        self.run("make_dir", path, lambda: super(FaultBackend, self).make_dir(path))
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename, or fail."""
+        self.run("rename", source, lambda: super(FaultBackend, self).rename(source, target))
+        self._note_sealed(target)
+
+    def exchange(self, a: str, b: str) -> None:
+        """Exchange, or fail; counted with the renames."""
+        self.run("rename", a, lambda: super(FaultBackend, self).exchange(a, b))
+        self._note_sealed(b)
+
+    def remove(self, path: str) -> None:
+        """Remove, or fail."""
+        self.run("remove", path, lambda: super(FaultBackend, self).remove(path))
+
+    def remove_dir(self, path: str) -> None:
+        """Remove a directory, or fail; counted with the files."""
+        self.run("remove", path, lambda: super(FaultBackend, self).remove_dir(path))
+
+    def sync_dir(self, path: str) -> None:
+        """Sync a directory, or fail."""
+        self.run("sync_dir", path, lambda: super(FaultBackend, self).sync_dir(path))
+
+    def run(self, kind: Kind, path: str, operation: Callable[[], _R]) -> _R:
+        """Count an operation and do it, or fail it."""
+        if error := self.due(kind, path):
+            raise error
+        return operation()
+
+    def due(self, kind: Kind, path: str) -> StorageError | None:
+        """Count an operation; returns the error it must fail with, if it must."""
+        with self._lock:
+            self.num_done[kind] += 1
+            if self._armed is None or self._armed[0] != kind:
+                return None
+            _, nth, forever = self._armed
+            number = self.num_done[kind]
+            if number != nth and not (forever and number > nth):
+                return None
+            self.num_failed += 1
+            if kind in ("sync", "sync_dir", "rename"):
+                self._protected.update(self._sealed)
+            return StorageError(ERRNO.get(kind, errno.EIO), f"injected failure of {kind}", path)
+
+    @property
+    def fail_at_once(self) -> bool:
+        """Whether a transfer that fails does so within the call."""
+        return self._at_once
+
+    def written(self, path: str) -> None:
+        """Note that a file has been written to."""
+        with self._lock:
+            found = self.inner.stat(path)
+            if found is not None and found.inode in self._protected:
+                self.violations.append(f"{path}, which was {self._protected[found.inode]}")
+
+    def synced(self, path: str) -> None:
+        """Note that a file has been synced: a slot's manifest is, last of all in a withdrawal."""
+        directory, name = posixpath.split(path)
+        if name == "manifest.json" and "/.slot-" in directory:
+            with self._lock:
+                for inode in self._inodes(directory):
+                    self._sealed.pop(inode, None)
+
+    def _note_sealed(self, path: str) -> None:
+        if posixpath.basename(path).startswith("step-"):
+            with self._lock:
+                self._sealed.update(dict.fromkeys(self._inodes(path), path))
+
+    def _inodes(self, directory: str) -> list[int]:
+        stats = (self.inner.stat(f"{directory}/{n}") for n in self.inner.list_dir(directory))
+        return [stat.inode for stat in stats if stat is not None]
+
+
+class _FaultFile(WrapperFile):
+    """Forwards, or fails."""
+
+    def __init__(self, inner: File, backend: FaultBackend) -> None:
+        super().__init__(inner)
+        self._backend = backend
+
+    def read(self, into: Buffer, offset: int) -> IOFuture:
+        error = self._backend.due("read", self.path)
+        return self._failed(error) if error else super().read(into, offset)
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        error = self._backend.due("write", self.path)
+        if error:
+            return self._failed(error)
+        self._backend.written(self.path)
+        return super().write(source, offset)
+
+    def read_bytes(self, offset: int, nbytes: int) -> bytes:
+        return self._backend.run(
+            "read_bytes", self.path, lambda: self.inner.read_bytes(offset, nbytes)
+        )
+
+    def write_bytes(self, data: bytes, offset: int) -> None:
+        self._backend.run("write_bytes", self.path, lambda: self.inner.write_bytes(data, offset))
+        self._backend.written(self.path)
+
+    def sync(self) -> None:
+        self._backend.run("sync", self.path, self.inner.sync)
+        self._backend.synced(self.path)
+
+    def _failed(self, error: StorageError) -> IOFuture:
+        if self._backend.fail_at_once:
+            raise error
+        future: Future[int] = Future()
+        future.set_exception(error)
+        return future

@@ -1,0 +1,180 @@
+"""Forks children that train, kills them at random moments, and reports how it went.
+
+Run as a program, because its parent process must be one that is safe to fork: it has imported
+torch, uses one thread, and has opened no store.
+
+    python -m tests.crash.killing DIRECTORY KEEP NUM_KILLS SEED
+
+Prints one JSON object: how many children were killed, in which phase, and at which steps the
+survivors went on.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from offload.seal import Seal, SealHandle
+from tests.crash.training import Model, Reference, backward, optimizer_for, options
+
+SEAL_EVERY = 3
+STEPS_OF_A_LIFE = 9
+"""The longest life lasts as long as opening, restoring and so many steps take on this machine."""
+
+STEPS_AFTER_LAST_KILL = 10
+OPENING, RESTORING, STEPPING, SEALING = range(4)
+PHASES = ("opening", "restoring", "stepping", "calling checkpoint")
+RESTORED, ACKNOWLEDGED = b"R", b"A"
+_MESSAGE = struct.Struct("=cq")
+
+
+class Child:
+    """What a forked child does; it tells its parent by a pipe and by two bytes of shared memory."""
+
+    def __init__(self, directory: str, keep: int, last_step: int, pipe: int, shared: mmap.mmap):
+        self.directory = directory
+        self.keep = keep
+        self.last_step = last_step
+        self.pipe = pipe
+        self.shared = shared
+
+    def run(self) -> None:
+        """Open the store, restore, train to the last step, sealing behind training."""
+        self._watch_seals()
+        model = Model()
+        self.shared[0] = OPENING
+        optimizer = optimizer_for(model, self.directory, options(), keep=self.keep)
+        self.shared[0] = RESTORING
+        found = optimizer.restore()
+        step = found.step if found else 0
+        self._tell(RESTORED, step)
+        handle: SealHandle | None = None
+        while step < self.last_step:
+            self.shared[0] = STEPPING
+            step += 1
+            backward(model, step)
+            optimizer.step()
+            if handle is not None and handle.done():
+                self._tell(ACKNOWLEDGED, handle.result().step)
+                handle = None
+            if step % SEAL_EVERY == 0 or step == self.last_step:
+                self.shared[0] = SEALING
+                handle = optimizer.checkpoint({"step": step})
+        if handle is not None:
+            self._tell(ACKNOWLEDGED, handle.result().step)
+        optimizer.close()
+
+    def _watch_seals(self) -> None:
+        run, shared = Seal.run, self.shared
+
+        def watched(*args: object) -> None:
+            shared[1] = 1
+            run(*args)  # type: ignore[arg-type]
+            shared[1] = 0
+
+        Seal.run = watched  # type: ignore[method-assign]
+
+    def _tell(self, what: bytes, step: int) -> None:
+        os.write(self.pipe, _MESSAGE.pack(what, step))
+
+
+class Killer:
+    """Forks children one after the other and kills them."""
+
+    def __init__(self, directory: str, keep: int, seed: int) -> None:
+        self.directory = directory
+        self.keep = keep
+        self.rng = random.Random(seed)
+        self.longest_life_s = 0.0
+        self.acknowledged = 0
+        self.phases: Counter[str] = Counter()
+        self.sealing_at_kill = 0
+        self.restored: list[int] = []
+        self.num_ended_before = 0
+
+    def live(self, last_step: int, *, kill: bool) -> bool:
+        """Let one child live; returns whether it was killed."""
+        reading, writing = os.pipe()
+        shared = mmap.mmap(-1, 2)
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            _exit_with(Child(self.directory, self.keep, last_step, writing, shared))
+        os.close(writing)
+        if kill:
+            time.sleep(self.rng.uniform(0, self.longest_life_s))
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        if not killed and status != 0:
+            raise RuntimeError(f"a child failed with status {status}")
+        with os.fdopen(reading, "rb") as pipe:
+            self._listen(pipe.read())
+        if killed:
+            self.phases[PHASES[shared[0]]] += 1
+            self.sealing_at_kill += shared[1]
+        shared.close()
+        return killed
+
+    def _listen(self, messages: bytes) -> None:
+        for what, step in _MESSAGE.iter_unpack(messages):
+            if what == RESTORED:
+                self.restored.append(step)
+                if step < self.acknowledged:
+                    raise RuntimeError(f"restored {step}, but {self.acknowledged} was acknowledged")
+            # What a process was given back is a promise as well.
+            self.acknowledged = max(self.acknowledged, step)
+
+
+def _exit_with(child: Child) -> NoReturn:
+    try:
+        child.run()
+    except BaseException:  # noqa: BLE001  (a fork must not run its parent's code)
+        traceback.print_exc()
+        os._exit(3)
+    os._exit(0)
+
+
+def main() -> None:
+    """Kill, let the last child reach the end, and compare with an undisturbed run."""
+    directory, keep, num_kills, seed = sys.argv[1], *map(int, sys.argv[2:])
+    torch.set_num_threads(1)
+    Reference().after(1)  # the first optimizer of a process imports a second's worth of modules
+    killer = Killer(f"{directory}/killed", keep, seed)
+    for number in range(2):
+        started = time.monotonic()
+        Killer(f"{directory}/measured{number}", keep, seed).live(STEPS_OF_A_LIFE, kill=False)
+        killer.longest_life_s = time.monotonic() - started
+    num_killed = 0
+    while num_killed < num_kills:
+        num_killed += killer.live(1 << 40, kill=True)
+    last_step = killer.acknowledged + STEPS_AFTER_LAST_KILL
+    killer.live(last_step, kill=False)
+    undisturbed = Killer(f"{directory}/undisturbed", keep, seed)
+    undisturbed.live(last_step, kill=False)
+    result = {
+        "killed": num_killed,
+        "phases": killer.phases,
+        "sealing": killer.sealing_at_kill,
+        "last_step": last_step,
+        "acknowledged": killer.acknowledged,
+        "restored": killer.restored,
+        "left": sorted(p.name for p in Path(killer.directory).iterdir()),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

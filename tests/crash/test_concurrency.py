@@ -1,0 +1,596 @@
+"""Several processes, readers, and seals that take their time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload.checkpoint
+import offload.manifest
+import offload.model_file
+import offload.store
+from gds import Backend, Buffer, IOFuture, MemoryBackend, PosixBackend, WrapperBackend
+from gds._backend import File
+from gds._wrapper import WrapperFile
+from offload import AdamW, Checkpoint, load_parameters, open_checkpoint
+from offload.errors import SealError, StoreBusyError, StoreLockedError
+from offload.seal import Seal
+from tests.crash import children as child
+from tests.crash.fault_backend import FaultBackend
+from tests.crash.training import (
+    HYPER,
+    Model,
+    Reference,
+    backward,
+    differences,
+    optimizer_for,
+    options,
+    same_bits,
+)
+
+STORE = "/run"
+HELD = r"(?s)every expired checkpoint is being read"
+
+
+class Training:
+    """A model and its optimizer, step by step."""
+
+    def __init__(self, backend: Backend, directory: str = STORE, **changes: object) -> None:
+        self.backend = backend
+        self.model = Model()
+        self.optimizer: AdamW = optimizer_for(self.model, directory, options(backend), **changes)
+
+    def step(self) -> None:
+        backward(self.model, self.optimizer.state_dict()["step"] + 1)
+        self.optimizer.step()
+
+    def steps_and_seal(self, num_steps: int = 1) -> str:
+        for _ in range(num_steps):
+            self.step()
+        return self.optimizer.checkpoint().result().path
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[child.Children]:
+    server = child.Children()
+    yield server
+    server.close()
+
+
+class TestProcesses:
+    def test_a_second_optimizer_is_refused(self, tmp_path: Path) -> None:
+        store = str(tmp_path / "run")
+        with optimizer_for(Model(), store, options()):
+            with pytest.raises(StoreLockedError, match="another optimizer in this one") as error:
+                optimizer_for(Model(), store, options())
+            assert error.value.filename == store
+        optimizer_for(Model(), store, options()).close()
+
+    def test_a_second_process_is_refused_until_the_first_is_killed(
+        self, children: child.Children, tmp_path: Path
+    ) -> None:
+        os.mkfifo(tmp_path / "announcements")
+        holder = children.start(child.hold_the_store, tmp_path)
+        assert (tmp_path / "announcements").read_text() == "held"
+        found = children.run(child.refused, tmp_path)
+        assert found.output.startswith("StoreLockedError")
+        assert "another process" in found.output
+        os.kill(holder, signal.SIGKILL)
+        assert os.WTERMSIG(children.wait(holder, tmp_path).status or 0) == signal.SIGKILL
+        assert children.run(child.refused, tmp_path).output == "opened\n"
+
+    def test_a_forked_worker_does_not_keep_the_store_locked(
+        self, children: child.Children, tmp_path: Path
+    ) -> None:
+        os.mkfifo(tmp_path / "announcements")
+        holder = children.start(child.hold_the_store_and_fork, tmp_path)
+        worker = int((tmp_path / "announcements").read_text())
+        try:
+            assert children.run(child.refused, tmp_path).output.startswith("StoreLockedError")
+            os.kill(holder, signal.SIGKILL)
+            children.wait(holder, tmp_path)
+            os.kill(worker, 0)  # it lives
+            assert children.run(child.refused, tmp_path).output == "opened\n"
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+    def test_use_after_a_fork_is_refused_and_does_no_harm(
+        self, children: child.Children, tmp_path: Path
+    ) -> None:
+        ended = children.run(child.use_after_fork, tmp_path)
+        lines = ended.output.splitlines()
+        for call, line in zip(("step", "checkpoint", "restore"), lines, strict=False):
+            assert line.startswith(f"{call}: OffloadError: this optimizer was made in another")
+            assert "fork workers before constructing it" in line
+        assert lines[3:] == ["worker ended with 0", "3"]
+        assert ended.status == 0
+
+    @pytest.mark.parametrize(
+        ("work", "status"),
+        [
+            (child.end_while_sealing, 0),
+            (child.end_by_an_error_while_sealing, 1),
+            (child.close_while_sealing, 0),
+        ],
+        ids=["end", "uncaught-error", "close"],
+    )
+    def test_a_seal_in_flight_is_not_lost_at_the_end(
+        self,
+        work: Callable[[str], None],
+        status: int,
+        children: child.Children,
+        tmp_path: Path,
+    ) -> None:
+        ended = children.run(work, tmp_path)
+        assert ended.status is not None, "it hangs"
+        assert os.waitstatus_to_exitcode(ended.status) == status, ended.output
+        with open_checkpoint(tmp_path / "run") as found:
+            assert found.train_state == {"step": 2}
+            assert differences(found, PosixBackend(), Reference().after(2)) == []
+
+    def test_a_checkpoint_in_an_exit_handler_is_made(
+        self, children: child.Children, tmp_path: Path
+    ) -> None:
+        ended = children.run(child.checkpoint_in_an_exit_handler, tmp_path)
+        assert ended.status == 0, ended
+        assert ended.output == "2\n"
+        with open_checkpoint(tmp_path / "run") as found:
+            assert differences(found, PosixBackend(), Reference().after(2)) == []
+
+    def test_collection_on_the_seals_own_thread_does_not_deadlock(
+        self, children: child.Children, tmp_path: Path
+    ) -> None:
+        ended = children.run(child.collected_on_the_seals_thread, tmp_path)
+        assert ended.status == 0, ended
+        assert ended.output == "2\n"
+
+    def test_an_interrupted_step_can_be_closed(
+        self, children: child.Children, tmp_path: Path
+    ) -> None:
+        ended = children.run(child.interrupted_in_a_step, tmp_path)
+        assert ended.status == 0, ended
+        assert ended.output == "interrupted\nclosed\n"
+
+    @pytest.mark.parametrize("sealing", [False, True], ids=["idle", "sealing"])
+    def test_a_dropped_optimizer_frees_its_store(self, tmp_path: Path, sealing: bool) -> None:
+        store = str(tmp_path / "run")
+        model = Model()
+        optimizer = optimizer_for(model, store, options())
+        backward(model, 1)
+        optimizer.step()
+        if sealing:
+            optimizer.checkpoint()
+        num_threads = threading.active_count()
+        del optimizer
+        gc.collect()
+        assert threading.active_count() < num_threads
+        with optimizer_for(model, store, options()) as successor:
+            found = successor.restore()
+            assert (found.step if found else 0) == int(sealing)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 5], ids="keep={}".format)
+def test_the_newest_are_kept_and_nothing_else_grows(keep: int) -> None:
+    training = Training(MemoryBackend(), keep=keep)
+    for step in range(1, 9):
+        training.steps_and_seal()
+        names = training.backend.list_dir(STORE)
+        sealed = [name for name in names if name.startswith("step-")]
+        kept = range(max(step - keep, 0) + 1, step + 1)
+        assert sealed == [f"step-{number:08d}" for number in kept]
+        assert len(names) <= 1 + keep + 1, "LOCK, what is kept, and a slot to work in"
+    assert all(c.verify().ok for c in opened(training.backend, sealed))
+    training.optimizer.close()
+
+
+def opened(backend: Backend, names: list[str]) -> Iterator[Checkpoint]:
+    for name in names:
+        with open_checkpoint(f"{STORE}/{name}", backend=backend) as checkpoint:
+            yield checkpoint
+
+
+class TestReaders:
+    def test_a_reader_sees_the_same_bits_while_training_goes_on(self) -> None:
+        training = Training(MemoryBackend(), keep=2)
+        path = training.steps_and_seal()
+        with open_checkpoint(path, backend=training.backend) as reader:
+            for _ in range(2):  # the step after that has no slot left
+                training.steps_and_seal()
+                assert differences(reader, training.backend, Reference().after(1)) == []
+            assert reader.step == 1
+            other = Model(history=5)
+            assert load_parameters(other, path, backend=training.backend) == 1
+            assert same_bits(other.state_dict(), Reference().after(1).model)
+        training.steps_and_seal()
+        assert training.backend.stat(path) is None
+        training.optimizer.close()
+
+    @pytest.mark.parametrize("keep", [1, 2], ids="keep={}".format)
+    def test_a_reader_that_stays_makes_the_step_give_up_without_having_begun(
+        self, keep: int
+    ) -> None:
+        training = Training(MemoryBackend(), keep=keep)
+        reader = open_checkpoint(training.steps_and_seal(), backend=training.backend)
+        for _ in range(keep):
+            training.steps_and_seal()  # they pass over what is being read
+        before = {name: value.clone() for name, value in training.model.named_parameters()}
+        with (
+            pytest.warns(RuntimeWarning, match=HELD),
+            pytest.raises(StoreBusyError, match=r"close them, or raise keep= or Options"),
+        ):
+            training.step()
+        assert same_bits(dict(training.model.named_parameters()), before)
+        assert training.optimizer.state_dict()["step"] == keep + 1
+        assert differences(reader, training.backend, Reference().after(1)) == []
+
+        reader.close()
+        training.optimizer.step()  # the gradients are still there
+        training.steps_and_seal()
+        last = keep + 3
+        with open_checkpoint(STORE, backend=training.backend) as found:
+            assert found.step == last
+            # The batch norm has seen no batch twice: the failed step's forward was the only one.
+            assert differences(found, training.backend, Reference().after(last)) == []
+        assert len(training.backend.list_dir(STORE)) <= 1 + keep + 1
+        training.optimizer.close()
+
+    def test_a_waiting_step_goes_on_when_the_reader_closes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        training = Training(MemoryBackend(), keep=1)
+        reader = open_checkpoint(training.steps_and_seal(), backend=training.backend)
+        training.steps_and_seal()
+        waits = []
+
+        def closing(seconds: float) -> None:
+            waits.append(seconds)
+            reader.close()
+
+        monkeypatch.setattr(offload.store.time, "sleep", closing)
+        with pytest.warns(RuntimeWarning, match=HELD):
+            training.step()
+        assert len(waits) == 1
+        assert same_bits(training.model.state_dict(), Reference().after(3).model)
+        training.optimizer.close()
+
+    def test_a_checkpoint_that_is_read_survives_a_fresh_start_and_is_not_the_newest(self) -> None:
+        backend = MemoryBackend()
+        training = Training(backend, keep=2)
+        training.steps_and_seal(2)
+        path = training.steps_and_seal(2)
+        training.optimizer.close()
+        with open_checkpoint(path, backend=backend) as reader:
+            training = Training(backend, keep=2, fresh=True)
+            training.steps_and_seal()
+            training.optimizer.close()
+            names = [name for name in backend.list_dir(STORE) if name.startswith("step-")]
+            assert names == ["step-00000001", "step-00000004"]
+            assert differences(reader, backend, Reference().after(4)) == []
+        training = Training(backend, keep=2)
+        found = training.optimizer.restore()
+        assert found is not None
+        assert found.step == 1, "the history that was begun last, not the highest step"
+        training.optimizer.close()
+
+    def test_a_checkpoint_that_is_read_is_not_replaced_by_another_of_its_step(self) -> None:
+        training = Training(MemoryBackend(), keep=2)
+        path = training.steps_and_seal()
+        with open_checkpoint(path, backend=training.backend) as reader:
+            training.model.norm.running_mean.add_(1)  # so that it has to be sealed once more
+            with pytest.raises(SealError, match="still being read"):
+                training.optimizer.checkpoint().result()
+            assert differences(reader, training.backend, Reference().after(1)) == []
+        with pytest.raises(SealError):
+            training.optimizer.step()
+        training.optimizer.checkpoint().result()
+        with open_checkpoint(path, backend=training.backend) as reader:
+            assert differences(reader, training.backend, Reference().after(1)) == [
+                "parameters or buffers"
+            ]
+            assert reader.verify().ok
+        training.optimizer.close()
+
+    def test_a_slot_that_is_still_read_is_not_rewritten_by_the_next_process(self) -> None:
+        """A reader's lock moves with the directory, whatever that is called by now."""
+        backend = MemoryBackend()
+        training = Training(backend, keep=1)
+        path = training.steps_and_seal()
+        training.optimizer.close()
+        training = Training(backend, keep=1)
+        training.optimizer.restore()
+        training.steps_and_seal()
+        training.optimizer.close()
+        (slot,) = [name for name in backend.list_dir(STORE) if name.startswith(".slot-")]
+        backend.rename(f"{STORE}/step-00000002", path)  # what a reader may hold on to
+        backend.exchange(path, f"{STORE}/{slot}")
+        lock = backend.lock(f"{STORE}/{slot}", shared=True)
+        before = contents(backend, f"{STORE}/{slot}")
+        training = Training(backend, keep=1, fresh=True)
+        training.steps_and_seal(2)
+        assert contents(backend, f"{STORE}/{slot}") == before
+        lock.release()
+        training.optimizer.close()
+
+
+class SealGate(WrapperBackend):
+    """Lets writes to ``model.safetensors`` through one by one, when told."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBackend())
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self.reached = threading.Event()
+
+    def wrap_file(self, file: File) -> File:
+        return _GatedFile(file, self)
+
+    def shut(self) -> None:
+        self.reached.clear()
+        self.is_open.clear()
+
+
+class _GatedFile(WrapperFile):
+    def __init__(self, inner: File, backend: SealGate) -> None:
+        super().__init__(inner)
+        self._backend = backend
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        if self.path.endswith("model.safetensors"):
+            self._backend.reached.set()
+            assert self._backend.is_open.wait(60)
+        return super().write(source, offset)
+
+
+class Rows(torch.nn.Module):
+    """Eight bf16 parameters, each one block of the model file and two chunks of state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.rows = torch.nn.ParameterList(
+            torch.randn(2048, generator=generator).to(torch.bfloat16) for _ in range(8)
+        )
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.bfloat16))  # behind the rows
+
+    def fill_gradients(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for row in self.rows:
+            row.grad = torch.randn(row.shape, generator=generator).to(row.dtype)
+
+
+class TestSealBehindTraining:
+    @pytest.fixture(autouse=True)
+    def small_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in (offload.manifest, offload.model_file, offload.checkpoint):
+            monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", 4096)
+
+    @pytest.fixture
+    def gate(self) -> Iterator[SealGate]:
+        gate = SealGate()
+        yield gate
+        gate.is_open.set()
+
+    def start(self, gate: Backend, **hyper: object) -> tuple[Rows, AdamW]:
+        model = Rows()
+        optimizer = AdamW(
+            model.parameters(),
+            directory=STORE,
+            model=model,
+            options=options(gate, ring_chunks=4),
+            **{**HYPER, **hyper},
+        )
+        model.fill_gradients(1)
+        optimizer.step()
+        return model, optimizer
+
+    def test_the_next_step_waits_only_for_what_it_overwrites(
+        self, gate: SealGate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, optimizer = self.start(gate)
+        at_checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
+        waiting_for: list[int] = []
+        waits = threading.Event()
+        original = Seal.wait_copied
+
+        def watched(seal: Seal, nbytes: int) -> None:
+            if seal._copied < nbytes:
+                waiting_for.append(nbytes)
+                waits.set()
+            original(seal, nbytes)
+
+        monkeypatch.setattr(Seal, "wait_copied", watched)
+        gate.shut()
+        handle = optimizer.checkpoint()
+        assert gate.reached.wait(60)  # the first block has been copied, and is being written
+        model.fill_gradients(2)
+        step = threading.Thread(target=optimizer.step)
+        step.start()
+        assert waits.wait(60)
+        assert waiting_for == [2 * 4096], "the second parameter, which is the second block"
+        rows = {f"rows.{i}": row for i, row in enumerate(model.rows)}
+        changed = [n for n, row in rows.items() if not torch.equal(row, at_checkpoint[n])]
+        assert changed == ["rows.0"], "the step has begun, and stopped where it must"
+        assert not handle.done()
+
+        gate.is_open.set()
+        step.join(60)
+        sealed = handle.result(60)
+        assert optimizer.state_dict()["step"] == 2
+        assert not any(torch.equal(row, at_checkpoint[n]) for n, row in rows.items())
+        loaded = Rows()
+        load_parameters(loaded, sealed.path, backend=gate)
+        assert same_bits(loaded.state_dict(), at_checkpoint)
+        assert sealed.verify().ok
+        assert optimizer.stats().wait_seal_s > 0
+        optimizer.close()
+
+    def test_everything_but_parameters_is_captured_by_value(self, gate: SealGate) -> None:
+        rate = torch.tensor(0.25)
+        model, optimizer = self.start(gate, lr=rate)
+        state = {"losses": [1.0], "tensor": torch.ones(3)}
+        gate.shut()
+        handle = optimizer.checkpoint(state)
+        assert gate.reached.wait(60)
+        model.seen.fill_(7)
+        state["losses"].append(2.0)
+        state["tensor"].zero_()
+        rate.fill_(0.125)
+        optimizer.param_groups[0]["lr"].fill_(0.125)
+        optimizer.param_groups[0]["weight_decay"] = 0.75
+        gate.is_open.set()
+        sealed = handle.result(60)
+        assert sealed.train_state["losses"] == [1.0]
+        assert torch.equal(sealed.train_state["tensor"], torch.ones(3))
+        assert sealed.hyperparameters[0]["lr"] == 0.25
+        assert sealed.hyperparameters[0]["weight_decay"] == HYPER["weight_decay"]
+        loaded = Rows()
+        load_parameters(loaded, sealed.path, backend=gate)
+        assert not loaded.seen.any()
+        optimizer.close()
+
+    def test_an_edit_before_the_copy_is_an_error_that_names_the_parameter(
+        self, gate: SealGate
+    ) -> None:
+        model, optimizer = self.start(gate)
+        first = optimizer.checkpoint().result()
+        model.fill_gradients(2)
+        optimizer.step()
+        gate.shut()
+        handle = optimizer.checkpoint()
+        assert gate.reached.wait(60)
+        with torch.no_grad():
+            model.rows[6].mul_(0.5)
+        gate.is_open.set()
+        with pytest.raises(SealError, match=r"'rows\.6' was changed in place") as error:
+            handle.result(60)
+        assert "call .result() on the handle before editing" in str(error.value)
+        assert [n for n in gate.list_dir(STORE) if n.startswith("step-")] == ["step-00000001"]
+        assert first.verify().ok
+        with pytest.raises(SealError):
+            optimizer.step()
+        # Seen and noted: the edit counts, as in plain torch, and the next checkpoint has it.
+        edited = model.rows[6].detach().clone()
+        sealed = optimizer.checkpoint().result(60)
+        loaded = Rows()
+        load_parameters(loaded, sealed.path, backend=gate)
+        assert torch.equal(loaded.rows[6], edited)
+        optimizer.close()
+
+    def test_an_edit_after_the_result_is_fine(self, gate: SealGate) -> None:
+        model, optimizer = self.start(gate)
+        optimizer.checkpoint().result()
+        with torch.no_grad():
+            model.rows[6].mul_(0.5)
+        model.fill_gradients(2)
+        optimizer.step()
+        assert optimizer.checkpoint().result().verify().ok
+        optimizer.close()
+
+    def test_a_second_checkpoint_waits_for_the_first(self, gate: SealGate) -> None:
+        _, optimizer = self.start(gate)
+        gate.shut()
+        first = optimizer.checkpoint({"number": 1})
+        assert gate.reached.wait(60)
+        second = []
+        caller = threading.Thread(target=lambda: second.append(optimizer.checkpoint({"number": 2})))
+        caller.start()
+        assert not second
+        assert not first.done()
+        gate.is_open.set()
+        caller.join(60)
+        assert first.done(), "the second call returned, so the first seal has ended"
+        assert second[0].result(60).train_state == {"number": 2}
+        optimizer.close()
+
+    @pytest.mark.parametrize("timeout_s", [0.0, 0.01])
+    def test_a_result_that_is_not_there_in_time(self, gate: SealGate, timeout_s: float) -> None:
+        _, optimizer = self.start(gate)
+        gate.shut()
+        handle = optimizer.checkpoint()
+        with pytest.raises(TimeoutError):
+            handle.result(timeout_s)
+        gate.is_open.set()
+        assert handle.result(60).step == 1
+        optimizer.close()
+
+
+class TestFailedSeal:
+    """The error of a seal comes out once, wherever the training thread looks next."""
+
+    def failed(self, keep: int = 2) -> Training:
+        backend = FaultBackend(MemoryBackend())
+        training = Training(backend, keep=keep)
+        training.steps_and_seal()
+        training.step()
+        num_writes = backend.num_done["write"]
+        training.optimizer.synchronize()
+        assert backend.num_done["write"] == num_writes
+        backend.fail("write", 1, forever=False)  # the model file's
+        handle = training.optimizer.checkpoint({"step": 2})
+        with pytest.raises(SealError, match=r"sealing step 2 failed.*injected") as error:
+            handle.result()
+        assert "those made before are untouched" in str(error.value)
+        assert backend.num_failed == 1
+        return training
+
+    @pytest.mark.parametrize("keep", [1, 2], ids="keep={}".format)
+    @pytest.mark.parametrize("call", ["step", "checkpoint", "synchronize"])
+    def test_is_raised_by_the_next_call_and_training_goes_on(self, call: str, keep: int) -> None:
+        training = self.failed(keep)
+        with pytest.raises(SealError, match="sealing step 2 failed"):
+            getattr(training.optimizer, call)()
+        training.optimizer.zero_grad()
+        assert training.optimizer.state_dict()["step"] == 2
+        again = training.optimizer.checkpoint({"step": 2}).result()
+        assert differences(again, training.backend, Reference().after(2)) == []
+        training.steps_and_seal()
+        with open_checkpoint(STORE, backend=training.backend) as found:
+            assert differences(found, training.backend, Reference().after(3)) == []
+        training.optimizer.close()
+
+    def test_is_raised_by_close(self) -> None:
+        training = self.failed()
+        with pytest.raises(SealError, match="sealing step 2 failed"):
+            training.optimizer.close()
+        training.optimizer.close()  # once is enough
+        with Training(training.backend).optimizer as successor:
+            found = successor.restore()
+            assert found is not None
+            assert found.step == 1
+
+    def test_does_not_hide_the_error_that_ends_the_block(self) -> None:
+        training = self.failed()
+        with pytest.raises(ZeroDivisionError), training.optimizer:
+            raise ZeroDivisionError
+
+    def test_leaves_no_slot_behind_for_every_attempt(self) -> None:
+        training = self.failed(keep=1)
+        for _ in range(5):
+            with pytest.raises(SealError):
+                training.optimizer.step()
+            training.backend.fail("write", 1, forever=False)
+            with pytest.raises(SealError):
+                training.optimizer.checkpoint().result()
+        with pytest.raises(SealError):
+            training.optimizer.step()
+        training.steps_and_seal()
+        names = [n for n in training.backend.list_dir(STORE) if n != "LOCK"]
+        assert len(names) <= 2, names
+        training.optimizer.close()
+
+
+def contents(backend: Backend, directory: str) -> dict[str, bytes]:
+    """Read every file of a directory."""
+    found = {}
+    for name in backend.list_dir(directory):
+        file = backend.open(f"{directory}/{name}")
+        found[name] = file.read_bytes(0, file.size_bytes)
+        file.close()
+    return found

@@ -1,0 +1,281 @@
+"""Every optimizer class gives the bits that the same class gives with its state in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+import offload
+import offload.update
+from gds import MemoryBackend
+from tests.numerics.models import clip, trainable
+from tests.numerics.pairs import CASES, CUTS, FOREACH, Case, Cut, Pair, changing_rate, memory_pair
+from tests.numerics.reference import (
+    Reference,
+    assert_same_bits,
+    assert_same_parameters,
+    assert_same_state,
+    one_nan,
+    read_state,
+)
+
+NUM_STEPS = 22
+
+
+def block_elements(monkeypatch: pytest.MonkeyPatch, cut: Cut) -> None:
+    if cut.block_elements is not None:
+        monkeypatch.setattr(offload.update, "BLOCK_ELEMENTS", cut.block_elements)
+
+
+def train_and_compare(pair: Pair) -> None:
+    schedulers = [LambdaLR(o, changing_rate) for o in (pair.optimizer, pair.reference.inner)]
+    masters = pair.reference.masters
+    initial = {n: masters[p].clone() for n, p in trainable(pair.expected).items()}
+    for step in range(NUM_STEPS):
+        pair.step(step)
+        for scheduler in schedulers:
+            scheduler.step()
+        pair.assert_same_parameters()
+    still = {n for n, p in trainable(pair.expected).items() if torch.equal(masters[p], initial[n])}
+    assert still == {"never", "never_full", "empty", "empty_full"}
+    pair.assert_same_state()
+    pair.optimizer.close()
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_parameters_and_state_equal_those_of_state_in_memory(case, cut, monkeypatch):
+    block_elements(monkeypatch, cut)
+    train_and_compare(memory_pair(case, cut))
+
+
+@pytest.mark.parametrize("cut", [Cut(3 * 4096, 2, 777)], ids=str)
+@pytest.mark.parametrize("case", FOREACH.values(), ids=FOREACH)
+def test_the_foreach_flag_gives_the_bits_of_torchs_foreach_code(case, cut, monkeypatch):
+    block_elements(monkeypatch, cut)
+    train_and_compare(memory_pair(case, cut))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum-in-some-groups", "rprop"])
+def test_files_on_a_drive_hold_the_same_bits(name, tmp_path):
+    pair = Pair(CASES[name], CUTS[1], directory=str(tmp_path / "run"))
+    train_and_compare(pair)
+
+
+def test_momentum_that_a_scheduler_cycles_is_followed():
+    pair = memory_pair(Case(torch.optim.SGD, {"momentum": 0.9}), CUTS[1])
+    schedulers = [
+        OneCycleLR(o, max_lr=[0.1, 0.03, 0.01], total_steps=NUM_STEPS + 1)
+        for o in (pair.optimizer, pair.reference.inner)
+    ]
+    seen = set()
+    for step in range(NUM_STEPS):
+        pair.step(step)
+        for scheduler in schedulers:
+            scheduler.step()
+        pair.assert_same_parameters()
+        seen.add(pair.optimizer.param_groups[0]["momentum"])
+    assert len(seen) == NUM_STEPS
+    pair.assert_same_state()
+
+
+def test_a_learning_rate_that_is_a_tensor_is_read_at_each_step():
+    pair = memory_pair(
+        Case(torch.optim.AdamW, {"lr": torch.tensor(1e-3)}, ({}, {"weight_decay": 0.3})), CUTS[0]
+    )
+    optimizers = (pair.optimizer, pair.reference.inner)
+    # One tensor is shared by all groups of an optimizer, and the two optimizers must not share it.
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(1e-3)
+    schedulers = [LambdaLR(optimizer, changing_rate) for optimizer in optimizers]
+    for step in range(NUM_STEPS):
+        pair.step(step)
+        for scheduler in schedulers:
+            scheduler.step()
+        pair.assert_same_parameters()
+    assert isinstance(pair.optimizer.param_groups[0]["lr"], torch.Tensor)
+    pair.assert_same_state()
+
+
+def test_hyper_parameters_edited_by_hand_count_from_the_next_step():
+    pair = memory_pair(CASES["adamw"], CUTS[2])
+    for step in range(NUM_STEPS):
+        for optimizer in (pair.optimizer, pair.reference.inner):
+            optimizer.param_groups[step % 3].update(
+                lr=1e-3 * (step + 1), betas=(0.5 + step / 50, 0.9), weight_decay=0.01 * (step % 4)
+            )
+        pair.step(step)
+        pair.assert_same_parameters()
+    pair.assert_same_state()
+
+
+class Network(torch.nn.Module):
+    """Layers whose gradients autograd makes, accumulating two micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.convolution = torch.nn.Conv2d(3, 9, 3, dtype=torch.bfloat16)
+        self.convolution.to(memory_format=torch.channels_last)
+        self.normalization = torch.nn.BatchNorm2d(9)
+        self.linear = torch.nn.Linear(9 * 36, 35, dtype=torch.bfloat16)
+        self.head = torch.nn.Linear(35, 7)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.normalization(self.convolution(images).float()).relu()
+        return self.head(self.linear(features.bfloat16().flatten(1)).float())
+
+
+@pytest.mark.parametrize("cut", [CUTS[0], CUTS[3]], ids=str)
+def test_real_gradients_accumulated_and_clipped(cut, monkeypatch):
+    block_elements(monkeypatch, cut)
+    live, expected = Network(), Network()
+    backend = MemoryBackend()
+    optimizer = offload.AdamW(
+        live.parameters(), lr=1e-2, model=live, directory="/store", options=cut.options(backend)
+    )
+    reference = Reference(torch.optim.AdamW, expected.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(5)
+    losses = []
+    for _ in range(NUM_STEPS):
+        batches = torch.randn(2, 4, 3, 8, 8, generator=generator)
+        for model in (live, expected):
+            model.zero_grad()
+            for images in batches:
+                loss = (model(images.bfloat16()) - 1).square().mean() / 2
+                loss.backward()
+            losses.append(loss.item())
+        assert_same_bits(clip(live, 0.5), clip(expected, 0.5), "gradient norm")
+        optimizer.step()
+        reference.step()
+        assert_same_parameters(live.named_parameters(), expected.named_parameters())
+    assert losses[-1] < losses[0] / 2
+    stored = read_state(optimizer.checkpoint().result().path, backend)
+    assert_same_state(stored, reference, trainable(expected))
+    assert_same_parameters(stored.model.items(), sorted_like(stored.model, expected.state_dict()))
+
+
+def sorted_like(order, tensors):
+    return [(name, tensors[name]) for name in order]
+
+
+SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e-38, 3e38, -3e38, float("inf"), float("-inf"), float("nan")]
+
+
+class Special(torch.nn.Module):
+    """Values at the edges of every format, the same in all of them as far as they fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.tensor(SPECIAL * 11 + [1.0, -1.0, 65504.0, 2.0**-24] * 7)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            name = f"in_{str(dtype).removeprefix('torch.')}"
+            self.register_parameter(name, torch.nn.Parameter(values.to(dtype)))
+
+
+@pytest.mark.parametrize("cut", [CUTS[0], Cut(4096, 2, 7)], ids=str)
+@pytest.mark.parametrize(
+    "name", ["adamw", "adamw-amsgrad", "sgd-dampening-maximize", "rmsprop", "adamax", "rprop"]
+)
+def test_infinities_nans_and_denormals_spread_as_they_would_in_memory(name, cut, monkeypatch):
+    block_elements(monkeypatch, cut)
+    case = CASES[name]
+    live, expected, backend = Special(), Special(), MemoryBackend()
+    optimizer = offload.OffloadedOptimizer(
+        case.optimizer,
+        live.parameters(),
+        model=live,
+        directory="/store",
+        options=cut.options(backend),
+        **case.hyper,
+    )
+    reference = Reference(case.optimizer, expected.parameters(), **case.hyper)
+    generator = torch.Generator().manual_seed(11)
+    for step in range(NUM_STEPS):
+        for model in (live, expected):
+            for parameter in model.parameters():
+                gradient = torch.randn(parameter.shape, generator=generator.manual_seed(step))
+                gradient *= 10.0 ** (step % 7 - 3)
+                positions = torch.arange(len(SPECIAL)) * 5 + step
+                gradient[positions] = torch.tensor(SPECIAL)
+                parameter.grad = gradient.to(parameter.dtype)
+        optimizer.step()
+        reference.step()
+        for name, parameter in live.named_parameters():
+            assert_same_bits(one_nan(parameter), one_nan(expected.get_parameter(name)), name)
+    for parameter in live.parameters():
+        assert parameter.isnan().any()
+        assert parameter.isfinite().any()
+    stored = read_state(optimizer.checkpoint().result().path, backend)
+    for name, parameter in expected.named_parameters():
+        state = {**reference.state(parameter), "master": reference.masters[parameter].detach()}
+        arrays = [array for array, tensors in stored.arrays.items() if name in tensors]
+        assert arrays or parameter.dtype == torch.float32
+        for array in arrays:
+            found = stored.arrays[array][name]
+            assert_same_bits(one_nan(found), one_nan(state[array]), f"{array} of {name}")
+
+
+def test_a_master_beyond_the_range_of_half_precision_is_kept_while_the_parameter_is_infinite():
+    def parameter() -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.full((1100,), 64992.0, dtype=torch.float16))
+
+    live, expected = parameter(), parameter()
+    optimizer = offload.SGD(
+        [live], lr=1.0, directory="/store", options=CUTS[0].options(MemoryBackend())
+    )
+    reference = Reference(torch.optim.SGD, [expected], lr=1.0)
+    seen = []
+    for direction in [-1.0] * 3 + [1.0] * 3:
+        for tensor in (live, expected):
+            tensor.grad = torch.full_like(tensor, direction * 999)
+        optimizer.step()
+        reference.step()
+        assert_same_bits(live, expected, "parameter")
+        seen.append(live[0].item())
+    assert seen[2] == float("inf")
+    assert seen[-1] == 64992.0  # came back: the master had not been lost
+
+
+class Sizes(torch.nn.Module):
+    """Parameters of given sizes."""
+
+    def __init__(self, *sizes: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        torch.manual_seed(17)
+        self.vectors = torch.nn.ParameterList(torch.randn(size, dtype=dtype) for size in sizes)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1024, 2048, 512, 512, 1, 1023), (1023, 1, 1, 1025), (1,) * 60, (1,), (0,), (4097,)],
+    ids=["on-chunk-edges", "beside-chunk-edges", "many-of-one", "one", "none", "one-over"],
+)
+@pytest.mark.parametrize("block", [1, 1024, 333], ids="blocks-of-{}".format)
+def test_parameters_that_end_where_chunks_and_blocks_end(sizes, block, monkeypatch):
+    if block == 1 and sum(sizes) > 1000:
+        sizes = tuple(size // 16 for size in sizes)  # a call of torch for each element
+    cut = Cut(4096, 2, block)
+    block_elements(monkeypatch, cut)
+    models = Sizes(*sizes), Sizes(*sizes)
+    pair = memory_pair(Case(torch.optim.AdamW, {}, ({},)), cut, live=models[0], expected=models[1])
+    for step in range(4):
+        pair.step(step)
+        pair.assert_same_parameters()
+    pair.assert_same_state()
+
+
+@pytest.mark.parametrize("name", ["adamw", "nadam", "radam-foreach", "asgd"])
+def test_tensors_large_enough_for_torch_to_use_several_threads(name, monkeypatch):
+    torch.set_num_threads(2)
+    block_elements(monkeypatch, Cut(0, 0, 65_537))
+    sizes = (100_003, 77, 49_999)  # torch shares out from 32768 elements
+    models = Sizes(*sizes), Sizes(*sizes)
+    case = {**CASES, **FOREACH}[name]
+    pair = memory_pair(case, Cut(75 * 4096, 2), live=models[0], expected=models[1])
+    for step in range(4):
+        pair.step(step)
+        pair.assert_same_parameters()
+    pair.assert_same_state()

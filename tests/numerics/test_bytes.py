@@ -1,0 +1,70 @@
+"""What steps, checkpoints and restores move, by the kernel's count and by our own.
+
+Averages over ten occurrences in a process that is warm: each has happened before, and everything
+in flight has ended when a count begins and when it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MIB = 1 << 20
+NUM_ARRAYS = 3
+EDGE_BYTES = 2 * 4096
+"""What a range that begins and ends inside a block can cost beyond itself."""
+
+
+def measure(*arguments: str) -> dict[str, Any]:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.numerics.measure", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    if "skip" in found:
+        pytest.skip(found["skip"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return measure("bytes", str(tmp_path_factory.mktemp("bytes")))
+
+
+def test_a_checkpoint_reads_nothing_and_writes_what_no_step_has_written(measured):
+    moved = measured["checkpoint"]
+    assert moved["read"] == 0
+    fresh = measured["parameters"] + measured["buffers"] + measured["train_state"]
+    assert measured["parameters"] <= moved["written"] <= fresh + MIB
+
+
+def test_a_restore_reads_the_parameters_and_writes_nothing(measured):
+    moved = measured["restore"]
+    assert moved["written"] == 0
+    assert measured["parameters"] <= moved["read"] <= measured["parameters"] + MIB
+
+
+@pytest.mark.parametrize("kind", ["step", "first_step"], ids=["later", "first-after-a-seal"])
+def test_a_step_reads_and_writes_the_state_once(measured, kind):
+    edges = NUM_ARRAYS * measured["num_chunks"] * EDGE_BYTES
+    most = 12 * measured["num_parameters"] + edges
+    for direction in ("read", "written"):
+        # Blocks that ranges share may be in the page cache, and cost nothing.
+        assert measured["state"] - edges <= measured[kind][direction] <= most
+
+
+@pytest.mark.parametrize("kind", ["step", "first_step", "checkpoint", "restore"])
+def test_the_optimizers_own_counts_agree_with_the_kernels(measured, kind):
+    for direction in ("read", "written"):
+        difference = measured[kind][direction] - measured[kind][f"stats_{direction}"]
+        assert abs(difference) <= MIB

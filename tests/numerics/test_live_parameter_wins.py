@@ -1,0 +1,254 @@
+"""Edits of the live parameters between steps count, as in plain torch, and nothing else changes.
+
+Parameters are rounded masters. One that is not what its master rounds to has been edited, and the
+edited value becomes the master; all other masters keep the bits that rounding hid.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import offload
+from gds import MemoryBackend
+from tests.numerics.models import EMPTY_STEP, FIRST_LATE_STEP, Mixed, trainable
+from tests.numerics.pairs import CASES, CUTS, Case, Pair, memory_pair
+from tests.numerics.reference import assert_same_bits, read_state
+
+NUM_STEPS = 15
+Edit = Callable[[torch.nn.Module], None]
+
+
+def train(pair: Pair, steps: range, edits: dict[int, Edit]) -> None:
+    """Train, editing both models before the steps that `edits` names."""
+    for step in steps:
+        if step in edits:
+            for model in pair.both():
+                with torch.no_grad():
+                    edits[step](model)
+        pair.step(step)
+        pair.assert_same_parameters()
+    assert any(step in edits for step in steps)
+
+
+def clamp(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.6, 0.6)
+
+
+def edit_one_element(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() == 1 and parameter.numel() > 10:
+            parameter[10] = 7.0
+        elif parameter.dim() == 2 and parameter.numel():
+            parameter[-1, 3] = -5.0
+
+
+def load_other_weights(model: torch.nn.Module) -> None:
+    model.load_state_dict(Mixed(seed=42).state_dict())
+
+
+def halve_through_data(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)  # which torch's version counters do not see
+
+
+def replace_through_data(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def overflow(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() == 1 and parameter.numel() > 10:
+            parameter[5] = float("inf")
+            parameter[6] = float("-inf")
+            parameter[7] = -0.0
+
+
+EDITS = {
+    "clamping": clamp,
+    "one-element": edit_one_element,
+    "loading-weights": load_other_weights,
+    "writing-through-data": halve_through_data,
+    "replacing-data": replace_through_data,
+    "infinities-and-zeros": overflow,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [("adamw", CUTS[2]), ("sgd-momentum-in-some-groups", CUTS[0])],
+    ids=["adamw", "sgd-with-momentum"],
+)
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_an_edit_between_steps_becomes_the_master(edit, name, cut):
+    pair = memory_pair(CASES[name], cut)
+    # Before the first step, when some have state and some have none, and twice in a row.
+    steps = (0, 3, FIRST_LATE_STEP - 1, FIRST_LATE_STEP, EMPTY_STEP, EMPTY_STEP + 1)
+    train(pair, range(NUM_STEPS), dict.fromkeys(steps, edit))
+    pair.assert_same_state()
+
+
+def test_clamping_after_every_step():
+    pair = memory_pair(CASES["adamw"], CUTS[1])
+    train(pair, range(NUM_STEPS), dict.fromkeys(range(NUM_STEPS), clamp))
+    stored = pair.assert_same_state()
+    assert all(m.abs().max() < 0.7 for n, m in stored.arrays["master"].items() if m.numel())
+
+
+def one_parameter(**settings) -> tuple[torch.nn.Parameter, offload.SGD, MemoryBackend]:
+    parameter = torch.nn.Parameter(torch.linspace(1, 2, 3000).bfloat16())
+    backend = MemoryBackend()
+    optimizer = offload.SGD(
+        [("weight", parameter)], directory="/store", options=CUTS[0].options(backend), **settings
+    )
+    return parameter, optimizer, backend
+
+
+def test_only_the_edited_element_loses_what_its_master_held_beyond_the_parameter():
+    parameter, optimizer, backend = one_parameter(lr=2.0**-12)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # too small a step for bfloat16: it is in the masters only
+    before = read_state(optimizer.checkpoint().result().path, backend).arrays["master"]["weight"]
+    assert not torch.equal(before, parameter.float())
+    with torch.no_grad():
+        parameter[1500] = 3.0
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    after = read_state(optimizer.checkpoint().result().path, backend).arrays["master"]["weight"]
+    expected = before.clone()
+    expected[1500] = 3.0
+    assert_same_bits(after, expected, "masters")
+
+
+def test_an_edit_to_the_value_that_is_there_is_none():
+    parameter, optimizer, _ = one_parameter(lr=2.0**-10)
+    initial = parameter.detach().clone()
+    for _ in range(16):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with torch.no_grad():
+            parameter.copy_(parameter.clone())
+    # Each step alone is lost in rounding; only the masters can have added them up.
+    assert (initial - parameter).float().max() >= 2.0**-7
+
+
+def test_averaged_weights_swapped_in_and_out_again_leave_no_trace():
+    pair, untouched = (memory_pair(CASES["adamw"], CUTS[0]) for _ in range(2))
+    averages = {n: p.detach().float().clone() for n, p in trainable(pair.live).items()}
+    for step in range(NUM_STEPS):
+        pair.step(step)
+        untouched.step(step)
+        with torch.no_grad():
+            live = trainable(pair.live)
+            for name, average in averages.items():
+                average.lerp_(live[name].float(), 0.1)
+            if step % 5 == 4:  # evaluate with the averages
+                backup = copy.deepcopy(pair.live.state_dict())
+                for name, average in averages.items():
+                    live[name].copy_(average)
+                assert not torch.equal(live["matrix"], backup["matrix"])
+                pair.live.load_state_dict(backup)
+        pair.assert_same_parameters()
+    stored, expected = pair.assert_same_state(), untouched.assert_same_state()
+    for array, tensors in expected.arrays.items():
+        for name, tensor in tensors.items():
+            assert_same_bits(stored.arrays[array][name], tensor, f"{array} of {name}")
+
+
+def test_averaged_weights_that_stay_in_are_trained_on():
+    pair = memory_pair(CASES["adamw"], CUTS[0])
+    average: dict[str, torch.Tensor] = {}
+
+    def swap_in(model: torch.nn.Module) -> None:
+        model.load_state_dict(average, strict=False)
+
+    for step in range(NUM_STEPS):
+        for name, parameter in trainable(pair.expected).items():
+            if step == 0:
+                average[name] = parameter.detach().clone()
+            average[name].lerp_(parameter.detach(), 0.25)
+        train(pair, range(step, step + 1), {step: swap_in if step % 6 == 5 else lambda _: None})
+    pair.assert_same_state()
+
+
+def test_an_edit_waits_for_the_step_that_has_a_gradient():
+    parameter, optimizer, backend = one_parameter(lr=0.5, momentum=0.9)
+    other = torch.nn.Parameter(torch.ones(3000, dtype=torch.bfloat16))
+    optimizer.add_param_group({"params": [("other", other)]})
+    expected = torch.full((3000,), 4.0)
+    for step in range(6):
+        parameter.grad = torch.ones_like(parameter) if step in (0, 5) else None
+        other.grad = torch.ones_like(other)
+        if step == 2:
+            with torch.no_grad():
+                parameter.fill_(4.0)
+        optimizer.step()
+        if step in (2, 3, 4):
+            assert_same_bits(parameter.detach().float(), expected, "edited parameter")
+    # the momentum of step 0 counts, its master does not
+    expected = expected - 0.5 * torch.tensor(1.9)
+    assert_same_bits(parameter.detach(), expected.bfloat16(), "parameter")
+    master = read_state(optimizer.checkpoint().result().path, backend).arrays["master"]["weight"]
+    assert_same_bits(master, expected, "master")
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_an_edit_between_restore_and_the_next_step(edit):
+    pair = memory_pair(CASES["adamw"], CUTS[0])
+    train(pair, range(5), {2: edit})
+    pair.optimizer.checkpoint()
+    pair.reopen()
+    pair.optimizer.restore()
+    pair.assert_same_parameters()
+    train(pair, range(5, NUM_STEPS), {5: edit})
+    pair.assert_same_state()
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_an_edit_after_a_checkpoint_is_durable(edit):
+    pair = memory_pair(CASES["adamw"], CUTS[0])
+    train(pair, range(5), {2: edit})
+    pair.optimizer.checkpoint().result()
+    train(pair, range(5, 9), {5: edit})
+    pair.assert_same_state()
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "before-and-after-the-edit"])
+@pytest.mark.parametrize("steps", [0, 1, 5], ids="after-{}-steps".format)
+def test_an_edit_just_before_a_checkpoint_is_in_it(steps, twice):
+    pair = memory_pair(CASES["adamw"], CUTS[0])
+    for step in range(steps):
+        pair.step(step)
+    if twice:
+        pair.optimizer.checkpoint().result()
+    for model in pair.both():
+        with torch.no_grad():
+            edit_one_element(model)
+    path = pair.optimizer.checkpoint().result().path
+    stored = read_state(path, pair.backend).model
+    for name, parameter in pair.live.named_parameters():
+        if name in stored:
+            assert_same_bits(stored[name], parameter, name)
+    pair.reopen()
+    assert pair.optimizer.restore().step == steps
+    pair.assert_same_parameters()
+    for step in range(steps, NUM_STEPS):
+        pair.step(step)
+        pair.assert_same_parameters()
+    pair.assert_same_state()
+
+
+def test_a_tied_parameter_is_edited_through_either_name():
+    pair = memory_pair(Case(torch.optim.SGD, {"momentum": 0.9}), CUTS[0])
+
+    def edit(model: Mixed) -> None:
+        model.tied_again.weight[4, 4] = 3.0
+        model.tied.weight[5, 5] = 3.0
+
+    train(pair, range(6), {3: edit})
+    pair.assert_same_state()

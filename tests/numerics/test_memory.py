@@ -1,0 +1,42 @@
+"""The memory that steps, checkpoints and restores take does not depend on the model."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.numerics.test_bytes import MIB, measure
+
+SIZES = (16 << 20, 64 << 20)
+"""Elements. One byte more for each would make a difference of 48 MiB."""
+
+SEAL_BYTES = 2 * 16 * MIB
+"""The two blocks through which parameters are written and restored."""
+
+CONSTANT_BYTES = 16 * MIB
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    found = []
+    for size in SIZES:
+        directory = tmp_path_factory.mktemp("memory")
+        found.append(measure("memory", str(directory), str(size)))
+        shutil.rmtree(directory)  # gigabytes
+    return found
+
+
+def test_the_peak_above_parameters_and_gradients_is_the_ring_and_a_constant(measured):
+    for found in measured:
+        assert found["before"] > found["parameters_and_gradients"]
+        assert found["peak_above"] <= found["ring"] + SEAL_BYTES + CONSTANT_BYTES
+        assert found["peak_above"] < found["state"] / 3
+
+
+def test_the_peak_is_the_same_for_a_model_four_times_as_large(measured):
+    small, large = measured
+    assert large["parameters_and_gradients"] == 4 * small["parameters_and_gradients"]
+    assert large["state"] == 4 * small["state"]
+    assert large["ring"] == small["ring"]
+    assert abs(large["peak_above"] - small["peak_above"]) <= CONSTANT_BYTES
