@@ -28,6 +28,9 @@ MODEL_BLOCK_BYTES = 16 << 20
 """Bytes of ``model.safetensors`` data that one digest covers; the last block may be shorter."""
 
 _SCALAR_KINDS = ("f32", "f64", "float", "int")
+_MAX_DEPTH = 8
+"""Tuples and lists within each other, in one hyper-parameter."""
+
 _GROUP_RESERVE_BYTES = 16 << 10
 _SCALAR_RESERVE_BYTES = 40
 
@@ -157,10 +160,12 @@ def decode(data: bytes, path: str) -> Manifest:
     if "invalid" in document:
         raise ManifestError(f"{path}: withdrawn: {document['invalid']}")
     body = document.get("body")
-    if not isinstance(body, dict) or document.get("digest") != _body_digest(body):
-        raise ManifestError(f"{path}: damaged: its content does not match its digest")
     try:
+        if not isinstance(body, dict) or document.get("digest") != _body_digest(body):
+            raise ManifestError(f"{path}: damaged: its content does not match its digest")
         return _decode_body(body)
+    except ManifestError:
+        raise
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ManifestError(
             f"{path}: contradictory content ({type(error).__name__}: {error})"
@@ -185,13 +190,15 @@ def decode_group(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _decode_value(value) for key, value in group.items()}
 
 
-def _encode_value(value: Any, where: str) -> Any:
+def _encode_value(value: Any, where: str, depth: int = 0) -> Any:
+    if depth > _MAX_DEPTH:
+        raise TypeError(f"{where} is nested deeper than {_MAX_DEPTH} levels: flatten it")
     if value is None or isinstance(value, bool | str | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, list | tuple):
-        items = [_encode_value(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        items = [_encode_value(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items
     if type(value).__module__.startswith("torch") and getattr(value, "numel", lambda: 0)() == 1:
         return {
@@ -205,12 +212,14 @@ def _encode_value(value: Any, where: str) -> Any:
     )
 
 
-def _decode_value(value: Any) -> Any:
+def _decode_value(value: Any, depth: int = 0) -> Any:
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"a hyper-parameter nested deeper than {_MAX_DEPTH} levels")
     if isinstance(value, list):
-        return [_decode_value(v) for v in value]
+        return [_decode_value(v, depth + 1) for v in value]
     if isinstance(value, dict):
         if "tuple" in value:
-            return tuple(_decode_value(v) for v in value["tuple"])
+            return tuple(_decode_value(v, depth + 1) for v in value["tuple"])
         if "float" in value:
             return float(value["float"])
         import torch

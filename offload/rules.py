@@ -79,7 +79,8 @@ class UpdateRule:
                 )
         # An instance must exist before the step function is unwrapped: creating the first one is
         # what wraps it for hooks, and unwrapping earlier would strip its no_grad instead.
-        self._instance = optimizer_class([torch.zeros(1)], **self._hyper)
+        placeholder = torch.zeros(1, dtype=torch.float32)
+        self._instance = optimizer_class([placeholder], **self._hyper)
         self.defaults: dict[str, Any] = dict(self._instance.defaults)
         step = optimizer_class.step
         self._step: Callable[[torch.optim.Optimizer], Any] = (
@@ -144,8 +145,10 @@ class UpdateRule:
     def _probe(self, group: Mapping[str, Any]) -> Rule:
         name = self.optimizer_class.__name__
         generator = torch.Generator().manual_seed(20260101)
-        initial = torch.randn(_PROBE_SHAPE, generator=generator)
-        gradients = [torch.randn(_PROBE_SHAPE, generator=generator) for _ in range(_PROBE_STEPS)]
+        initial, *gradients = (
+            torch.randn(_PROBE_SHAPE, generator=generator, dtype=torch.float32)
+            for _ in range(1 + _PROBE_STEPS)
+        )
         flat = initial.flatten()
         fired: list[int] = []
         hook = register_optimizer_step_pre_hook(lambda *_: fired.append(1))

@@ -127,12 +127,12 @@ class Seal:
             succeeded: Called at the end with bytes written and seconds taken, if all went well.
         """
         try:
-            threading.Thread(target=self._run, args=(succeeded,), name=SEAL_THREAD).start()
+            threading.Thread(target=self.run, args=(succeeded,), name=SEAL_THREAD).start()
         except RuntimeError:
             # The interpreter is shutting down and starts no more threads: seal before returning.
-            self._run(succeeded)
+            self.run(succeeded)
 
-    def _run(self, succeeded: Callable[[int, float], None]) -> None:
+    def run(self, succeeded: Callable[[int, float], None]) -> None:
         """Seal. Never raises: the outcome is in `handle`."""
         started = time.perf_counter()
         try:

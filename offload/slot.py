@@ -81,8 +81,33 @@ class Slot:
         """The file ``train_state.safetensors``."""
         return self._files[TRAIN_STATE_NAME]
 
-    def replaced(self, name: str, file: File) -> None:
-        """Use another handle for a file that a rename has replaced."""
+    def write_replacement(self, name: str, data: bytes) -> File:
+        """Write what `replace` is to put in the place of a small file; not synced.
+
+        Raises:
+            gds.StorageError: No space; the slot is what it was.
+        """
+        path = f"{self._path}/{name}.new"
+        if self._backend.stat(path) is not None:
+            self._backend.remove(path)
+        file = self._backend.create(path, len(data))
+        try:
+            file.write_bytes(data, 0)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def replace(self, name: str, file: File) -> None:
+        """Put what `write_replacement` wrote in the place of a file, atomically and durably."""
+        try:
+            file.sync()
+            self._backend.rename(file.path, f"{self._path}/{name}")
+            self._backend.sync_dir(self._path)
+        except BaseException:
+            file.close()
+            raise
+        file.path = f"{self._path}/{name}"
         self._files[name].close()
         self._files[name] = file
 

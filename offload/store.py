@@ -20,11 +20,10 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from gds import Backend, LockHeldError, StorageError
-from gds._backend import Lock
+from gds import Backend, StorageError
 from offload.digests import DigestContext
 from offload.errors import (
     CheckpointNotFoundError,
@@ -32,20 +31,16 @@ from offload.errors import (
     StoreError,
     StoreFullError,
 )
+from offload.free_slots import READER_POLL_S, FreeSlots, lock_existing, try_lock
 from offload.layout import Layout
 from offload.manifest import Manifest, reserved_bytes
 from offload.opening import StoredCheckpoint, open_directory
 from offload.slot import (
     TRAIN_STATE_NAME,
     Slot,
-    adopt_slot,
-    create_slot,
     open_slot,
-    remove_slot,
     slot_sizes,
 )
-
-_READER_POLL_S = 0.05
 
 # A checkpoint that could not be read may carry any generation. New ones start this far above the
 # highest that could be read, so that it stays older even if it becomes readable again.
@@ -92,7 +87,7 @@ class Store:
         self._poison_told = False
         opened = open_directory(backend, self.directory, allow_volatile=allow_volatile)
         self._lock = opened.lock
-        self._free: list[Slot | str] = [*opened.leftover]
+        self._free = FreeSlots(backend, self.directory, opened.leftover)
         self.checkpoints = opened.checkpoints
         """All that are usable, oldest first."""
         self.refused = opened.refused
@@ -214,7 +209,7 @@ class Store:
                     "s; close them, or raise keep= or Options(reader_timeout_s=...)",
                     self.directory,
                 )
-            time.sleep(_READER_POLL_S)
+            time.sleep(READER_POLL_S)
 
     def release(self, slot: Slot) -> None:
         """Take back a slot that was acquired and will not be sealed."""
@@ -222,9 +217,9 @@ class Store:
             if any(checkpoint.slot is slot for checkpoint in self.checkpoints):
                 return  # it has been sealed after all
             if self._poison:
-                self._discard(slot)
+                self._free.discard(slot)
             else:
-                self._free.append(slot)
+                self._free.add(slot)
             self._changed.notify_all()
 
     def begin_seal(self) -> None:
@@ -259,7 +254,7 @@ class Store:
                 same, if nothing but the last sync failed.
         """
         path = f"{self.directory}/step-{manifest.step:08d}"
-        replaced = self._lock_replaced(path)
+        replaced = lock_existing(self.backend, path, self._reader_timeout_s)
         try:
             with self._poison_on_error("a checkpoint could not be made durable"):
                 slot.sync()
@@ -286,21 +281,10 @@ class Store:
         Raises:
             gds.StorageError: No space; the old one is still there.
         """
-        path = f"{checkpoint.path}/{TRAIN_STATE_NAME}"
-        fresh = f"{path}.new"
-        if self.backend.stat(fresh) is not None:
-            self.backend.remove(fresh)
-        file = self.backend.create(fresh, len(data))
-        try:
-            file.write_bytes(data, 0)
-            with self._poison_on_error("a train state could not be replaced"):
-                file.sync()
-                self.backend.rename(fresh, path)
-                self.backend.sync_dir(checkpoint.path)
-        except BaseException:
-            file.close()
-            raise
-        self.slot_of(checkpoint).replaced(TRAIN_STATE_NAME, file)
+        slot = self.slot_of(checkpoint)
+        file = slot.write_replacement(TRAIN_STATE_NAME, data)
+        with self._poison_on_error("a train state could not be replaced"):
+            slot.replace(TRAIN_STATE_NAME, file)
 
     def slot_of(self, checkpoint: StoredCheckpoint) -> Slot:
         """Open a checkpoint's files for reading, if they are not open already."""
@@ -336,9 +320,10 @@ class Store:
     def close(self) -> None:
         """Close all files and let go of the lock. Idempotent."""
         with self._changed:
-            for slot in (*self._free, *(c.slot for c in self.checkpoints)):
-                if isinstance(slot, Slot):
-                    slot.close()
+            self._free.close()
+            for checkpoint in self.checkpoints:
+                if checkpoint.slot is not None:
+                    checkpoint.slot.close()
             self._lock.release()
 
     # Everything below runs with `_changed` held.
@@ -353,71 +338,15 @@ class Store:
 
     def _free_slot(self, layout: Layout, num_groups: int) -> Slot | None:
         sizes = self.slot_sizes(layout, num_groups)
-        for candidate in reversed(self._free if not self._poison else []):
-            lock = None
-            if isinstance(candidate, str) and self.backend.stat(candidate) is None:
-                self._free.remove(candidate)  # somebody has removed it by hand
-                continue
-            if isinstance(candidate, str) and (lock := self._try_lock(candidate)) is None:
-                continue  # a reader still holds what it was
-            self._free.remove(candidate)
-            try:
-                slot = self._made_ready(candidate, layout, sizes)
-            finally:
-                if lock is not None:
-                    lock.release()
+        if not self._poison:
+            with self._poison_on_error("a free slot could not be made ready"):
+                slot = self._free.take(layout, sizes)
             if slot is not None:
                 return slot
         held = sum(not c.superseded for c in self.checkpoints) + self._sealing
         if held < self.keep + 1 or self._poison:
-            return create_slot(self.backend, self._unused_name(), layout, sizes)
+            return self._free.create(layout, sizes)
         return None
-
-    def _made_ready(
-        self, candidate: Slot | str, layout: Layout, sizes: Mapping[str, int]
-    ) -> Slot | None:
-        """Return a free slot for use; None if it does not fit, in which case it is removed."""
-        if isinstance(candidate, Slot):
-            if candidate.layout == layout and candidate.sizes == sizes:
-                return candidate
-            self._discard(candidate)
-            return None
-        with self._poison_on_error("a free slot could not be invalidated"):
-            adopted = adopt_slot(self.backend, candidate, layout, sizes)
-        if adopted is None:
-            remove_slot(self.backend, candidate)
-        return adopted
-
-    def _try_lock(self, path: str) -> Lock | None:
-        """Lock a directory for rewriting; None if a reader holds it."""
-        try:
-            return self.backend.lock(path)
-        except LockHeldError:
-            return None
-
-    def _lock_replaced(self, path: str) -> Lock | None:
-        """Lock what has the name of the next checkpoint, waiting for readers; None if nothing."""
-        deadline = time.monotonic() + self._reader_timeout_s
-        while self.backend.stat(path) is not None:
-            lock = self._try_lock(path)
-            if lock is not None:
-                return lock
-            if time.monotonic() > deadline:
-                raise StoreBusyError(
-                    errno.EBUSY,
-                    "the checkpoint that this one would replace is still being read after "
-                    f"{self._reader_timeout_s:g} s; close its readers",
-                    path,
-                )
-            time.sleep(_READER_POLL_S)
-        return None
-
-    def _unused_name(self) -> str:
-        taken = set(self.backend.list_dir(self.directory))
-        k = 1
-        while f".slot-{k}" in taken:
-            k += 1
-        return f"{self.directory}/.slot-{k}"
 
     def _withdraw_expired(self) -> bool:
         """Withdraw the oldest checkpoint that retention can spare and nobody reads."""
@@ -435,20 +364,9 @@ class Store:
         self._drop_spare_slots()
 
     def _drop_spare_slots(self) -> None:
-        num_spare = min(len(self._free) + len(self.checkpoints) - self.keep, len(self._free)) - 1
-        for spare in self._free[: max(num_spare, 0)]:
-            lock = None
-            if isinstance(spare, str) and (lock := self._try_lock(spare)) is None:
-                continue  # a reader still holds what it was
-            self._free.remove(spare)
-            try:
-                if isinstance(spare, Slot):
-                    self._discard(spare)
-                else:
-                    remove_slot(self.backend, spare)
-            finally:
-                if lock is not None:
-                    lock.release()
+        """Leave one free slot, for the next step, and no more than retention has room for."""
+        num_over = len(self._free) + len(self.checkpoints) - (self.keep + 1)
+        self._free.drop(min(num_over, len(self._free) - 1))
 
     def _withdraw(self, checkpoint: StoredCheckpoint) -> bool:
         """Turn a checkpoint into a free slot, durably; False if a reader holds it."""
@@ -459,19 +377,19 @@ class Store:
             if checkpoint.slot is not None:
                 checkpoint.slot.close()
             return True
-        lock = self._try_lock(checkpoint.path)
+        lock = try_lock(self.backend, checkpoint.path)
         if lock is None:
             return False
         try:
             slot = self._writable(checkpoint)
-            name = self._unused_name()
+            name = self._free.unused_path()
             with self._poison_on_error("a checkpoint could not be withdrawn"):
                 self.backend.rename(checkpoint.path, name)
                 self.checkpoints.remove(checkpoint)
                 slot.renamed(name)
                 self.backend.sync_dir(self.directory)
                 slot.invalidate()
-            self._free.append(slot)
+            self._free.add(slot)
         finally:
             lock.release()
         return True
@@ -507,13 +425,7 @@ class Store:
             if old.slot is not None:
                 old.slot.close()
         self.refused = [(p, reason) for p, reason in self.refused if p != path]
-        self._free.append(working)
-
-    def _discard(self, slot: Slot) -> None:
-        """Remove a slot, unless it may be a checkpoint by now: then a later process decides."""
-        slot.close()
-        if not slot.in_doubt:
-            remove_slot(self.backend, slot.path)
+        self._free.add(working)
 
     @contextmanager
     def _poison_on_error(self, what: str) -> Iterator[None]:

@@ -135,8 +135,9 @@ class ChunkUpdater:
         for key in self._keys:
             if key.has_gradient and key not in self._stepped:
                 # only empty parameters have it: torch counts their steps all the same
-                empty = {name: torch.empty(0) for name in self._rules[key.group].arrays}
-                self._step(key, torch.empty(0), torch.empty(0), empty)
+                empty = torch.empty(0, dtype=torch.float32)
+                arrays = self._rules[key.group].arrays
+                self._step(key, empty, empty.clone(), {name: empty.clone() for name in arrays})
         return [self._stepped.get(key, key.scalars) for key in self._keys]
 
     def _block(self, key: _Key, block: list[Piece], views: dict[str, torch.Tensor]) -> None:
@@ -189,7 +190,9 @@ class ChunkUpdater:
         if len(block) == 1:
             piece = block[0]
             view = tensors.view(piece.parameter, piece.start, piece.stop)
-            if view.dtype == dtype:
+            # Not of an expanded gradient: torch's foreach code changes gradients in place.
+            expanded = tensors is self._gradients and view.stride(0) == 0
+            if view.dtype == dtype and not expanded:
                 return view
         start = block[0].at
         out = self._scratch_tensor(name, dtype)[: block[-1].at + _length(block[-1]) - start]

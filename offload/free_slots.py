@@ -1,0 +1,142 @@
+"""The slots of a store that hold nothing anybody needs, and may be rewritten."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from gds import Backend, LockHeldError
+from gds._backend import Lock
+from offload.errors import StoreBusyError
+from offload.layout import Layout
+from offload.slot import Slot, adopt_slot, create_slot, remove_slot
+
+READER_POLL_S = 0.05
+"""Seconds between looks at whether a reader has let go."""
+
+
+class FreeSlots:
+    """Free slots: open ones of this process, and directories that earlier ones left behind.
+
+    Not safe to use from several threads; the store holds its own lock around every call.
+
+    Args:
+        backend: Where they are.
+        directory: The store.
+        leftover: Paths of directories that an earlier process left.
+    """
+
+    def __init__(self, backend: Backend, directory: str, leftover: Sequence[str]) -> None:
+        self._backend = backend
+        self._directory = directory
+        self._slots: list[Slot | str] = [*leftover]
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def add(self, slot: Slot | str) -> None:
+        """Take in a slot, open or by its path, that nobody needs any more."""
+        self._slots.append(slot)
+
+    def take(self, layout: Layout, sizes: Mapping[str, int]) -> Slot | None:
+        """Return a slot of a layout to write into, or None; those that do not fit are removed.
+
+        Args:
+            layout: What it must be laid out for.
+            sizes: Bytes of each of its files, by name.
+        """
+        for candidate in reversed(self._slots):
+            if isinstance(candidate, Slot):
+                self._slots.remove(candidate)
+                if candidate.layout == layout and candidate.sizes == sizes:
+                    return candidate
+                self.discard(candidate)
+                continue
+            if self._backend.stat(candidate) is None:
+                self._slots.remove(candidate)  # somebody has removed it by hand
+                continue
+            with self._locked(candidate) as lock:
+                if lock is None:
+                    continue  # a reader still holds what it was
+                self._slots.remove(candidate)
+                adopted = adopt_slot(self._backend, candidate, layout, sizes)
+                if adopted is not None:
+                    return adopted
+                remove_slot(self._backend, candidate)
+        return None
+
+    def create(self, layout: Layout, sizes: Mapping[str, int]) -> Slot:
+        """Make a new slot, for the caller; raises `gds.StorageError` if there is no space."""
+        return create_slot(self._backend, self.unused_path(), layout, sizes)
+
+    def unused_path(self) -> str:
+        """Return a path that a slot can be given."""
+        taken = set(self._backend.list_dir(self._directory))
+        k = 1
+        while f".slot-{k}" in taken:
+            k += 1
+        return f"{self._directory}/.slot-{k}"
+
+    def drop(self, num: int) -> None:
+        """Remove that many of the free slots from the drive, the oldest first."""
+        for spare in self._slots[: max(num, 0)]:
+            if isinstance(spare, Slot):
+                self._slots.remove(spare)
+                self.discard(spare)
+                continue
+            with self._locked(spare) as lock:
+                if lock is not None:  # else a reader still holds what it was
+                    self._slots.remove(spare)
+                    remove_slot(self._backend, spare)
+
+    def discard(self, slot: Slot) -> None:
+        """Remove a slot, unless it may be a checkpoint by now: then a later process decides."""
+        slot.close()
+        if not slot.in_doubt:
+            remove_slot(self._backend, slot.path)
+
+    def close(self) -> None:
+        """Close those that are open."""
+        for slot in self._slots:
+            if isinstance(slot, Slot):
+                slot.close()
+
+    @contextmanager
+    def _locked(self, path: str) -> Iterator[Lock | None]:
+        lock = try_lock(self._backend, path)
+        try:
+            yield lock
+        finally:
+            if lock is not None:
+                lock.release()
+
+
+def try_lock(backend: Backend, path: str) -> Lock | None:
+    """Lock a directory for rewriting; None if a reader holds it."""
+    try:
+        return backend.lock(path)
+    except LockHeldError:
+        return None
+
+
+def lock_existing(backend: Backend, path: str, timeout_s: float) -> Lock | None:
+    """Lock what a path names, waiting for its readers; None if there is nothing.
+
+    Raises `StoreBusyError` after `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while backend.stat(path) is not None:
+        lock = try_lock(backend, path)
+        if lock is not None:
+            return lock
+        if time.monotonic() > deadline:
+            raise StoreBusyError(
+                errno.EBUSY,
+                f"it is still being read after {timeout_s:g} s, and must be replaced; close its "
+                "readers",
+                path,
+            )
+        time.sleep(READER_POLL_S)
+    return None
