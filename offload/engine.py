@@ -192,13 +192,14 @@ class Engine:
             return None
         trainables, stored = match_checkpoint(found, groups, self._table.model, self._rule)
         started = time.perf_counter()
+        self._broken = f"restoring {found.path} failed half way"
         self._forget()
-        self.store.withdraw_newer(found)
         slot = self.store.slot_of(found)
         self._table.adopt(found.manifest.layout, trainables, found.manifest.scalars)
         self._meter.restore_bytes = load_checkpoint(
             found, slot, stored, self._block_buffers(), groups
         )
+        self.store.withdraw_newer(found)  # now that the older one has proved to be readable
         self.num_steps = found.manifest.step
         self._state, self._working, self._sealed = slot, False, found
         self._decided, self._broken = True, ""

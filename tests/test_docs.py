@@ -32,7 +32,7 @@ def test_the_training_program_goes_on_when_it_is_run_again(
     monkeypatch.chdir(tmp_path)
     block = compile(_BLOCK.findall((ROOT / page).read_text())[0], page, "exec")
     exec(block, {})
-    newest = sorted((tmp_path / "run").glob("step-*"))[-1]
+    newest = max((tmp_path / "run").glob("step-*"))
     again: dict[str, object] = {}
     exec(block, again)
     assert again["start"] == int(newest.name[5:])
@@ -44,3 +44,9 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert links
     for page, target in links:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_tests_that_the_guarantees_name_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs/guarantees.md").read_text())
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []

@@ -11,6 +11,7 @@ from typing import Final, Literal, TypeVar
 
 from gds import Backend, Buffer, IOFuture, StorageError, WrapperBackend
 from gds._backend import File
+from gds._pool import TransferPool
 from gds._wrapper import WrapperFile
 
 Kind = Literal[
@@ -26,33 +27,41 @@ ERRNO: Final[dict[Kind, int]] = {
 }
 """What a kind fails with; EIO unless it is listed."""
 
+When = Literal["at once", "in time", "later"]
+
 _R = TypeVar("_R")
 
 
 class FaultBackend(WrapperBackend):
     """Forwards everything, but lets the N-th operation of a kind fail, once or from then on.
 
-    An operation that fails has no effect. A transfer fails through its future, or at once if
-    `at_once` is set; both are within the contract.
+    An operation that fails has no effect. When a transfer fails is within the contract's limits.
     """
 
-    def __init__(self, inner: Backend) -> None:
+    def __init__(self, inner: Backend, when: When = "in time") -> None:
+        """Wrap a backend.
+
+        Args:
+            inner: Has the files.
+            when: A transfer fails ``at once``, in the call; its future has failed when the call
+                returns (``in time``); or all transfers run on a thread and end ``later``.
+        """
         super().__init__(inner)
+        self.when = when
+        self.pool = TransferPool("later", 1)
         self.num_done: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self.num_failed = 0
         self.violations: list[str] = []
         """Writes to what had been sealed when a sync or rename failed."""
         self._armed: tuple[Kind, int, bool] | None = None
-        self._at_once = False
         self._sealed: dict[int, str] = {}
         self._protected: dict[int, str] = {}
         self._lock = threading.RLock()
 
-    def fail(self, kind: Kind, nth: int, *, forever: bool, at_once: bool = False) -> None:
+    def fail(self, kind: Kind, nth: int, *, forever: bool) -> None:
         """Let the `nth` operation of a kind from now on fail, or all from that one on."""
         with self._lock:
             self._armed = (kind, self.num_done[kind] + nth, forever)
-            self._at_once = at_once
 
     def repair(self) -> None:
         """Let nothing fail any more."""
@@ -125,10 +134,20 @@ class FaultBackend(WrapperBackend):
                 self._protected.update(self._sealed)
             return StorageError(ERRNO.get(kind, errno.EIO), f"injected failure of {kind}", path)
 
-    @property
-    def fail_at_once(self) -> bool:
-        """Whether a transfer that fails does so within the call."""
-        return self._at_once
+    def transfer(self, kind: Kind, path: str, start: Callable[[], IOFuture]) -> IOFuture:
+        """Count a transfer and start it, or fail it."""
+        error = self.due(kind, path)
+        if error is None and kind == "write":
+            self.written(path)
+        if self.when == "later":
+            return self.pool.submit(lambda: _raised(error) if error else start().result())
+        if error is None:
+            return start()
+        if self.when == "at once":
+            raise error
+        future: Future[int] = Future()
+        future.set_exception(error)
+        return future
 
     def written(self, path: str) -> None:
         """Note that a file has been written to."""
@@ -163,15 +182,10 @@ class _FaultFile(WrapperFile):
         self._backend = backend
 
     def read(self, into: Buffer, offset: int) -> IOFuture:
-        error = self._backend.due("read", self.path)
-        return self._failed(error) if error else super().read(into, offset)
+        return self._backend.transfer("read", self.path, lambda: self.inner.read(into, offset))
 
     def write(self, source: Buffer, offset: int) -> IOFuture:
-        error = self._backend.due("write", self.path)
-        if error:
-            return self._failed(error)
-        self._backend.written(self.path)
-        return super().write(source, offset)
+        return self._backend.transfer("write", self.path, lambda: self.inner.write(source, offset))
 
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
         return self._backend.run(
@@ -186,9 +200,6 @@ class _FaultFile(WrapperFile):
         self._backend.run("sync", self.path, self.inner.sync)
         self._backend.synced(self.path)
 
-    def _failed(self, error: StorageError) -> IOFuture:
-        if self._backend.fail_at_once:
-            raise error
-        future: Future[int] = Future()
-        future.set_exception(error)
-        return future
+
+def _raised(error: StorageError) -> int:
+    raise error

@@ -26,7 +26,8 @@ from typing import NoReturn
 
 import torch
 
-from offload.seal import Seal, SealHandle
+from offload.seal import SealHandle
+from offload.store import Store
 from tests.crash.training import Model, Reference, backward, optimizer_for, options
 
 SEAL_EVERY = 3
@@ -77,14 +78,17 @@ class Child:
         optimizer.close()
 
     def _watch_seals(self) -> None:
-        run, shared = Seal.run, self.shared
+        begin, end, shared = Store.begin_seal, Store.end_seal, self.shared
 
-        def watched(*args: object) -> None:
+        def begun(store: Store) -> None:
             shared[1] = 1
-            run(*args)  # type: ignore[arg-type]
+            begin(store)
+
+        def ended(store: Store) -> None:
+            end(store)
             shared[1] = 0
 
-        Seal.run = watched  # type: ignore[method-assign]
+        Store.begin_seal, Store.end_seal = begun, ended  # type: ignore[method-assign]
 
     def _tell(self, what: bytes, step: int) -> None:
         os.write(self.pipe, _MESSAGE.pack(what, step))

@@ -19,7 +19,7 @@ import torch
 from gds import MemoryBackend, StorageError
 from offload import AdamW, Checkpoint, OffloadError, SealHandle, open_checkpoint
 from offload.errors import BrokenOptimizerError, SealError
-from tests.crash.fault_backend import KINDS, FaultBackend, Kind
+from tests.crash.fault_backend import KINDS, FaultBackend, Kind, When
 from tests.crash.training import (
     Model,
     Reference,
@@ -40,6 +40,7 @@ USED_KINDS = tuple(kind for kind in KINDS if kind != "remove")
 
 Recovery = Literal["call again", "restore", "new process"]
 RECOVERIES: tuple[Recovery, ...] = ("call again", "restore", "new process")
+WHEN: tuple[When, ...] = ("in time", "at once", "later")
 
 
 @functools.cache
@@ -50,8 +51,8 @@ def reference() -> Reference:
 class Session:
     """A user who trains to the last step, whatever happens on the way."""
 
-    def __init__(self, keep: int, recovery: Recovery, *, forever: bool) -> None:
-        self.backend = FaultBackend(MemoryBackend())
+    def __init__(self, keep: int, recovery: Recovery, when: When, *, forever: bool) -> None:
+        self.backend = FaultBackend(MemoryBackend(), when)
         self.keep = keep
         self.recovery = recovery
         self.forever = forever
@@ -77,6 +78,7 @@ class Session:
         assert same_bits(self.model.state_dict(), reference().after(LAST_STEP).model)
         self.optimizer.close()
         assert self.backend.violations == []
+        self.backend.pool.close()
 
     def _go_on(self) -> None:
         if self.optimizer is None:
@@ -138,9 +140,11 @@ class Session:
             return
         assert self.optimizer is not None
         self.handle = self.optimizer.checkpoint({"step": step})
-        if step == SEALED[0]:  # this one is waited for, and its train state replaced
+        if step == SEALED[0]:  # this one is waited for, and then replaced
             self._acknowledge()
-            self.optimizer.checkpoint({"step": step, "again": True}).result()
+            self.optimizer.checkpoint({"step": step, "only": "its train state"}).result()
+            self.optimizer.param_groups[0]["note"] = "all of it, under the same name"
+            self.optimizer.checkpoint({"step": step}).result()
 
     def _acknowledge(self) -> None:
         handle, self.handle = self.handle, None
@@ -222,8 +226,9 @@ def named_error(call: Callable[[], object]) -> Exception | None:
 def run_with_fault(
     kind: Kind, nth: int, keep: int, recovery: Recovery, *, forever: bool
 ) -> Session:
-    session = Session(keep, recovery, forever=forever)
-    session.backend.fail(kind, nth, forever=forever, at_once=nth % 2 == 0)
+    when = WHEN[nth // len(RECOVERIES) % len(WHEN)]
+    session = Session(keep, recovery, when, forever=forever)
+    session.backend.fail(kind, nth, forever=forever)
     with warnings.catch_warnings():
         # After a failed sync the store says that it reuses no slot, and a restore what it refuses.
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -232,7 +237,7 @@ def run_with_fault(
         except BaseException as error:
             error.add_note(
                 f"{kind} number {nth} failed {'for ever' if forever else 'once'}; keep={keep}; "
-                f"then: {recovery}; errors so far: {session.errors}"
+                f"{when}; then: {recovery}; errors so far: {session.errors}"
             )
             raise
     return session

@@ -1,4 +1,4 @@
-"""A second reader of checkpoints, written from docs/format.md alone: it shares no code with ours."""
+"""A second reader of checkpoints, written from docs/format.md alone, sharing no code."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_state_arrays_list_parameters_in_element_space_order(
         assert list(header) == expected
         assert {entry["dtype"] for entry in header.values()} == {"F32"}
     assert [p[0] for p in body["parameters"]] == ["norm.weight", "norm.bias", "embed.weight"]
-    assert [p[4] for p in body["parameters"]][0] == ["exp_avg", "exp_avg_sq"]
+    assert body["parameters"][0][4] == ["exp_avg", "exp_avg_sq"]
 
 
 def test_chunk_digests_match(checkpoint: Path, body: dict[str, Any]) -> None:

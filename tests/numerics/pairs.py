@@ -45,6 +45,7 @@ CASES = {
     "sgd": Case(O.SGD, {"lr": 1e-2, "weight_decay": 0.01}),
     "sgd-momentum-in-some-groups": Case(O.SGD, {"lr": 1e-2, "weight_decay": 0.01}, MOMENTUM),
     "sgd-dampening-maximize": Case(O.SGD, {"momentum": 0.7, "dampening": 0.3, "maximize": True}),
+    "sgd-nesterov": Case(O.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
     "nadam": Case(O.NAdam, {"weight_decay": 0.02}),
     "nadam-decoupled": Case(O.NAdam, {"weight_decay": 0.02, "decoupled_weight_decay": True}),
     "radam": Case(O.RAdam, {"weight_decay": 0.02}),

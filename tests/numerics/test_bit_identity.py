@@ -279,3 +279,32 @@ def test_tensors_large_enough_for_torch_to_use_several_threads(name, monkeypatch
         pair.step(step)
         pair.assert_same_parameters()
     pair.assert_same_state()
+
+
+@pytest.mark.parametrize("name", ["adamw", "nadam", "asgd"])
+def test_another_default_dtype_does_not_reach_the_state(name):
+    torch.set_default_dtype(torch.float64)
+    try:
+        models = Sizes(3000, 0, 5, dtype=torch.bfloat16), Sizes(3000, 0, 5, dtype=torch.bfloat16)
+        pair = memory_pair(CASES[name], CUTS[0], live=models[0], expected=models[1])
+        for step in range(4):
+            pair.step(step)
+            pair.assert_same_parameters()
+        pair.assert_same_state()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("foreach", [None, True], ids=["", "foreach"])
+def test_an_expanded_gradient_of_a_parameter_on_its_own(foreach):
+    hyper = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": foreach}
+    live, expected = (torch.nn.Parameter(torch.linspace(0, 1, 3000)) for _ in range(2))
+    options = CUTS[0].options(MemoryBackend())
+    optimizer = offload.SGD([live], directory="/store", options=options, **hyper)
+    reference = Reference(torch.optim.SGD, [expected], **hyper)
+    for step in range(4):
+        for parameter in (live, expected):
+            parameter.grad = torch.tensor(0.5 + step).expand(3000)
+        optimizer.step()
+        reference.step()
+        assert_same_bits(live, expected, "parameter")
