@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from gds import ALIGNMENT, Backend, LockHeldError, PosixBackend, StorageError
 from offload.digests import DigestContext
-from offload.errors import CheckpointError, StoreBusyError
+from offload.errors import CheckpointError, CheckpointNotFoundError, StoreBusyError
 from offload.layout import STATE_BYTES, array_file_name
 from offload.manifest import MANIFEST_NAME, MODEL_BLOCK_BYTES, Manifest
 from offload.reading import checkpoint_paths, find_checkpoint, read_manifest
-from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
+from offload.slot import LOCK_NAME, MODEL_NAME, TRAIN_STATE_NAME
 from offload.tensorfile import TensorEntry, TensorFileError
 from offload.train_state import MAX_CAPACITY_BYTES, unpack
 
@@ -267,6 +267,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, backend: Backend | None = N
         backend: Where it is; the local file system by default.
 
     Raises:
+        CheckpointNotFoundError: There is nothing at `path`.
         CheckpointError: There is no usable checkpoint; says why.
         StoreBusyError: It is being recycled at this moment; open the store's newest instead.
         gds.StorageError: It cannot be read.
@@ -305,7 +306,8 @@ def list_checkpoints(
     """Describe every directory of a store that is named like a checkpoint, oldest step first.
 
     Raises:
-        CheckpointError: `store` is not a directory.
+        CheckpointNotFoundError: There is nothing at `store`.
+        CheckpointError: It is something else than a store.
         gds.StorageError: It cannot be read.
     """
     owns_backend = backend is None
@@ -313,9 +315,21 @@ def list_checkpoints(
     directory = os.path.abspath(os.fspath(store))
     try:
         stat = backend.stat(directory)
-        if stat is None or stat.kind != "directory":
-            raise CheckpointError(f"{directory}: not a directory, so not a store")
-        return [_describe(backend, path) for path in checkpoint_paths(backend, directory)]
+        if stat is None:
+            raise CheckpointNotFoundError(errno.ENOENT, "there is no store here", directory)
+        if stat.kind != "directory":
+            raise CheckpointError(f"{directory}: a {stat.kind}, expected the directory of a store")
+        names = backend.list_dir(directory)
+        if MANIFEST_NAME in names:
+            raise CheckpointError(
+                f"{directory}: this is a checkpoint; its store is {os.path.dirname(directory)}"
+            )
+        paths = checkpoint_paths(backend, directory)
+        if not paths and LOCK_NAME not in names:
+            raise CheckpointError(
+                f"{directory}: not a store: it has neither a {LOCK_NAME} file nor a checkpoint"
+            )
+        return [_describe(backend, path) for path in paths]
     finally:
         if owns_backend:
             backend.close()

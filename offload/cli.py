@@ -145,15 +145,18 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read every byte of a checkpoint, or of all in a store, and check it against its digest."""
-    from offload.checkpoint import open_checkpoint
+    from offload.checkpoint import VerifyReport, open_checkpoint
 
     results: list[dict[str, Any]] = []
     for name, reason in _targets(path):
         if reason:
             results.append({"path": name, "ok": False, "problems": [reason], "bytes_checked": 0})
             continue
-        with open_checkpoint(name) as opened, _progress(name, quiet=as_json) as progress:
-            report = opened.verify(progress)
+        try:
+            with open_checkpoint(name) as opened, _progress(name, quiet=as_json) as progress:
+                report = opened.verify(progress)
+        except CheckpointError as error:  # so damaged that it cannot even be opened
+            report = VerifyReport((str(error),), 0)
         results.append(
             {
                 "path": name,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -126,7 +127,7 @@ class Engine:
         with self._meter.timed("step_s"):
             if not self._table.is_current(groups):
                 self._relayout(groups)
-            gradients = self._table.gradients()
+            gradients = self._table.gradients(groups)
             if any(gradient is not None for gradient in gradients):
                 self._stream(groups, gradients)
                 self._meter.steps += 1
@@ -192,6 +193,8 @@ class Engine:
             return None
         trainables, stored = match_checkpoint(found, groups, self._table.model, self._rule)
         started = time.perf_counter()
+        checkpoint = Checkpoint(self._backend, found.path, found.manifest)
+        _ = checkpoint.train_state  # read and checked before anything is changed
         self._broken = f"restoring {found.path} failed half way"
         self._forget()
         slot = self.store.slot_of(found)
@@ -204,7 +207,7 @@ class Engine:
         self._state, self._working, self._sealed = slot, False, found
         self._decided, self._broken = True, ""
         self._meter.restore_s = time.perf_counter() - started
-        return Checkpoint(self._backend, found.path, found.manifest)
+        return checkpoint
 
     def synchronize(self) -> None:
         """Wait until every transfer and seal that was started has ended; raises their errors."""
@@ -243,9 +246,11 @@ class Engine:
         """
         if self._closed:
             return
-        self._closed = True
         if os.getpid() != self._pid:
             return  # a forked child has neither the threads nor the lock
+        if self._seal is not None:
+            self._seal.handle.wait()  # interrupted here, it can be closed again
+        self._closed = True
         try:
             self._collect_seal(wait=True)
         finally:
@@ -286,6 +291,9 @@ class Engine:
                     raise
                 streamer.put(frame, target)
             self._table.scalars = updater.finish()
+            if self._seal is not None:
+                # From here on the user may also change what no step does: frozen parameters.
+                self._seal.wait_copied(self._seal.data_bytes)
         except BaseException as error:
             self._broken = f"step {self.num_steps + 1} failed half way ({error!r})"
             if target is not self._state:
@@ -328,16 +336,19 @@ class Engine:
 
         Args:
             wait: Wait for it.
-            errors: Raise its error. The working slot stays what it was if the state is still in
-                it, so that training may go on after the error has been seen.
+            errors: Raise its error, rather than warn. The working slot stays what it was if the
+                state is still in it, so that training may go on after the error has been seen.
         """
         seal = self._seal
         if seal is None or not (wait or seal.handle.done()):
             return
+        with self._meter.timed("wait_seal_s"):
+            seal.handle.wait()  # an interrupt leaves the seal in flight, and known
+        self._seal = None
+        self._meter.wait_seal_s += seal.wait_s
         try:
-            with self._meter.timed("wait_seal_s"):
-                seal.handle.result()
-        except OffloadError:
+            seal.handle.result()
+        except OffloadError as error:
             if self._state is not seal.slot:
                 self.store.release(seal.slot)
             elif self.store.poisoned:
@@ -346,12 +357,10 @@ class Engine:
                 self._working = True
             if errors:
                 raise
+            warnings.warn(str(error), RuntimeWarning, stacklevel=4)
         else:
             if self._state is seal.slot:
                 self._sealed = self.store.newest
-        finally:
-            self._seal = None
-            self._meter.wait_seal_s += seal.wait_s
 
     def _forget(self) -> None:
         """Drop what was read ahead, and the working slot, for a restore."""

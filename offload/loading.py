@@ -80,11 +80,18 @@ def check_same(
         if n in live and stored[n] != live[n]
     ]
     if differences:
+        hint = ""
+        if not stored.keys() & live.keys():
+            hint = (
+                " No name is the same on both sides: pass model= as it was passed when the "
+                "checkpoint was made, and the module itself rather than a wrapper of it "
+                "(torch.compile and DistributedDataParallel put a prefix before every name)."
+            )
         more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise MismatchError(
             f"{path}: the model differs from the one that was saved: "
-            f"{'; '.join(differences[:5])}{more}. Build the model as it was then (same "
-            "configuration and dtype), or use another directory."
+            f"{'; '.join(differences[:5])}{more}. Build the model as it was then, with the same "
+            f"configuration and dtype, and convert it afterwards.{hint}"
         )
 
 

@@ -184,8 +184,8 @@ def read_model(
             if found != expected[index]:
                 raise CheckpointError(
                     f"{file.path}: bytes {image.data_start + start} to {image.data_start + stop} "
-                    f"are damaged: their digest is {found}, expected {expected[index]}. Restore an "
-                    "older checkpoint."
+                    f"are damaged: their digest is {found}, expected {expected[index]}. Go back to "
+                    "an older checkpoint: restore(<step>, discard_newer=True)."
                 )
             image.scatter(start, stop, data)
     finally:

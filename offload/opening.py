@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from gds import Backend, LockHeldError, StorageError
 from gds._backend import Lock
 from offload.errors import CheckpointError, StoreError, StoreLockedError, VolatileStoreError
-from offload.manifest import Manifest
+from offload.manifest import MANIFEST_NAME, Manifest
 from offload.reading import checkpoint_paths, read_manifest
-from offload.slot import Slot
+from offload.slot import LOCK_NAME, Slot
 
-LOCK_NAME = "LOCK"
 _SLOT = re.compile(r"\.slot-\d+")
 
 
@@ -64,6 +63,13 @@ def open_directory(backend: Backend, directory: str, *, allow_volatile: bool) ->
         StoreError: It cannot be created, read or written.
     """
     try:
+        if backend.stat(f"{directory}/{MANIFEST_NAME}") is not None:
+            raise StoreError(
+                errno.EINVAL,
+                "this is a checkpoint, not a store: pass the directory that it is in, "
+                f"{os.path.dirname(directory)!r}, and name the checkpoint to restore()",
+                directory,
+            )
         made = _make_directory(backend, directory)
         capabilities = backend.capabilities(directory)
         if capabilities.volatile and not allow_volatile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -73,6 +74,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._engine: Engine | None = None
         rule = UpdateRule(optimizer_class, hyper)
         super().__init__(params, dict(rule.defaults))
+        for group in self.param_groups:
+            rule.rule(group)  # refuses what cannot be streamed before a directory is made
         engine = Engine(
             rule, os.fspath(directory), model=model, keep=keep, fresh=fresh, options=options
         )
@@ -302,5 +305,6 @@ def _close_quietly(engine: Engine) -> None:
         return
     try:
         engine.close()
-    except (OffloadError, OSError):
-        return  # there is nobody left to tell; what was sealed is sealed
+    except (OffloadError, OSError) as error:
+        # Nobody is left who could catch it. What has been sealed before is sealed.
+        logging.getLogger("offload").error("%s: %s", engine.store.directory, error)

@@ -61,11 +61,17 @@ def describe_parameters(
 
     Raises:
         UnsupportedParameterError: One cannot be updated; names it and says why.
-        MismatchError: Two parameters have the same name.
+        MismatchError: Two parameters have the same name, or the model is another one.
     """
     names: dict[torch.Tensor, str] = {}
     if model is not None:
         names.update({parameter: name for name, parameter in model.named_parameters()})
+        given = [p for group in param_groups for p in group["params"]]
+        if given and not any(parameter in names for parameter in given):
+            raise MismatchError(
+                "model= has none of the optimizer's parameters: pass the module whose parameters() "
+                "you gave, not a copy of it"
+            )
     found: list[Trainable] = []
     owners: dict[str, int] = {}
     for index, group in enumerate(param_groups):

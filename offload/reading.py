@@ -7,7 +7,7 @@ import os
 import re
 
 from gds import Backend, StorageError
-from offload.errors import CheckpointError, ManifestError
+from offload.errors import CheckpointError, CheckpointNotFoundError, ManifestError
 from offload.layout import Layout, array_file_name
 from offload.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode
 from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
@@ -92,13 +92,13 @@ def find_checkpoint(backend: Backend, path: str) -> str:
     """Return the checkpoint directory that a path means: itself, or the newest in a store.
 
     Raises:
-        gds.StorageError: There is nothing at `path`.
+        CheckpointNotFoundError: There is nothing at `path`.
         CheckpointError: It is neither a checkpoint nor a store that has a usable one.
     """
     path = os.path.abspath(path)
     stat = backend.stat(path)
     if stat is None:
-        raise StorageError(errno.ENOENT, "opening a checkpoint", path)
+        raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint or store here", path)
     if stat.kind != "directory":
         raise CheckpointError(f"{path}: a {stat.kind}, expected a checkpoint or store directory")
     if backend.stat(f"{path}/{MANIFEST_NAME}") is not None:

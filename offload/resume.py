@@ -83,11 +83,19 @@ def match_checkpoint(
             "during training, before calling restore()"
         )
     restored = [
-        {**saved, **{k: g[k] for k in ("params", "param_names") if k in g}}
+        {**rule.defaults, **saved, **{k: g[k] for k in ("params", "param_names") if k in g}}
         for saved, g in zip(manifest.groups, groups, strict=True)
     ]
     live = {t.spec.name: t for t in describe_parameters(restored, model, rule)}
     saved_specs = {spec.name: spec for spec in manifest.layout.parameters}
+    held = {tensor.name for tensor in manifest.layout.model}
+    for name in held & (live.keys() ^ saved_specs.keys()):
+        was, now = ("trainable", "frozen") if name in saved_specs else ("frozen", "trainable")
+        if now == "trainable" or name in _names_of_frozen(groups, model):
+            raise MismatchError(
+                f"{path}: parameter {name!r} was {was} when it was saved and is {now} now. Set "
+                "requires_grad as it was then, call restore(), and change it after that"
+            )
     check_same(
         {n: (s.dtype, s.shape) for n, s in saved_specs.items()},
         {n: (t.spec.dtype, t.spec.shape) for n, t in live.items()},
@@ -108,6 +116,19 @@ def match_checkpoint(
         path,
     )
     return trainables, stored
+
+
+def _names_of_frozen(
+    groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None
+) -> set[str]:
+    names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+    frozen = {names.get(id(p), "") for g in groups for p in g["params"] if not p.requires_grad}
+    return frozen | {
+        name
+        for g in groups
+        for name, p in zip(g.get("param_names", ()), g["params"], strict=False)
+        if not p.requires_grad
+    }
 
 
 def load_checkpoint(

@@ -66,6 +66,11 @@ class UpdateRule:
     def __init__(
         self, optimizer_class: type[torch.optim.Optimizer], hyper: Mapping[str, Any]
     ) -> None:
+        if not isinstance(optimizer_class, type):
+            raise TypeError(
+                f"pass the class, such as torch.optim.{type(optimizer_class).__name__}, not "
+                f"{optimizer_class!r:.60}"
+            )
         self.optimizer_class = optimizer_class
         self.class_name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
         self._hyper = dict(hyper)
@@ -158,6 +163,8 @@ class UpdateRule:
                 self._run(flat[cut].clone(), [g.flatten()[cut] for g in gradients], group)
                 for cut in (slice(None, _PROBE_CUT), slice(_PROBE_CUT, None))
             ]
+        except UnsupportedOptimizerError:
+            raise
         except Exception as error:
             raise UnsupportedOptimizerError(
                 f"{name} cannot be offloaded: its step failed on a plain FP32 tensor "
@@ -199,7 +206,11 @@ class UpdateRule:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         parameter = initial.clone()
         state = self.create(parameter, gradients[0].clone(), group)
+        rule = _describe(self.optimizer_class.__name__, parameter, state)
         for gradient in gradients[1:]:
+            # As a step does: only what the rule names survives from one to the next.
+            kept = {name: state[name] for name in rule.arrays}
+            state = {**kept, **write_scalars(read_scalars(state, rule))}
             self.apply(parameter, gradient.clone(), state, group)
         return parameter, state
 

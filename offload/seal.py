@@ -12,6 +12,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -63,6 +64,13 @@ class SealHandle:
             TimeoutError: It is still being sealed.
         """
         return self._future.result(timeout)
+
+    def __repr__(self) -> str:
+        return f"SealHandle(step={self.step}, done={self.done()})"
+
+    def wait(self) -> None:
+        """Wait until sealing has ended, well or badly."""
+        futures.wait([self._future])
 
     @classmethod
     def finished(cls, checkpoint: Checkpoint) -> SealHandle:
@@ -151,6 +159,11 @@ class Seal:
             succeeded(self._written_bytes(), time.perf_counter() - started)
             self._finish()
             self.handle._future.set_result(checkpoint)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the model file's data: what there is to copy."""
+        return self._image.data_bytes
 
     def wait_copied(self, nbytes: int) -> None:
         """Wait until that many bytes of the model file's data have been copied from the model."""

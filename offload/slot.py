@@ -13,6 +13,9 @@ from offload.digests import DigestContext
 from offload.layout import Layout, array_file_name
 from offload.manifest import MANIFEST_NAME, invalid_manifest
 
+LOCK_NAME = "LOCK"
+"""In the store itself, not in a slot."""
+
 MODEL_NAME = "model.safetensors"
 TRAIN_STATE_NAME = "train_state.safetensors"
 
@@ -38,6 +41,8 @@ class Slot:
         self.digests: dict[str, list[str | None]] = {}
         self.model_leaves: dict[int, bytes] = {}
         """Leaf digests of the blocks of ``model.safetensors`` that this process wrote last."""
+        self.unchecked = False
+        """Whether an earlier process wrote its state, to be compared with its digests when read."""
         self.in_doubt = False
         """Whether it may be a checkpoint: a rename has begun and is not known to be durable."""
 
@@ -60,6 +65,7 @@ class Slot:
     def begin_generation(self, context: DigestContext) -> None:
         """Forget the old content: from now on the slot is written as another generation."""
         self.context = context
+        self.unchecked = False
         self.digests = {name: [None] * self.layout.num_chunks for name in self.layout.array_names}
 
     def array(self, name: str) -> File:

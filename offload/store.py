@@ -47,6 +47,10 @@ from offload.slot import (
 _UNREADABLE_GAP = 1 << 20
 
 
+_MAX_OPEN = 3
+"""Checkpoints whose files are kept open: what a small keep= recycles is then ready for writing."""
+
+
 class Store:
     """The one writer of a directory of checkpoints.
 
@@ -98,6 +102,8 @@ class Store:
             checkpoint.superseded = fresh
         generations = [c.manifest.generation for c in self.checkpoints]
         self._generation = max(generations, default=0) + _UNREADABLE_GAP * bool(self.refused)
+        if fresh:
+            self.refused = []  # nobody wants to continue from them
 
     @property
     def newest(self) -> StoredCheckpoint | None:
@@ -270,6 +276,10 @@ class Store:
         with self._changed:
             self.checkpoints.append(checkpoint)
             self._sealing = False
+            for old in self.checkpoints[:-_MAX_OPEN]:
+                if old.slot is not None:  # a large keep= must not exhaust the file descriptors
+                    old.slot.close()
+                    old.slot = None
             # It is durable: what fails from here on is the tidying up behind it.
             with suppress(StorageError), self._poison_on_error("an old one was not withdrawn"):
                 self._trim()
@@ -332,7 +342,9 @@ class Store:
         layout = checkpoint.manifest.layout
         names = self.slot_sizes(layout, len(checkpoint.manifest.groups))
         slot = open_slot(self.backend, checkpoint.path, layout, names, writable=writable)
-        slot.begin_generation(DigestContext(self.store_id, checkpoint.manifest.generation))
+        manifest = checkpoint.manifest
+        slot.begin_generation(DigestContext(manifest.store_id, manifest.generation))
+        slot.unchecked = True
         slot.digests = {a: list(d) for a, d in checkpoint.manifest.digests.items()}
         return slot
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from gds import ALIGNMENT, Backend, Buffer, IOFuture
+from offload.errors import CheckpointError
 from offload.layout import Layout
 from offload.slot import Slot
 
@@ -79,6 +80,7 @@ class Streamer:
         self._queue: deque[int] = deque()
         self._loading: dict[int, Frame] = {}
         self._writing: dict[int, Frame] = {}
+        self._dropping = 0
         self._error: BaseException | None = None
         self.wait_read_s = 0.0
         self.wait_write_s = 0.0
@@ -102,6 +104,7 @@ class Streamer:
 
         Raises:
             gds.StorageError: The read failed, or an earlier write did.
+            CheckpointError: The first pass over a restored checkpoint found it damaged.
         """
         started = time.perf_counter()
         with self._changed:
@@ -116,6 +119,7 @@ class Streamer:
         try:
             for future in frame.futures:
                 future.result()
+            self._check(frame)
         except BaseException:
             with self._changed:
                 self._free.append(frame)
@@ -162,6 +166,24 @@ class Streamer:
             frame.futures.append(future)
             future.add_done_callback(lambda future: ended(_error_of(future), 1))
 
+    def _check(self, frame: Frame) -> None:
+        """Compare what was read from a checkpoint of an earlier process with its digests."""
+        source = self._source
+        if source is None or not source.unchecked or not frame.futures:
+            return
+        for name in source.layout.array_names:
+            expected = source.digests[name][frame.chunk]
+            buffer, offset = frame.buffer(source.layout, name, frame.chunk)
+            if expected is None:
+                continue
+            found = source.context.digest(name, frame.chunk, buffer.memoryview())
+            if found != expected:
+                raise CheckpointError(
+                    f"{source.array(name).path}: bytes {offset} to {offset + buffer.nbytes} are "
+                    f"damaged: their digest is {found}, expected {expected}. Go back to an older "
+                    "checkpoint: restore(<step>, discard_newer=True)."
+                )
+
     def discard(self, frame: Frame) -> None:
         """Give back a taken frame without writing it."""
         with self._changed:
@@ -198,7 +220,7 @@ class Streamer:
             self._queue.clear()
             for chunk in list(self._loading):
                 self._drop(chunk)
-            while self._writing:
+            while self._writing or self._dropping:
                 self._changed.wait()
             self._source = None
             self._error = None
@@ -220,10 +242,24 @@ class Streamer:
         self._changed.notify_all()
 
     def _drop(self, chunk: int) -> None:
+        """Give up a chunk that was read ahead; its frame is free once the reads have ended."""
         frame = self._loading.pop(chunk)
+        remaining = len(frame.futures)
+        self._dropping += 1
+
+        def ended(num: int) -> None:
+            nonlocal remaining
+            with self._changed:
+                remaining -= num
+                if remaining == 0:
+                    self._dropping -= 1
+                    self._free.append(frame)
+                    self._pump()
+
+        if not frame.futures:
+            ended(0)
         for future in frame.futures:
-            _wait(future)
-        self._free.append(frame)
+            future.add_done_callback(lambda _: ended(1))
 
     def _pump(self) -> None:
         """Start reads while there are chunks to read and frames to read into."""

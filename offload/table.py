@@ -63,6 +63,19 @@ class ParameterTable:
                 )
             trainables.append(trainable)
         new = {t.spec.name: t for t in found.values()}
+        names = {t.spec.name for t in trainables}
+        for name in new:
+            if name in names:
+                raise MismatchError(
+                    f"parameter {name!r} is another object than the one that was trained before. "
+                    "Copy values into the old parameter (p.copy_() under no_grad, or p.data = ...) "
+                    "rather than replace it"
+                )
+        if any(t.spec.group >= len(groups) for t in trainables):
+            raise MismatchError(
+                f"there are {len(groups)} parameter groups, and there have been more: a group "
+                "cannot be removed in the middle of a run; remove its parameters from it instead"
+            )
         specs = [t.spec for t in new.values()]
         # Added parameters go to the end, so that those that are on disk stay where they are.
         order = specs if trainables else element_space_order(specs)
@@ -76,8 +89,12 @@ class ParameterTable:
         """Return whether the layout still fits the groups; quick, for every step."""
         if self.layout is None:
             return False
-        known = {id(t.tensor) for t in self.trainables}
-        if not all(id(p) in known for g in groups for p in g["params"] if p.requires_grad):
+        known = {id(t.tensor): t.spec.group for t in self.trainables}
+        for index, group in enumerate(groups):
+            for p in group["params"]:
+                if known.get(id(p), -1 if p.requires_grad else index) != index:
+                    return False  # it is new, or has moved to another group
+        if any(t.spec.group >= len(groups) for t in self.trainables):
             return False
         arrays = [self._rule.rule(group).arrays for group in groups]
         return all(
@@ -104,13 +121,16 @@ class ParameterTable:
         """List the tensors of ``model.safetensors`` as they are now."""
         return describe_model(self.model, groups, self.trainables)
 
-    def gradients(self) -> list[torch.Tensor | None]:
+    def gradients(self, groups: Groups) -> list[torch.Tensor | None]:
         """Return the gradient of each parameter, in element-space order.
+
+        A parameter that has been taken out of its group has none: it is not stepped any more.
 
         Raises:
             UnsupportedParameterError: One is sparse or complex.
         """
-        gradients = [t.tensor.grad for t in self.trainables]
+        present = {id(p) for group in groups for p in group["params"]}
+        gradients = [t.tensor.grad if id(t.tensor) in present else None for t in self.trainables]
         for trainable, gradient in zip(self.trainables, gradients, strict=True):
             if gradient is not None:
                 check_gradient(trainable.spec.name, gradient)

@@ -28,10 +28,11 @@ import torch
 
 from gds import Buffer, IOFuture, PosixBackend, WrapperBackend
 from gds._backend import File
+from gds._pool import TransferPool
 from gds._wrapper import WrapperFile
 from offload import AdamW
 from offload.digests import DigestContext
-from tests.crash.training import Model, Reference, backward, optimizer_for, options
+from tests.crash.training import ARRAYS, Model, Reference, backward, optimizer_for, options
 
 POLL_S: Final = 0.01
 
@@ -199,6 +200,63 @@ def interrupted_in_a_step(directory: str) -> None:
         print("interrupted")
     optimizer.close()
     print("closed")
+
+
+def close_with_one_thread_for_all_transfers(directory: str) -> None:
+    """Close while the thread of all transfers, in the callback of a write, has a read behind it."""
+    backend = OneThreadBackend()
+    model = Model()
+    optimizer = optimizer_for(model, f"{directory}/run", options(backend))
+    for step in (1, 2):
+        backward(model, step)
+        optimizer.step()
+    optimizer.synchronize()
+    backward(model, 3)
+    # The last write of the step waits until it is being closed, and so do the reads behind it.
+    backend.hold_write = backend.num_writes + 2 * len(ARRAYS)
+    optimizer.step()
+    backend.held.wait()
+    threading.Timer(0.2, backend.gate.set).start()
+    optimizer.close()
+    print("closed")
+
+
+class OneThreadBackend(WrapperBackend):
+    """Does one transfer after the other, whether it reads or writes."""
+
+    def __init__(self) -> None:
+        super().__init__(PosixBackend())
+        self.pool = TransferPool("one", 1)
+        self.num_writes = 0
+        self.hold_write = -1
+        self.held = threading.Event()
+        self.gate = threading.Event()
+
+    def wrap_file(self, file: File) -> File:
+        return _OneThreadFile(file, self)
+
+    def transfer(self, start: Callable[[], IOFuture], *, hold: bool = False) -> IOFuture:
+        def run() -> int:
+            if hold:
+                self.held.set()
+                self.gate.wait()
+            return start().result()
+
+        return self.pool.submit(run)
+
+
+class _OneThreadFile(WrapperFile):
+    def __init__(self, inner: File, backend: OneThreadBackend) -> None:
+        super().__init__(inner)
+        self._backend = backend
+
+    def read(self, into: Buffer, offset: int) -> IOFuture:
+        return self._backend.transfer(lambda: self.inner.read(into, offset))
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        self._backend.num_writes += 1
+        hold = self._backend.num_writes == self._backend.hold_write
+        return self._backend.transfer(lambda: self.inner.write(source, offset), hold=hold)
 
 
 def _announce(directory: str, text: str) -> None:

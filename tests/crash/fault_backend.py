@@ -44,11 +44,11 @@ class FaultBackend(WrapperBackend):
         Args:
             inner: Has the files.
             when: A transfer fails ``at once``, in the call; its future has failed when the call
-                returns (``in time``); or all transfers run on a thread and end ``later``.
+                returns (``in time``); or transfers run on threads and end ``later``.
         """
         super().__init__(inner)
         self.when = when
-        self.pool = TransferPool("later", 1)
+        self._pools = {kind: TransferPool(f"later-{kind}", 1) for kind in ("read", "write")}
         self.num_done: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self.num_failed = 0
         self.violations: list[str] = []
@@ -134,13 +134,18 @@ class FaultBackend(WrapperBackend):
                 self._protected.update(self._sealed)
             return StorageError(ERRNO.get(kind, errno.EIO), f"injected failure of {kind}", path)
 
+    def close(self) -> None:
+        """Let the threads end; the files stay."""
+        for pool in self._pools.values():
+            pool.close()
+
     def transfer(self, kind: Kind, path: str, start: Callable[[], IOFuture]) -> IOFuture:
         """Count a transfer and start it, or fail it."""
         error = self.due(kind, path)
         if error is None and kind == "write":
             self.written(path)
         if self.when == "later":
-            return self.pool.submit(lambda: _raised(error) if error else start().result())
+            return self._pools[kind].submit(lambda: _raised(error) if error else start().result())
         if error is None:
             return start()
         if self.when == "at once":

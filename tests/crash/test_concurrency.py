@@ -158,6 +158,13 @@ class TestProcesses:
         assert ended.status == 0, ended
         assert ended.output == "interrupted\nclosed\n"
 
+    def test_one_thread_for_all_transfers_is_enough(
+        self, children: child.Children, tmp_path: Path
+    ) -> None:
+        ended = children.run(child.close_with_one_thread_for_all_transfers, tmp_path)
+        assert ended.status == 0, ended
+        assert ended.output == "closed\n"
+
     @pytest.mark.parametrize("sealing", [False, True], ids=["idle", "sealing"])
     def test_a_dropped_optimizer_frees_its_store(self, tmp_path: Path, sealing: bool) -> None:
         store = str(tmp_path / "run")

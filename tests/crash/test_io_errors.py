@@ -78,7 +78,7 @@ class Session:
         assert same_bits(self.model.state_dict(), reference().after(LAST_STEP).model)
         self.optimizer.close()
         assert self.backend.violations == []
-        self.backend.pool.close()
+        self.backend.close()
 
     def _go_on(self) -> None:
         if self.optimizer is None:

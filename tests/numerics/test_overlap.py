@@ -15,9 +15,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
+import offload
 import offload.manifest
 import offload.model_file
+import offload.streamer
 from gds import Buffer, File, IOFuture, MemoryBackend, WrapperBackend
+from gds._pool import TransferPool
 from gds._wrapper import WrapperFile
 from offload.errors import SealError
 from offload.seal import Seal
@@ -46,12 +49,20 @@ class DisorderedFile(WrapperFile):
         super().__init__(inner)
         self.backend = backend
         self.in_flight: list[Future[int]] = []
+        self.writes: list[Future[int]] = []
 
     def read(self, into: Buffer, offset: int) -> IOFuture:
         return self.later(lambda: self.inner.read(into, offset).result())
 
     def write(self, source: Buffer, offset: int) -> IOFuture:
-        return self.later(lambda: self.inner.write(source, offset).result())
+        future = self.later(lambda: self.inner.write(source, offset).result())
+        self.writes = [f for f in self.writes if not f.done()] + [future]
+        return future
+
+    def sync(self) -> None:
+        # Reads may be in flight: the next step's are, from the very slot that is being sealed.
+        assert all(future.done() for future in self.writes), "synced amid a write"
+        super().sync()
 
     def close(self) -> None:
         for future in self.in_flight:
@@ -59,7 +70,7 @@ class DisorderedFile(WrapperFile):
         super().close()
 
     def later(self, transfer: Callable[[], int]) -> Future[int]:
-        delay = self.backend.random.choice([0, 0, 0.0005, 0.002])
+        delay = self.backend.random.choice([0, 0, 0.0005, 0.002, 0.008])
 
         def move() -> int:
             time.sleep(delay)
@@ -70,11 +81,16 @@ class DisorderedFile(WrapperFile):
         return future
 
 
-@pytest.mark.parametrize("ring_chunks", [2, 3, 7], ids="ring-{}".format)
+@pytest.mark.parametrize(
+    "cut",
+    # from many chunks for the ring to as few as it holds, where the next step's reads come soonest
+    [Cut(4096, 2), Cut(4096, 7), Cut(7 * 4096, 3), Cut(7 * 4096, 2), Cut(11 * 4096, 2)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum-in-some-groups"])
-def test_transfers_that_overtake_each_other(name, ring_chunks):
-    backend = Disordered(seed=ring_chunks)
-    pair = Pair(CASES[name], Cut(4096, ring_chunks), backend)
+def test_transfers_that_overtake_each_other(name, cut):
+    backend = Disordered(seed=cut.ring_chunks)
+    pair = Pair(CASES[name], cut, backend)
     for step in range(9):
         pair.step(step)
         pair.assert_same_parameters()
@@ -87,6 +103,99 @@ def test_transfers_that_overtake_each_other(name, ring_chunks):
     pair.assert_same_state()
     pair.optimizer.close()
     backend.pool.shutdown()
+
+
+class Recorded(WrapperBackend):
+    """Notes the direction of every transfer of state."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBackend())
+        self.transfers: list[str] = []
+
+    def wrap_file(self, file: File) -> File:
+        return RecordedFile(file, self)
+
+
+class RecordedFile(WrapperFile):
+    def __init__(self, inner: File, backend: Recorded) -> None:
+        super().__init__(inner)
+        self.backend = backend
+
+    def read(self, into: Buffer, offset: int) -> IOFuture:
+        self.backend.transfers.append("read")
+        return super().read(into, offset)
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        self.backend.transfers.append("write")
+        return super().write(source, offset)
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["", "after-a-checkpoint"])
+def test_the_first_step_reads_nothing_but_ahead(sealed):
+    backend = Recorded()
+    pair = Pair(CASES["adamw"], CUTS[0], backend)
+    if sealed:
+        pair.optimizer.checkpoint().result()
+        backend.transfers.clear()
+    pair.step(0)
+    num_writes = backend.transfers.count("write")
+    assert backend.transfers[:num_writes] == ["write"] * num_writes
+    assert num_writes > 50  # three arrays of many chunks
+
+
+class Slow(WrapperBackend):
+    """One thread does all transfers of state in order, and writes only when permitted."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBackend())
+        self.pool = TransferPool("slow", 1)
+        self.permits = threading.Semaphore(0)
+        self.reading = threading.Event()
+
+    def wrap_file(self, file: File) -> File:
+        return SlowFile(file, self)
+
+
+class SlowFile(WrapperFile):
+    def __init__(self, inner: File, backend: Slow) -> None:
+        super().__init__(inner)
+        self.backend = backend
+
+    def read(self, into: Buffer, offset: int) -> IOFuture:
+        self.backend.reading.set()
+        return self.backend.pool.submit(lambda: self.inner.read(into, offset).result())
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        def move() -> int:
+            self.backend.permits.acquire()
+            return self.inner.write(source, offset).result()
+
+        return self.backend.pool.submit(move)
+
+
+def test_what_was_read_ahead_in_vain_is_dropped_while_writes_end(monkeypatch):
+    backend, num_chunks, cut = Slow(), 12, Cut(4096, 3)
+    parameters = [torch.nn.Parameter(torch.ones(1024, dtype=torch.bfloat16)) for _ in range(12)]
+    optimizer = offload.AdamW(parameters, directory="/store", options=cut.options(backend))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    backend.permits.release((num_chunks - cut.ring_chunks) * 3)
+    optimizer.step()  # the writes of the last chunks, a ring of them, are not permitted yet
+    backend.reading.clear()
+    backend.permits.release(3)
+    assert backend.reading.wait(TIMEOUT_S)  # one has ended: the next step's first chunk is read
+    for parameter in parameters[:-1]:
+        parameter.grad = None  # which makes that read useless
+    dropping = threading.Event()
+    wait = offload.streamer._wait
+    monkeypatch.setattr(offload.streamer, "_wait", lambda future: (dropping.set(), wait(future)))
+    step = threading.Thread(target=optimizer.step, daemon=True)
+    step.start()
+    dropping.wait(1)
+    backend.permits.release(1000)
+    step.join(5)
+    assert not step.is_alive(), "the step waits for ever"
+    optimizer.close()
 
 
 class Gate(WrapperBackend):

@@ -611,7 +611,7 @@ class TestAnotherModel:
         for part in says:
             assert part in str(error.value)
         assert "Build the model as it was then" in str(error.value)
-        assert "or use another directory" in str(error.value)
+        assert "with the same configuration and dtype" in str(error.value)
         with nothing_changes(backend, model), pytest.raises(MismatchError):
             load_parameters(model, STORE, backend=backend)
         with pytest.raises(NotRestoredError):
@@ -921,7 +921,7 @@ class TestDamage:
         optimizer = make_optimizer(model, backend)
         with pytest.raises(CheckpointError, match=r"step-00000002/model.*bytes \d+ to") as error:
             optimizer.restore()
-        assert "Restore an older checkpoint" in str(error.value)
+        assert "Go back to an older checkpoint" in str(error.value)
         with pytest.raises((NotRestoredError, BrokenOptimizerError)):
             optimizer.step()
         found = optimizer.restore(1, discard_newer=True)
