@@ -6,8 +6,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NoReturn, overload
 
@@ -72,6 +72,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "the next one is being sealed"
             )
         self._engine: Engine | None = None
+        self._running = ""
         rule = UpdateRule(optimizer_class, hyper)
         super().__init__(params, dict(rule.defaults))
         for group in self.param_groups:
@@ -116,7 +117,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._live_engine().step(self.param_groups)
+        with self._exclusive("step") as engine:
+            engine.step(self.param_groups)
         return loss
 
     def checkpoint(self, train_state: Any = None) -> SealHandle:
@@ -139,7 +141,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             offload.train_state.TrainStateTypeError: `train_state` cannot be stored losslessly.
             offload.train_state.TrainStateTooLargeError: It is larger than what is reserved.
         """
-        return self._live_engine().checkpoint(self.param_groups, train_state)
+        with self._exclusive("checkpoint") as engine:
+            return engine.checkpoint(self.param_groups, train_state)
 
     def restore(
         self,
@@ -174,11 +177,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if checkpoint is None or isinstance(checkpoint, int)
             else os.fspath(checkpoint)
         )
-        return self._live_engine().restore(self.param_groups, which, discard_newer=discard_newer)
+        with self._exclusive("restore") as engine:
+            return engine.restore(self.param_groups, which, discard_newer=discard_newer)
 
     def synchronize(self) -> None:
         """Wait for all transfers and any seal in flight; raises what went wrong with them."""
-        self._live_engine().synchronize()
+        with self._exclusive("synchronize") as engine:
+            engine.synchronize()
 
     def stats(self) -> Stats:
         """Return what has been moved and waited for so far."""
@@ -243,8 +248,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             SealError: The last checkpoint could not be sealed.
         """
         if self._engine is not None:
+            with self._exclusive("close") as engine:
+                engine.close()
             self._finalizer.detach()
-            self._engine.close()
 
     def __enter__(self) -> OffloadedOptimizer:
         return self
@@ -269,6 +275,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
+
+    @contextmanager
+    def _exclusive(self, name: str) -> Iterator[Engine]:
+        """Refuse a call from within another one, which would find the state half way.
+
+        Signal handlers run between two instructions of a step, and a checkpoint made there would
+        be of half a step.
+        """
+        if self._running:
+            raise OffloadError(
+                f"{name}() was called while {self._running}() of the same optimizer is running, "
+                "by a signal handler or another thread: the state is half way. Set a flag there, "
+                f"look at it after the step, and call {name}() then"
+            )
+        self._running = name
+        try:
+            yield self._live_engine()
+        finally:
+            self._running = ""
 
     def _live_engine(self) -> Engine:
         if self._engine is None:

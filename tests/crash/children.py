@@ -45,6 +45,8 @@ class GatedBackend(WrapperBackend):
         self.gate = threading.Event()
         self.reached = threading.Event()
         self.on_write: Callable[[], object] = lambda: None
+        self.on_state_write: Callable[[], int | None] = lambda: None
+        """Returns the number of a process to send SIGUSR1 to, once."""
 
     def wrap_file(self, file: File) -> File:
         return _GatedFile(file, self)
@@ -60,6 +62,9 @@ class _GatedFile(WrapperFile):
             self._backend.reached.set()
             self._backend.on_write()
             self._backend.gate.wait()
+        elif pid := self._backend.on_state_write():
+            self._backend.on_state_write = lambda: None
+            os.kill(pid, signal.SIGUSR1)
         return super().write(source, offset)
 
 
@@ -200,6 +205,46 @@ def interrupted_in_a_step(directory: str) -> None:
         print("interrupted")
     optimizer.close()
     print("closed")
+
+
+def checkpoint_within_a_step(directory: str) -> None:
+    """Save when told that the machine is wanted back, as many scripts do."""
+    _call_within_a_step(directory, lambda optimizer: optimizer.checkpoint().result())
+
+
+def restore_within_a_step(directory: str) -> None:
+    """The same with `restore`."""
+    _call_within_a_step(directory, lambda optimizer: optimizer.restore())
+
+
+def step_within_a_step(directory: str) -> None:
+    """The same with `step`."""
+    _call_within_a_step(directory, lambda optimizer: optimizer.step())
+
+
+def _call_within_a_step(directory: str, call: Callable[[AdamW], object]) -> None:
+    """Call from a signal handler, which runs between two chunks of a step."""
+    backend = GatedBackend()
+    backend.gate.set()
+    model, optimizer = trained(directory, backend)
+    optimizer.checkpoint().result()
+
+    def handler(*_: object) -> None:
+        try:
+            print(f"done: {call(optimizer)}")
+        except Exception as error:  # noqa: BLE001  (any is the answer)
+            print(f"{type(error).__name__}: {error}")
+
+    signal.signal(signal.SIGUSR1, handler)
+    backward(model, 3)
+    optimizer.step()
+    backward(model, 4)
+    writes = iter([None] * len(ARRAYS))  # those of the first chunk
+    backend.on_state_write = lambda: next(writes, os.getpid())
+    optimizer.step()
+    backend.on_state_write = lambda: None
+    optimizer.checkpoint().result()
+    optimizer.close()
 
 
 def close_with_one_thread_for_all_transfers(directory: str) -> None:

@@ -165,6 +165,22 @@ class TestProcesses:
         assert ended.status == 0, ended
         assert ended.output == "closed\n"
 
+    @pytest.mark.parametrize(
+        "work",
+        [child.checkpoint_within_a_step, child.restore_within_a_step, child.step_within_a_step],
+        ids=["checkpoint", "restore", "step"],
+    )
+    def test_a_signal_handler_that_finds_half_a_step_is_refused(
+        self, work: Callable[[str], None], children: child.Children, tmp_path: Path
+    ) -> None:
+        ended = children.run(work, tmp_path)
+        assert ended.status == 0, ended
+        assert ended.output.startswith("OffloadError: "), "it must not work on half a step"
+        assert "signal handler" in ended.output
+        with open_checkpoint(tmp_path / "run") as found:
+            assert found.step == 4
+            assert differences(found, PosixBackend(), Reference().after(4)) == []
+
     @pytest.mark.parametrize("sealing", [False, True], ids=["idle", "sealing"])
     def test_a_dropped_optimizer_frees_its_store(self, tmp_path: Path, sealing: bool) -> None:
         store = str(tmp_path / "run")

@@ -7,6 +7,7 @@ in flight has ended when a count begins and when it ends.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,11 @@ def measure(*arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return measure("bytes", str(tmp_path_factory.mktemp("bytes")))
+    directory = tmp_path_factory.mktemp("bytes")
+    try:
+        return measure("bytes", str(directory))
+    finally:
+        shutil.rmtree(directory)  # hundreds of megabytes
 
 
 def test_a_checkpoint_reads_nothing_and_writes_what_no_step_has_written(measured):

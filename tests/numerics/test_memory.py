@@ -22,8 +22,10 @@ def measured(tmp_path_factory):
     found = []
     for size in SIZES:
         directory = tmp_path_factory.mktemp("memory")
-        found.append(measure("memory", str(directory), str(size)))
-        shutil.rmtree(directory)  # gigabytes
+        try:
+            found.append(measure("memory", str(directory), str(size)))
+        finally:
+            shutil.rmtree(directory)  # gigabytes
     return found
 
 

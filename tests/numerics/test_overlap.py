@@ -194,6 +194,8 @@ def test_what_was_read_ahead_in_vain_is_dropped_while_writes_end(monkeypatch):
     dropping.wait(1)
     backend.permits.release(1000)
     step.join(5)
+    if step.is_alive():
+        optimizer._finalizer.detach()  # else the end of the process would wait for ever, too
     assert not step.is_alive(), "the step waits for ever"
     optimizer.close()
 
