@@ -308,6 +308,7 @@ class Disk:
         # Extremes are likelier than chance would make them: they are where protocols break.
         names = rng.choice((0.0, 0.5, 0.5, 1.0))
         pages = rng.choice((0.0, 0.5, 0.9, 1.0))
+        sizes = rng.choice((0.0, 0.5, 1.0))
         journal = rng.random() < 0.5
         directories: list[str] = []
         files: list[tuple[str, bytes]] = []
@@ -322,7 +323,9 @@ class Disk:
                     directories.append(f"{path}/{name}")
                     pending.append((f"{path}/{name}", self._directories[node]))
                 else:
-                    files.append((f"{path}/{name}", _surviving(self._files[node], pages, rng)))
+                    files.append(
+                        (f"{path}/{name}", _surviving(self._files[node], pages, sizes, rng))
+                    )
         return Image(tuple(directories), tuple(files))
 
     def _directory(self, path: str) -> _DirectoryNode:
@@ -376,7 +379,8 @@ def _surviving_changes(
     return [change for change in cache if rng.random() < chance]
 
 
-def _surviving(file: _FileNode, chance: float, rng: random.Random) -> bytes:
+def _surviving(file: _FileNode, pages: float, sizes: float, rng: random.Random) -> bytes:
+    """Return a file's bytes: `pages` and `sizes` are the chances of what is not on the platter."""
     if not file.cache and file.synced:
         return bytes(file.platter)
     data = bytearray(file.platter)
@@ -385,10 +389,10 @@ def _surviving(file: _FileNode, chance: float, rng: random.Random) -> bytes:
         start = write.offset
         while start < stop:
             end = min(start // PAGE_BYTES * PAGE_BYTES + PAGE_BYTES, stop)
-            if chance == 1.0 or (chance and rng.random() < chance):
+            if pages == 1.0 or (pages and rng.random() < pages):
                 data[start:end] = write.data[start - write.offset : end - write.offset]
             start = end
-    if not file.synced and chance < 1.0 and rng.random() < 0.5:
-        pages = -(-file.size_bytes // PAGE_BYTES)
-        del data[rng.randrange(pages + 1) * PAGE_BYTES :]
+    if not file.synced and sizes < 1.0 and rng.random() >= sizes:
+        num_pages = -(-file.size_bytes // PAGE_BYTES)
+        del data[rng.randrange(num_pages + 1) * PAGE_BYTES :]
     return bytes(data)

@@ -54,6 +54,7 @@ class FaultBackend(WrapperBackend):
         self.violations: list[str] = []
         """Writes to what had been sealed when a sync or rename failed."""
         self._armed: tuple[Kind, int, bool] | None = None
+        self._chosen: Callable[[Kind, str], bool] | None = None
         self._sealed: dict[int, str] = {}
         self._protected: dict[int, str] = {}
         self._lock = threading.RLock()
@@ -63,10 +64,15 @@ class FaultBackend(WrapperBackend):
         with self._lock:
             self._armed = (kind, self.num_done[kind] + nth, forever)
 
+    def fail_if(self, chosen: Callable[[Kind, str], bool]) -> None:
+        """Let the first operation fail, of those to come, that is chosen by its kind and path."""
+        with self._lock:
+            self._chosen = chosen
+
     def repair(self) -> None:
         """Let nothing fail any more."""
         with self._lock:
-            self._armed = None
+            self._armed = self._chosen = None
 
     def new_process(self) -> None:
         """Note that what a failed sync forbids is forbidden no longer."""
@@ -123,16 +129,22 @@ class FaultBackend(WrapperBackend):
         """Count an operation; returns the error it must fail with, if it must."""
         with self._lock:
             self.num_done[kind] += 1
-            if self._armed is None or self._armed[0] != kind:
-                return None
-            _, nth, forever = self._armed
-            number = self.num_done[kind]
-            if number != nth and not (forever and number > nth):
+            if not self._is_due(kind, path):
                 return None
             self.num_failed += 1
             if kind in ("sync", "sync_dir", "rename"):
                 self._protected.update(self._sealed)
             return StorageError(ERRNO.get(kind, errno.EIO), f"injected failure of {kind}", path)
+
+    def _is_due(self, kind: Kind, path: str) -> bool:
+        if self._chosen is not None and self._chosen(kind, path):
+            self._chosen = None
+            return True
+        if self._armed is None or self._armed[0] != kind:
+            return False
+        _, nth, forever = self._armed
+        number = self.num_done[kind]
+        return number == nth or (forever and number > nth)
 
     def close(self) -> None:
         """Let the threads end; the files stay."""

@@ -23,7 +23,7 @@ from offload import AdamW, Checkpoint, load_parameters, open_checkpoint
 from offload.errors import SealError, StoreBusyError, StoreLockedError
 from offload.seal import Seal
 from tests.crash import children as child
-from tests.crash.fault_backend import FaultBackend
+from tests.crash.fault_backend import FaultBackend, Kind
 from tests.crash.training import (
     HYPER,
     Model,
@@ -211,6 +211,27 @@ def test_the_newest_are_kept_and_nothing_else_grows(keep: int) -> None:
         assert len(names) <= 1 + keep + 1, "LOCK, what is kept, and a slot to work in"
     assert all(c.verify().ok for c in opened(training.backend, sealed))
     training.optimizer.close()
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3], ids="keep={}".format)
+def test_there_is_never_more_than_one_slot_to_work_in(keep: int) -> None:
+    """Also while seals are in flight: disks are sized for `keep` and one more."""
+
+    class Counted(WrapperBackend):
+        most = 0
+
+        def make_dir(self, path: str) -> None:
+            super().make_dir(path)
+            if path.startswith(f"{STORE}/"):
+                self.most = max(self.most, len(self.list_dir(STORE)) - 1)  # but for LOCK
+
+    backend = Counted(MemoryBackend())
+    training = Training(backend, keep=keep)
+    for _ in range(8):
+        training.step()
+        training.optimizer.checkpoint()
+    training.optimizer.close()
+    assert backend.most == keep + 1
 
 
 def opened(backend: Backend, names: list[str]) -> Iterator[Checkpoint]:
@@ -592,6 +613,35 @@ class TestFailedSeal:
         training = self.failed()
         with pytest.raises(ZeroDivisionError), training.optimizer:
             raise ZeroDivisionError
+
+    @pytest.mark.parametrize("kind", ["sync", "sync_dir", "rename", "write_bytes"])
+    def test_is_not_what_fails_in_tidying_up_behind_it(self, kind: Kind) -> None:
+        """The new checkpoint is durable. That the old one was not withdrawn is another matter."""
+        backend = FaultBackend(MemoryBackend())
+        training = Training(backend, keep=1)
+        training.steps_and_seal()
+        training.step()
+        seen: list[Kind] = []
+
+        def behind_the_commit(what: Kind, path: str) -> bool:
+            if "rename" in seen and "sync_dir" in seen[seen.index("rename") :]:
+                return what == kind  # the commit's last operation is the sync of its rename
+            seen.append(what)
+            return False
+
+        backend.fail_if(behind_the_commit)
+        found = training.optimizer.checkpoint().result()
+        assert backend.num_failed == 1
+        assert found.step == 2
+        assert differences(found, backend, Reference().after(2)) == []
+        with pytest.warns(RuntimeWarning, match="this process reuses no slot any more"):
+            training.step()
+        training.steps_and_seal()
+        training.optimizer.close()
+        with Training(backend.inner).optimizer as successor:
+            last = successor.restore()
+            assert last is not None
+            assert last.step == 4
 
     def test_leaves_no_slot_behind_for_every_attempt(self) -> None:
         training = self.failed(keep=1)

@@ -180,6 +180,7 @@ class Session:
             assert self.acknowledged == 0
             return optimizer.state_dict()["step"] == 0
         assert found[0].step == optimizer.state_dict()["step"] >= self.acknowledged
+        assert self._newest() >= self.acknowledged, "whoever comes now must find it too"
         self._gradients_of = 0
         return True
 
