@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gds import ALIGNMENT, Backend, LockHeldError, PosixBackend, StorageError
 from offload.digests import DigestContext
 from offload.errors import CheckpointError, CheckpointNotFoundError, StoreBusyError
-from offload.layout import STATE_BYTES, array_file_name
+from offload.layout import array_file_name
 from offload.manifest import MANIFEST_NAME, MODEL_BLOCK_BYTES, Manifest
 from offload.reading import checkpoint_paths, find_checkpoint, read_manifest
 from offload.slot import LOCK_NAME, MODEL_NAME, TRAIN_STATE_NAME
@@ -134,10 +134,7 @@ class Checkpoint:
     def state_arrays(self) -> dict[str, int]:
         """Bytes of each state array, by name."""
         layout = self.manifest.layout
-        return {
-            name: layout.array_range(name, 0, layout.num_elements)[1] * STATE_BYTES
-            for name in layout.array_names
-        }
+        return {name: layout.array_bytes(name) for name in layout.array_names}
 
     @property
     def files(self) -> dict[str, int]:

@@ -35,9 +35,10 @@ from offload.opening import StoredCheckpoint
 from offload.options import Options
 from offload.reseal import is_unchanged, replace_train_state
 from offload.resume import choose_checkpoint, load_checkpoint, match_checkpoint
-from offload.rules import UpdateRule
+from offload.rules import Scalars, UpdateRule
 from offload.seal import Seal, SealHandle, describe_seal
 from offload.slot import Slot
+from offload.state_pass import StatePass
 from offload.stats import Meter, Stats
 from offload.store import Store
 from offload.streamer import Streamer
@@ -73,7 +74,7 @@ class Engine:
     ) -> None:
         self._rule = rule
         self._options = options
-        self._table = ParameterTable(rule, model, options.chunk_elements)
+        self._table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
         self._owns_backend = options.backend is None
         self._backend: Backend = options.backend or PosixBackend(direct=options.direct)
         self._pid = os.getpid()
@@ -172,8 +173,8 @@ class Engine:
             capacity_bytes=slot.train_state.size_bytes,
             header=train_state_header(manifest),
         )
-        pending = self._streamer.pending_writes() if self._streamer else []
-        seal = Seal(self.store, slot, manifest, packed, stored, self._block_buffers(), pending)
+        flush = self._ring().flush()
+        seal = Seal(self.store, slot, manifest, packed, stored, self._block_buffers(), flush)
         self.store.begin_seal()
         self._working, self._sealed, self._seal = False, None, seal
         seal.start(self._meter.count_seal)
@@ -191,7 +192,9 @@ class Engine:
                 self._require_usable()
             self._decided = True
             return None
-        trainables, stored = match_checkpoint(found, groups, self._table.model, self._rule)
+        trainables, stored = match_checkpoint(
+            found, groups, self._table.model, self._rule, self._table.state_format
+        )
         started = time.perf_counter()
         checkpoint = Checkpoint(self._backend, found.path, found.manifest)
         _ = checkpoint.train_state  # read and checked before anything is changed
@@ -234,7 +237,7 @@ class Engine:
             read_s=counters.read_s,
             write_s=counters.write_s,
             ring_bytes=ring.ring_bytes if ring else 0,
-            resident_bytes=0,
+            resident_bytes=ring.resident_bytes if ring else 0,
             state_bytes=layout.state_bytes if layout else 0,
         )
 
@@ -265,42 +268,55 @@ class Engine:
 
     def _stream(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> None:
         """Read, update and write every chunk that needs it; all of them if the state moves."""
-        layout, streamer, meter = self._layout(), self._ring(), self._meter
-        parameters = [t.tensor for t in self._table.trainables]
+        state_pass = self._begin_pass(groups, gradients)
+        try:
+            scalars = state_pass.run()
+        except BaseException as error:
+            self._pass_failed(state_pass, error)
+            raise
+        self._pass_ended(state_pass, scalars)
+
+    def _begin_pass(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> StatePass:
+        """Prepare a pass over every chunk that needs it; all of them if the state moves."""
+        layout = self._layout()
         updater = ChunkUpdater(
-            self._rule, layout, groups, parameters, gradients, self._table.scalars
+            self._rule,
+            layout,
+            groups,
+            [t.tensor for t in self._table.trainables],
+            gradients,
+            self._table.scalars,
+            step=self.num_steps + 1,
+            seed=self._options.rounding_seed,
         )
         if self._working and self._state is not None:
             target = self._state
             chunks = [c for c in range(layout.num_chunks) if updater.touched(c)]
         else:
-            with meter.timed("wait_seal_s"):
+            with self._meter.timed("wait_seal_s"):
                 target, self._reserved = self._target(groups), None
             chunks = list(range(layout.num_chunks))
-        try:
-            streamer.begin(self._state, chunks)
-            for chunk in chunks:
-                frame = streamer.take(chunk)
-                try:
-                    if self._seal is not None:
-                        self._seal.wait_copied(layout.model_stops[chunk])
-                    with meter.timed("compute_s"):
-                        updater.update(chunk, frame.tensors(layout))
-                except BaseException:
-                    streamer.discard(frame)
-                    raise
-                streamer.put(frame, target)
-            self._table.scalars = updater.finish()
-            if self._seal is not None:
-                # From here on the user may also change what no step does: frozen parameters.
-                self._seal.wait_copied(self._seal.data_bytes)
-        except BaseException as error:
-            self._broken = f"step {self.num_steps + 1} failed half way ({error!r})"
-            if target is not self._state:
-                self._reserved = target  # restore() gives it back
-            raise
-        self._moved(target)
-        streamer.begin(self._state, range(layout.num_chunks))  # read ahead for the next step
+        return StatePass(
+            self._ring(),
+            updater,
+            source=self._state,
+            target=target,
+            chunks=chunks,
+            seal=self._seal,
+            meter=self._meter,
+        )
+
+    def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
+        """Take note of a pass that has gone well, and read ahead for the next one."""
+        self._table.scalars = scalars
+        self._moved(state_pass.target)
+        self._ring().begin(self._state, range(self._layout().num_chunks))
+
+    def _pass_failed(self, state_pass: StatePass, error: BaseException) -> None:
+        """Take note of a pass that has failed half way: only a restore helps."""
+        self._broken = f"step {self.num_steps + 1} failed half way ({error!r})"
+        if state_pass.target is not self._state:
+            self._reserved = state_pass.target  # restore() gives it back
 
     def _moved(self, target: Slot) -> None:
         """Note that the state is now in `target`; let go of a source that is no checkpoint."""
@@ -328,6 +344,10 @@ class Engine:
             if self._reserved is not None:
                 self.store.release(self._reserved)
             self._reserved, self._working = reserved, False
+        if self._streamer is not None and self._state is not None:
+            flush = self._streamer.flush()  # what is only in memory belongs to the old slot
+            flush.start(self._state)
+            flush.wait()
         self._drop_ring()
         self._table.adopt(layout, trainables)
 
@@ -386,7 +406,12 @@ class Engine:
 
     def _ring(self) -> Streamer:
         if self._streamer is None:
-            self._streamer = Streamer(self._backend, self._layout(), self._options.ring_chunks)
+            self._streamer = Streamer(
+                self._backend,
+                self._layout(),
+                self._options.ring_chunks,
+                self._options.host_memory_bytes,
+            )
         return self._streamer
 
     def _block_buffers(self) -> BlockBuffers:

@@ -1,9 +1,10 @@
 """Parameters -> element space -> chunks -> byte ranges in files.
 
 Element space is all trainable elements laid end to end, in an order fixed per store. It is cut
-into chunks of equal length. Each state array (``master``, ``exp_avg``, ...) is one file that lists,
-in element-space order, only the parameters that have that array, so a chunk's share of a file is
-always one contiguous range. A layout is pure arithmetic: no torch, no files.
+into chunks of equal length, and the chunks are dealt out to the store's drives, usually one. On
+each drive a state array (``master``, ``exp_avg``, ...) is one file that lists, in element-space
+order, what the drive's chunks hold of the parameters that have that array, so a chunk's share of a
+file is always one contiguous range. A layout is pure arithmetic: no torch, no files.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from offload.formats import MASTER, MASTER_LOW, ArrayFormat, array_format
 from offload.tensorfile import DTYPE_BYTES, Header, build_header
-
-STATE_BYTES = 4
-"""Bytes of one element of a state array: all are F32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class ParameterSpec:
     """Index of its parameter group."""
 
     arrays: tuple[str, ...]
-    """The state arrays it has; ``master`` only where `dtype` is not F32."""
+    """The state arrays on storage that it has; a master only where `dtype` is not F32."""
 
     @property
     def num_elements(self) -> int:
@@ -94,6 +93,12 @@ class Layout:
     chunk_elements: int
     """Elements in every chunk but the last; a multiple of 1024, so 4096-byte aligned in F32."""
 
+    state_dtype: str = "float32"
+    """How optimizer state other than masters is stored; see `formats.StateFormat`."""
+
+    shares: tuple[int, ...] = (1,)
+    """For each drive, how much of the state it holds, in proportion to the others."""
+
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """First element of each parameter in element space, and one past the last of all."""
@@ -111,29 +116,102 @@ class Layout:
 
     @cached_property
     def array_names(self) -> tuple[str, ...]:
-        """All state arrays, ``master`` first, then in the order in which parameters have them."""
+        """All state arrays, masters first, then in the order in which parameters have them."""
         names = dict.fromkeys(name for p in self.parameters for name in p.arrays)
-        return tuple(sorted(names, key=lambda name: name != "master"))
+        return tuple(sorted(names, key=lambda name: name not in (MASTER, MASTER_LOW)))
+
+    @cached_property
+    def formats(self) -> dict[str, ArrayFormat]:
+        """What one stored value of each array is."""
+        return {name: array_format(name, self.state_dtype) for name in self.array_names}
+
+    @cached_property
+    def drives(self) -> tuple[int, ...]:
+        """The drive of each chunk, dealt out so that neighbouring chunks keep all drives busy.
+
+        Adding parameters leaves every earlier chunk where it is.
+        """
+        counts = [0] * len(self.shares)
+        total = sum(self.shares)
+        found = []
+        for chunk in range(self.num_chunks):
+            behind = [(chunk + 1) * s - n * total for s, n in zip(self.shares, counts, strict=True)]
+            drive = behind.index(max(behind))
+            counts[drive] += 1
+            found.append(drive)
+        return tuple(found)
 
     @cached_property
     def _array_starts(self) -> dict[str, tuple[int, ...]]:
         return {
             name: (
                 0,
-                *accumulate(p.num_elements if name in p.arrays else 0 for p in self.parameters),
+                *accumulate(
+                    self._num_values(name, index, p.num_elements) if name in p.arrays else 0
+                    for index, p in enumerate(self.parameters)
+                ),
             )
             for name in self.array_names
         }
 
     @cached_property
-    def array_headers(self) -> dict[str, Header]:
-        """The safetensors header of each state array's file."""
-        return {
-            name: build_header(
-                [(p.name, "F32", p.shape) for p in self.parameters if name in p.arrays]
+    def _file_starts(self) -> dict[str, tuple[int, ...]]:
+        """For each array and chunk: the values before it in its drive's file."""
+        out = {}
+        for name in self.array_names:
+            ends = [0] * len(self.shares)
+            starts = []
+            for chunk, drive in enumerate(self.drives):
+                starts.append(ends[drive])
+                first, last = self.array_range(name, *self.chunk_range(chunk))
+                ends[drive] += last - first
+            out[name] = tuple(starts)
+        return out
+
+    @cached_property
+    def array_headers(self) -> tuple[dict[str, Header], ...]:
+        """For each drive, the safetensors header of each state array's file there.
+
+        A parameter that is not whole on the drive is listed in flat parts, called
+        ``name[start:stop]`` after the elements in them.
+        """
+        return tuple(
+            {name: build_header(self._entries(name, drive)) for name in self.array_names}
+            for drive in range(len(self.shares))
+        )
+
+    def _entries(self, array: str, drive: int) -> list[tuple[str, str, tuple[int, ...]]]:
+        form = self.formats[array]
+        parts: list[list[int]] = []  # parameter, first element, one past the last
+        for chunk, owner in enumerate(self.drives):
+            if owner != drive:
+                continue
+            for piece in self.pieces(chunk):
+                if array not in self.parameters[piece.parameter].arrays:
+                    continue
+                if parts and parts[-1][::2] == [piece.parameter, piece.start]:
+                    parts[-1][2] = piece.stop
+                else:
+                    parts.append([piece.parameter, piece.start, piece.stop])
+        # Empty parameters are in no chunk; the first drive lists them, in their place.
+        if drive == 0:
+            empty = [
+                [index, 0, 0]
+                for index, p in enumerate(self.parameters)
+                if array in p.arrays and not p.num_elements
+            ]
+            parts = sorted(parts + empty, key=lambda part: part[:2])
+        entries: list[tuple[str, str, tuple[int, ...]]] = []
+        for index, start, stop in parts:
+            p = self.parameters[index]
+            num_values = self._num_values(array, index, stop) - self._num_values(
+                array, index, start
             )
-            for name in self.array_names
-        }
+            if stop - start < p.num_elements:
+                entries.append((f"{p.name}[{start}:{stop}]", form.dtype, (num_values,)))
+            else:
+                entries.append((p.name, form.dtype, p.shape if form.block == 1 else (num_values,)))
+        return entries
 
     @cached_property
     def model_header(self) -> Header:
@@ -147,15 +225,19 @@ class Layout:
             metadata.update(dict.fromkeys(tensor.aliases, tensor.name))
         return build_header([(t.name, t.dtype, t.shape) for t in self.model], metadata)
 
+    def array_bytes(self, array: str) -> int:
+        """Return the bytes of one state array on all drives, headers not counted."""
+        return self._array_starts[array][-1] * self.formats[array].nbytes
+
     @property
     def state_bytes(self) -> int:
         """Bytes of all state arrays together, headers not counted."""
-        return sum(starts[-1] for starts in self._array_starts.values()) * STATE_BYTES
+        return sum(self.array_bytes(name) for name in self.array_names)
 
-    def file_sizes(self) -> dict[str, int]:
-        """Return the final size in bytes of every safetensors file of a slot, by file name."""
-        sizes = {"model.safetensors": self.model_header.file_bytes}
-        for name, header in self.array_headers.items():
+    def file_sizes(self, drive: int = 0) -> dict[str, int]:
+        """Return the final size in bytes of each safetensors file of a slot on one drive."""
+        sizes = {"model.safetensors": self.model_header.file_bytes} if drive == 0 else {}
+        for name, header in self.array_headers[drive].items():
             sizes[array_file_name(name)] = header.file_bytes
         return sizes
 
@@ -176,10 +258,11 @@ class Layout:
             index += 1
 
     def array_range(self, array: str, first: int, last: int) -> tuple[int, int]:
-        """Map a range of element space to elements of one state array.
+        """Map a range of element space to values of one state array, as if on one drive.
 
-        Returns the first element and one past the last, counted within the array. Elements whose
-        parameter lacks the array take no room.
+        Returns the first value and one past the last, counted within the array. Elements whose
+        parameter lacks the array take no room. Where values stand for blocks of elements, a range
+        must begin and end where blocks do.
         """
         return self._array_position(array, first), self._array_position(array, last)
 
@@ -187,14 +270,27 @@ class Layout:
         index = min(bisect_right(self.starts, element) - 1, len(self.parameters))
         position = self._array_starts[array][index]
         if index < len(self.parameters) and array in self.parameters[index].arrays:
-            position += element - self.starts[index]
+            position += self._num_values(array, index, element - self.starts[index])
         return position
 
+    def _num_values(self, array: str, parameter: int, elements: int) -> int:
+        """Return how many stored values the first elements of a parameter have."""
+        block = self.formats[array].block
+        if block == 1:
+            return elements
+        to_edge = -self.starts[parameter] % self.chunk_elements  # blocks start anew at an edge
+        head = min(elements, to_edge)
+        return -(-head // block) - (-(elements - head) // block)
+
     def byte_range(self, array: str, chunk: int) -> tuple[int, int]:
-        """Return the chunk's offset in the array's file and its length there, both in bytes."""
+        """Return the chunk's offset in the array's file and its length there, both in bytes.
+
+        The file is the one on the chunk's drive.
+        """
         first, last = self.array_range(array, *self.chunk_range(chunk))
-        data_start = self.array_headers[array].data_start
-        return data_start + first * STATE_BYTES, (last - first) * STATE_BYTES
+        data_start = self.array_headers[self.drives[chunk]][array].data_start
+        nbytes = self.formats[array].nbytes
+        return data_start + self._file_starts[array][chunk] * nbytes, (last - first) * nbytes
 
     def max_chunk_bytes(self, array: str) -> int:
         """Return the most bytes that one chunk of the array needs."""
@@ -211,13 +307,6 @@ class Layout:
         return tuple(
             max((stops[piece.parameter] for piece in self.pieces(chunk)), default=0)
             for chunk in range(self.num_chunks)
-        )
-
-    def contains(self, older: Layout) -> bool:
-        """Return whether every element of `older` has the same place in this layout."""
-        return (
-            self.chunk_elements == older.chunk_elements
-            and self.parameters[: len(older.parameters)] == older.parameters
         )
 
 

@@ -12,20 +12,24 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from gds import ALIGNMENT
 from offload.errors import ManifestError, OffloadError
+from offload.formats import StateDtype
 from offload.layout import Layout, ModelTensor, ParameterSpec
 from offload.tensorfile import DTYPE_BYTES
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 1 << 30
 """Bytes. A larger file is refused unread."""
 
 MODEL_BLOCK_BYTES = 16 << 20
 """Bytes of ``model.safetensors`` data that one digest covers; the last block may be shorter."""
+
+_MAX_SHARES = 1 << 16
+"""Sum of the drives' shares: more would only cost time to deal chunks out."""
 
 _SCALAR_KINDS = ("f32", "f64", "float", "int")
 _MAX_DEPTH = 8
@@ -88,7 +92,9 @@ class Manifest:
             "optimizer": self.optimizer,
             "groups": [encode_group(i, group) for i, group in enumerate(self.groups)],
             "chunk_elements": layout.chunk_elements,
-            "arrays": list(layout.array_names),
+            "state_dtype": layout.state_dtype,
+            "shares": list(layout.shares),
+            "arrays": [[name, f.dtype, f.block] for name, f in layout.formats.items()],
             "parameters": [
                 [p.name, p.dtype, list(p.shape), p.group, list(p.arrays)] for p in layout.parameters
             ],
@@ -251,13 +257,19 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
     chunk_elements = _count(body["chunk_elements"])
     if chunk_elements == 0 or chunk_elements % (ALIGNMENT // 4):
         raise ValueError(f"chunk_elements is {chunk_elements}, not a positive multiple of 1024")
-    layout = Layout(parameters, model, chunk_elements)
+    if body["state_dtype"] not in get_args(StateDtype):
+        raise ValueError(f"unknown state_dtype {body['state_dtype']!r:.60}")
+    shares = tuple(_count(share) for share in body["shares"])
+    if not shares or 0 in shares or sum(shares) > _MAX_SHARES:
+        raise ValueError(f"shares are {shares!r:.60}")
+    layout = Layout(parameters, model, chunk_elements, body["state_dtype"], shares)
     stored = {t.name: (t.dtype, t.shape) for t in model}
     for p in parameters:
         if stored.get(p.name) != (p.dtype, p.shape):
             raise ValueError(f"parameter {p.name!r} differs from the model's tensor of that name")
-    if list(layout.array_names) != body["arrays"]:
-        raise ValueError(f"arrays are {body['arrays']}, parameters have {list(layout.array_names)}")
+    arrays = [[name, f.dtype, f.block] for name, f in layout.formats.items()]
+    if arrays != body["arrays"]:
+        raise ValueError(f"arrays are {body['arrays']!r:.200}, parameters have {arrays}")
     if body["model_block_bytes"] != MODEL_BLOCK_BYTES:
         raise ValueError(f"model_block_bytes is {body['model_block_bytes']!r}")
     groups = tuple(decode_group(_mapping(group)) for group in body["groups"])

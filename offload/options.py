@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import get_args
 
 from gds import ALIGNMENT, Backend
+from offload.formats import MasterFormat, StateDtype, StateFormat
 from offload.train_state import MAX_CAPACITY_BYTES
 
 _MIN_CHUNK_BYTES = ALIGNMENT
@@ -14,7 +17,7 @@ _MIN_CHUNK_BYTES = ALIGNMENT
 class Options:
     """How state is streamed and stored; every default is right for most machines.
 
-    None of these changes a result by a single bit.
+    Only `master` and `state_dtype` change results; nothing else does by a single bit.
     """
 
     chunk_bytes: int = 32 << 20
@@ -22,8 +25,27 @@ class Options:
     a store is made: a resume keeps the store's own value."""
 
     ring_chunks: int = 4
-    """Chunks in memory at once: those being read, updated and written. At least 2. Host memory
-    for state is ``ring_chunks * chunk_bytes * number of state arrays`` and nothing more."""
+    """Chunks in memory at once: those being read, updated and written. At least 2. The ring takes
+    ``ring_chunks * chunk_bytes * number of state arrays`` of host memory."""
+
+    host_memory: int | str = 0
+    """Bytes, or a string such as ``"8GiB"``, of host memory in which state may stay between steps,
+    besides the ring. Chunks that fit in it are neither read nor written by a step, only written
+    when a checkpoint is sealed."""
+
+    master: MasterFormat = "float32"
+    """``"split"``: for bf16 parameters, store only the lower 16 bits of each FP32 master; the live
+    parameter is the upper half. 2 bytes per parameter less to read and write, and no bit is lost;
+    but the parameter is then rounded half away from zero rather than half to even, so results
+    differ from torch's in that."""
+
+    state_dtype: StateDtype = "float32"
+    """How state other than masters is stored: ``"bfloat16"`` (rounded stochastically) or
+    ``"int8"`` (in blocks of 32 with a common scale, as FlashOptim does). Fewer bytes, and results
+    that differ from FP32 state. Reproducible, and the same after a resume."""
+
+    rounding_seed: int = 0
+    """Seed of the stochastic rounding of ``state_dtype="bfloat16"``."""
 
     direct: bool | None = None
     """Bypass the page cache: True insists, False never does, None does wherever it works."""
@@ -52,6 +74,13 @@ class Options:
                 "ring_chunks must be at least 2, so that one chunk can be read while another is "
                 f"written, got {self.ring_chunks}"
             )
+        for name, value, known in (
+            ("master", self.master, get_args(MasterFormat)),
+            ("state_dtype", self.state_dtype, get_args(StateDtype)),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        _ = self.host_memory_bytes
         if (
             self.train_state_bytes % ALIGNMENT
             or not 2 * ALIGNMENT <= self.train_state_bytes <= MAX_CAPACITY_BYTES
@@ -66,6 +95,34 @@ class Options:
             raise ValueError("direct has no effect on a backend that is passed in: set one of them")
 
     @property
+    def host_memory_bytes(self) -> int:
+        """`host_memory` as a number."""
+        return parse_bytes(self.host_memory, "host_memory")
+
+    @property
+    def state_format(self) -> StateFormat:
+        """How the state of a new store is encoded."""
+        return StateFormat(self.master, self.state_dtype)
+
+    @property
     def chunk_elements(self) -> int:
         """Elements of element space in one chunk; a multiple of 1024."""
         return self.chunk_bytes // ALIGNMENT * (ALIGNMENT // 4)
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{unit}i": 1 << 10 * power for power, unit in enumerate("kmgt", start=1)}
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """Return a number of bytes, given as one or as text such as ``"8GiB"`` or ``"500 MB"``.
+
+    Raises `ValueError` naming the setting `name`.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value.lower())
+        if match and match[2] in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2]])
+    raise ValueError(f'{name} must be a number of bytes, or text such as "8GiB", got {value!r}')

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from offload.errors import MismatchError, UnsupportedParameterError
+from offload.formats import StateFormat
 from offload.layout import ModelTensor, ParameterSpec
-from offload.rules import MASTER, UpdateRule
+from offload.rules import UpdateRule
 
 DTYPE_CODES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -55,7 +56,10 @@ class Stored:
 
 
 def describe_parameters(
-    param_groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None, rule: UpdateRule
+    param_groups: Sequence[Mapping[str, Any]],
+    model: torch.nn.Module | None,
+    rule: UpdateRule,
+    state_format: StateFormat,
 ) -> list[Trainable]:
     """Name and check every parameter of the groups that requires a gradient, in their order.
 
@@ -86,14 +90,9 @@ def describe_parameters(
                     f"{index}, position {position}); give them different names"
                 )
             owners[name] = index
-            masters = () if parameter.dtype == torch.float32 else (MASTER,)
-            spec = ParameterSpec(
-                name,
-                DTYPE_CODES[parameter.dtype],
-                tuple(parameter.shape),
-                index,
-                (*masters, *kept.arrays),
-            )
+            dtype = DTYPE_CODES[parameter.dtype]
+            arrays = state_format.stored_arrays(dtype, kept.arrays)
+            spec = ParameterSpec(name, dtype, tuple(parameter.shape), index, arrays)
             found.append(Trainable(spec, parameter))
     return found
 

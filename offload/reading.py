@@ -47,7 +47,7 @@ def read_manifest(backend: Backend, path: str) -> Manifest:
         file.close()
     layout = manifest.layout
     check_header(backend, f"{path}/{MODEL_NAME}", layout.model_header)
-    for name, header in layout.array_headers.items():
+    for name, header in layout.array_headers[0].items():
         check_header(backend, f"{path}/{array_file_name(name)}", header)
     train_state = backend.stat(f"{path}/{TRAIN_STATE_NAME}")
     if train_state is None or train_state.kind != "file":

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError, MismatchError
+from offload.formats import StateFormat
 from offload.loading import check_same
 from offload.model_file import BlockBuffers, ModelImage, read_model
 from offload.opening import StoredCheckpoint
@@ -59,6 +60,7 @@ def match_checkpoint(
     groups: Sequence[Mapping[str, Any]],
     model: torch.nn.Module | None,
     rule: UpdateRule,
+    state_format: StateFormat,
 ) -> tuple[list[Trainable], list[Stored]]:
     """Find the live tensor for everything that a checkpoint holds.
 
@@ -86,7 +88,7 @@ def match_checkpoint(
         {**rule.defaults, **saved, **{k: g[k] for k in ("params", "param_names") if k in g}}
         for saved, g in zip(manifest.groups, groups, strict=True)
     ]
-    live = {t.spec.name: t for t in describe_parameters(restored, model, rule)}
+    live = {t.spec.name: t for t in describe_parameters(restored, model, rule, state_format)}
     saved_specs = {spec.name: spec for spec in manifest.layout.parameters}
     held = {tensor.name for tensor in manifest.layout.model}
     for name in held & (live.keys() ^ saved_specs.keys()):
@@ -106,8 +108,15 @@ def match_checkpoint(
             raise MismatchError(
                 f"{path}: parameter {name!r} was in group {spec.group} and kept "
                 f"{list(spec.arrays)}; it is in group {live[name].spec.group} and would keep "
-                f"{list(live[name].spec.arrays)}. Construct the optimizer with the same groups."
+                f"{list(live[name].spec.arrays)}. Construct the optimizer with the same groups and "
+                "with the same Options(master=, state_dtype=)."
             )
+    if manifest.layout.state_dtype != state_format.state_dtype:
+        raise MismatchError(
+            f"{path} keeps its state as {manifest.layout.state_dtype}, this optimizer as "
+            f"{state_format.state_dtype}: pass "
+            f"options=Options(state_dtype={manifest.layout.state_dtype!r})"
+        )
     trainables = [live[spec.name] for spec in manifest.layout.parameters]
     stored = describe_model(model, groups, trainables)
     check_same(

@@ -15,9 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.errors import UnsupportedOptimizerError
-
-MASTER = "master"
-"""Name of the state array that holds FP32 copies of 16-bit parameters."""
+from offload.formats import MASTER, MASTER_LOW
 
 _REFUSED = {
     "Adafactor": "its second moment is factored over rows and columns of whole matrices",
@@ -45,7 +43,7 @@ class Rule:
     """What one parameter group's hyper-parameters make the optimizer keep."""
 
     arrays: tuple[str, ...]
-    """State arrays, one FP32 value per element, by torch's names; `MASTER` is not among them."""
+    """State arrays, one FP32 value per element, by torch's names; masters are not among them."""
 
     scalars: tuple[str, ...]
     """Names of state with one value per parameter."""
@@ -254,11 +252,12 @@ def _describe(name: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> R
                 f"of shape {tuple(parameter.shape)}; only FP32 tensors of the parameter's own "
                 "shape and single numbers can be streamed."
             )
-    if MASTER in arrays:
-        raise UnsupportedOptimizerError(
-            f"{name} cannot be offloaded: it keeps state of its own called {MASTER!r}, the name "
-            "that this package gives to the FP32 copies of parameters."
-        )
+    for reserved in (MASTER, MASTER_LOW):
+        if reserved in arrays:
+            raise UnsupportedOptimizerError(
+                f"{name} cannot be offloaded: it keeps state of its own called {reserved!r}, the "
+                "name that this package gives to the FP32 copies of parameters."
+            )
     return Rule(tuple(arrays), tuple(scalars))
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from gds import IOFuture
 from offload.checkpoint import Checkpoint
 from offload.errors import SealError
 from offload.manifest import Manifest, num_model_blocks
@@ -29,6 +28,7 @@ from offload.parameters import Stored
 from offload.rules import UpdateRule
 from offload.slot import Slot
 from offload.store import Store
+from offload.streamer import Flush
 from offload.table import ParameterTable
 
 _NO_DIGEST = "0" * 16
@@ -90,7 +90,7 @@ class Seal:
         train_state: Packed, of just the size of the slot's file.
         stored: The tensors of the model file.
         buffers: Memory for copying them.
-        pending: Writes to the slot that are still in progress.
+        flush: What of the state is not in the slot yet.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Seal:
         train_state: bytes,
         stored: Sequence[Stored],
         buffers: BlockBuffers,
-        pending: Sequence[IOFuture],
+        flush: Flush,
     ) -> None:
         self.handle = SealHandle(manifest.step)
         self.wait_s = 0.0
@@ -111,7 +111,7 @@ class Seal:
         self._manifest = manifest
         self._train_state = train_state
         self._buffers = buffers
-        self._pending = pending
+        self._flush = flush
         self._progress = threading.Condition()
         self._copied = 0
         tensors: dict[str, torch.Tensor] = {}
@@ -153,6 +153,7 @@ class Seal:
             failure.__cause__ = error
             # A write that failed has left the file as it was: nothing of it is known any more.
             self.slot.model_leaves.clear()
+            self._flush.abandon()
             self._finish()
             self.handle._future.set_exception(failure)
         else:
@@ -178,11 +179,11 @@ class Seal:
     def _seal(self) -> Checkpoint:
         slot, manifest = self.slot, self._manifest
         self._store.expire()
-        for write in self._pending:
-            write.result()
+        self._flush.start(slot)
         model_digests = write_model(
             self._image, slot.model, self._buffers, slot.context, slot.model_leaves, self._publish
         )
+        self._flush.wait()
         slot.train_state.write_bytes(self._train_state, 0)
         digests: Mapping[str, tuple[str | None, ...]] = {
             name: tuple(values) for name, values in slot.digests.items()

@@ -68,8 +68,8 @@ class Slot:
         self.unchecked = False
         self.digests = {name: [None] * self.layout.num_chunks for name in self.layout.array_names}
 
-    def array(self, name: str) -> File:
-        """Return the file of a state array."""
+    def array(self, name: str, chunk: int) -> File:
+        """Return the file that holds a chunk of a state array."""
         return self._files[array_file_name(name)]
 
     @property
@@ -213,5 +213,5 @@ def slot_sizes(layout: Layout, *, manifest_bytes: int, train_state_bytes: int) -
 def _write_headers(slot: Slot) -> None:
     layout = slot.layout
     slot.model.write_bytes(layout.model_header.encoded, 0)
-    for name, header in layout.array_headers.items():
-        slot.array(name).write_bytes(header.encoded, 0)
+    for name, header in layout.array_headers[0].items():
+        slot._files[array_file_name(name)].write_bytes(header.encoded, 0)

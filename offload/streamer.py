@@ -8,6 +8,14 @@ Reads run ahead of the update as far as there are free frames; writes trail behi
 frame becomes free, on whichever thread that happens, the next read is started, so that the ring
 refills for the next step while the model computes. A chunk is not read again before its write has
 ended. Memory is the ring, and never depends on the model.
+
+Beside the ring, a budget of memory may hold some chunks between steps. Each of those has a frame
+to itself, which is read once and written by a seal only:
+
+    loading -> held -> taken -> held, dirty -> writing (a seal's flush) -> held
+
+Which chunks they are is decided once, evenly spread, so that a pass over all chunks finds the same
+ones every time, and has some to work on while the drive reads the others.
 """
 
 from __future__ import annotations
@@ -17,48 +25,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-import torch
-
-from gds import ALIGNMENT, Backend, Buffer, IOFuture
+from gds import Backend, IOFuture
 from offload.errors import CheckpointError
+from offload.frame import Frame, frame_sizes
 from offload.layout import Layout
 from offload.slot import Slot
-
-
-class Frame:
-    """Memory for one chunk of every state array."""
-
-    def __init__(self, backend: Backend, layout: Layout) -> None:
-        self._buffers: dict[str, Buffer] = {}
-        self._bytes: dict[str, torch.Tensor] = {}
-        for name in layout.array_names:
-            # A range that starts inside a 4 KiB block is kept at the same position inside a block
-            # of memory, so that its aligned part can still be transferred directly.
-            nbytes = layout.max_chunk_bytes(name) + ALIGNMENT
-            buffer = backend.allocate(nbytes)
-            self._buffers[name] = buffer
-            self._bytes[name] = torch.frombuffer(buffer.memoryview(), dtype=torch.uint8)
-        self.chunk = -1
-        self.futures: list[IOFuture] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory, all arrays together."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-    def buffer(self, layout: Layout, array: str, chunk: int) -> tuple[Buffer, int]:
-        """Return the memory for a chunk of an array, and its offset in the array's file."""
-        offset, nbytes = layout.byte_range(array, chunk)
-        return self._buffers[array].slice(offset % ALIGNMENT, nbytes), offset
-
-    def tensors(self, layout: Layout) -> dict[str, torch.Tensor]:
-        """Return the present chunk as one FP32 tensor per state array."""
-        out = {}
-        for name, data in self._bytes.items():
-            offset, nbytes = layout.byte_range(name, self.chunk)
-            pad = offset % ALIGNMENT
-            out[name] = data[pad : pad + nbytes].view(torch.float32)
-        return out
 
 
 class Streamer:
@@ -68,13 +39,26 @@ class Streamer:
         backend: Allocates the memory.
         layout: The target's layout; its chunks are what is streamed.
         ring_chunks: Most frames to have; fewer are made if there are fewer chunks.
+        host_memory_bytes: What chunks that stay in memory may take together.
     """
 
-    def __init__(self, backend: Backend, layout: Layout, ring_chunks: int) -> None:
+    def __init__(
+        self, backend: Backend, layout: Layout, ring_chunks: int, host_memory_bytes: int = 0
+    ) -> None:
         self.layout = layout
-        num_frames = min(ring_chunks, layout.num_chunks) if layout.array_names else 1
-        self._free = [Frame(backend, layout) for _ in range(max(num_frames, 1))]
-        self.ring_bytes = sum(frame.nbytes for frame in self._free)
+        frame_bytes = sum(frame_sizes(layout).values())
+        resident = _spread(host_memory_bytes // frame_bytes if frame_bytes else 0, layout)
+        self._resident = {chunk: Frame(backend, layout) for chunk in resident}
+        num_frames = min(ring_chunks, layout.num_chunks - len(resident))
+        self._free = [Frame(backend, layout) for _ in range(num_frames)]
+        self.ring_bytes = frame_bytes * num_frames
+        self.resident_bytes = frame_bytes * len(resident)
+        self._held: set[int] = set()
+        """Resident chunks whose memory is the state."""
+        self._dirty: set[int] = set()
+        """Those of them that the present target has not got."""
+        self._flushing: set[int] = set()
+        """Those of them that a seal is about to write; they must not change."""
         self._changed = threading.Condition(threading.RLock())
         self._source: Slot | None = None
         self._queue: deque[int] = deque()
@@ -96,7 +80,7 @@ class Streamer:
             for chunk in [c for c in self._loading if c not in wanted]:
                 self._drop(chunk)
             self._source = source
-            self._queue.extend(c for c in chunks if c not in self._loading)
+            self._queue.extend(c for c in chunks if c not in self._loading and c not in self._held)
             self._pump()
 
     def take(self, chunk: int) -> Frame:
@@ -108,27 +92,42 @@ class Streamer:
         """
         started = time.perf_counter()
         with self._changed:
-            while chunk not in self._loading:
+            while chunk not in self._loading and not self._is_idle(chunk):
                 self.raise_error()
-                if chunk not in self._queue:
+                if chunk not in self._queue and chunk not in self._held:
                     raise RuntimeError(f"chunk {chunk} is taken, but begin() did not name it")
                 self._changed.wait()
-            frame = self._loading.pop(chunk)
+            self.raise_error()
+            frame = self._loading.pop(chunk, None) or self._resident[chunk]
         waited = time.perf_counter()
         self.wait_write_s += waited - started  # no frame was free: writes were holding them
+        if chunk in self._held:
+            return frame
         try:
             for future in frame.futures:
                 future.result()
             self._check(frame)
         except BaseException:
             with self._changed:
-                self._free.append(frame)
+                self._release(frame)
             raise
         self.wait_read_s += time.perf_counter() - waited
         return frame
 
     def put(self, frame: Frame, target: Slot) -> None:
-        """Digest a frame's chunk and start writing it; the frame comes back when that has ended."""
+        """Digest a frame's chunk and start writing it; the frame comes back when that has ended.
+
+        A resident chunk stays, and is written by the next `Flush`.
+        """
+        if frame.chunk in self._resident:
+            with self._changed:
+                self.raise_error()
+                self._held.add(frame.chunk)
+                self._dirty.add(frame.chunk)
+            return
+        self._write(frame, target)
+
+    def _write(self, frame: Frame, target: Slot) -> None:
         chunk = frame.chunk
         transfers = []
         try:
@@ -159,7 +158,7 @@ class Streamer:
             ended(None, 0)
         for position, (name, buffer, offset) in enumerate(transfers):
             try:
-                future = target.array(name).write(buffer, offset)
+                future = target.array(name, chunk).write(buffer, offset)
             except BaseException as error:
                 ended(error, len(transfers) - position)
                 raise
@@ -179,26 +178,28 @@ class Streamer:
             found = source.context.digest(name, frame.chunk, buffer.memoryview())
             if found != expected:
                 raise CheckpointError(
-                    f"{source.array(name).path}: bytes {offset} to {offset + buffer.nbytes} are "
+                    f"{source.array(name, frame.chunk).path}: bytes {offset} to {offset + buffer.nbytes} are "
                     f"damaged: their digest is {found}, expected {expected}. Go back to an older "
                     "checkpoint: restore(<step>, discard_newer=True)."
                 )
 
     def discard(self, frame: Frame) -> None:
-        """Give back a taken frame without writing it."""
+        """Give back a taken frame without writing it; what it holds is lost."""
         with self._changed:
-            self._free.append(frame)
+            self._release(frame)
             self._pump()
 
-    def pending_writes(self) -> list[IOFuture]:
-        """Return the writes that are in progress now; all before them have succeeded.
+    def flush(self) -> Flush:
+        """Return what a seal of the present target must see through; dirty chunks freeze now.
 
         Raises:
-            gds.StorageError: One has not.
+            gds.StorageError: A write before has failed.
         """
         with self._changed:
             self.raise_error()
-            return [f for frame in self._writing.values() for f in frame.futures]
+            pending = [f for frame in self._writing.values() for f in frame.futures]
+            self._flushing, self._dirty = self._dirty, set()
+            return Flush(self, pending, sorted(self._flushing))
 
     def synchronize(self) -> None:
         """Wait until every transfer that has been started has ended.
@@ -222,6 +223,8 @@ class Streamer:
                 self._drop(chunk)
             while self._writing or self._dropping:
                 self._changed.wait()
+            self._held.clear()
+            self._dirty.clear()
             self._source = None
             self._error = None
 
@@ -235,9 +238,24 @@ class Streamer:
         if self._error is not None:
             raise self._error
 
+    def _is_idle(self, chunk: int) -> bool:
+        """Return whether a chunk is in memory and no seal needs it as it is."""
+        busy = chunk in self._flushing or chunk in self._writing
+        return chunk in self._held and not busy
+
+    def _release(self, frame: Frame) -> None:
+        """Take back a frame whose content is not the state, or is on its way to storage."""
+        if self._resident.get(frame.chunk) is frame:
+            self._held.discard(frame.chunk)
+        else:
+            self._free.append(frame)
+
     def _written(self, frame: Frame) -> None:
         del self._writing[frame.chunk]
-        self._free.append(frame)
+        if frame.chunk in self._resident:
+            self._flushing.discard(frame.chunk)
+        else:
+            self._free.append(frame)
         self._pump()
         self._changed.notify_all()
 
@@ -253,7 +271,7 @@ class Streamer:
                 remaining -= num
                 if remaining == 0:
                     self._dropping -= 1
-                    self._free.append(frame)
+                    self._release(frame)
                     self._pump()
 
         if not frame.futures:
@@ -263,17 +281,19 @@ class Streamer:
 
     def _pump(self) -> None:
         """Start reads while there are chunks to read and frames to read into."""
-        while self._queue and self._free and self._error is None:
+        while self._queue and self._error is None:
             chunk = self._queue[0]
             if chunk in self._writing:
                 break  # the end of that write comes back here
+            if chunk not in self._resident and not self._free:
+                break
             self._queue.popleft()
-            frame = self._free.pop()
+            frame = self._resident.get(chunk) or self._free.pop()
             frame.chunk = chunk
             try:
                 frame.futures = self._read(frame, chunk)
             except BaseException as error:  # noqa: BLE001  (this may be a transfer's thread)
-                self._free.append(frame)
+                self._release(frame)
                 self._error = error
                 break
             self._loading[chunk] = frame
@@ -289,8 +309,57 @@ class Streamer:
                 continue  # it was never written: no parameter in it has state
             buffer, offset = frame.buffer(source.layout, name, chunk)
             if buffer.nbytes:
-                futures.append(source.array(name).read(buffer, offset))
+                futures.append(source.array(name, chunk).read(buffer, offset))
         return futures
+
+
+class Flush:
+    """Everything of the state that is not on storage yet when a checkpoint is asked for.
+
+    Args:
+        streamer: Made by its `flush`.
+        pending: Writes that are in progress.
+        chunks: Resident chunks to write.
+    """
+
+    def __init__(
+        self, streamer: Streamer, pending: Sequence[IOFuture], chunks: Sequence[int]
+    ) -> None:
+        self._streamer = streamer
+        self._pending = list(pending)
+        self._chunks = deque(chunks)
+
+    def start(self, target: Slot) -> None:
+        """Digest the resident chunks and start writing them, each free to change once written."""
+        while self._chunks:
+            frame = self._streamer._resident[self._chunks[0]]
+            self._streamer._write(frame, target)
+            self._pending += frame.futures
+            self._chunks.popleft()
+
+    def wait(self) -> None:
+        """Wait until everything has been written.
+
+        Raises:
+            gds.StorageError: Something has not.
+        """
+        for write in self._pending:
+            write.result()
+
+    def abandon(self) -> None:
+        """Let what has not been started stay in memory only, for a later seal."""
+        streamer = self._streamer
+        with streamer._changed:
+            streamer._flushing.difference_update(self._chunks)
+            streamer._dirty.update(self._chunks)
+            streamer._changed.notify_all()
+
+
+def _spread(num: int, layout: Layout) -> list[int]:
+    """Choose that many of a layout's chunks, or all, evenly."""
+    total = layout.num_chunks
+    num = min(num, total)
+    return [c for c in range(total) if (c + 1) * num // total > c * num // total]
 
 
 def _error_of(future: IOFuture) -> BaseException | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from offload.errors import MismatchError
+from offload.formats import StateFormat
 from offload.layout import Layout, element_space_order, model_order
 from offload.parameters import (
     DTYPE_CODES,
@@ -17,7 +18,7 @@ from offload.parameters import (
     describe_model,
     describe_parameters,
 )
-from offload.rules import MASTER, Scalars, UpdateRule
+from offload.rules import Scalars, UpdateRule
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -29,14 +30,22 @@ class ParameterTable:
         rule: Says which state arrays a group's parameters have.
         model: Gives names, buffers and frozen parameters; None for the groups' parameters only.
         chunk_elements: Grid of a new store; a checkpoint that is adopted brings its own.
+        state_format: How the store encodes its state.
     """
 
     def __init__(
-        self, rule: UpdateRule, model: torch.nn.Module | None, chunk_elements: int
+        self,
+        rule: UpdateRule,
+        model: torch.nn.Module | None,
+        chunk_elements: int,
+        state_format: StateFormat,
     ) -> None:
         self._rule = rule
         self._chunk_elements = chunk_elements
+        self.state_format = state_format
         self.model = model
+        self.shares: tuple[int, ...] = (1,)
+        """How much of the state each drive of a new store holds."""
         self.layout: Layout | None = None
         """None until the first step, checkpoint or restore: parameters may change until then."""
         self.trainables: list[Trainable] = []
@@ -51,7 +60,8 @@ class ParameterTable:
             MismatchError: A known parameter has changed in a way that its files cannot follow.
             UnsupportedParameterError: A new one cannot be updated.
         """
-        found = {t.tensor: t for t in describe_parameters(groups, self.model, self._rule)}
+        described = describe_parameters(groups, self.model, self._rule, self.state_format)
+        found = {t.tensor: t for t in described}
         trainables = []
         for trainable in self.trainables:
             now = found.pop(trainable.tensor, trainable)  # frozen since: it keeps its state
@@ -83,7 +93,10 @@ class ParameterTable:
         stored = [item.spec for item in describe_model(self.model, groups, trainables)]
         model = model_order(stored[: len(trainables)], stored[len(trainables) :])
         grid = self.layout.chunk_elements if self.layout else self._chunk_elements
-        return Layout(tuple(t.spec for t in trainables), model, grid), trainables
+        shares = self.layout.shares if self.layout else self.shares
+        specs = [t.spec for t in trainables]
+        state_dtype = self.state_format.state_dtype
+        return Layout(tuple(specs), model, grid, state_dtype, shares), trainables
 
     def is_current(self, groups: Groups) -> bool:
         """Return whether the layout still fits the groups; quick, for every step."""
@@ -100,7 +113,7 @@ class ParameterTable:
         return all(
             DTYPE_CODES.get(t.tensor.dtype) == t.spec.dtype
             and t.tensor.shape == t.spec.shape
-            and tuple(a for a in t.spec.arrays if a != MASTER) == arrays[t.spec.group]
+            and self.state_format.stored_arrays(t.spec.dtype, arrays[t.spec.group]) == t.spec.arrays
             for t in self.trainables
         )
 

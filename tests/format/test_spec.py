@@ -62,7 +62,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def body(checkpoint: Path) -> dict[str, Any]:
     document = json.loads((checkpoint / "manifest.json").read_text())
-    assert document["format"] == 1
+    assert document["format"] == 2
     canonical = json.dumps(document["body"], sort_keys=True, separators=(",", ":"))
     expected = hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
     assert document["digest"] == expected
@@ -97,8 +97,8 @@ def test_files_are_padded_and_contiguous(checkpoint: Path) -> None:
 def test_state_arrays_list_parameters_in_element_space_order(
     checkpoint: Path, body: dict[str, Any]
 ) -> None:
-    assert body["arrays"] == ["master", "exp_avg", "exp_avg_sq"]
-    for array in body["arrays"]:
+    assert body["arrays"] == [[a, "F32", 1] for a in ("master", "exp_avg", "exp_avg_sq")]
+    for array, _, _ in body["arrays"]:
         _, header, _ = read_tensor_file(checkpoint / f"{array}.safetensors")
         expected = [name for name, *_, arrays in body["parameters"] if array in arrays]
         assert list(header) == expected
@@ -112,7 +112,7 @@ def test_chunk_digests_match(checkpoint: Path, body: dict[str, Any]) -> None:
     size = body["chunk_elements"]
     num_chunks = -(-total // size)
     assert num_chunks > 3
-    for array in body["arrays"]:
+    for array, _, _ in body["arrays"]:
         _, _, data = read_tensor_file(checkpoint / f"{array}.safetensors")
         # has[e]: whether element e of element space is in the array
         has = [array in arrays for _, _, shape, _, arrays in body["parameters"]

@@ -143,7 +143,7 @@ def read_state(path: str, backend: Backend | None = None) -> StoredState:
 
     body = json.loads(content("manifest.json"))["body"]
     return StoredState(
-        {a: safetensors.torch.load(content(f"{a}.safetensors")) for a in body["arrays"]},
+        {a: safetensors.torch.load(content(f"{a}.safetensors")) for a, *_ in body["arrays"]},
         {
             p[0]: None if s is None else {name: (kind, text) for name, kind, text in s}
             for p, s in zip(body["parameters"], body["scalars"], strict=True)

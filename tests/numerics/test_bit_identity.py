@@ -25,7 +25,7 @@ NUM_STEPS = 22
 
 def block_elements(monkeypatch: pytest.MonkeyPatch, cut: Cut) -> None:
     if cut.block_elements is not None:
-        monkeypatch.setattr(offload.update, "BLOCK_ELEMENTS", cut.block_elements)
+        monkeypatch.setattr(offload.update, "HOT_ELEMENTS", cut.block_elements)
 
 
 def train_and_compare(pair: Pair) -> None:

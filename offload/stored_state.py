@@ -1,0 +1,134 @@
+"""The state of one hot block as FP32, whatever it is stored as.
+
+The exact format is FP32 already, and is worked on where it lies. Smaller formats are decoded into
+scratch memory that stays in cache, and encoded again when torch's step has run.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from offload import blocks8, codecs
+from offload.formats import BLOCK_ELEMENTS, scale_name
+from offload.layout import Piece
+
+
+class HotBuffers:
+    """Memory for one hot block, by name; made when first asked for."""
+
+    def __init__(self, num_elements: int) -> None:
+        self._num_elements = num_elements
+        self._tensors: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get(self, name: str, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
+        """Return that many elements, with whatever they were left with."""
+        tensor = self._tensors.get((name, dtype))
+        if tensor is None:
+            tensor = torch.empty(self._num_elements, dtype=dtype)
+            self._tensors[name, dtype] = tensor
+        return tensor[:num_elements]
+
+
+class StateCoder:
+    """Decodes and encodes the state arrays other than masters.
+
+    Args:
+        state_dtype: As in `Options`.
+        seed: Of stochastic rounding.
+        step: Number of the step that is being taken: each one rounds differently.
+        buffers: Memory for decoded state.
+    """
+
+    def __init__(self, state_dtype: str, seed: int, step: int, buffers: HotBuffers) -> None:
+        self._state_dtype = state_dtype
+        self._seed = seed
+        self._step = step
+        self._buffers = buffers
+        self._scratch = codecs.Scratch()
+
+    def load(
+        self, name: str, stored: Mapping[str, torch.Tensor], block: Sequence[Piece], *, new: bool
+    ) -> torch.Tensor:
+        """Return an array of a block as flat FP32, to be changed in place and given to `store`.
+
+        Args:
+            name: The array.
+            stored: What is stored of each array for the block.
+            block: The pieces that make it up.
+            new: Whether there is nothing stored yet; the result may then hold anything.
+        """
+        values = stored[name]
+        if self._state_dtype == "float32":
+            return values
+        out = self._buffers.get(name, torch.float32, len(values))
+        if new:
+            return out
+        if self._state_dtype == "bfloat16":
+            out.copy_(values)
+            return out
+        scales = stored[scale_name(name)]
+        for elements, blocks in _spans(block):
+            blocks8.decode_blocks(
+                values[elements],
+                scales[blocks],
+                out[elements],
+                scratch=self._scratch,
+            )
+        return out
+
+    def store(
+        self,
+        name: str,
+        values: torch.Tensor,
+        stored: Mapping[str, torch.Tensor],
+        block: Sequence[Piece],
+        first_element: int,
+    ) -> None:
+        """Write an array of a block back to what is stored of it.
+
+        Args:
+            name: The array.
+            values: What `load` returned.
+            stored: As for `load`.
+            block: As for `load`.
+            first_element: Where the block begins in element space.
+        """
+        if self._state_dtype == "bfloat16":
+            codecs.round_stochastic(
+                values,
+                stored[name],
+                seed=self._seed,
+                stream=zlib.crc32(name.encode()),
+                step=self._step,
+                first_element=first_element,
+                scratch=self._scratch,
+            )
+        elif self._state_dtype == "int8":
+            scales = stored[scale_name(name)]
+            for elements, blocks in _spans(block):
+                blocks8.encode_blocks(
+                    values[elements],
+                    stored[name][elements],
+                    scales[blocks],
+                    scratch=self._scratch,
+                )
+
+
+def _spans(block: Sequence[Piece]) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of elements, and of the blocks of 32 in them, to be encoded in one call.
+
+    Blocks start anew at each parameter, so a call ends where a parameter ends inside a block.
+    """
+    first_element = first_block = element = num_blocks = 0
+    for piece in block:
+        length = piece.stop - piece.start
+        element += length
+        num_blocks += -(-length // BLOCK_ELEMENTS)
+        if length % BLOCK_ELEMENTS:
+            yield slice(first_element, element), slice(first_block, num_blocks)
+            first_element, first_block = element, num_blocks
+    if first_element < element:
+        yield slice(first_element, element), slice(first_block, num_blocks)
