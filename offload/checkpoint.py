@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,8 @@ from offload.digests import DigestContext
 from offload.errors import CheckpointError, CheckpointNotFoundError, StoreBusyError
 from offload.layout import array_file_name
 from offload.manifest import MANIFEST_NAME, MODEL_BLOCK_BYTES, Manifest
-from offload.reading import checkpoint_paths, find_checkpoint, read_manifest
+from offload.parts import part_sizes
+from offload.reading import checkpoint_paths, find_checkpoint, part_paths, read_manifest
 from offload.slot import LOCK_NAME, MODEL_NAME, TRAIN_STATE_NAME
 from offload.tensorfile import TensorEntry, TensorFileError
 from offload.train_state import MAX_CAPACITY_BYTES, unpack
@@ -84,6 +85,7 @@ class Checkpoint:
         backend: Backend,
         path: str,
         manifest: Manifest,
+        parts: Sequence[str] | None = None,
         *,
         lock: Lock | None = None,
         owns_backend: bool = False,
@@ -92,6 +94,7 @@ class Checkpoint:
         self._lock = lock
         self._owns_backend = owns_backend
         self._train_state: object = _UNREAD
+        self._part_directories = parts
         self.manifest = manifest
         self.path = path
 
@@ -137,12 +140,20 @@ class Checkpoint:
         return {name: layout.array_bytes(name) for name in layout.array_names}
 
     @property
+    def parts(self) -> list[str]:
+        """Directories that hold the rest of the state, for a store on several drives."""
+        return part_paths(self.manifest, self._part_directories, self.path)
+
+    @property
     def files(self) -> dict[str, int]:
-        """Size in bytes of each file, by name."""
+        """Size in bytes of each file, by name; of those in `parts`, by path."""
         sizes = dict(self.manifest.layout.file_sizes())
         for name in (TRAIN_STATE_NAME, MANIFEST_NAME):
             stat = self._backend.stat(f"{self.path}/{name}")
             sizes[name] = stat.size_bytes if stat else 0
+        for drive, part in enumerate(self.parts, 1):
+            for name, nbytes in part_sizes(self.manifest.layout, drive).items():
+                sizes[f"{part}/{name}"] = nbytes
         return sizes
 
     @property
@@ -188,7 +199,8 @@ class Checkpoint:
         problems: list[str] = []
         try:
             # Again, since it may have been damaged after opening.
-            if read_manifest(self._backend, self.path) != self.manifest:
+            found = read_manifest(self._backend, self.path, self._part_directories)
+            if found != self.manifest:
                 problems.append(f"{self.path}/{MANIFEST_NAME}: replaced since it was opened")
             _ = self.train_state
         except (CheckpointError, StorageError) as error:
@@ -200,18 +212,20 @@ class Checkpoint:
         for block, expected in enumerate(self.manifest.model_digests):
             start = block * MODEL_BLOCK_BYTES
             nbytes = min(MODEL_BLOCK_BYTES, data_bytes - start)
-            ranges.append((MODEL_NAME, "model", block, data_start + start, nbytes, expected))
+            path = f"{self.path}/{MODEL_NAME}"
+            ranges.append((path, "model", block, data_start + start, nbytes, expected))
+        places = [self.path, *self.parts]
         for name, digests in self.manifest.digests.items():
             for chunk, digest in enumerate(digests):
                 offset, nbytes = layout.byte_range(name, chunk)
                 if digest is not None and nbytes:
-                    ranges.append((array_file_name(name), name, chunk, offset, nbytes, digest))
+                    path = f"{places[layout.drives[chunk]]}/{array_file_name(name)}"
+                    ranges.append((path, name, chunk, offset, nbytes, digest))
         total = sum(nbytes for *_, nbytes, _ in ranges)
         largest = max((nbytes for *_, nbytes, _ in ranges), default=0)
         buffer = self._backend.allocate(largest + ALIGNMENT)
         checked = 0
-        for file_name, array, chunk, offset, nbytes, expected in ranges:
-            path = f"{self.path}/{file_name}"
+        for path, array, chunk, offset, nbytes, expected in ranges:
             target = buffer.slice(offset % ALIGNMENT, nbytes)
             try:
                 file = self._backend.open(path)
@@ -222,11 +236,11 @@ class Checkpoint:
             except StorageError as error:
                 problems.append(str(error))
             else:
-                found = context.digest(array, chunk, target.memoryview())
-                if found != expected:
+                digest = context.digest(array, chunk, target.memoryview())
+                if digest != expected:
                     problems.append(
-                        f"{path}: bytes {offset} to {offset + nbytes} are damaged: digest {found}, "
-                        f"expected {expected}"
+                        f"{path}: bytes {offset} to {offset + nbytes} are damaged: "
+                        f"digest {digest}, expected {expected}"
                     )
             checked += nbytes
             if progress is not None:
@@ -256,11 +270,18 @@ class Checkpoint:
         return f"Checkpoint(step={self.step}, path={self.path!r})"
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, backend: Backend | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    parts: Sequence[str | os.PathLike[str]] | None = None,
+    backend: Backend | None = None,
+) -> Checkpoint:
     """Open a checkpoint for reading, safely beside a process that is training.
 
     Args:
         path: A checkpoint directory, or a store, which means its newest usable checkpoint.
+        parts: For a store on several drives that are no longer where they were: their
+            directories, all but the first, in the store's order.
         backend: Where it is; the local file system by default.
 
     Raises:
@@ -269,11 +290,25 @@ def open_checkpoint(path: str | os.PathLike[str], *, backend: Backend | None = N
         StoreBusyError: It is being recycled at this moment; open the store's newest instead.
         gds.StorageError: It cannot be read.
     """
+    given = None if parts is None else [os.fspath(directory) for directory in parts]
+    return _open(os.fspath(path), given, backend, need_parts=True)
+
+
+def open_for_parameters(
+    path: str | os.PathLike[str], *, backend: Backend | None = None
+) -> Checkpoint:
+    """Open a checkpoint as `open_checkpoint` does, but look at the first drive only."""
+    return _open(os.fspath(path), None, backend, need_parts=False)
+
+
+def _open(
+    path: str, parts: Sequence[str] | None, backend: Backend | None, *, need_parts: bool
+) -> Checkpoint:
     owns_backend = backend is None
     backend = backend or PosixBackend()
     lock = None
     try:
-        found = find_checkpoint(backend, os.fspath(path))
+        found = find_checkpoint(backend, path, parts, need_parts=need_parts)
         before = backend.stat(found)
         try:
             lock = backend.lock(found, shared=True)
@@ -287,20 +322,28 @@ def open_checkpoint(path: str | os.PathLike[str], *, backend: Backend | None = N
             raise StoreBusyError(
                 errno.EAGAIN, "this checkpoint has just been recycled; open a newer one", found
             )
-        manifest = read_manifest(backend, found)
+        manifest = read_manifest(backend, found, parts, need_parts=need_parts)
     except BaseException:
         if lock is not None:
             lock.release()
         if owns_backend:
             backend.close()
         raise
-    return Checkpoint(backend, found, manifest, lock=lock, owns_backend=owns_backend)
+    return Checkpoint(backend, found, manifest, parts, lock=lock, owns_backend=owns_backend)
 
 
 def list_checkpoints(
-    store: str | os.PathLike[str], *, backend: Backend | None = None
+    store: str | os.PathLike[str],
+    *,
+    parts: Sequence[str | os.PathLike[str]] | None = None,
+    backend: Backend | None = None,
 ) -> list[CheckpointInfo]:
     """Describe every directory of a store that is named like a checkpoint, oldest step first.
+
+    Args:
+        store: The directory; the first one, if there are several.
+        parts: As for `open_checkpoint`.
+        backend: Where it is; the local file system by default.
 
     Raises:
         CheckpointNotFoundError: There is nothing at `store`.
@@ -310,6 +353,7 @@ def list_checkpoints(
     owns_backend = backend is None
     backend = backend or PosixBackend()
     directory = os.path.abspath(os.fspath(store))
+    given = None if parts is None else [os.fspath(part) for part in parts]
     try:
         stat = backend.stat(directory)
         if stat is None:
@@ -326,7 +370,7 @@ def list_checkpoints(
             raise CheckpointError(
                 f"{directory}: not a store: it has neither a {LOCK_NAME} file nor a checkpoint"
             )
-        return [_describe(backend, path) for path in paths]
+        return [_describe(backend, path, given) for path in paths]
     finally:
         if owns_backend:
             backend.close()
@@ -341,13 +385,13 @@ def train_state_header(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def _describe(backend: Backend, path: str) -> CheckpointInfo:
+def _describe(backend: Backend, path: str, parts: Sequence[str] | None) -> CheckpointInfo:
     step = int(os.path.basename(path)[5:])
     try:
-        manifest = read_manifest(backend, path)
+        manifest = read_manifest(backend, path, parts)
     except (CheckpointError, StorageError) as error:
         return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0)
-    sizes = [backend.stat(f"{path}/{name}") for name in backend.list_dir(path)]
+    files = Checkpoint(backend, path, manifest, parts).files
     return CheckpointInfo(
         path,
         manifest.step,
@@ -356,5 +400,5 @@ def _describe(backend: Backend, path: str) -> CheckpointInfo:
         True,
         "",
         manifest.layout.num_elements,
-        sum(stat.size_bytes for stat in sizes if stat),
+        sum(files.values()),
     )

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from gds import Backend, PosixBackend
 from offload.checkpoint import Checkpoint, train_state_header
+from offload.drives import check_shares, make_backends, measured_shares, total_counters
 from offload.errors import (
     BrokenOptimizerError,
     NotRestoredError,
@@ -55,7 +55,7 @@ class Engine:
 
     Args:
         rule: Runs the wrapped optimizer's step.
-        directory: The store.
+        directories: The store: one on each drive.
         model: Gives names, buffers and frozen parameters; None for parameters only.
         keep: Checkpoints to keep.
         fresh: Whether to start over although the store has checkpoints.
@@ -65,7 +65,7 @@ class Engine:
     def __init__(
         self,
         rule: UpdateRule,
-        directory: str,
+        directories: Sequence[str],
         *,
         model: torch.nn.Module | None,
         keep: int,
@@ -75,23 +75,33 @@ class Engine:
         self._rule = rule
         self._options = options
         self._table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
+        check_shares(options.shares, directories)
         self._owns_backend = options.backend is None
-        self._backend: Backend = options.backend or PosixBackend(direct=options.direct)
+        self._backends = make_backends(
+            len(directories), given=options.backend, direct=options.direct
+        )
+        self._backend = self._backends[0]
         self._pid = os.getpid()
         self._closed = False
         try:
             self.store = Store(
                 self._backend,
-                directory,
+                directories[0],
+                list(zip(self._backends, directories, strict=True))[1:],
                 keep=keep,
                 fresh=fresh,
                 train_state_bytes=options.train_state_bytes,
                 reader_timeout_s=options.reader_timeout_s,
                 allow_volatile=options.allow_volatile,
             )
+            newest = self.store.newest
+            self._table.shares = (
+                newest.manifest.layout.shares
+                if newest
+                else options.shares or measured_shares(directories)
+            )
         except BaseException:
-            if self._owns_backend:
-                self._backend.close()
+            self._close_backends()
             raise
         self._decided = fresh or not (self.store.checkpoints or self.store.refused)
         self._broken = ""
@@ -196,7 +206,9 @@ class Engine:
             found, groups, self._table.model, self._rule, self._table.state_format
         )
         started = time.perf_counter()
-        checkpoint = Checkpoint(self._backend, found.path, found.manifest)
+        checkpoint = Checkpoint(
+            self._backend, found.path, found.manifest, self.store.other_directories
+        )
         _ = checkpoint.train_state  # read and checked before anything is changed
         self._broken = f"restoring {found.path} failed half way"
         self._forget()
@@ -221,7 +233,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Return the totals so far."""
-        counters, meter, ring = self._backend.counters(), self._meter, self._streamer
+        counters, meter, ring = total_counters(self._backends), self._meter, self._streamer
         totals = {field.name: getattr(meter, field.name) for field in fields(meter)}
         if ring is not None:
             totals["wait_read_s"] += ring.wait_read_s
@@ -263,8 +275,12 @@ class Engine:
                 if slot is not None:
                     slot.close()
             self.store.close()
-            if self._owns_backend:
-                self._backend.close()
+            self._close_backends()
+
+    def _close_backends(self) -> None:
+        if self._owns_backend:
+            for backend in self._backends:
+                backend.close()
 
     def _stream(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> None:
         """Read, update and write every chunk that needs it; all of them if the state moves."""
