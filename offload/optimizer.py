@@ -75,8 +75,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._running = ""
         rule = UpdateRule(optimizer_class, hyper)
         super().__init__(params, dict(rule.defaults))
-        for group in self.param_groups:
-            rule.rule(group)  # refuses what cannot be streamed before a directory is made
+        for group in self.param_groups:  # refuse what cannot be streamed before making a directory
+            options.state_format.stored_arrays("F32", rule.rule(group).arrays)
         engine = Engine(
             rule, os.fspath(directory), model=model, keep=keep, fresh=fresh, options=options
         )

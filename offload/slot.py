@@ -68,7 +68,7 @@ class Slot:
         self.unchecked = False
         self.digests = {name: [None] * self.layout.num_chunks for name in self.layout.array_names}
 
-    def array(self, name: str, chunk: int) -> File:
+    def array(self, name: str, chunk: int) -> File:  # noqa: ARG002  (one drive)
         """Return the file that holds a chunk of a state array."""
         return self._files[array_file_name(name)]
 

@@ -177,8 +177,9 @@ class Streamer:
                 continue
             found = source.context.digest(name, frame.chunk, buffer.memoryview())
             if found != expected:
+                path = source.array(name, frame.chunk).path
                 raise CheckpointError(
-                    f"{source.array(name, frame.chunk).path}: bytes {offset} to {offset + buffer.nbytes} are "
+                    f"{path}: bytes {offset} to {offset + buffer.nbytes} are "
                     f"damaged: their digest is {found}, expected {expected}. Go back to an older "
                     "checkpoint: restore(<step>, discard_newer=True)."
                 )

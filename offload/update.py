@@ -126,8 +126,8 @@ class ChunkUpdater:
         Args:
             chunk: Its index.
             arrays: Tensors with just the chunk's range of each state array, in the dtype that it
-                is stored in, updated in place. Ranges of parameters that have no state yet may hold anything; they are
-                initialised.
+                is stored in, updated in place. Ranges of parameters that have no state yet may
+                hold anything; they are initialised.
         """
         layout = self._layout
         origin = layout.chunk_range(chunk)[0]
