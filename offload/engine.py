@@ -45,6 +45,7 @@ from offload.streamer import Streamer
 from offload.table import ParameterTable
 from offload.train_state import encode, pack_encoded
 from offload.update import ChunkUpdater
+from offload.update_pool import UpdatePool
 
 Groups = Sequence[dict[str, Any]]
 """``param_groups`` of the optimizer, passed anew to each call: libraries replace the dicts."""
@@ -73,6 +74,7 @@ class Engine:
         options: Options,
     ) -> None:
         self._rule = rule
+        self._pool = UpdatePool(rule)
         self._options = options
         self._table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
         self._owns_backend = options.backend is None
@@ -262,6 +264,7 @@ class Engine:
             for slot in (self._state, self._reserved):
                 if slot is not None:
                     slot.close()
+            self._pool.close()
             self.store.close()
             if self._owns_backend:
                 self._backend.close()
@@ -281,6 +284,7 @@ class Engine:
         layout = self._layout()
         updater = ChunkUpdater(
             self._rule,
+            self._pool,
             layout,
             groups,
             [t.tensor for t in self._table.trainables],

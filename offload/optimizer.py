@@ -20,9 +20,10 @@ from offload.options import Options
 from offload.rules import UpdateRule
 from offload.seal import SEAL_THREAD, SealHandle
 from offload.stats import Stats
+from offload.update_pool import UPDATE_THREAD
 
 _REFERENCE_FORMAT = "offload-reference-1"
-_OWN_THREADS = (SEAL_THREAD, "gds-")
+_OWN_THREADS = (SEAL_THREAD, UPDATE_THREAD, "gds-")
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
