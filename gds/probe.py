@@ -126,6 +126,15 @@ def required_alignment(fd: int) -> tuple[int, int] | None:
     return ALIGNMENT, ALIGNMENT
 
 
+def size_bytes(path: str) -> int:
+    """Return the size of the file system that holds an existing path; 0 if that is not known."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return 0
+    return found.f_frsize * found.f_blocks
+
+
 def direct_io(directory: str) -> DirectIO:
     """Write and read back a small file in `directory` with O_DIRECT, and say how that went.
 

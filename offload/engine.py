@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from gds import Backend, PosixBackend
+from gds import Backend, PosixBackend, probe
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.errors import (
     BrokenOptimizerError,
@@ -43,6 +43,7 @@ from offload.stats import Meter, Stats
 from offload.store import Store
 from offload.streamer import Streamer
 from offload.table import ParameterTable
+from offload.trace import Trace, TracedBackend
 from offload.train_state import encode, pack_encoded
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
@@ -78,7 +79,10 @@ class Engine:
         self._options = options
         self._table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
         self._owns_backend = options.backend is None
+        self._meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
         self._backend: Backend = options.backend or PosixBackend(direct=options.direct)
+        if self._meter.trace is not None:
+            self._backend = TracedBackend(self._backend, self._meter.trace)
         self._pid = os.getpid()
         self._closed = False
         try:
@@ -107,7 +111,6 @@ class Engine:
         self._streamer: Streamer | None = None
         self._blocks: BlockBuffers | None = None
         self._seal: Seal | None = None
-        self._meter = Meter()
 
     def require_space(self, groups: Groups) -> None:
         """Check names, parameters, rules and free space; touches nothing.
@@ -224,10 +227,7 @@ class Engine:
     def stats(self) -> Stats:
         """Return the totals so far."""
         counters, meter, ring = self._backend.counters(), self._meter, self._streamer
-        totals = {field.name: getattr(meter, field.name) for field in fields(meter)}
-        if ring is not None:
-            totals["wait_read_s"] += ring.wait_read_s
-            totals["wait_write_s"] += ring.wait_write_s
+        totals = {f.name: getattr(meter, f.name) for f in fields(meter) if f.name != "trace"}
         if self._seal is not None:
             totals["wait_seal_s"] += self._seal.wait_s
         layout = self._table.layout
@@ -241,6 +241,10 @@ class Engine:
             ring_bytes=ring.ring_bytes if ring else 0,
             resident_bytes=ring.resident_bytes if ring else 0,
             state_bytes=layout.state_bytes if layout else 0,
+            drive_read_gbps=0.0,
+            drive_write_gbps=0.0,
+            drive_mixed_gbps=0.0,
+            drive_bytes=probe.size_bytes(self.store.directory),
         )
 
     def close(self) -> None:
@@ -268,6 +272,8 @@ class Engine:
             self.store.close()
             if self._owns_backend:
                 self._backend.close()
+            if self._meter.trace is not None:
+                self._meter.trace.write()
 
     def _stream(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> None:
         """Read, update and write every chunk that needs it; all of them if the state moves."""
@@ -404,8 +410,6 @@ class Engine:
         if self._streamer is not None:
             self._streamer.synchronize()
             self._streamer.reset()
-            self._meter.wait_read_s += self._streamer.wait_read_s
-            self._meter.wait_write_s += self._streamer.wait_write_s
         self._streamer = self._blocks = None
 
     def _ring(self) -> Streamer:
@@ -414,7 +418,8 @@ class Engine:
                 self._backend,
                 self._layout(),
                 self._options.ring_chunks,
-                self._options.host_memory_bytes,
+                self._meter,
+                host_memory_bytes=self._options.host_memory_bytes,
             )
         return self._streamer
 
