@@ -1,33 +1,32 @@
-"""8-bit moments: one byte per element, and one bfloat16 scale per 32 of them.
+"""8-bit moments: one byte per element, and one bfloat16 scale per block of 32.
 
-The companded block formats of "FlashOptim: Optimizers for Memory Efficient Training" (Databricks,
-the flashoptim repository), with two differences: scales are bfloat16, because second moments are
-often below 6e-8, where FP16 has little or nothing; and a second moment that is not zero never
-decodes to zero. As in `offload.codecs`, everything is correctly rounded element by element, and the
-largest of 32 is exact: the bytes do not depend on threads, nor on where a tensor is cut, if cuts
-are multiples of 32 from its start.
+The companded formats of "FlashOptim: Optimizers for Memory Efficient Training" (Databricks, the
+flashoptim repository), with two differences: scales are bfloat16, because second moments are often
+far below what FP16 can hold; and a second moment that is not zero never becomes zero. Every
+operation is correctly rounded, element by element, or the maximum of a block: the bytes depend
+neither on threads nor on where a tensor is cut, as long as cuts are multiples of 32 from its start.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 
-from offload.codecs import Scratch
-
-BLOCK = 32
-"""Elements that share a scale; the last block of a tensor may be shorter."""
+from offload.formats import BLOCK_ELEMENTS
+from offload.scratch import Scratch, constant
 
 TOO_LARGE = 2.0**120
 """A signed moment of this magnitude is treated like an infinity: 254 times it may be one."""
 
-_SMALLEST = 2.0**-149
-
-
-def num_blocks(num_elements: int) -> int:
-    """Return the number of scales of that many elements."""
-    return -(-num_elements // BLOCK)
+_TO_SCALE = constant(0x7FFD)
+_DOUBLE_LARGEST_CODE = constant(254, torch.uint8)
+_ONE_255TH = constant(1 / 255, torch.float32)  # 255 times it is 1.0
+_ONE = constant(1)
+_ONE_BYTE = constant(1, torch.uint8)
+_TINY = constant(2.0**-149, torch.float32)
+_TINY_ROOT = constant(2.0**-100, torch.float32)
 
 
 def encode_blocks(
@@ -43,18 +42,18 @@ def encode_blocks(
       large makes a small one.
 
     Zeros stay zeros. A block with a NaN, an infinity, a magnitude of `TOO_LARGE` (int8) or a
-    negative value (uint8) gets a NaN for a scale, and decodes to NaN. Signed values below 2e-3 of
-    their block's largest, and those of a block that has nothing above 2e-41, may become zeros.
+    negative value (uint8) gets a NaN for a scale, and decodes to NaN. Signed values below 1/500 of
+    their block's largest, or below 2e-43, may become zeros; second moments above 3.37e38, infinite.
 
     Args:
         values: FP32, shape (n,); unchanged.
         codes: int8 or uint8, which chooses; shape (n,); overwritten.
-        scales: bfloat16, shape (`num_blocks` (n),); overwritten.
+        scales: bfloat16, shape (ceil(n / 32),); overwritten.
         scratch: To work in.
     """
     encode = _encode_signed if codes.dtype == torch.int8 else _encode_unsigned
-    for rows, cut, row_cut in _rows(values.numel()):
-        encode(values[cut].view(rows), codes[cut].view(rows), scales[row_cut], scratch)
+    for shape, (v, c, s) in _rows(values, codes, scales):
+        encode(v, c, s, shape, scratch)
 
 
 def decode_blocks(
@@ -68,84 +67,129 @@ def decode_blocks(
 
     Encoding the result again gives the same bytes for int8, if the scale is a normal number. For
     uint8 it does where a block has the code 255; elsewhere the scale may go down to the next
-    bfloat16 once, and codes change with it, values by less than they did in the first encoding.
+    bfloat16, once, and codes change with it.
 
     Args:
         codes: int8 or uint8, which chooses; shape (n,).
-        scales: bfloat16, shape (`num_blocks` (n),).
+        scales: bfloat16, shape (ceil(n / 32),).
         out: FP32, shape (n,); overwritten.
         scratch: To work in.
     """
     decode = _decode_signed if codes.dtype == torch.int8 else _decode_unsigned
-    for rows, cut, row_cut in _rows(codes.numel()):
-        decode(codes[cut].view(rows), scales[row_cut], out[cut].view(rows), scratch)
+    for shape, (v, c, s) in _rows(out, codes, scales):
+        decode(c, s.float().unsqueeze_(1), v, shape, scratch)
 
 
-def _rows(num_elements: int) -> list[tuple[tuple[int, int], slice, slice]]:
-    """Return shape, elements and scales of the whole blocks, and of the short one after them."""
-    num_whole, rest = divmod(num_elements, BLOCK)
-    whole = ((num_whole, BLOCK), slice(num_whole * BLOCK), slice(num_whole))
-    short = ((1, rest), slice(num_whole * BLOCK, None), slice(num_whole, None))
-    return [whole] * bool(num_whole) + [short] * bool(rest)
+_Shape = tuple[int, int]
+_Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _rows(
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> Iterator[tuple[_Shape, _Rows]]:
+    """Yield the whole blocks as rows, with their scales, and the short one after them."""
+    num_whole, rest = divmod(values.numel(), BLOCK_ELEMENTS)
+    end = values.numel() - rest
+    if num_whole:
+        shape = (num_whole, BLOCK_ELEMENTS)
+        if rest:
+            yield shape, (values[:end].view(shape), codes[:end].view(shape), scales[:num_whole])
+        else:
+            yield shape, (values.view(shape), codes.view(shape), scales)
+    if rest:
+        shape = (1, rest)
+        yield shape, (values[end:].view(shape), codes[end:].view(shape), scales[num_whole:])
 
 
 def _encode_signed(
-    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, scratch: Scratch
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    shape: _Shape,
+    scratch: Scratch,
 ) -> None:
-    num = values.numel()
-    work = scratch.float32("a", num).view(values.shape)
+    work = scratch.view("a", torch.float32, shape)
+    bits = scratch.view("a", torch.int32, shape)
     torch.abs(values, out=work)
-    # Compared as integers, in which NaN is above infinity: twice as fast as floats.
-    largest = torch.amax(work.view(torch.int32), 1).view(torch.float32)
-    # 127 f(v / s) = 254 v / (s + |v|). The sum rounds it, far faster than torch.round and a
-    # conversion from float would; what then remains is to narrow integers to their low byte.
-    work.add_(_round_scales(largest, scales))
-    torch.addcdiv(scratch.rounders(num).view(values.shape), values, work, value=254, out=work)
-    codes.copy_(work.view(torch.int32))
-
-
-def _encode_unsigned(
-    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, scratch: Scratch
-) -> None:
-    num = values.numel()
-    roots = scratch.float32("a", num).view(values.shape)
-    work = scratch.float32("b", num).view(values.shape)
-    torch.sqrt(values, out=roots)
-    # Compared as floats: the NaN that is the root of a negative value may be a negative integer.
-    divisors = _round_scales(torch.amax(roots, 1), scales)
-    torch.addcdiv(scratch.rounders(num).view(values.shape), roots, divisors, value=255, out=work)
-    codes.copy_(work.view(torch.int32))
-    if not codes.amin():
-        # 0 for zeros, 1 for what is larger: positive floats are ordered as integers are.
-        present = scratch.bytes("b", num).view(values.shape)
-        present.copy_(roots.view(torch.int32).clamp_max_(1))
-        torch.maximum(codes, present, out=codes)
-
-
-def _round_scales(largest: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Round up to bfloat16 in `scales`; return them as a column to divide by, without zeros."""
-    if not largest.amax().item() < TOO_LARGE:
-        largest = torch.where(largest < TOO_LARGE, largest, math.nan)
-    bits = largest.view(torch.int32)
-    scales.view(torch.int16).copy_(bits.add_(0xFFFF).bitwise_right_shift_(16))
-    return largest.copy_(scales).clamp_min_(_SMALLEST).unsqueeze(1)
+    # 127 f(v / s) = 254 v / (s + |v|). Adding the rounder and taking low bytes is far faster than
+    # torch.round and a conversion from float.
+    work.add_(_round_scales(_largest(bits), scales).clamp_min_(_TINY))  # no 0 / 0
+    torch.addcdiv(scratch.rounders(shape), values, work, value=254, out=work)
+    codes.copy_(bits)
 
 
 def _decode_signed(
-    codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, scratch: Scratch
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    shape: _Shape,
+    scratch: Scratch,
 ) -> None:
-    # The inverse of f, times s: s c / (254 - |c|).
-    magnitudes = scratch.bytes("b", codes.numel()).view(codes.shape)
-    torch.abs(codes, out=magnitudes.view(torch.int8))
-    magnitudes.neg_().add_(254)  # modulo 256
-    divisors = scratch.float32("a", codes.numel()).view(codes.shape)
-    divisors.copy_(magnitudes)
-    out.copy_(codes).div_(divisors).mul_(scales.float().unsqueeze(1))
+    # The inverse of f, times s, is s c / (254 - |c|).
+    divisors = scratch.view("a", torch.float32, shape)
+    small = scratch.view("b", torch.uint8, shape)
+    torch.abs(codes, out=scratch.view("b", torch.int8, shape))
+    torch.sub(_DOUBLE_LARGEST_CODE, small, out=small)
+    divisors.copy_(small)
+    out.copy_(codes).div_(divisors).mul_(scales)
+
+
+def _encode_unsigned(
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    shape: _Shape,
+    scratch: Scratch,
+) -> None:
+    # Positive floats are ordered as integers are; whatever has a sign bit is below.
+    value_bits = values.view(torch.int32)
+    smallest = value_bits.amin().item()
+    if smallest < 0:
+        values = torch.where(values >= 0, values.abs(), math.nan)
+        value_bits, smallest = values.view(torch.int32), 0
+    work = scratch.view("a", torch.float32, shape)
+    bits = scratch.view("a", torch.int32, shape)
+    largest = _largest(value_bits).rsqrt_().reciprocal_()
+    # 1 / sqrt(v): torch's sqrt is slow, very slow for zeros, and not correctly rounded everywhere.
+    torch.rsqrt(values, out=work)
+    factors = _round_scales(largest, scales).clamp_min_(_TINY_ROOT).reciprocal_()  # no inf / inf
+    torch.addcdiv(scratch.rounders(shape), factors, work, value=255, out=work)
+    codes.copy_(bits)
+    if smallest > 0:
+        codes.clamp_min_(_ONE_BYTE)
+        return
+    present = scratch.view("b", torch.uint8, shape)
+    torch.minimum(value_bits, _ONE, out=bits)
+    present.copy_(bits)
+    torch.maximum(codes, present, out=codes)
 
 
 def _decode_unsigned(
-    codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, scratch: Scratch
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    shape: _Shape,  # noqa: ARG001
+    scratch: Scratch,  # noqa: ARG001
 ) -> None:
-    # Divided first, so that 255 decodes to exactly the square of the scale.
-    out.copy_(codes).div_(255).mul_(scales.float().unsqueeze(1))
+    # Fractions first, so that 255 decodes to exactly the square of the scale.
+    out.copy_(codes).mul_(_ONE_255TH).mul_(scales)
     torch.mul(out, out, out=out)
+
+
+def _largest(bits: torch.Tensor) -> torch.Tensor:
+    """Return the largest of each row of values without a sign bit; NaN is larger than infinity."""
+    return torch.amax(bits, 1).view(torch.float32)
+
+
+def _round_scales(largest: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Round up to bfloat16 in `scales`; return those as a column.
+
+    Down from up to 3 units of FP32 above: three roundings may have made a root as much too large,
+    and then the scale must still be the one that it came of.
+    """
+    if not largest.amax().item() < TOO_LARGE:
+        largest = torch.where(largest < TOO_LARGE, largest, math.nan)
+    # Half a bfloat16, less 3, before torch rounds to nearest.
+    largest.view(torch.int32).add_(_TO_SCALE)
+    scales.copy_(largest)
+    return largest.copy_(scales).unsqueeze_(1)

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gds import ALIGNMENT, Backend, LockHeldError, PosixBackend, StorageError
-from offload.digests import DigestContext
+from gds import Backend, LockHeldError, PosixBackend, StorageError
+from offload._verify import verify_tensors
 from offload.errors import CheckpointError, CheckpointNotFoundError, StoreBusyError
-from offload.layout import array_file_name
-from offload.manifest import MANIFEST_NAME, MODEL_BLOCK_BYTES, Manifest
+from offload.manifest import MANIFEST_NAME, Manifest
 from offload.parts import part_sizes
-from offload.reading import checkpoint_paths, find_checkpoint, part_paths, read_manifest
-from offload.slot import LOCK_NAME, MODEL_NAME, TRAIN_STATE_NAME
+from offload.reading import (
+    PartDirectories,
+    checkpoint_paths,
+    find_checkpoint,
+    part_paths,
+    read_manifest,
+)
+from offload.slot import LOCK_NAME, TRAIN_STATE_NAME
 from offload.tensorfile import TensorEntry, TensorFileError
 from offload.train_state import MAX_CAPACITY_BYTES, unpack
 
@@ -85,7 +90,7 @@ class Checkpoint:
         backend: Backend,
         path: str,
         manifest: Manifest,
-        parts: Sequence[str] | None = None,
+        parts: PartDirectories = None,
         *,
         lock: Lock | None = None,
         owns_backend: bool = False,
@@ -152,8 +157,8 @@ class Checkpoint:
             stat = self._backend.stat(f"{self.path}/{name}")
             sizes[name] = stat.size_bytes if stat else 0
         for drive, part in enumerate(self.parts, 1):
-            for name, nbytes in part_sizes(self.manifest.layout, drive).items():
-                sizes[f"{part}/{name}"] = nbytes
+            found = part_sizes(self.manifest.layout, drive)
+            sizes |= {f"{part}/{name}": nbytes for name, nbytes in found.items()}
         return sizes
 
     @property
@@ -195,7 +200,6 @@ class Checkpoint:
         Args:
             progress: Called with the bytes checked so far and the bytes in all.
         """
-        layout = self.manifest.layout
         problems: list[str] = []
         try:
             # Again, since it may have been damaged after opening.
@@ -205,47 +209,10 @@ class Checkpoint:
             _ = self.train_state
         except (CheckpointError, StorageError) as error:
             problems.append(str(error))
-        context = DigestContext(self.manifest.store_id, self.generation)
-        ranges: list[tuple[str, str, int, int, int, str]] = []
-        data_start = layout.model_header.data_start
-        data_bytes = layout.model_header.file_bytes - data_start
-        for block, expected in enumerate(self.manifest.model_digests):
-            start = block * MODEL_BLOCK_BYTES
-            nbytes = min(MODEL_BLOCK_BYTES, data_bytes - start)
-            path = f"{self.path}/{MODEL_NAME}"
-            ranges.append((path, "model", block, data_start + start, nbytes, expected))
-        places = [self.path, *self.parts]
-        for name, digests in self.manifest.digests.items():
-            for chunk, digest in enumerate(digests):
-                offset, nbytes = layout.byte_range(name, chunk)
-                if digest is not None and nbytes:
-                    path = f"{places[layout.drives[chunk]]}/{array_file_name(name)}"
-                    ranges.append((path, name, chunk, offset, nbytes, digest))
-        total = sum(nbytes for *_, nbytes, _ in ranges)
-        largest = max((nbytes for *_, nbytes, _ in ranges), default=0)
-        buffer = self._backend.allocate(largest + ALIGNMENT)
-        checked = 0
-        for path, array, chunk, offset, nbytes, expected in ranges:
-            target = buffer.slice(offset % ALIGNMENT, nbytes)
-            try:
-                file = self._backend.open(path)
-                try:
-                    file.read(target, offset).result()
-                finally:
-                    file.close()
-            except StorageError as error:
-                problems.append(str(error))
-            else:
-                digest = context.digest(array, chunk, target.memoryview())
-                if digest != expected:
-                    problems.append(
-                        f"{path}: bytes {offset} to {offset + nbytes} are damaged: "
-                        f"digest {digest}, expected {expected}"
-                    )
-            checked += nbytes
-            if progress is not None:
-                progress(checked, total)
-        return VerifyReport(tuple(problems), checked)
+        damaged, checked = verify_tensors(
+            self._backend, self.path, self.parts, self.manifest, progress
+        )
+        return VerifyReport((*problems, *damaged), checked)
 
     def close(self) -> None:
         """Let the training process recycle this checkpoint again. Idempotent."""
@@ -273,7 +240,7 @@ class Checkpoint:
 def open_checkpoint(
     path: str | os.PathLike[str],
     *,
-    parts: Sequence[str | os.PathLike[str]] | None = None,
+    parts: PartDirectories = None,
     backend: Backend | None = None,
 ) -> Checkpoint:
     """Open a checkpoint for reading, safely beside a process that is training.
@@ -290,8 +257,7 @@ def open_checkpoint(
         StoreBusyError: It is being recycled at this moment; open the store's newest instead.
         gds.StorageError: It cannot be read.
     """
-    given = None if parts is None else [os.fspath(directory) for directory in parts]
-    return _open(os.fspath(path), given, backend, need_parts=True)
+    return _open(os.fspath(path), parts, backend, need_parts=True)
 
 
 def open_for_parameters(
@@ -302,7 +268,7 @@ def open_for_parameters(
 
 
 def _open(
-    path: str, parts: Sequence[str] | None, backend: Backend | None, *, need_parts: bool
+    path: str, parts: PartDirectories, backend: Backend | None, *, need_parts: bool
 ) -> Checkpoint:
     owns_backend = backend is None
     backend = backend or PosixBackend()
@@ -335,7 +301,7 @@ def _open(
 def list_checkpoints(
     store: str | os.PathLike[str],
     *,
-    parts: Sequence[str | os.PathLike[str]] | None = None,
+    parts: PartDirectories = None,
     backend: Backend | None = None,
 ) -> list[CheckpointInfo]:
     """Describe every directory of a store that is named like a checkpoint, oldest step first.
@@ -353,7 +319,6 @@ def list_checkpoints(
     owns_backend = backend is None
     backend = backend or PosixBackend()
     directory = os.path.abspath(os.fspath(store))
-    given = None if parts is None else [os.fspath(part) for part in parts]
     try:
         stat = backend.stat(directory)
         if stat is None:
@@ -370,7 +335,7 @@ def list_checkpoints(
             raise CheckpointError(
                 f"{directory}: not a store: it has neither a {LOCK_NAME} file nor a checkpoint"
             )
-        return [_describe(backend, path, given) for path in paths]
+        return [_describe(backend, path, parts) for path in paths]
     finally:
         if owns_backend:
             backend.close()
@@ -385,7 +350,7 @@ def train_state_header(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def _describe(backend: Backend, path: str, parts: Sequence[str] | None) -> CheckpointInfo:
+def _describe(backend: Backend, path: str, parts: PartDirectories) -> CheckpointInfo:
     step = int(os.path.basename(path)[5:])
     try:
         manifest = read_manifest(backend, path, parts)

@@ -6,7 +6,7 @@ where a tensor is cut.
 
 Split masters are those of "FlashOptim: Optimizers for Memory Efficient Training" (Databricks, the
 flashoptim repository) with a 16-bit remainder. Stochastic rounding is that of Zamirai et al.,
-"Revisiting BFloat16 Training" (2020). The 8-bit formats are in `offload.blocks8`.
+"Revisiting BFloat16 Training" (2020). The 8-bit formats, of `offload.blocks8`, are had from here.
 """
 
 from __future__ import annotations
@@ -16,55 +16,28 @@ import math
 
 import torch
 
-ROUNDER = 1.5 * 2.0**23
-"""Adding it rounds a float to an integer, ties to even, and leaves that in the low mantissa bits."""
+from offload.blocks8 import decode_blocks, encode_blocks
+from offload.scratch import Scratch, constant
 
-_LOW_32_BITS = (1 << 32) - 1
+__all__ = [
+    "Scratch",
+    "decode_blocks",
+    "encode_blocks",
+    "join_master",
+    "round_stochastic",
+    "split_master",
+]
 
 
-class Scratch:
-    """Buffers that the codecs work in, kept between calls and grown when needed.
+def _wrapped(value: int) -> int:
+    """Return the signed 32-bit number with the same low bits."""
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
 
-    Holds at most 14 bytes per element of the largest call. Not for two threads at a time.
-    """
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def int32(self, name: str, num_elements: int) -> torch.Tensor:
-        """Return a named int32 tensor of arbitrary content."""
-        return self._named(name, num_elements)
-
-    def float32(self, name: str, num_elements: int) -> torch.Tensor:
-        """Return the same memory as `int32` of that name as FP32."""
-        return self._named(name, num_elements).view(torch.float32)
-
-    def bytes(self, name: str, num_elements: int) -> torch.Tensor:
-        """Return a named uint8 tensor of arbitrary content, in the memory of `int32`."""
-        return self._named(name, -(-num_elements // 4)).view(torch.uint8)[:num_elements]
-
-    def rounders(self, num_elements: int) -> torch.Tensor:
-        """Return FP32 constants: a vector is faster than a number where scales are broadcast."""
-        if not self._holds("rounders", num_elements):
-            self._buffers["rounders"] = torch.full(
-                (num_elements,), ROUNDER, dtype=torch.float32, device="cpu"
-            )
-        return self._buffers["rounders"][:num_elements]
-
-    def counter(self, num_elements: int) -> torch.Tensor:
-        """Return 0, 1, 2, ... as int32."""
-        if not self._holds("counter", num_elements):
-            self._buffers["counter"] = torch.arange(num_elements, dtype=torch.int32, device="cpu")
-        return self._buffers["counter"][:num_elements]
-
-    def _named(self, name: str, num_elements: int) -> torch.Tensor:
-        if not self._holds(name, num_elements):
-            self._buffers[name] = torch.empty(num_elements, dtype=torch.int32, device="cpu")
-        return self._buffers[name][:num_elements]
-
-    def _holds(self, name: str, num_elements: int) -> bool:
-        buffer = self._buffers.get(name)
-        return buffer is not None and buffer.numel() >= num_elements
+_HALF, _FIFTEEN, _SIXTEEN = constant(0x8000), constant(15), constant(16)
+_LOW_16, _LOW_17 = constant((1 << 16) - 1), constant((1 << 17) - 1)
+_GOLDEN_RATIO = _wrapped(0x9E3779B9)
+_MULTIPLIER = constant(_wrapped(0x846CA68B))
 
 
 def split_master(
@@ -86,9 +59,9 @@ def split_master(
     if not master.numel():
         return
     bits = _without_odd_nans(master).view(torch.int32)
-    rounded = scratch.int32("a", master.numel())
-    torch.add(bits, 0x8000, out=rounded)
-    live.view(torch.int16).copy_(rounded.bitwise_right_shift_(16))
+    rounded = scratch.view("a", torch.int32, bits.shape)
+    torch.add(bits, _HALF, out=rounded)
+    live.view(torch.int16).copy_(rounded.bitwise_right_shift_(_SIXTEEN))
     low.copy_(bits)
 
 
@@ -112,12 +85,12 @@ def join_master(
     """
     if not out.numel():
         return
-    remainder = scratch.int32("a", out.numel())
+    remainder = scratch.view("a", torch.int32, out.shape)
     remainder.copy_(low)  # extends the sign
     out.copy_(live)
     out.view(torch.int32).add_(remainder)
     if _has_nan(out):
-        out.copy_(torch.where(live.isnan() | ~out.isnan(), out, live.float()))
+        out.copy_(torch.where(out.isnan(), live.float(), out))
 
 
 def round_stochastic(
@@ -157,9 +130,9 @@ def round_stochastic(
         random = _hash(pair, num_pairs, key, scratch).view(torch.uint16)[element & 1 :][:num]
 
         bits = _without_odd_nans(values[done : done + num]).view(torch.int32)
-        sums = scratch.int32("a", num)
+        sums = scratch.view("a", torch.int32, (num,))
         sums.copy_(random)
-        sums.add_(bits).bitwise_right_shift_(16)
+        sums.add_(bits).bitwise_right_shift_(_SIXTEEN)
         out[done : done + num].view(torch.int16).copy_(sums)
         done += num
 
@@ -167,29 +140,26 @@ def round_stochastic(
 def _hash(first: int, num: int, key: bytes, scratch: Scratch) -> torch.Tensor:
     """Return 32 random bits for each of `num` indexes, as int32.
 
-    This is lowbias32 (C. Wellons, hash-prospector) with one half of the key added before it and
-    the other half inside, lest two keys give the same numbers in another order.
+    This is lowbias32 (C. Wellons, hash-prospector) of a Weyl sequence: indexes times the golden
+    ratio. Of plain indexes it gives numbers whose differences are far from uniform. Half of the key
+    is added before, half inside, lest two keys give the same numbers in another order.
     """
     before, inside = (int.from_bytes(key[i : i + 4], "little", signed=True) for i in (0, 4))
-    x, shifted = scratch.int32("b", num), scratch.int32("a", num)
+    x, shifted = (scratch.view(name, torch.int32, (num,)) for name in "ba")
 
-    def xor_shift(bits: int) -> None:
+    def xor_shift(bits: torch.Tensor, mask: torch.Tensor) -> None:
         # int32 shifts copy the sign; torch has no shifts of uint32
         torch.bitwise_right_shift(x, bits, out=shifted)
-        x.bitwise_xor_(shifted.bitwise_and_(_LOW_32_BITS >> bits))
+        x.bitwise_xor_(shifted.bitwise_and_(mask))
 
-    torch.add(scratch.counter(num), _wrapped(first + before), out=x)
-    xor_shift(16)
-    torch.add(torch.tensor(inside, dtype=torch.int32, device="cpu"), x, alpha=0x7FEB352D, out=x)
-    xor_shift(15)
-    x.mul_(_wrapped(0x846CA68B))
-    xor_shift(16)
+    start = constant(_wrapped(first * _GOLDEN_RATIO + before))
+    torch.add(start, scratch.counter(num), alpha=_GOLDEN_RATIO, out=x)
+    xor_shift(_SIXTEEN, _LOW_16)
+    torch.add(constant(inside), x, alpha=0x7FEB352D, out=x)
+    xor_shift(_FIFTEEN, _LOW_17)
+    x.mul_(_MULTIPLIER)
+    xor_shift(_SIXTEEN, _LOW_16)
     return x
-
-
-def _wrapped(value: int) -> int:
-    """Return the signed 32-bit number with the same low bits."""
-    return ((value + (1 << 31)) & _LOW_32_BITS) - (1 << 31)
 
 
 def _without_odd_nans(values: torch.Tensor) -> torch.Tensor:

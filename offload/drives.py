@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from gds import Backend, PosixBackend
 from gds._backend import Counters
+from offload.trace import Trace, TracedBackend
 
 _MAX_SUM = 64
 """Of measured shares: finer ones would say more than a measurement does."""
@@ -38,12 +39,17 @@ def as_directories(directory: Directory | Sequence[Directory]) -> tuple[str, ...
     return paths
 
 
-def make_backends(num: int, *, given: Backend | None, direct: bool | None) -> list[Backend]:
+def make_backends(
+    num: int, *, given: Backend | None, direct: bool | None, trace: Trace | None = None
+) -> list[Backend]:
     """Return a backend for each directory; a given one serves them all.
 
     Each has threads of its own, so that a slow drive does not keep the others waiting.
     """
-    return [given] * num if given else [PosixBackend(direct=direct) for _ in range(num)]
+    made: list[Backend] = [given] if given else [PosixBackend(direct=direct) for _ in range(num)]
+    if trace is not None:
+        made = [TracedBackend(backend, trace) for backend in made]
+    return made * num if given else made
 
 
 def check_shares(shares: Sequence[int] | None, directories: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from gds import probe
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.drives import check_shares, make_backends, measured_shares, total_counters
 from offload.errors import (
@@ -43,8 +44,10 @@ from offload.stats import Meter, Stats
 from offload.store import Store
 from offload.streamer import Streamer
 from offload.table import ParameterTable
+from offload.trace import Trace
 from offload.train_state import encode, pack_encoded
 from offload.update import ChunkUpdater
+from offload.update_pool import UpdatePool
 
 Groups = Sequence[dict[str, Any]]
 """``param_groups`` of the optimizer, passed anew to each call: libraries replace the dicts."""
@@ -73,12 +76,14 @@ class Engine:
         options: Options,
     ) -> None:
         self._rule = rule
+        self._pool = UpdatePool(rule)
         self._options = options
         self._table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
         check_shares(options.shares, directories)
         self._owns_backend = options.backend is None
+        self._meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
         self._backends = make_backends(
-            len(directories), given=options.backend, direct=options.direct
+            len(directories), given=options.backend, direct=options.direct, trace=self._meter.trace
         )
         self._backend = self._backends[0]
         self._pid = os.getpid()
@@ -115,7 +120,6 @@ class Engine:
         self._streamer: Streamer | None = None
         self._blocks: BlockBuffers | None = None
         self._seal: Seal | None = None
-        self._meter = Meter()
 
     def require_space(self, groups: Groups) -> None:
         """Check names, parameters, rules and free space; touches nothing.
@@ -207,7 +211,7 @@ class Engine:
         )
         started = time.perf_counter()
         checkpoint = Checkpoint(
-            self._backend, found.path, found.manifest, self.store.other_directories
+            self._backend, found.path, found.manifest, self.store.directories[1:]
         )
         _ = checkpoint.train_state  # read and checked before anything is changed
         self._broken = f"restoring {found.path} failed half way"
@@ -234,10 +238,7 @@ class Engine:
     def stats(self) -> Stats:
         """Return the totals so far."""
         counters, meter, ring = total_counters(self._backends), self._meter, self._streamer
-        totals = {field.name: getattr(meter, field.name) for field in fields(meter)}
-        if ring is not None:
-            totals["wait_read_s"] += ring.wait_read_s
-            totals["wait_write_s"] += ring.wait_write_s
+        totals = {f.name: getattr(meter, f.name) for f in fields(meter) if f.name != "trace"}
         if self._seal is not None:
             totals["wait_seal_s"] += self._seal.wait_s
         layout = self._table.layout
@@ -251,6 +252,10 @@ class Engine:
             ring_bytes=ring.ring_bytes if ring else 0,
             resident_bytes=ring.resident_bytes if ring else 0,
             state_bytes=layout.state_bytes if layout else 0,
+            drive_read_gbps=0.0,
+            drive_write_gbps=0.0,
+            drive_mixed_gbps=0.0,
+            drive_bytes=sum(map(probe.size_bytes, self.store.directories)),
         )
 
     def close(self) -> None:
@@ -274,8 +279,11 @@ class Engine:
             for slot in (self._state, self._reserved):
                 if slot is not None:
                     slot.close()
+            self._pool.close()
             self.store.close()
             self._close_backends()
+            if self._meter.trace is not None:
+                self._meter.trace.write()
 
     def _close_backends(self) -> None:
         if self._owns_backend:
@@ -297,6 +305,7 @@ class Engine:
         layout = self._layout()
         updater = ChunkUpdater(
             self._rule,
+            self._pool,
             layout,
             groups,
             [t.tensor for t in self._table.trainables],
@@ -416,8 +425,6 @@ class Engine:
         if self._streamer is not None:
             self._streamer.synchronize()
             self._streamer.reset()
-            self._meter.wait_read_s += self._streamer.wait_read_s
-            self._meter.wait_write_s += self._streamer.wait_write_s
         self._streamer = self._blocks = None
 
     def _ring(self) -> Streamer:
@@ -426,7 +433,8 @@ class Engine:
                 self._backend,
                 self._layout(),
                 self._options.ring_chunks,
-                self._options.host_memory_bytes,
+                self._meter,
+                host_memory_bytes=self._options.host_memory_bytes,
             )
         return self._streamer
 

@@ -21,9 +21,10 @@ from offload.options import Options
 from offload.rules import UpdateRule
 from offload.seal import SEAL_THREAD, SealHandle
 from offload.stats import Stats
+from offload.update_pool import UPDATE_THREAD
 
 _REFERENCE_FORMAT = "offload-reference-1"
-_OWN_THREADS = (SEAL_THREAD, "gds-")
+_OWN_THREADS = (SEAL_THREAD, UPDATE_THREAD, "gds-")
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -77,8 +78,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._running = ""
         rule = UpdateRule(optimizer_class, hyper)
         super().__init__(params, dict(rule.defaults))
-        for group in self.param_groups:
-            rule.rule(group)  # refuses what cannot be streamed before a directory is made
+        for group in self.param_groups:  # refuse what cannot be streamed before making a directory
+            options.state_format.stored_arrays("F32", rule.rule(group).arrays)
         engine = Engine(
             rule, as_directories(directory), model=model, keep=keep, fresh=fresh, options=options
         )

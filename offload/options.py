@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import get_args
@@ -63,6 +64,10 @@ class Options:
 
     reader_timeout_s: float = 60.0
     """Seconds to wait, after a warning, for readers to let go of an expired checkpoint."""
+
+    trace: str | os.PathLike[str] | None = None
+    """File to write a Chrome trace to when the optimizer is closed, with lanes for the training
+    thread, updates, reads and writes. Open it in Perfetto."""
 
     backend: Backend | None = None
     """Storage backend to use instead of the built-in choice. The optimizer does not close it."""

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from gds import Backend, StorageError
 from offload.errors import CheckpointError, CheckpointNotFoundError, ManifestError
@@ -15,13 +16,16 @@ from offload.part_file import PART_FILE_BYTES, PART_FILE_NAME, SealedPart, decod
 from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
 from offload.tensorfile import Header, TensorFileError, read_header
 
+PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
+"""Of the drives other than the first, in the store's order; None for those in the manifest."""
+
 _CHECKPOINT = re.compile(r"step-([0-9]{1,19})")
 
 
 def read_manifest(
     backend: Backend,
     path: str,
-    parts: Sequence[str] | None = None,
+    parts: PartDirectories = None,
     *,
     need_parts: bool = True,
 ) -> Manifest:
@@ -35,8 +39,7 @@ def read_manifest(
     Args:
         backend: Where the directory is.
         path: The checkpoint directory.
-        parts: Directories of the other drives, in the store's order; None for those that the
-            manifest names.
+        parts: Where the parts on other drives are.
         need_parts: Whether what is on other drives is checked.
 
     Raises:
@@ -73,7 +76,7 @@ def check_files(
     backend: Backend,
     path: str,
     manifest: Manifest,
-    parts: Sequence[str] | None = None,
+    parts: PartDirectories = None,
     *,
     need_parts: bool = True,
 ) -> None:
@@ -91,12 +94,12 @@ def check_files(
             _check_part(backend, part, manifest, drive, path)
 
 
-def part_paths(manifest: Manifest, parts: Sequence[str] | None, path: str) -> list[str]:
+def part_paths(manifest: Manifest, parts: PartDirectories, path: str) -> list[str]:
     """Return where the parts of a checkpoint are.
 
     Args:
         manifest: Names them.
-        parts: Directories that hold them, in the store's order; None for the manifest's own.
+        parts: Directories that hold them.
         path: The checkpoint, for messages.
 
     Raises:
@@ -193,7 +196,7 @@ def check_header(backend: Backend, path: str, expected: Header) -> None:
 
 
 def find_checkpoint(
-    backend: Backend, path: str, parts: Sequence[str] | None = None, *, need_parts: bool = True
+    backend: Backend, path: str, parts: PartDirectories = None, *, need_parts: bool = True
 ) -> str:
     """Return the checkpoint directory that a path means: itself, or the newest in a store.
 

@@ -196,7 +196,7 @@ class Seal:
         )
         encoded = manifest.encode(slot.manifest.size_bytes)
         stored = self._store.commit(slot, manifest, encoded)
-        return Checkpoint(self._store.backend, stored.path, manifest, self._store.other_directories)
+        return Checkpoint(self._store.backend, stored.path, manifest, self._store.directories[1:])
 
     def _publish(self, copied: int) -> None:
         while self._versions and self._versions[-1][3] <= copied:

@@ -49,7 +49,7 @@ class Store:
 
     Args:
         backend: Where the directory is.
-        directory: Created (with parents) if missing.
+        directory: Created (with parents) if missing, as are the others.
         others: Backend and directory of each further drive.
         keep: Checkpoints to keep.
         fresh: Withdraw the present checkpoints once the first new one is durable.
@@ -103,9 +103,9 @@ class Store:
             self.refused = []  # nobody wants to continue from them
 
     @property
-    def other_directories(self) -> tuple[str, ...]:
-        """The directories on the drives other than the first, in order."""
-        return self._parts.directories
+    def directories(self) -> tuple[str, ...]:
+        """One on each drive, in order."""
+        return (self.directory, *self._parts.directories)
 
     @property
     def newest(self) -> StoredCheckpoint | None:
@@ -343,7 +343,8 @@ class Store:
         if self._poison:
             return False
         if self.backend.stat(checkpoint.path) is None:  # somebody has removed it by hand
-            self._removed(checkpoint)
+            self.checkpoints.remove(checkpoint)
+            self._gone(checkpoint)
             return True
         lock = try_lock(self.backend, checkpoint.path)
         if lock is None:
@@ -361,10 +362,8 @@ class Store:
                 self.backend.sync_dir(self.directory)
                 if slot is not None:
                     slot.invalidate()
-            if slot is None and checkpoint.slot is not None:
-                checkpoint.slot.close()
             if slot is None:
-                self._parts.release(checkpoint.manifest)
+                self._gone(checkpoint)
             self._free.add(slot or name)
         finally:
             lock.release()
@@ -389,13 +388,13 @@ class Store:
         self.backend.sync_dir(self.directory)
         slot.in_doubt = False
         for old in replaced:
-            self._removed(old)
+            self.checkpoints.remove(old)
+            self._gone(old)
         self._parts.release_claim(path)
         self.refused = [(p, reason) for p, reason in self.refused if p != path]
         self._free.add(working)
 
-    def _removed(self, checkpoint: StoredCheckpoint) -> None:
-        self.checkpoints.remove(checkpoint)
+    def _gone(self, checkpoint: StoredCheckpoint) -> None:
         if checkpoint.slot is not None:
             checkpoint.slot.close()
         self._parts.release(checkpoint.manifest)

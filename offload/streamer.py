@@ -21,7 +21,6 @@ ones every time, and has some to work on while the drive reads the others.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -30,6 +29,7 @@ from offload.errors import CheckpointError
 from offload.frame import Frame, frame_sizes
 from offload.layout import Layout
 from offload.slot import Slot
+from offload.stats import Meter
 
 
 class Streamer:
@@ -39,11 +39,18 @@ class Streamer:
         backend: Allocates the memory.
         layout: The target's layout; its chunks are what is streamed.
         ring_chunks: Most frames to have; fewer are made if there are fewer chunks.
+        meter: Counts the seconds that `take` waits.
         host_memory_bytes: What chunks that stay in memory may take together.
     """
 
     def __init__(
-        self, backend: Backend, layout: Layout, ring_chunks: int, host_memory_bytes: int = 0
+        self,
+        backend: Backend,
+        layout: Layout,
+        ring_chunks: int,
+        meter: Meter,
+        *,
+        host_memory_bytes: int = 0,
     ) -> None:
         self.layout = layout
         frame_bytes = sum(frame_sizes(layout).values())
@@ -66,8 +73,7 @@ class Streamer:
         self._writing: dict[int, Frame] = {}
         self._dropping = 0
         self._error: BaseException | None = None
-        self.wait_read_s = 0.0
-        self.wait_write_s = 0.0
+        self._meter = meter
 
     def begin(self, source: Slot | None, chunks: Sequence[int]) -> None:
         """Say which chunks will be taken next, in which order, and where they are read from.
@@ -90,8 +96,8 @@ class Streamer:
             gds.StorageError: The read failed, or an earlier write did.
             CheckpointError: The first pass over a restored checkpoint found it damaged.
         """
-        started = time.perf_counter()
-        with self._changed:
+        # A frame that is not loading yet waits for writes, which hold all others.
+        with self._meter.timed("wait_write_s", chunk=chunk), self._changed:
             while chunk not in self._loading and not self._is_idle(chunk):
                 self.raise_error()
                 if chunk not in self._queue and chunk not in self._held:
@@ -99,19 +105,17 @@ class Streamer:
                 self._changed.wait()
             self.raise_error()
             frame = self._loading.pop(chunk, None) or self._resident[chunk]
-        waited = time.perf_counter()
-        self.wait_write_s += waited - started  # no frame was free: writes were holding them
         if chunk in self._held:
             return frame
         try:
-            for future in frame.futures:
-                future.result()
-            self._check(frame)
+            with self._meter.timed("wait_read_s", chunk=chunk):
+                for future in frame.futures:
+                    future.result()
+                self._check(frame)
         except BaseException:
             with self._changed:
                 self._release(frame)
             raise
-        self.wait_read_s += time.perf_counter() - waited
         return frame
 
     def put(self, frame: Frame, target: Slot) -> None:
@@ -177,8 +181,9 @@ class Streamer:
                 continue
             found = source.context.digest(name, frame.chunk, buffer.memoryview())
             if found != expected:
+                path = source.array(name, frame.chunk).path
                 raise CheckpointError(
-                    f"{source.array(name, frame.chunk).path}: bytes {offset} to {offset + buffer.nbytes} are "
+                    f"{path}: bytes {offset} to {offset + buffer.nbytes} are "
                     f"damaged: their digest is {found}, expected {expected}. Go back to an older "
                     "checkpoint: restore(<step>, discard_newer=True)."
                 )

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import offload.checkpoint
+import offload.free_slots
 import offload.manifest
 import offload.model_file
-import offload.free_slots
 from gds import Backend, Buffer, IOFuture, MemoryBackend, PosixBackend, WrapperBackend
 from gds._backend import File
 from gds._wrapper import WrapperFile

@@ -72,6 +72,8 @@ class Cut:
     chunk_bytes: int
     ring_chunks: int
     block_elements: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """More of `Options`."""
 
     def options(self, backend: Backend | None) -> offload.Options:
         return offload.Options(
@@ -79,11 +81,13 @@ class Cut:
             ring_chunks=self.ring_chunks,
             backend=backend,
             allow_volatile=True,
+            **self.settings,
         )
 
     def __str__(self) -> str:
         block = "" if self.block_elements is None else f"-blocks-of-{self.block_elements}"
-        return f"chunk-{self.chunk_bytes}-ring-{self.ring_chunks}{block}"
+        more = "".join(f"-{name}-{value}" for name, value in self.settings.items())
+        return f"chunk-{self.chunk_bytes}-ring-{self.ring_chunks}{block}{more}"
 
 
 CUTS = [
@@ -107,6 +111,7 @@ class Pair:
         directory: The store.
         live: The model whose state is on storage.
         expected: The same model again.
+        reference: The oracle.
         settings: Passed to the offloaded optimizer.
     """
 
@@ -118,12 +123,13 @@ class Pair:
         directory: str = "/store",
         live: torch.nn.Module | None = None,
         expected: torch.nn.Module | None = None,
+        reference: type[Reference] = Reference,
         **settings: Any,
     ) -> None:
         self.case, self.cut = case, cut
         self.backend, self.directory = backend, directory
         self.live, self.expected = live or Mixed(), expected or Mixed()
-        self.reference = Reference(
+        self.reference = reference(
             case.optimizer, split_groups(self.expected, case.groups), **case.hyper
         )
         self.optimizer = self._offloaded(settings)

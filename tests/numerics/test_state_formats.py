@@ -1,0 +1,247 @@
+"""Smaller state formats: the streamed update equals an in-memory one that rounds the same way.
+
+The oracle keeps FP32 masters and torch's own state in memory, whole, and passes each parameter's
+through the codec once per step. How a codec rounds is tested in test_codecs_*; here, that chunks,
+blocks, rings, seals and resumes make no difference to what it is given.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import offload
+import offload.update
+from gds import MemoryBackend
+from offload import blocks8, codecs
+from offload.errors import MismatchError, UnsupportedOptimizerError
+from tests.numerics.models import trainable
+from tests.numerics.pairs import CASES, Case, Cut, Pair
+from tests.numerics.reference import Reference, assert_same_bits, bits, read_state
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "split": {"master": "split"},
+    "bfloat16": {"state_dtype": "bfloat16", "rounding_seed": 3},
+    "int8": {"state_dtype": "int8"},
+    "split-int8": {"master": "split", "state_dtype": "int8"},
+    "split-bfloat16-resident": {
+        "master": "split", "state_dtype": "bfloat16", "rounding_seed": 3, "host_memory": 60_000,
+    },
+}  # fmt: skip
+FORMATS = {
+    name: {k: v for k, v in settings.items() if k != "host_memory"}
+    for name, settings in SETTINGS.items()
+}
+CUTS = [(4096, 2, 777), (3 * 4096, 3, None), (1 << 20, 2, 1291)]
+
+
+def rounded_away(master: torch.Tensor) -> torch.Tensor:
+    """Round FP32 to bf16, ties away from zero in bit space, as numpy computes it."""
+    wide = master.detach().reshape(-1).numpy().view(np.uint32).astype(np.uint64)
+    upper = ((wide + 0x8000) >> 16).astype(np.uint16)
+    return torch.from_numpy(upper.view(np.int16)).view(torch.bfloat16).view(master.shape)
+
+
+class Rounding(Reference):
+    """The oracle, with what a smaller format keeps of each value after a step."""
+
+    settings: Mapping[str, Any] = {}
+    chunk_elements = 0
+
+    def __init__(self, optimizer_class: type, params: Iterable[Any], **hyper: Any) -> None:
+        groups = list(params)
+        super().__init__(optimizer_class, groups, **hyper)
+        given = [p for g in groups for p in g["params"] if p.requires_grad]
+        ordered = sorted(given, key=lambda p: -p.element_size())
+        starts = np.cumsum([0] + [p.numel() for p in ordered]).tolist()
+        self.starts = dict(zip(ordered, starts, strict=False))
+        self.num_steps = 0
+
+    def step(self) -> None:
+        before = {p: p.detach().clone() for p in self.masters}
+        if self.settings.get("master") == "split":
+            for live, master in self.masters.items():
+                if live.dtype == torch.bfloat16:  # hide from the base class what it would "edit"
+                    live.data.copy_(master.detach().to(torch.bfloat16))
+        super().step()
+        self.num_steps += 1
+        for live, master in self.masters.items():
+            stepped = live.grad is not None
+            if self.settings.get("master") == "split" and live.dtype == torch.bfloat16:
+                live.data.copy_(rounded_away(master) if stepped else before[live])
+            if stepped:
+                for name, value in self.inner.state[master].items():
+                    if name != "step" and isinstance(value, torch.Tensor):
+                        value.copy_(self.kept(name, value, self.starts.get(live, 0)))
+
+    def kept(self, name: str, value: torch.Tensor, start: int) -> torch.Tensor:
+        """Return what storage keeps of a state array whose first element is at `start`."""
+        flat, scratch = value.reshape(-1).contiguous(), codecs.Scratch()
+        if self.settings.get("state_dtype") == "bfloat16":
+            out = torch.empty(flat.shape, dtype=torch.bfloat16)
+            codecs.round_stochastic(
+                flat,
+                out,
+                seed=3,
+                stream=zlib.crc32(name.encode()),
+                step=self.num_steps,
+                first_element=start,
+                scratch=scratch,
+            )
+            return out.float().view(value.shape)
+        if self.settings.get("state_dtype") == "int8":
+            signed = name in ("exp_avg", "momentum_buffer")
+            to_edge = -start % self.chunk_elements
+            cuts = [0, *range(to_edge, len(flat), self.chunk_elements), len(flat)]
+            result = torch.empty_like(flat)
+            for first, last in pairwise(cuts):
+                part = flat[first:last].clone()
+                codes = torch.empty(len(part), dtype=torch.int8 if signed else torch.uint8)
+                scales = torch.empty(-(-len(part) // 32), dtype=torch.bfloat16)
+                blocks8.encode_blocks(part, codes, scales, scratch=scratch)
+                blocks8.decode_blocks(codes, scales, result[first:last], scratch=scratch)
+            return result.view(value.shape)
+        return value
+
+
+def make_pair(name: str, cut: tuple[int, int, int | None], case: Case = CASES["adamw"]) -> Pair:
+    oracle = type(
+        "Oracle", (Rounding,), {"settings": SETTINGS[name], "chunk_elements": cut[0] // 4}
+    )
+    return Pair(case, Cut(*cut, SETTINGS[name]), MemoryBackend(), reference=oracle, keep=2)
+
+
+def blocks(monkeypatch: pytest.MonkeyPatch, cut: tuple[int, int, int | None]) -> None:
+    if cut[2] is not None:
+        monkeypatch.setattr(offload.update, "HOT_ELEMENTS", cut[2])
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"chunk-{cut[0]}-blocks-of-{cut[2]}")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_streaming_rounds_as_memory_does(name, cut, monkeypatch):
+    blocks(monkeypatch, cut)
+    pair = make_pair(name, cut)
+    for step in range(14):
+        pair.step(step)
+        pair.assert_same_parameters()
+    pair.optimizer.close()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_resume_rounds_as_if_it_had_not_stopped(name):
+    pair = make_pair(name, CUTS[1])
+    for step in range(12):
+        pair.step(step)
+        pair.assert_same_parameters()
+        if step in (0, 3, 4, 8):
+            assert pair.optimizer.checkpoint().result().verify().ok
+            pair.reopen()
+            pair.optimizer.restore()
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("bfloat16", "rmsprop-centered-momentum"), ("bfloat16", "sgd-nesterov"),
+     ("int8", "adamw-amsgrad"), ("int8", "sgd-momentum-in-some-groups"), ("split", "nadam")],
+)  # fmt: skip
+def test_other_optimizers(name, case):
+    pair = make_pair(name, CUTS[0], CASES[case])
+    for step in range(10):
+        pair.step(step)
+        pair.assert_same_parameters()
+    assert pair.optimizer.checkpoint().result().verify().ok
+
+
+def test_a_split_master_is_recovered_from_what_is_stored_in_two_files():
+    pair = make_pair("split", CUTS[0])
+    for step in range(9):
+        pair.step(step)
+    stored = read_state(pair.optimizer.checkpoint().result().path, pair.backend)
+    assert set(stored.arrays) == {"master", "master_low", "exp_avg", "exp_avg_sq"}
+    compared = 0
+    for name, live in trainable(pair.expected).items():
+        if live.dtype != torch.bfloat16 or live not in pair.reference.started:
+            continue
+        low = stored.arrays["master_low"][name].to(torch.int64)
+        high = bits(stored.model[name]).to(torch.int64)
+        found = ((high << 16) + low).to(torch.int32).view(torch.float32)
+        assert_same_bits(found, pair.reference.masters[live].detach().contiguous(), name)
+        compared += live.numel()
+    assert compared > 5000
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_parameter"),
+    [("split", 10.0), ("bfloat16", 8.0), ("int8", 6.125), ("split-int8", 4.125)],
+)
+def test_a_step_moves_as_few_bytes_as_promised(name, bytes_per_parameter, tmp_path):
+    parameter = torch.nn.Parameter(torch.zeros(1 << 20, dtype=torch.bfloat16))
+    options = offload.Options(chunk_bytes=1 << 20, **FORMATS[name])
+    with offload.AdamW([parameter], directory=tmp_path / "run", options=options) as optimizer:
+        for _ in range(3):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        optimizer.synchronize()
+        before = optimizer.stats()
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.synchronize()
+        after = optimizer.stats()
+    assert after.state_bytes == bytes_per_parameter * parameter.numel()
+    assert after.bytes_written - before.bytes_written == after.state_bytes
+
+
+def test_equal_runs_are_equal_and_another_seed_rounds_otherwise():
+    def final(seed: int) -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.ones(5000).bfloat16())
+        options = offload.Options(
+            chunk_bytes=4096, backend=MemoryBackend(), allow_volatile=True,
+            state_dtype="bfloat16", rounding_seed=seed,
+        )  # fmt: skip
+        with offload.AdamW([parameter], lr=0.1, directory="/run", options=options) as optimizer:
+            for step in range(4):
+                generator = torch.Generator().manual_seed(step)
+                parameter.grad = torch.randn(5000, generator=generator).bfloat16()
+                optimizer.step()
+        return parameter.detach()
+
+    assert torch.equal(final(1), final(1))
+    assert not torch.equal(final(1), final(2))
+
+
+@pytest.mark.parametrize("name", ["split", "int8", "bfloat16"])
+def test_a_store_cannot_be_resumed_in_another_format(name):
+    pair = make_pair(name, CUTS[1])
+    pair.step(0)
+    pair.optimizer.checkpoint().result()
+    cut = Cut(*CUTS[1])
+    pair.reopen(cut=cut)
+    with pytest.raises(MismatchError, match=r"Options\((master=, )?state_dtype="):
+        pair.optimizer.restore()
+
+
+def test_eight_bits_are_refused_for_state_they_may_not_suit(tmp_path):
+    parameter = torch.nn.Parameter(torch.ones(64))
+    options = offload.Options(state_dtype="int8")
+    with pytest.raises(UnsupportedOptimizerError, match=r"'step_size'|'prev'"):
+        offload.OffloadedOptimizer(
+            torch.optim.Rprop, [parameter], directory=tmp_path / "run", options=options
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_formats_are_refused_by_name():
+    with pytest.raises(ValueError, match="master must be one of float32, split, got 'half'"):
+        offload.Options(master="half")
+    with pytest.raises(ValueError, match="state_dtype must be one of float32, bfloat16, int8"):
+        offload.Options(state_dtype="fp8")
+    with pytest.raises(ValueError, match=r"host_memory must be a number of bytes.*'8 parsecs'"):
+        offload.Options(host_memory="8 parsecs")
+    assert offload.Options(host_memory="1.5 GiB").host_memory_bytes == 3 << 29
+    assert offload.Options(host_memory="2kB").host_memory_bytes == 2000
