@@ -53,7 +53,7 @@ def make_backends(
 
 
 def check_shares(shares: Sequence[int] | None, directories: Sequence[str]) -> None:
-    """Refuse shares that are not one for each directory; raises `ValueError`."""
+    """Check that shares are one for each directory; raises `ValueError`."""
     if shares is not None and len(shares) != len(directories):
         raise ValueError(
             f"Options(shares=...) needs one number for each directory, got {len(shares)} for "

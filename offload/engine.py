@@ -99,12 +99,10 @@ class Engine:
                 reader_timeout_s=options.reader_timeout_s,
                 allow_volatile=options.allow_volatile,
             )
-            newest = self.store.newest
-            self._table.shares = (
-                newest.manifest.layout.shares
-                if newest
-                else options.shares or measured_shares(directories)
-            )
+            if newest := self.store.newest:
+                self._table.shares = newest.manifest.layout.shares
+            else:
+                self._table.shares = tuple(options.shares or measured_shares(directories))
         except BaseException:
             self._close_backends()
             raise
