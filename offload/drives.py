@@ -62,9 +62,9 @@ def check_shares(shares: Sequence[int] | None, directories: Sequence[str]) -> No
 
 
 def measured_shares(directories: Sequence[str]) -> tuple[int, ...]:
-    """Return how much of the state each directory should hold, in proportion to its bandwidth.
+    """Return how much of the state each directory of a new store should hold.
 
-    Drives are taken to be equally fast.
+    Nothing is measured yet: drives are taken to be equally fast.
     """
     return proportional_shares([1.0] * len(directories))
 

@@ -47,8 +47,8 @@ class Options:
 
     shares: tuple[int, ...] | None = None
     """With ``directory=[a, b, ...]``: how much of the state each of them holds, as whole numbers in
-    proportion to each other. None means in proportion to their bandwidth. Fixed when a store is
-    made: a resume keeps the store's own."""
+    proportion to each other; best in proportion to bandwidth. None means equally much. Fixed when a
+    store is made: a resume keeps the store's own."""
 
     rounding_seed: int = 0
     """Seed of the stochastic rounding of ``state_dtype="bfloat16"``."""
