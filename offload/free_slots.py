@@ -128,7 +128,6 @@ class FreeSlots:
                 if lock is not None:  # else a reader still holds what it was
                     self._slots.remove(spare)
                     remove_slot(self._backend, spare)
-        self._parts.trim(keep=sum(isinstance(slot, str) for slot in self._slots))
 
     def discard(self, slot: Slot) -> None:
         """Remove a slot, unless it may be a checkpoint by now: then a later process decides."""

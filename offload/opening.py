@@ -1,7 +1,8 @@
 """Opening a store: make its directories, lock them, and find what is in them.
 
-A rename that is visible may still be only in the page cache, so a directory is synced before
-anything in it is trusted. What looks like a checkpoint and is not one is left alone and reported.
+A rename that is visible may still be only in the page cache, so the first directory, whose names
+decide, is synced before anything in it is trusted. What looks like a checkpoint and is not one is
+left alone and reported.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def open_directories(
     try:
         for backend, directory in drives:
             locks.append(_lock_directory(backend, directory, allow_volatile=allow_volatile))
-            backend.sync_dir(directory)
+        # Names in the others are made durable when a part is sealed; until then none is trusted.
+        drives[0][0].sync_dir(drives[0][1])
         return _look_around(drives, locks, poison)
     except BaseException:
         for lock in locks:

@@ -165,12 +165,15 @@ class PartPool:
         """Note that what was not usable at a path is not there any more."""
         self._claims.pop(path, None)
 
-    def trim(self, keep: int) -> None:
-        """Remove free parts that no free slot will need.
+    def trim(self, num_slots: int) -> None:
+        """Remove free parts that will not be needed.
 
         Args:
-            keep: Free slots that have no parts yet.
+            num_slots: Most that the store is to have, those included that have no parts yet.
         """
+        if self._poison:
+            return
+        keep = num_slots - len(self._taken)
         for (backend, directory), numbers in zip(self._drives, self._free(), strict=True):
             for number in sorted(numbers)[max(keep, 0) :]:
                 remove_part(backend, f"{directory}/{part_name(number)}")

@@ -148,10 +148,7 @@ class Store:
         superseded = any(c.superseded for c in self.checkpoints)
         for room in rooms:
             require_room(
-                room,
-                keep=self.keep,
-                num_checkpoints=len(self.checkpoints),
-                superseded=superseded,
+                room, keep=self.keep, num_checkpoints=len(self.checkpoints), superseded=superseded
             )
 
     def acquire(self, layout: Layout, num_groups: int) -> Slot:
@@ -335,8 +332,9 @@ class Store:
 
     def _drop_spare_slots(self) -> None:
         """Leave one free slot, for the next step, and no more than retention has room for."""
-        num_over = len(self._free) + len(self.checkpoints) - (self.keep + 1)
-        self._free.drop(min(num_over, len(self._free) - 1))
+        most = self.keep + 1
+        self._free.drop(min(len(self._free) + len(self.checkpoints) - most, len(self._free) - 1))
+        self._parts.trim(most)
 
     def _withdraw(self, checkpoint: StoredCheckpoint) -> bool:
         """Turn a checkpoint into a free slot, durably; False if a reader holds it."""

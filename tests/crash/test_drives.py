@@ -19,6 +19,7 @@ from offload.cli import main
 from offload.drives import make_backends
 from offload.errors import (
     CheckpointError,
+    SealError,
     StoreError,
     StoreFullError,
     StoreLockedError,
@@ -436,6 +437,59 @@ class TestOrder:
         named = log.index(f"sync {ONE}/store.json")
         assert log[named + 1] == f"sync_dir {ONE}"
         assert not any("part-" in op for op in log[:named])
+
+    def test_a_free_part_is_invalidated_before_it_is_written(self) -> None:
+        backend, model = CrashBackend(), Model()
+        with optimizer_in(backend, model, keep=2) as optimizer:
+            train(model, optimizer, 1, 2)
+        remove(backend, f"{ONE}/step-00000001")
+        free = f"{TWO}/part-1"
+        before = len(backend.log)
+        with optimizer_in(backend, model, keep=2) as optimizer:
+            optimizer.restore()
+            train(model, optimizer, 3)
+        log = [str(op) for op in backend.log[before:] if op.path.startswith(free)]
+        assert log[0].startswith(f"write {free}/part.json")
+        assert log[1] == f"sync {free}/part.json"
+        assert any(op.startswith(f"write {free}/exp_avg") for op in log)
+
+    def test_a_name_that_was_found_is_made_durable(self) -> None:
+        """The process that wrote it may have been killed before it could sync it."""
+        backend = CrashBackend()
+        with optimizer_in(backend, model := Model()) as optimizer:
+            train(model, optimizer, 1, seal=False)
+        written = [str(op) for op in backend.log].index(f"write {ONE}/store.json 512 bytes at 0")
+        backend = CrashBackend.resumed(backend.log[: written + 1])
+        with optimizer_in(backend, model := Model()) as optimizer:
+            train(model, optimizer, 1)
+        log = [str(op) for op in backend.log[written + 1 :]]
+        part = next(n for n, op in enumerate(log) if "part-" in op)
+        assert f"sync {ONE}/store.json" in log[:part]
+        assert f"remove {ONE}/store.json" not in log
+
+
+def test_after_a_failed_sync_no_part_is_reused() -> None:
+    backend = FaultBackend(store_of_two())
+    backend.make_dir(f"{TWO}/part-9")  # left over, as by a process that was killed
+    model = Model()
+    with optimizer_in(backend, model) as optimizer:
+        optimizer.restore()
+        train(model, optimizer, 3, seal=False)
+        backend.make_dir(f"{TWO}/part-8")
+        backend.fail_if(lambda kind, path: kind == "sync" and path.endswith("part.json"))
+        with pytest.raises(SealError):
+            optimizer.checkpoint().result()
+        assert backend.num_failed == 1
+        with pytest.warns(RuntimeWarning, match="sealing step 3 failed"):
+            optimizer.restore()
+        with pytest.warns(RuntimeWarning, match="reuses no slot any more"):
+            train(model, optimizer, 3)
+        assert contents(backend, f"{TWO}/part-8") == {}
+    backend.new_process()
+    assert backend.violations == []
+    backend.close()
+    with open_checkpoint(ONE, backend=backend.inner) as newest:
+        assert differences(newest, backend.inner, Reference().after(3)) == []
 
 
 class TestUnreadableManifest:
