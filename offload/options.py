@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, TypeAlias, get_args
 
 from gds import ALIGNMENT, Backend
 from offload.formats import MasterFormat, StateDtype, StateFormat
 from offload.train_state import MAX_CAPACITY_BYTES
+
+Overlap: TypeAlias = Literal["forward", "backward"]
+"""What of the model's work a step may run beside."""
 
 _MIN_CHUNK_BYTES = ALIGNMENT
 
@@ -44,6 +47,13 @@ class Options:
     ``"int8"`` (in blocks of 32 with a common scale, as FlashOptim does). Fewer bytes, and results
     that differ from FP32 state. Reproducible, and the same after a resume."""
 
+    overlap: Overlap | None = None
+    """Hide the step behind the model's work; needs ``model=``. None: ``step()`` returns when the
+    parameters are updated. ``"forward"``: it returns at once, having moved the gradients out, and
+    the next forward waits, module by module, for the parameters that it uses. ``"backward"``:
+    parameters are updated as soon as their gradients are final, so that nothing can be done to
+    gradients between ``backward()`` and ``step()``."""
+
     rounding_seed: int = 0
     """Seed of the stochastic rounding of ``state_dtype="bfloat16"``."""
 
@@ -77,9 +87,12 @@ class Options:
         for name, value, known in (
             ("master", self.master, get_args(MasterFormat)),
             ("state_dtype", self.state_dtype, get_args(StateDtype)),
+            ("overlap", self.overlap, (None, *get_args(Overlap))),
         ):
             if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(str, known))}, got {value!r}"
+                )
         _ = self.host_memory_bytes
         if (
             self.train_state_bytes % ALIGNMENT

@@ -15,6 +15,7 @@ half, which is less than half a step of bf16.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -43,14 +44,15 @@ class _Key(NamedTuple):
 class FlatTensors:
     """Flat views of tensors, through a contiguous copy where a tensor has no flat view.
 
-    A copy lives from the first to the last element asked for, and is written back if it may have
-    been changed.
+    A copy lives until all elements are done, and is then written back if it may have been changed.
+    Tensors that are only read are let go of at that moment.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor | None], *, writable: bool) -> None:
-        self._tensors = tensors
+        self._tensors = list(tensors)
         self._writable = writable
         self._flat: dict[int, torch.Tensor] = {}
+        self._num_left: dict[int, int] = {}
 
     def view(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Return elements `start` to `stop` of a tensor, in row-major order."""
@@ -63,15 +65,19 @@ class FlatTensors:
             flat = self._flat[index] = tensor.detach().reshape(-1)
         return flat[start:stop]
 
-    def finish(self, index: int, stop: int) -> None:
-        """Say that elements up to `stop` are done; writes a copy back after the last one."""
-        flat = self._flat.get(index)
-        if flat is None or stop < flat.numel():
+    def finish(self, index: int, num_elements: int) -> None:
+        """Say that so many more elements of a tensor, which has been viewed, are done."""
+        flat = self._flat[index]
+        left = self._num_left.get(index, flat.numel()) - num_elements
+        self._num_left[index] = left
+        if left:
             return
         tensor = self._tensors[index]
-        if self._writable and tensor is not None and flat.data_ptr() != tensor.data_ptr():
+        if not self._writable:
+            self._tensors[index] = None
+        elif tensor is not None and flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat.view(tensor.shape))
-        del self._flat[index]
+        del self._flat[index], self._num_left[index]
 
 
 class ChunkUpdater:
@@ -102,7 +108,11 @@ class ChunkUpdater:
     ) -> None:
         self._rule = rule
         self._layout = layout
-        self._hyper = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        # By value: a scheduler may change a tensor in place while the step is still going on.
+        self._hyper = [
+            {k: copy.deepcopy(v) for k, v in g.items() if k not in ("params", "param_names")}
+            for g in groups
+        ]
         self._rules = [rule.rule(group) for group in self._hyper]
         self._keys = [
             _Key(spec.group, p.dtype, s, g is not None)
@@ -163,7 +173,7 @@ class ChunkUpdater:
             for name in stored.keys() - {MASTER}:
                 stored[name].zero_()
             for piece in block:
-                self._live.finish(piece.parameter, piece.stop)
+                self._live.finish(piece.parameter, _length(piece))
             return
         new = key.scalars is None
         views = {
@@ -247,8 +257,8 @@ class ChunkUpdater:
                 at = piece.at - block[0].at
                 view = self._live.view(piece.parameter, piece.start, piece.stop)
                 view.copy_(live[at : at + _length(piece)])
-            self._live.finish(piece.parameter, piece.stop)
-            self._gradients.finish(piece.parameter, piece.stop)
+            self._live.finish(piece.parameter, _length(piece))
+            self._gradients.finish(piece.parameter, _length(piece))
 
 
 def _length(piece: Piece) -> int:
