@@ -63,6 +63,8 @@ class Engine:
         options: Settings of the machine.
     """
 
+    _updater_class = ChunkUpdater
+
     def __init__(
         self,
         rule: UpdateRule,
@@ -299,7 +301,7 @@ class Engine:
 
     def _begin_pass(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> StatePass:
         """Prepare a pass over every chunk that needs it; all of them if the state moves."""
-        updater = ChunkUpdater(
+        updater = self._updater_class(
             self._rule,
             self._layout(),
             groups,

@@ -80,7 +80,7 @@ class ForwardHooks:
                 hooked.register_state_dict_pre_hook(state),
                 hooked.register_load_state_dict_pre_hook(state),
             ]
-        self._compiled = any(_is_compiled(module) for module in self._modules)
+        self._compiled = any(map(_is_compiled, self._modules))
         self._record = ForwardOrder(self._model.parameters())
         self._recording, self._has_news, self._num_records = True, False, 0
         self._layout = None
@@ -175,20 +175,21 @@ class ForwardHooks:
             if errors:
                 running.raise_error()
 
-    def compiled_entry(self) -> None:
-        """Wait at the entry of a model whose modules are compiled together with it."""
-        self._compiled = self._root_entered = True
-        self.wait()
+    @property
+    def knows_compiled(self) -> bool:
+        """Whether everything is waited for at the entry of the model: part of it is compiled."""
+        return self._compiled
 
-    def note_compiled(self) -> None:
-        """Note that part of the model is compiled, so that its hooks will not run."""
+    def before_compiled(self, number: int) -> None:
+        """Wait for everything before compiled code runs, in which there are no hooks."""
         self._compiled = True
+        if number == 0:
+            self._root_entered = True
         self.wait()
 
     def _enter(self) -> None:
         """Wait at the beginning of a call for what modules cannot wait for."""
-        if self._recording and not self._compiled:
-            self._compiled = any(_is_compiled(module) for module in self._modules)
+        self._compiled = self._compiled or any(map(_is_compiled, self._modules))
         self._recording &= not self._compiled
         if self._running is not None:
             if self._recording or self._compiled:
@@ -246,10 +247,8 @@ class _Inert:
 class _Before(_Hook):
     def __call__(self, _module: torch.nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
-            if self._number == 0:
-                _enter_compiled(self._key)
-            else:
-                _note_compiled(self._key)
+            if self._number == 0 or not _is_expected(self._key):
+                _before_compiled(self._key, self._number)
             return
         owner = self._owner()
         if owner is not None:
@@ -275,26 +274,25 @@ _keys = itertools.count(1)
 _by_key: weakref.WeakValueDictionary[int, ForwardHooks] = weakref.WeakValueDictionary()
 
 
-def _wait_in_compiled(key: int) -> None:
+def _wait_amid_compiled(key: int, number: int) -> None:
     owner = _by_key.get(key)
     if owner is not None:
-        owner.compiled_entry()
+        owner.before_compiled(number)
 
 
-def _note_while_tracing(key: int) -> bool:
+def _ask_while_tracing(key: int) -> bool:
+    # Must not wait: while a graph is traced, the step waits for the end of that.
     owner = _by_key.get(key)
-    if owner is not None:
-        owner.note_compiled()
-    return True
+    return owner is None or owner.knows_compiled
 
 
 _compiler: Any = torch.compiler  # which is not typed
-_enter_compiled = _compiler.disable(
-    _wait_in_compiled,
+_before_compiled = _compiler.disable(
+    _wait_amid_compiled,
     reason='the model must wait for its parameters here (overlap="forward"). To compile it without '
     "a graph break, construct the optimizer with model=torch.compile(model, fullgraph=True)",
 )
-_note_compiled = _compiler.assume_constant_result(_note_while_tracing)
+_is_expected = _compiler.assume_constant_result(_ask_while_tracing)
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

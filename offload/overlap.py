@@ -21,7 +21,7 @@ from offload.checkpoint import Checkpoint
 from offload.engine import Engine, Groups
 from offload.errors import OffloadError, SealError
 from offload.forward_hooks import ForwardHooks
-from offload.running import RunningPass
+from offload.running import BesideUpdater, RunningPass
 from offload.seal import Captured, SealHandle
 from offload.slot import Slot
 from offload.train_state import encode
@@ -34,6 +34,8 @@ class ForwardEngine(Engine):
         model: The module that is called; its parameters are waited for by hooks on its modules.
         arguments: Those of `Engine`.
     """
+
+    _updater_class = BesideUpdater
 
     def __init__(self, *arguments: Any, model: torch.nn.Module, **options: Any) -> None:
         super().__init__(*arguments, model=model, **options)

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
+import torch._dynamo.convert_frame
 
 from offload.errors import OffloadError
 from offload.rules import Scalars
 from offload.state_pass import StatePass
 from offload.stats import Meter
+from offload.update import ChunkUpdater
 
 STEP_THREAD = "offload-step"
 """Name of the threads that run passes."""
+
+_compile_lock = torch._dynamo.convert_frame.compile_lock
+
+
+class BesideUpdater(ChunkUpdater):
+    """An updater that runs beside the model.
+
+    torch's optimizers compute in another way, which differs in the last bit, while a graph is
+    being compiled on any thread; so that takes turns with the update of a chunk.
+    """
+
+    def update(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Step one chunk."""
+        with _compile_lock:
+            super().update(chunk, arrays)
+
+    def finish(self) -> list[Scalars | None]:
+        """Return the scalar state of each parameter after the step."""
+        with _compile_lock:
+            return super().finish()
 
 
 class RunningPass:
