@@ -184,8 +184,8 @@ class ForwardEngine(Engine):
             self._begin_seal(slot, replace(captured, manifest=manifest))
         except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
             reason = SealError(
-                f"step {captured.handle.step} could not be sealed, so it is not a checkpoint; those "
-                f"made before are untouched: {error}"
+                f"step {captured.handle.step} could not be sealed, so it is not a checkpoint; "
+                f"those made before are untouched: {error}"
             )
             reason.__cause__ = error
             captured.handle.fail(reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,3 +59,57 @@ class DisorderedFile(WrapperFile):
         future = self.backend.pool.submit(move)
         self.in_flight = [f for f in self.in_flight if not f.done()] + [future]
         return future
+
+
+TIMEOUT_S = 20
+"""Only reached where something that should happen does not."""
+
+
+class Held(WrapperBackend):
+    """Holds back reads of state at chosen places until they are released; may fail them, too.
+
+    Places are chunks, if an array's chunk takes 4096 bytes, as one of 1024 FP32 values does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBackend())
+        self.pool = ThreadPoolExecutor(8)
+        self.held: set[int] = set()
+        self.released = threading.Event()
+        self.error: Exception | None = None
+        self.reads: list[int] = []
+        """In the order in which they were asked for."""
+        self.ended: set[int] = set()
+
+    def hold(self, *chunks: int) -> None:
+        self.held, self.ended = set(chunks), set()
+        self.released.clear()
+
+    def release(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.released.set()
+
+    def wrap_file(self, file: File) -> File:
+        return HeldFile(file, self)
+
+
+class HeldFile(WrapperFile):
+    def __init__(self, inner: File, backend: Held) -> None:
+        super().__init__(inner)
+        self.backend = backend
+
+    def read(self, into: Buffer, offset: int) -> IOFuture:
+        backend = self.backend
+        chunk = (offset - 1) // 4096 if offset % 4096 else offset // 4096 - 1
+        backend.reads.append(chunk)
+
+        def move() -> int:
+            if chunk in backend.held:
+                assert backend.released.wait(TIMEOUT_S), "nobody released it"
+                if backend.error is not None:
+                    raise backend.error
+            done = self.inner.read(into, offset).result()
+            backend.ended.add(chunk)
+            return done
+
+        return backend.pool.submit(move)

@@ -6,11 +6,7 @@ wherever hooks let it be.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import gc
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,11 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint as recompute
 
 import offload
-from gds import Backend, Buffer, File, IOFuture, MemoryBackend, WrapperBackend
-from gds._wrapper import WrapperFile
-from offload.errors import BrokenOptimizerError, OffloadError, SealError
+from gds import Backend
 from tests.numerics.delays import Disordered
-from tests.numerics.models import Mixed, give_gradients
 from tests.numerics.pairs import CASES, Cut, Pair
 from tests.numerics.reference import (
     Reference,
