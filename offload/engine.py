@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -24,11 +24,7 @@ import torch
 
 from gds import Backend, PosixBackend
 from offload.checkpoint import Checkpoint, train_state_header
-from offload.errors import (
-    BrokenOptimizerError,
-    NotRestoredError,
-    OffloadError,
-)
+from offload.errors import OffloadError
 from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
@@ -46,12 +42,13 @@ from offload.streamer import Streamer
 from offload.table import ParameterTable
 from offload.train_state import EncodedState, encode, pack_encoded
 from offload.update import ChunkUpdater
+from offload.usable import Usable
 
 Groups = Sequence[dict[str, Any]]
 """``param_groups`` of the optimizer, passed anew to each call: libraries replace the dicts."""
 
 
-class Engine:
+class Engine(Usable):
     """Owns the store, the ring and the threads of one optimizer.
 
     Args:
@@ -80,10 +77,8 @@ class Engine:
         self._table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
         self._owns_backend = options.backend is None
         self._backend: Backend = options.backend or PosixBackend(direct=options.direct)
-        self._pid = os.getpid()
-        self._closed = False
         try:
-            self.store = Store(
+            store = Store(
                 self._backend,
                 directory,
                 keep=keep,
@@ -96,8 +91,7 @@ class Engine:
             if self._owns_backend:
                 self._backend.close()
             raise
-        self._decided = fresh or not (self.store.checkpoints or self.store.refused)
-        self._broken = ""
+        super().__init__(store, decided=fresh or not (store.checkpoints or store.refused))
         self.num_steps = 0
         self._state: Slot | None = None
         self._working = False
@@ -117,6 +111,13 @@ class Engine:
         """
         layout, _ = self._table.describe(groups)
         self.store.require_space(layout, len(groups))
+
+    def attach(self, groups: Callable[[], Groups | None]) -> None:
+        """Begin to follow the model, where a step runs beside it.
+
+        Args:
+            groups: Returns ``param_groups``, or None if the optimizer is gone.
+        """
 
     def join(self) -> None:
         """Wait for a step that runs beside the model, where there is one."""
@@ -453,31 +454,6 @@ class Engine:
             raise RuntimeError("the store has not been laid out")
         return self._table.layout
 
-    def _require_usable(self) -> None:
-        self._require_alive()
-        if self._streamer is not None and self._streamer.error is not None:
-            self._broken = self._broken or f"a transfer of state failed ({self._streamer.error})"
-        if self._broken:
-            newest = self.store.newest
-            remedy = (
-                f"call restore() to go on from {newest.path}"
-                if newest
-                else "there is no checkpoint yet: construct model and optimizer again"
-            )
-            raise BrokenOptimizerError(f"{self._broken}; {remedy}")
-        if not self._decided:
-            names = [os.path.basename(c.path) for c in self.store.checkpoints]
-            names += [os.path.basename(path) for path, _ in self.store.refused]
-            raise NotRestoredError(
-                f"{self.store.directory} already has checkpoints ({', '.join(names)}): call "
-                "restore() to continue from the newest, or pass fresh=True to start over"
-            )
-
-    def _require_alive(self) -> None:
-        if self._closed:
-            raise OffloadError("the optimizer is closed; construct it again")
-        if os.getpid() != self._pid:
-            raise OffloadError(
-                "this optimizer was made in another process and its store is locked by that one: "
-                "fork workers before constructing it, or let only the parent call it"
-            )
+    @property
+    def _transfer_error(self) -> BaseException | None:
+        return self._streamer.error if self._streamer is not None else None

@@ -18,6 +18,7 @@ from offload.engine import Engine
 from offload.errors import MismatchError, OffloadError
 from offload.options import Options, Overlap
 from offload.overlap import ForwardEngine
+from offload.overlap_backward import BackwardEngine
 from offload.rules import UpdateRule
 from offload.running import STEP_THREAD
 from offload.seal import SEAL_THREAD, SealHandle
@@ -95,6 +96,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._engine = engine
         # A dropped optimizer lets go of its store; whether its last seal succeeded is then unknown.
         self._finalizer = weakref.finalize(self, _close_quietly, engine)
+        optimizer = weakref.ref(self)
+        engine.attach(lambda: getattr(optimizer(), "param_groups", None))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -122,6 +125,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
+            self._live_engine().require_closures()
             with torch.enable_grad():
                 loss = closure()
         with self._exclusive("step") as engine:
@@ -250,6 +254,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in values.items() if k not in ("params", "param_names")})
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Where GradScaler asks: it must not find this, and is refused if it comes too late."""
+        self._live_engine().require_unscaled()
+        raise AttributeError("_step_supports_amp_scaling")
+
     def close(self) -> None:
         """Wait for what is in flight and let go of the store. Idempotent.
 
@@ -331,7 +341,11 @@ class SGD(OffloadedOptimizer):
         super().__init__(torch.optim.SGD, params, **kwargs)
 
 
-_ENGINES: dict[Overlap | None, Callable[..., Engine]] = {None: Engine, "forward": ForwardEngine}
+_ENGINES: dict[Overlap | None, Callable[..., Engine]] = {
+    None: Engine,
+    "forward": ForwardEngine,
+    "backward": BackwardEngine,
+}
 
 
 def _close_quietly(engine: Engine) -> None:

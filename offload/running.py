@@ -83,14 +83,17 @@ class RunningPass:
         """Run on a thread. If this raises, the pass has either not begun, or goes on.
 
         Args:
-            daemon: Let the interpreter exit while it is in progress.
+            daemon: Let the interpreter exit while it is in progress. Otherwise the pass is run
+                even at exit, when no more threads can be started: before this returns.
         """
         self._thread = threading.Thread(target=self._run, name=STEP_THREAD, daemon=daemon)
         try:
             self._thread.start()
         except RuntimeError:
             self._thread = None
-            self._run()  # the interpreter is shutting down and starts no more threads
+            if daemon:
+                raise
+            self._run()
 
     def cancel(self) -> bool:
         """Keep a pass from beginning; False if it has begun."""

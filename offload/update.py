@@ -65,6 +65,10 @@ class FlatTensors:
             flat = self._flat[index] = tensor.detach().reshape(-1)
         return flat[start:stop]
 
+    def replace(self, index: int, tensor: torch.Tensor) -> None:
+        """Set a tensor that has not been viewed yet."""
+        self._tensors[index] = tensor
+
     def finish(self, index: int, num_elements: int) -> None:
         """Say that so many more elements of a tensor, which has been viewed, are done."""
         flat = self._flat[index]
@@ -125,6 +129,11 @@ class ChunkUpdater:
         self._scratch = codecs.Scratch()
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
         self._coder = StateCoder(layout.state_dtype, seed, step, self._buffers)
+
+    def give(self, index: int, gradient: torch.Tensor) -> None:
+        """Set the gradient of a parameter that had none, before any of its chunks is updated."""
+        self._gradients.replace(index, gradient)
+        self._keys[index] = self._keys[index]._replace(has_gradient=True)
 
     def touched(self, chunk: int) -> bool:
         """Return whether any parameter in the chunk has a gradient."""
