@@ -23,12 +23,14 @@ from typing import Any
 import torch
 
 from gds import Backend, PosixBackend, probe
+from gds.calibration import Calibration
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.errors import (
     BrokenOptimizerError,
     NotRestoredError,
     OffloadError,
 )
+from offload.frame import frame_bytes
 from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
@@ -45,6 +47,7 @@ from offload.streamer import Streamer
 from offload.table import ParameterTable
 from offload.trace import Trace, TracedBackend
 from offload.train_state import encode, pack_encoded
+from offload.tuning import apply_calibration, find_calibration
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
 
@@ -80,9 +83,10 @@ class Engine:
         self._table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
         self._owns_backend = options.backend is None
         self._meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
-        self._backend: Backend = options.backend or PosixBackend(direct=options.direct)
+        self._transport: Backend = options.backend or PosixBackend(direct=options.direct)
+        self._backend = self._transport
         if self._meter.trace is not None:
-            self._backend = TracedBackend(self._backend, self._meter.trace)
+            self._backend = TracedBackend(self._transport, self._meter.trace)
         self._pid = os.getpid()
         self._closed = False
         try:
@@ -111,6 +115,7 @@ class Engine:
         self._streamer: Streamer | None = None
         self._blocks: BlockBuffers | None = None
         self._seal: Seal | None = None
+        self._calibration: Calibration | None = None
 
     def require_space(self, groups: Groups) -> None:
         """Check names, parameters, rules and free space; touches nothing.
@@ -230,7 +235,7 @@ class Engine:
         totals = {f.name: getattr(meter, f.name) for f in fields(meter) if f.name != "trace"}
         if self._seal is not None:
             totals["wait_seal_s"] += self._seal.wait_s
-        layout = self._table.layout
+        layout, drive = self._table.layout, self._calibration
         return Stats(
             **totals,
             num_parameters=layout.num_elements if layout else 0,
@@ -241,9 +246,9 @@ class Engine:
             ring_bytes=ring.ring_bytes if ring else 0,
             resident_bytes=ring.resident_bytes if ring else 0,
             state_bytes=layout.state_bytes if layout else 0,
-            drive_read_gbps=0.0,
-            drive_write_gbps=0.0,
-            drive_mixed_gbps=0.0,
+            drive_read_gbps=drive.read_gbps if drive else 0.0,
+            drive_write_gbps=drive.write_gbps if drive else 0.0,
+            drive_mixed_gbps=drive.mixed_gbps if drive else 0.0,
             drive_bytes=probe.size_bytes(self.store.directory),
         )
 
@@ -414,10 +419,17 @@ class Engine:
 
     def _ring(self) -> Streamer:
         if self._streamer is None:
+            layout = self._layout()
+            self._calibration = find_calibration(
+                self._transport, self.store.directory, self._options, layout.state_bytes
+            )
+            ring_chunks = apply_calibration(
+                self._transport, self._options, self._calibration, frame_bytes(layout)
+            )
             self._streamer = Streamer(
                 self._backend,
-                self._layout(),
-                self._options.ring_chunks,
+                layout,
+                ring_chunks,
                 self._meter,
                 host_memory_bytes=self._options.host_memory_bytes,
             )

@@ -46,6 +46,11 @@ class Frame:
         return out
 
 
+def frame_bytes(layout: Layout) -> int:
+    """Return the bytes of a frame: what one chunk takes in memory."""
+    return sum(frame_sizes(layout).values())
+
+
 def frame_sizes(layout: Layout) -> dict[str, int]:
     """Return the bytes that a frame needs for each state array."""
     # A range that starts inside a 4 KiB block is kept at the same position inside a block of
