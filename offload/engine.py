@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from gds import Backend, PosixBackend, probe
-from gds.calibration import Calibration
 from offload.checkpoint import Checkpoint, train_state_header
+from offload.drives import Drives
 from offload.errors import (
     BrokenOptimizerError,
     NotRestoredError,
@@ -45,9 +44,8 @@ from offload.stats import Meter, Stats
 from offload.store import Store
 from offload.streamer import Streamer
 from offload.table import ParameterTable
-from offload.trace import Trace, TracedBackend
+from offload.trace import Trace
 from offload.train_state import encode, pack_encoded
-from offload.tuning import apply_calibration, find_calibration
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
 
@@ -60,7 +58,7 @@ class Engine:
 
     Args:
         rule: Runs the wrapped optimizer's step.
-        directory: The store.
+        directories: The store: one on each drive.
         model: Gives names, buffers and frozen parameters; None for parameters only.
         keep: Checkpoints to keep.
         fresh: Whether to start over although the store has checkpoints.
@@ -70,7 +68,7 @@ class Engine:
     def __init__(
         self,
         rule: UpdateRule,
-        directory: str,
+        directories: Sequence[str],
         *,
         model: torch.nn.Module | None,
         keep: int,
@@ -81,27 +79,26 @@ class Engine:
         self._pool = UpdatePool(rule)
         self._options = options
         self._table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
-        self._owns_backend = options.backend is None
         self._meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
-        self._transport: Backend = options.backend or PosixBackend(direct=options.direct)
-        self._backend = self._transport
-        if self._meter.trace is not None:
-            self._backend = TracedBackend(self._transport, self._meter.trace)
+        self._drives = Drives(directories, options, self._meter.trace)
+        self._backend = self._drives.backends[0]
         self._pid = os.getpid()
         self._closed = False
         try:
             self.store = Store(
                 self._backend,
-                directory,
+                directories[0],
+                list(zip(self._drives.backends, directories, strict=True))[1:],
                 keep=keep,
                 fresh=fresh,
                 train_state_bytes=options.train_state_bytes,
                 reader_timeout_s=options.reader_timeout_s,
                 allow_volatile=options.allow_volatile,
             )
+            newest = self.store.newest
+            self._table.shares = newest.manifest.layout.shares if newest else self._drives.shares()
         except BaseException:
-            if self._owns_backend:
-                self._backend.close()
+            self._drives.close()
             raise
         self._decided = fresh or not (self.store.checkpoints or self.store.refused)
         self._broken = ""
@@ -115,7 +112,6 @@ class Engine:
         self._streamer: Streamer | None = None
         self._blocks: BlockBuffers | None = None
         self._seal: Seal | None = None
-        self._calibration: Calibration | None = None
 
     def require_space(self, groups: Groups) -> None:
         """Check names, parameters, rules and free space; touches nothing.
@@ -206,7 +202,9 @@ class Engine:
             found, groups, self._table.model, self._rule, self._table.state_format
         )
         started = time.perf_counter()
-        checkpoint = Checkpoint(self._backend, found.path, found.manifest)
+        checkpoint = Checkpoint(
+            self._backend, found.path, found.manifest, self.store.directories[1:]
+        )
         _ = checkpoint.train_state  # read and checked before anything is changed
         self._broken = f"restoring {found.path} failed half way"
         self._forget()
@@ -231,11 +229,12 @@ class Engine:
 
     def stats(self) -> Stats:
         """Return the totals so far."""
-        counters, meter, ring = self._backend.counters(), self._meter, self._streamer
+        counters, meter, ring = self._drives.counters(), self._meter, self._streamer
         totals = {f.name: getattr(meter, f.name) for f in fields(meter) if f.name != "trace"}
         if self._seal is not None:
             totals["wait_seal_s"] += self._seal.wait_s
-        layout, drive = self._table.layout, self._calibration
+        layout = self._table.layout
+        read_gbps, write_gbps, mixed_gbps = self._drives.rates()
         return Stats(
             **totals,
             num_parameters=layout.num_elements if layout else 0,
@@ -246,10 +245,10 @@ class Engine:
             ring_bytes=ring.ring_bytes if ring else 0,
             resident_bytes=ring.resident_bytes if ring else 0,
             state_bytes=layout.state_bytes if layout else 0,
-            drive_read_gbps=drive.read_gbps if drive else 0.0,
-            drive_write_gbps=drive.write_gbps if drive else 0.0,
-            drive_mixed_gbps=drive.mixed_gbps if drive else 0.0,
-            drive_bytes=probe.size_bytes(self.store.directory),
+            drive_read_gbps=read_gbps,
+            drive_write_gbps=write_gbps,
+            drive_mixed_gbps=mixed_gbps,
+            drive_bytes=self._drives.size_bytes(),
         )
 
     def close(self) -> None:
@@ -275,8 +274,7 @@ class Engine:
                     slot.close()
             self._pool.close()
             self.store.close()
-            if self._owns_backend:
-                self._backend.close()
+            self._drives.close()
             if self._meter.trace is not None:
                 self._meter.trace.write()
 
@@ -420,12 +418,7 @@ class Engine:
     def _ring(self) -> Streamer:
         if self._streamer is None:
             layout = self._layout()
-            self._calibration = find_calibration(
-                self._transport, self.store.directory, self._options, layout.state_bytes
-            )
-            ring_chunks = apply_calibration(
-                self._transport, self._options, self._calibration, frame_bytes(layout)
-            )
+            ring_chunks = self._drives.tune(layout.state_bytes, frame_bytes(layout))
             self._streamer = Streamer(
                 self._backend,
                 layout,

@@ -57,6 +57,11 @@ class Options:
     ``"int8"`` (in blocks of 32 with a common scale, as FlashOptim does). Fewer bytes, and results
     that differ from FP32 state. Reproducible, and the same after a resume."""
 
+    shares: tuple[int, ...] | None = None
+    """With ``directory=[a, b, ...]``: how much of the state each of them holds, as whole numbers in
+    proportion to each other. None means in proportion to their bandwidth. Fixed when a store is
+    made: a resume keeps the store's own."""
+
     rounding_seed: int = 0
     """Seed of the stochastic rounding of ``state_dtype="bfloat16"``."""
 
@@ -113,6 +118,13 @@ class Options:
             raise ValueError(
                 f"train_state_bytes must be a multiple of {ALIGNMENT} from {2 * ALIGNMENT} to "
                 f"{MAX_CAPACITY_BYTES}, got {self.train_state_bytes}"
+            )
+        if self.shares is not None and (
+            not self.shares or any(share < 1 for share in self.shares) or sum(self.shares) > 1024
+        ):
+            raise ValueError(
+                "shares must be whole numbers of at least 1, one for each directory, and at most "
+                f"1024 together, got {self.shares}"
             )
         if self.reader_timeout_s < 0:
             raise ValueError(f"reader_timeout_s must not be negative, got {self.reader_timeout_s}")

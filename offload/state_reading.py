@@ -88,7 +88,7 @@ class _Reader:
 
     @property
     def _places(self) -> list[str]:
-        return [self._checkpoint.path]
+        return [self._checkpoint.path, *self._checkpoint.parts]
 
     def _read(self, path: str, offset: int, nbytes: int) -> torch.Tensor:
         if not nbytes:
