@@ -114,7 +114,7 @@ class Drives:
         )
 
     def rates(self) -> tuple[float, float, float]:
-        """Return GB/s of reads, of writes, and of both at once, of all drives; 0 if not measured."""
+        """Return GB/s of reads, of writes, and both at once, of all drives; 0 if not measured."""
         known = [c for c in self._calibrations if c is not None]
         if len(known) < len(self._calibrations):
             return 0.0, 0.0, 0.0

@@ -34,10 +34,11 @@ from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
 from offload.options import Options
+from offload.parameters import Stored
 from offload.reseal import is_unchanged, replace_train_state
 from offload.resume import choose_checkpoint, load_checkpoint, match_checkpoint
 from offload.rules import Scalars, UpdateRule
-from offload.seal import Seal, SealHandle, describe_seal
+from offload.seal import Captured, Seal, SealHandle, describe_seal
 from offload.slot import Slot
 from offload.state_pass import StatePass
 from offload.stats import Meter, Stats
@@ -45,7 +46,7 @@ from offload.store import Store
 from offload.streamer import Streamer
 from offload.table import ParameterTable
 from offload.trace import Trace
-from offload.train_state import encode, pack_encoded
+from offload.train_state import EncodedState, encode, pack_encoded
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
 
@@ -64,6 +65,8 @@ class Engine:
         fresh: Whether to start over although the store has checkpoints.
         options: Settings of the machine.
     """
+
+    _updater_class = ChunkUpdater
 
     def __init__(
         self,
@@ -121,6 +124,9 @@ class Engine:
         layout, _ = self._table.describe(groups)
         self.store.require_space(layout, len(groups))
 
+    def join(self) -> None:
+        """Wait for a step that runs beside the model, where there is one."""
+
     def step(self, groups: Groups) -> None:
         """Update every parameter that has a gradient.
 
@@ -169,22 +175,8 @@ class Engine:
         elif not self._working:
             # Nothing was stepped since the last seal, yet the checkpoint must differ from it.
             self._stream(groups, [None] * len(self._table.trainables))
-        slot = self._state
-        # Everything that can be too large fails here, before a checkpoint is withdrawn.
-        manifest = describe_seal(
-            self._rule, self.store.store_id, slot, groups, self._table, self.num_steps
-        )
-        packed = pack_encoded(
-            encoded,
-            capacity_bytes=slot.train_state.size_bytes,
-            header=train_state_header(manifest),
-        )
-        flush = self._ring().flush()
-        seal = Seal(self.store, slot, manifest, packed, stored, self._block_buffers(), flush)
-        self.store.begin_seal()
-        self._working, self._sealed, self._seal = False, None, seal
-        seal.start(self._meter.count_seal)
-        return seal.handle
+        image = self._capture(groups, encoded, stored, self._state, self.num_steps)
+        return self._begin_seal(self._state, image)
 
     def restore(
         self, groups: Groups, which: int | str | None, *, discard_newer: bool
@@ -230,9 +222,10 @@ class Engine:
     def stats(self) -> Stats:
         """Return the totals so far."""
         counters, meter, ring = self._drives.counters(), self._meter, self._streamer
+        seal = self._seal
         totals = {f.name: getattr(meter, f.name) for f in fields(meter) if f.name != "trace"}
-        if self._seal is not None:
-            totals["wait_seal_s"] += self._seal.wait_s
+        if seal is not None:
+            totals["wait_seal_s"] += seal.wait_s
         layout = self._table.layout
         read_gbps, write_gbps, mixed_gbps = self._drives.rates()
         return Stats(
@@ -278,6 +271,36 @@ class Engine:
             if self._meter.trace is not None:
                 self._meter.trace.write()
 
+    def _capture(
+        self,
+        groups: Groups,
+        encoded: EncodedState,
+        stored: Sequence[Stored],
+        slot: Slot,
+        step: int,
+    ) -> Captured:
+        """Capture by value what a checkpoint of this moment is, apart from its parameters.
+
+        Everything that can be too large fails here, before a checkpoint is withdrawn.
+        """
+        store_id = self.store.store_id
+        manifest = describe_seal(self._rule, store_id, slot, groups, self._table, step)
+        packed = pack_encoded(
+            encoded,
+            capacity_bytes=slot.train_state.size_bytes,
+            header=train_state_header(manifest),
+        )
+        return Captured(manifest, packed, [item.captured() for item in stored], SealHandle(step))
+
+    def _begin_seal(self, slot: Slot, captured: Captured) -> SealHandle:
+        """Start to seal the state, which is in `slot`."""
+        flush = self._ring().flush()
+        seal = Seal(self.store, slot, captured, self._block_buffers(), flush)
+        self.store.begin_seal()
+        self._working, self._sealed, self._seal = False, None, seal
+        seal.start(self._meter.count_seal)
+        return seal.handle
+
     def _stream(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> None:
         """Read, update and write every chunk that needs it; all of them if the state moves."""
         state_pass = self._begin_pass(groups, gradients)
@@ -290,11 +313,10 @@ class Engine:
 
     def _begin_pass(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> StatePass:
         """Prepare a pass over every chunk that needs it; all of them if the state moves."""
-        layout = self._layout()
-        updater = ChunkUpdater(
+        updater = self._updater_class(
             self._rule,
             self._pool,
-            layout,
+            self._layout(),
             groups,
             [t.tensor for t in self._table.trainables],
             gradients,
@@ -302,16 +324,17 @@ class Engine:
             step=self.num_steps + 1,
             seed=self._options.rounding_seed,
         )
+        chunks = self._order()
         if self._working and self._state is not None:
             target = self._state
-            chunks = [c for c in range(layout.num_chunks) if updater.touched(c)]
+            chunks = [c for c in chunks if updater.touched(c)]
         else:
             with self._meter.timed("wait_seal_s"):
                 target, self._reserved = self._target(groups), None
-            chunks = list(range(layout.num_chunks))
         return StatePass(
             self._ring(),
             updater,
+            step=self.num_steps + 1,
             source=self._state,
             target=target,
             chunks=chunks,
@@ -319,15 +342,20 @@ class Engine:
             meter=self._meter,
         )
 
+    def _order(self) -> Sequence[int]:
+        """Return all chunks in the order in which a step takes them."""
+        return range(self._layout().num_chunks)
+
     def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
         """Take note of a pass that has gone well, and read ahead for the next one."""
         self._table.scalars = scalars
         self._moved(state_pass.target)
-        self._ring().begin(self._state, range(self._layout().num_chunks))
+        self._ring().begin(self._state, self._order())
 
     def _pass_failed(self, state_pass: StatePass, error: BaseException) -> None:
         """Take note of a pass that has failed half way: only a restore helps."""
-        self._broken = f"step {self.num_steps + 1} failed half way ({error!r})"
+        self._broken = f"step {state_pass.step} failed half way ({error!r})"
+        self.num_steps = state_pass.step - 1
         if state_pass.target is not self._state:
             self._reserved = state_pass.target  # restore() gives it back
 

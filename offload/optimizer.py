@@ -17,14 +17,16 @@ from offload.checkpoint import Checkpoint
 from offload.drives import Directory, as_directories
 from offload.engine import Engine
 from offload.errors import MismatchError, OffloadError
-from offload.options import Options
+from offload.options import Options, Overlap
+from offload.overlap import ForwardEngine
 from offload.rules import UpdateRule
+from offload.running import STEP_THREAD
 from offload.seal import SEAL_THREAD, SealHandle
 from offload.stats import Stats
 from offload.update_pool import UPDATE_THREAD
 
 _REFERENCE_FORMAT = "offload-reference-1"
-_OWN_THREADS = (SEAL_THREAD, UPDATE_THREAD, "gds-")
+_OWN_THREADS = (SEAL_THREAD, STEP_THREAD, UPDATE_THREAD, "gds-")
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -74,13 +76,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"keep must be at least 1, got {keep}: with 0 there would be no checkpoint while "
                 "the next one is being sealed"
             )
+        if options.overlap is not None and model is None:
+            raise ValueError(
+                f"overlap={options.overlap!r} needs model=, the module that is called in training: "
+                "pass the one whose parameters() you gave"
+            )
         self._engine: Engine | None = None
         self._running = ""
         rule = UpdateRule(optimizer_class, hyper)
         super().__init__(params, dict(rule.defaults))
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
-        engine = Engine(
+        engine = _ENGINES[options.overlap](
             rule, as_directories(directory), model=model, keep=keep, fresh=fresh, options=options
         )
         try:
@@ -214,6 +221,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         `checkpoint`.
         """
         engine = self._live_engine()
+        engine.join()
         groups = super().state_dict()["param_groups"]
         return {
             "format": _REFERENCE_FORMAT,
@@ -230,6 +238,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             MismatchError: It is anything else. To continue from a checkpoint, call `restore`.
         """
         engine = self._live_engine()
+        engine.join()
         position = (_REFERENCE_FORMAT, engine.store.store_id, engine.num_steps)
         found = tuple(state_dict.get(key) for key in ("format", "store", "step"))
         if found != position:
@@ -323,6 +332,9 @@ class SGD(OffloadedOptimizer):
 
     def __init__(self, params: Iterable[Any], **kwargs: Any) -> None:
         super().__init__(torch.optim.SGD, params, **kwargs)
+
+
+_ENGINES: dict[Overlap | None, Callable[..., Engine]] = {None: Engine, "forward": ForwardEngine}
 
 
 def _close_quietly(engine: Engine) -> None:

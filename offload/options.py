@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, TypeAlias, get_args
 
 from gds import ALIGNMENT, Backend
 from offload.formats import MasterFormat, StateDtype, StateFormat
 from offload.train_state import MAX_CAPACITY_BYTES
+
+Overlap: TypeAlias = Literal["forward", "backward"]
+"""What of the model's work a step may run beside."""
 
 _MIN_CHUNK_BYTES = ALIGNMENT
 
@@ -62,6 +65,13 @@ class Options:
     proportion to each other. None means in proportion to their bandwidth. Fixed when a store is
     made: a resume keeps the store's own."""
 
+    overlap: Overlap | None = None
+    """Hide the step behind the model's work; needs ``model=``. None: ``step()`` returns when the
+    parameters are updated. ``"forward"``: it returns at once, having moved the gradients out, and
+    the next forward waits, module by module, for the parameters that it uses. ``"backward"``:
+    parameters are updated as soon as their gradients are final, so that nothing can be done to
+    gradients between ``backward()`` and ``step()``."""
+
     rounding_seed: int = 0
     """Seed of the stochastic rounding of ``state_dtype="bfloat16"``."""
 
@@ -107,9 +117,12 @@ class Options:
         for name, value, known in (
             ("master", self.master, get_args(MasterFormat)),
             ("state_dtype", self.state_dtype, get_args(StateDtype)),
+            ("overlap", self.overlap, (None, *get_args(Overlap))),
         ):
             if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(str, known))}, got {value!r}"
+                )
         _ = self.host_memory_bytes
         if (
             self.train_state_bytes % ALIGNMENT

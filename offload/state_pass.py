@@ -18,6 +18,7 @@ class StatePass:
     Args:
         streamer: Moves them.
         updater: Updates them.
+        step: Number of the step that this is, from 1.
         source: The slot that holds the state; None if there is none yet.
         target: The slot to write; the same one, if it is the working slot.
         chunks: In the order in which to update them.
@@ -30,12 +31,14 @@ class StatePass:
         streamer: Streamer,
         updater: ChunkUpdater,
         *,
+        step: int,
         source: Slot | None,
         target: Slot,
         chunks: Sequence[int],
         seal: Seal | None,
         meter: Meter,
     ) -> None:
+        self.step = step
         self.source = source
         self.target = target
         self.chunks = chunks

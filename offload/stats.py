@@ -41,13 +41,20 @@ class Stats:
     """Seconds of updating: gathering gradients, torch's step, casting back."""
 
     wait_read_s: float
-    """Seconds that the training thread waited for reads."""
+    """Seconds that the update waited for reads."""
 
     wait_write_s: float
     """Seconds that it waited for a free frame of the ring, which writes were holding."""
 
     wait_seal_s: float
     """Seconds that it waited for a seal to copy parameters or to free a slot."""
+
+    wait_update_s: float
+    """With ``Options(overlap=...)``: seconds that the training thread waited for the step that runs
+    beside it. All other waits and the computing are then that step's own."""
+
+    moved_gradient_bytes: int
+    """With ``Options(overlap=...)``: most bytes of gradients that such a step has held at once."""
 
     seals: int
     """Checkpoints sealed."""
@@ -146,6 +153,8 @@ class Meter:
     wait_read_s: float = 0.0
     wait_write_s: float = 0.0
     wait_seal_s: float = 0.0
+    wait_update_s: float = 0.0
+    moved_gradient_bytes: int = 0
     seal_s: float = 0.0
     restore_s: float = 0.0
     trace: Trace | None = None

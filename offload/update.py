@@ -15,6 +15,7 @@ half, which is less than half a step of bf16.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -84,7 +85,11 @@ class ChunkUpdater:
     ) -> None:
         self._pool = pool
         self._layout = layout
-        self._hyper = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        # By value: a scheduler may change a tensor in place while the step is still going on.
+        self._hyper = [
+            {k: copy.deepcopy(v) for k, v in g.items() if k not in ("params", "param_names")}
+            for g in groups
+        ]
         self._rules = [rule.rule(group) for group in self._hyper]
         self._keys = [
             _Key(spec.group, p.dtype, s, g is not None)
