@@ -22,16 +22,20 @@ _BYTES = 512
 def read_store_id(backend: Backend, directory: str) -> str | None:
     """Return the identity that a store's directory was given; None if it has none that is whole.
 
+    What is read is durable as well: a process that wrote it may have died before it was. The
+    directory has been synced.
+
     Raises:
-        gds.StorageError: It cannot be read.
+        gds.StorageError: It cannot be read, or not be made durable.
     """
     path = f"{directory}/{STORE_FILE_NAME}"
     stat = backend.stat(path)
     if stat is None or stat.kind != "file" or stat.size_bytes != _BYTES:
         return None
-    file = backend.open(path)
+    file = backend.open(path, writable=True)
     try:
         data = file.read_bytes(0, _BYTES)
+        file.sync()
     finally:
         file.close()
     try:

@@ -133,7 +133,8 @@ class Options:
                 f"{MAX_CAPACITY_BYTES}, got {self.train_state_bytes}"
             )
         if self.shares is not None and (
-            not self.shares or any(share < 1 for share in self.shares) or sum(self.shares) > 1024
+            not all(type(share) is int and share >= 1 for share in self.shares)
+            or not 1 <= sum(self.shares) <= 1024
         ):
             raise ValueError(
                 "shares must be whole numbers of at least 1, one for each directory, and at most "

@@ -22,7 +22,6 @@ class Part:
         name: Within that.
         drive: Position of the drive among the store's.
         files: Open, by name.
-        is_new: Whether its name may not be durable yet.
     """
 
     def __init__(
@@ -32,12 +31,10 @@ class Part:
         name: str,
         drive: int,
         files: dict[str, File],
-        *,
-        is_new: bool = False,
     ) -> None:
         self._backend = backend
         self._files = files
-        self._is_new = is_new
+        self._is_durable = False
         self.directory = directory
         self.name = name
         self.drive = drive
@@ -69,9 +66,9 @@ class Part:
         own.write_bytes(what.encode(), 0)
         own.sync()
         self._backend.sync_dir(self.path)
-        if self._is_new:
+        if not self._is_durable:  # also one that was found: this process may have made it
             self._backend.sync_dir(self.directory)
-            self._is_new = False
+            self._is_durable = True
 
     def write_headers(self, layout: Layout) -> None:
         """Write the headers of all its files."""
@@ -102,7 +99,7 @@ def create_part(backend: Backend, directory: str, name: str, layout: Layout, dri
     """
     path = f"{directory}/{name}"
     backend.make_dir(path)
-    part = Part(backend, directory, name, drive, {}, is_new=True)
+    part = Part(backend, directory, name, drive, {})
     try:
         for file, size in part_sizes(layout, drive).items():
             part._files[file] = backend.create(f"{path}/{file}", size)
