@@ -148,20 +148,20 @@ def proportional_shares(speeds: Sequence[float]) -> tuple[int, ...]:
     Args:
         speeds: Positive, in any unit.
     """
-    smallest, total = min(speeds), sum(speeds)
+    if min(speeds) <= 0:
+        raise ValueError(f"speeds must be positive, got {list(speeds)}")
+    total = sum(speeds)
     # The first sum at which no share is off by more than a twentieth, or the best there is.
-    best: tuple[float, tuple[int, ...]] | None = None
+    best = math.inf, (1,) * len(speeds)
     for size in range(len(speeds), max(_MAX_SUM, len(speeds)) + 1):
         shares = tuple(max(1, round(speed * size / total)) for speed in speeds)
         error = max(
             abs(share / sum(shares) * total / speed - 1)
             for share, speed in zip(shares, speeds, strict=True)
         )
-        if best is None or error < best[0]:
+        if error < best[0]:
             best = error, shares
         if error <= 0.05:
             break
-    if best is None or smallest <= 0:
-        raise ValueError(f"speeds must be positive, got {list(speeds)}")
     divisor = math.gcd(*best[1])
     return tuple(share // divisor for share in best[1])

@@ -300,7 +300,7 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
     if len(model_digests) != num_model_blocks(layout):
         raise ValueError("there is not one digest for each block of the model file")
     store_id, generation = _str(body["store_id"]), _count(body["generation"])
-    parts = tuple(_part(_mapping(part), generation) for part in body["parts"])
+    parts = tuple(_part(_mapping(part), generation) for part in body.get("parts", ()))
     expected = [
         SealedPart(store_id, generation, drive, content_digest(layout, digests, drive)).digest
         for drive in range(1, len(shares))
