@@ -171,11 +171,11 @@ def sealed_behind_training(backend: CrashBackend, keep: int, drives: int) -> Non
 
 
 def resident_state(backend: CrashBackend, keep: int, drives: int) -> None:
-    """Some of the state is written by seals only, while the next step already wants to change it."""
+    """Some of the state is written by seals only, while the next step wants to change it."""
     trainer = Trainer(backend, keep=keep, drives=drives, host_memory=RESIDENT_BYTES)
     trainer.train(1, 2)
     trainer.seal(2, meanwhile=3)
-    assert 0 < trainer.optimizer.stats().resident_bytes
+    assert trainer.optimizer.stats().resident_bytes
     trainer.seal(3, meanwhile=5)
     trainer.seal(5)
     trainer.close()
