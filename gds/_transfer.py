@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -31,6 +32,32 @@ def direct_part(offset: int, nbytes: int, address: int, memory_alignment: int) -
     if stop <= start or (address + start) % memory_alignment:
         return 0, 0
     return start, stop
+
+
+def cut(offset: int, nbytes: int, request_bytes: int | None) -> list[tuple[int, int]]:
+    """Return the parts of a request: start and stop of each, in bytes from the request's start.
+
+    They have nearly the same length, at most `request_bytes` (a multiple of `ALIGNMENT`; None is
+    no limit), and meet at file offsets that are multiples of `ALIGNMENT`: no two of them touch the
+    same block, and all are as direct as the whole would have been. There is at least one.
+    """
+    if request_bytes is None or nbytes <= ALIGNMENT:
+        return [(0, nbytes)]
+    head = offset % ALIGNMENT
+    num_parts = -(-(head + nbytes) // request_bytes)
+    step = -(-(head + nbytes) // (num_parts * ALIGNMENT)) * ALIGNMENT
+    edges = [0, *range(step - head, nbytes, step), nbytes]
+    return list(itertools.pairwise(edges))
+
+
+def check_request_bytes(request_bytes: int | None) -> int | None:
+    """Return `request_bytes` if it is one that `cut` takes; raises `ValueError` otherwise."""
+    if request_bytes is None or (request_bytes > 0 and request_bytes % ALIGNMENT == 0):
+        return request_bytes
+    raise ValueError(
+        f"request_bytes must be a positive multiple of {ALIGNMENT}, so that every part stays "
+        f"aligned for direct I/O, or None to keep requests whole; got {request_bytes}"
+    )
 
 
 def check_request(
@@ -92,9 +119,15 @@ class Descriptors:
             _advise(buffered_fd, os.POSIX_FADV_RANDOM)
 
     def move(
-        self, direction: Direction, view: memoryview, address: int, offset: int, path: str
+        self,
+        direction: Direction,
+        view: memoryview,
+        address: int,
+        offset: int,
+        path: str,
+        part: tuple[int, int] | None = None,
     ) -> int:
-        """Read all of `view` from `offset`, or write all of it there; returns its length, bytes.
+        """Read `view` from `offset`, or write it there; returns how many bytes that was.
 
         Args:
             direction: Which of the two.
@@ -102,20 +135,25 @@ class Descriptors:
             address: See `view`.
             offset: Where in the file, in bytes.
             path: For messages.
+            part: Start and stop in `view`, in bytes, of what to move; None moves all of it.
+                Errors name the whole request, of which this is a part.
 
         Raises:
             ShortReadError: The file ended before the request did.
             StorageError: The kernel reported an error, or took nothing.
         """
-        request = _Request(direction, view, offset)
+        first, last = part or (0, len(view))
+        request = _Request(direction, view, offset, first, last)
         start, stop = 0, 0
         if self.direct:
-            start, stop = direct_part(offset, len(view), address, self._memory_alignment)
+            start, stop = direct_part(
+                offset + first, last - first, address + first, self._memory_alignment
+            )
         try:
             if start < stop:
-                request.move_buffered(self.buffered_fd, start)
-                self._move_direct(request, stop)
-            request.move_buffered(self.buffered_fd, len(view))
+                request.move_buffered(self.buffered_fd, first + start)
+                self._move_direct(request, first + stop)
+            request.move_buffered(self.buffered_fd, last)
         except StorageError:
             raise
         except _EndOfFileError:
@@ -126,7 +164,7 @@ class Descriptors:
             raise StorageError(
                 error.errno or errno.EIO, str(request), path, offset=offset
             ) from error
-        return len(view)
+        return last - first
 
     def close(self) -> None:
         """Close both descriptors. Idempotent."""
@@ -155,16 +193,23 @@ class _EndOfFileError(OSError):
 
 
 class _Request:
-    """A transfer and how far it has come: `done` bytes from the start of `view`."""
+    """A transfer of ``view[first:last]`` and how far it has come: `done`, from `view`'s start."""
 
-    def __init__(self, direction: Direction, view: memoryview, offset: int) -> None:
+    def __init__(
+        self, direction: Direction, view: memoryview, offset: int, first: int, last: int
+    ) -> None:
         self.direction = direction
         self.view = view
         self.offset = offset
-        self.done = 0
+        self.first = first
+        self.last = last
+        self.done = first
 
     def __str__(self) -> str:
-        return f"{self.direction} of {len(self.view)} bytes, {self.done} done"
+        done = f"{self.direction} of {len(self.view)} bytes, {self.done - self.first} done"
+        if self.last - self.first == len(self.view):
+            return done
+        return f"{done} of the part from {self.first} to {self.last}"
 
     def move_buffered(self, fd: int, stop: int) -> None:
         """Go on through the page cache, up to `stop` bytes from the start of the request."""
@@ -204,16 +249,3 @@ class _Request:
 def _advise(fd: int, advice: int) -> None:
     with contextlib.suppress(OSError):  # advice only
         os.posix_fadvise(fd, 0, 0, advice)
-
-
-def _call(direction: Direction, fd: int, view: memoryview, offset: int) -> int:
-    for _ in range(_AGAIN_ATTEMPTS):
-        try:
-            if direction == "read":
-                return os.preadv(fd, [view], offset)
-            return os.pwritev(fd, [view], offset)
-        except InterruptedError:
-            continue
-        except BlockingIOError:  # some network file systems, when short of memory
-            time.sleep(_AGAIN_S)
-    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

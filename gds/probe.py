@@ -126,6 +126,15 @@ def required_alignment(fd: int) -> tuple[int, int] | None:
     return ALIGNMENT, ALIGNMENT
 
 
+def size_bytes(path: str) -> int:
+    """Return the size of the file system that holds an existing path; 0 if that is not known."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return 0
+    return found.f_frsize * found.f_blocks
+
+
 def direct_io(directory: str) -> DirectIO:
     """Write and read back a small file in `directory` with O_DIRECT, and say how that went.
 
@@ -143,7 +152,7 @@ def direct_io(directory: str) -> DirectIO:
 
 
 def _probe(directory: str, filesystem: str) -> DirectIO:
-    with _probe_file(directory) as plain_fd:
+    with scratch_file(directory) as plain_fd:
         required = required_alignment(plain_fd)
         if refusal := refused_alignment(required):
             return no_direct_io(refusal)
@@ -200,8 +209,11 @@ def _round_trip(fd: int, filesystem: str, memory: int, offset: int) -> DirectIO:
 
 
 @contextlib.contextmanager
-def _probe_file(directory: str) -> Iterator[int]:
-    """Yield the descriptor of a new file, without a name where the file system can do that."""
+def scratch_file(directory: str) -> Iterator[int]:
+    """Yield the descriptor of a new, empty file that is gone afterwards.
+
+    It has no name where the file system can do that, so that not even a crash leaves one behind.
+    """
     flags = os.O_RDWR | os.O_CLOEXEC
     path = ""
     try:

@@ -11,13 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gds import ALIGNMENT, Backend, LockHeldError, PosixBackend, StorageError
-from offload.digests import DigestContext
+from gds import Backend, LockHeldError, PosixBackend, StorageError
+from offload._verify import verify_tensors
 from offload.errors import CheckpointError, CheckpointNotFoundError, StoreBusyError
-from offload.layout import array_file_name
-from offload.manifest import MANIFEST_NAME, MODEL_BLOCK_BYTES, Manifest
-from offload.reading import checkpoint_paths, find_checkpoint, read_manifest
-from offload.slot import LOCK_NAME, MODEL_NAME, TRAIN_STATE_NAME
+from offload.manifest import MANIFEST_NAME, Manifest
+from offload.parts import part_sizes
+from offload.reading import (
+    PartDirectories,
+    checkpoint_paths,
+    find_checkpoint,
+    part_paths,
+    read_manifest,
+)
+from offload.slot import LOCK_NAME, TRAIN_STATE_NAME
 from offload.tensorfile import TensorEntry, TensorFileError
 from offload.train_state import MAX_CAPACITY_BYTES, unpack
 
@@ -84,6 +90,7 @@ class Checkpoint:
         backend: Backend,
         path: str,
         manifest: Manifest,
+        parts: PartDirectories = None,
         *,
         lock: Lock | None = None,
         owns_backend: bool = False,
@@ -92,6 +99,7 @@ class Checkpoint:
         self._lock = lock
         self._owns_backend = owns_backend
         self._train_state: object = _UNREAD
+        self._part_directories = parts
         self.manifest = manifest
         self.path = path
 
@@ -137,12 +145,20 @@ class Checkpoint:
         return {name: layout.array_bytes(name) for name in layout.array_names}
 
     @property
+    def parts(self) -> list[str]:
+        """Directories that hold the rest of the state, for a store on several drives."""
+        return part_paths(self.manifest, self._part_directories, self.path)
+
+    @property
     def files(self) -> dict[str, int]:
-        """Size in bytes of each file, by name."""
+        """Size in bytes of each file, by name; of those in `parts`, by path."""
         sizes = dict(self.manifest.layout.file_sizes())
         for name in (TRAIN_STATE_NAME, MANIFEST_NAME):
             stat = self._backend.stat(f"{self.path}/{name}")
             sizes[name] = stat.size_bytes if stat else 0
+        for drive, part in enumerate(self.parts, 1):
+            found = part_sizes(self.manifest.layout, drive)
+            sizes |= {f"{part}/{name}": nbytes for name, nbytes in found.items()}
         return sizes
 
     @property
@@ -178,60 +194,44 @@ class Checkpoint:
         finally:
             file.close()
 
+    def read_state(self, name: str) -> dict[str, Any]:
+        """Read the optimizer state of one parameter.
+
+        Args:
+            name: The parameter's name, as in ``model.safetensors``.
+
+        Returns:
+            FP32 tensors of the parameter's shape: ``master`` and every state array, decoded if
+            they are stored in fewer bits. A parameter that has never had a gradient has none of
+            them but zeros. Not compared with the digests; that is `verify`.
+
+        Raises:
+            CheckpointNotFoundError: There is no trainable parameter of that name.
+            gds.StorageError: It cannot be read.
+        """
+        from offload.state_reading import read_state  # torch takes long to import
+
+        return read_state(self, name)
+
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read every byte and compare it with the digests taken when it was written.
 
         Args:
             progress: Called with the bytes checked so far and the bytes in all.
         """
-        layout = self.manifest.layout
         problems: list[str] = []
         try:
             # Again, since it may have been damaged after opening.
-            if read_manifest(self._backend, self.path) != self.manifest:
+            found = read_manifest(self._backend, self.path, self._part_directories)
+            if found != self.manifest:
                 problems.append(f"{self.path}/{MANIFEST_NAME}: replaced since it was opened")
             _ = self.train_state
         except (CheckpointError, StorageError) as error:
             problems.append(str(error))
-        context = DigestContext(self.manifest.store_id, self.generation)
-        ranges: list[tuple[str, str, int, int, int, str]] = []
-        data_start = layout.model_header.data_start
-        data_bytes = layout.model_header.file_bytes - data_start
-        for block, expected in enumerate(self.manifest.model_digests):
-            start = block * MODEL_BLOCK_BYTES
-            nbytes = min(MODEL_BLOCK_BYTES, data_bytes - start)
-            ranges.append((MODEL_NAME, "model", block, data_start + start, nbytes, expected))
-        for name, digests in self.manifest.digests.items():
-            for chunk, digest in enumerate(digests):
-                offset, nbytes = layout.byte_range(name, chunk)
-                if digest is not None and nbytes:
-                    ranges.append((array_file_name(name), name, chunk, offset, nbytes, digest))
-        total = sum(nbytes for *_, nbytes, _ in ranges)
-        largest = max((nbytes for *_, nbytes, _ in ranges), default=0)
-        buffer = self._backend.allocate(largest + ALIGNMENT)
-        checked = 0
-        for file_name, array, chunk, offset, nbytes, expected in ranges:
-            path = f"{self.path}/{file_name}"
-            target = buffer.slice(offset % ALIGNMENT, nbytes)
-            try:
-                file = self._backend.open(path)
-                try:
-                    file.read(target, offset).result()
-                finally:
-                    file.close()
-            except StorageError as error:
-                problems.append(str(error))
-            else:
-                found = context.digest(array, chunk, target.memoryview())
-                if found != expected:
-                    problems.append(
-                        f"{path}: bytes {offset} to {offset + nbytes} are damaged: digest {found}, "
-                        f"expected {expected}"
-                    )
-            checked += nbytes
-            if progress is not None:
-                progress(checked, total)
-        return VerifyReport(tuple(problems), checked)
+        damaged, checked = verify_tensors(
+            self._backend, self.path, self.parts, self.manifest, progress
+        )
+        return VerifyReport((*problems, *damaged), checked)
 
     def close(self) -> None:
         """Let the training process recycle this checkpoint again. Idempotent."""
@@ -256,11 +256,18 @@ class Checkpoint:
         return f"Checkpoint(step={self.step}, path={self.path!r})"
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, backend: Backend | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    parts: PartDirectories = None,
+    backend: Backend | None = None,
+) -> Checkpoint:
     """Open a checkpoint for reading, safely beside a process that is training.
 
     Args:
         path: A checkpoint directory, or a store, which means its newest usable checkpoint.
+        parts: For a store on several drives that are no longer where they were: their
+            directories, all but the first, in the store's order.
         backend: Where it is; the local file system by default.
 
     Raises:
@@ -269,11 +276,24 @@ def open_checkpoint(path: str | os.PathLike[str], *, backend: Backend | None = N
         StoreBusyError: It is being recycled at this moment; open the store's newest instead.
         gds.StorageError: It cannot be read.
     """
+    return _open(os.fspath(path), parts, backend, need_parts=True)
+
+
+def open_for_parameters(
+    path: str | os.PathLike[str], *, backend: Backend | None = None
+) -> Checkpoint:
+    """Open a checkpoint as `open_checkpoint` does, but look at the first drive only."""
+    return _open(os.fspath(path), None, backend, need_parts=False)
+
+
+def _open(
+    path: str, parts: PartDirectories, backend: Backend | None, *, need_parts: bool
+) -> Checkpoint:
     owns_backend = backend is None
     backend = backend or PosixBackend()
     lock = None
     try:
-        found = find_checkpoint(backend, os.fspath(path))
+        found = find_checkpoint(backend, path, parts, need_parts=need_parts)
         before = backend.stat(found)
         try:
             lock = backend.lock(found, shared=True)
@@ -287,20 +307,28 @@ def open_checkpoint(path: str | os.PathLike[str], *, backend: Backend | None = N
             raise StoreBusyError(
                 errno.EAGAIN, "this checkpoint has just been recycled; open a newer one", found
             )
-        manifest = read_manifest(backend, found)
+        manifest = read_manifest(backend, found, parts, need_parts=need_parts)
     except BaseException:
         if lock is not None:
             lock.release()
         if owns_backend:
             backend.close()
         raise
-    return Checkpoint(backend, found, manifest, lock=lock, owns_backend=owns_backend)
+    return Checkpoint(backend, found, manifest, parts, lock=lock, owns_backend=owns_backend)
 
 
 def list_checkpoints(
-    store: str | os.PathLike[str], *, backend: Backend | None = None
+    store: str | os.PathLike[str],
+    *,
+    parts: PartDirectories = None,
+    backend: Backend | None = None,
 ) -> list[CheckpointInfo]:
     """Describe every directory of a store that is named like a checkpoint, oldest step first.
+
+    Args:
+        store: The directory; the first one, if there are several.
+        parts: As for `open_checkpoint`.
+        backend: Where it is; the local file system by default.
 
     Raises:
         CheckpointNotFoundError: There is nothing at `store`.
@@ -326,7 +354,7 @@ def list_checkpoints(
             raise CheckpointError(
                 f"{directory}: not a store: it has neither a {LOCK_NAME} file nor a checkpoint"
             )
-        return [_describe(backend, path) for path in paths]
+        return [_describe(backend, path, parts) for path in paths]
     finally:
         if owns_backend:
             backend.close()
@@ -341,13 +369,13 @@ def train_state_header(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def _describe(backend: Backend, path: str) -> CheckpointInfo:
+def _describe(backend: Backend, path: str, parts: PartDirectories) -> CheckpointInfo:
     step = int(os.path.basename(path)[5:])
     try:
-        manifest = read_manifest(backend, path)
+        manifest = read_manifest(backend, path, parts)
     except (CheckpointError, StorageError) as error:
         return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0)
-    sizes = [backend.stat(f"{path}/{name}") for name in backend.list_dir(path)]
+    files = Checkpoint(backend, path, manifest, parts).files
     return CheckpointInfo(
         path,
         manifest.step,
@@ -356,5 +384,5 @@ def _describe(backend: Backend, path: str) -> CheckpointInfo:
         True,
         "",
         manifest.layout.num_elements,
-        sum(stat.size_bytes for stat in sizes if stat),
+        sum(files.values()),
     )

@@ -32,6 +32,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+Parts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--part",
+        help="Where the state on a further drive is now, if it has moved; one for each, in order.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
@@ -106,12 +114,13 @@ def demo(
 @app.command("ls")
 def list_store(
     store: Annotated[str, typer.Argument(help="Directory of a store.", show_default=False)],
+    part: Parts = None,
     as_json: Json = False,
 ) -> None:
     """List the checkpoints of a store, and say which are not usable and why."""
     from offload.checkpoint import list_checkpoints
 
-    found = list_checkpoints(store)
+    found = list_checkpoints(store, parts=part or None)
     if as_json:
         _print_json([dataclasses.asdict(info) for info in found])
         return
@@ -124,12 +133,13 @@ def show(
         str, typer.Argument(help="A checkpoint, or a store for its newest.", show_default=False)
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    part: Parts = None,
     as_json: Json = False,
 ) -> None:
     """Describe a checkpoint: step, optimizer, hyper-parameters, files and tensors."""
     from offload.checkpoint import open_checkpoint
 
-    with open_checkpoint(checkpoint) as opened:
+    with open_checkpoint(checkpoint, parts=part or None) as opened:
         description = _describe(opened)
     if as_json:
         _print_json(description)
@@ -142,18 +152,22 @@ def verify(
     path: Annotated[
         str, typer.Argument(help="A checkpoint, or a store for all of its.", show_default=False)
     ],
+    part: Parts = None,
     as_json: Json = False,
 ) -> None:
     """Read every byte of a checkpoint, or of all in a store, and check it against its digest."""
     from offload.checkpoint import VerifyReport, open_checkpoint
 
     results: list[dict[str, Any]] = []
-    for name, reason in _targets(path):
+    for name, reason in _targets(path, part or None):
         if reason:
             results.append({"path": name, "ok": False, "problems": [reason], "bytes_checked": 0})
             continue
         try:
-            with open_checkpoint(name) as opened, _progress(name, quiet=as_json) as progress:
+            with (
+                open_checkpoint(name, parts=part or None) as opened,
+                _progress(name, quiet=as_json) as progress,
+            ):
                 report = opened.verify(progress)
         except CheckpointError as error:  # so damaged that it cannot even be opened
             report = VerifyReport((str(error),), 0)
@@ -175,7 +189,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _targets(path: str) -> list[tuple[str, str]]:
+def _targets(path: str, parts: list[str] | None) -> list[tuple[str, str]]:
     """Return the checkpoints to verify, each with what is already known to be wrong with it."""
     from offload.checkpoint import list_checkpoints
 
@@ -183,7 +197,7 @@ def _targets(path: str) -> list[tuple[str, str]]:
     name = os.path.basename(os.path.abspath(path))
     if name.startswith("step-") or os.path.exists(os.path.join(path, "manifest.json")):
         return [(path, "")]
-    found = list_checkpoints(path)
+    found = list_checkpoints(path, parts=parts)
     if not found:
         raise CheckpointError(f"{path}: holds no checkpoint")
     return [(info.path, "" if info.valid else info.reason) for info in found]
@@ -221,6 +235,7 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "generation": checkpoint.generation,
         "created": checkpoint.created,
         "optimizer": checkpoint.optimizer,
+        "parts": checkpoint.parts,
         "num_parameters": checkpoint.num_parameters,
         "hyperparameters": checkpoint.hyperparameters,
         "state_arrays": checkpoint.state_arrays,
@@ -265,6 +280,8 @@ def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
     table.add_column(overflow="fold")
     for key in ("path", "step", "generation", "created", "optimizer"):
         table.add_row(key, str(description[key]))
+    for index, part in enumerate(description["parts"], 1):
+        table.add_row(f"on drive {index}", part)
     table.add_row("parameters", f"{description['num_parameters']:,}")
     for index, group in enumerate(description["hyperparameters"]):
         values = ", ".join(f"{name}={value}" for name, value in group.items())

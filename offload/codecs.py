@@ -36,6 +36,7 @@ def _wrapped(value: int) -> int:
 
 _HALF, _FIFTEEN, _SIXTEEN = constant(0x8000), constant(15), constant(16)
 _LOW_16, _LOW_17 = constant((1 << 16) - 1), constant((1 << 17) - 1)
+_GOLDEN_RATIO = _wrapped(0x9E3779B9)
 _MULTIPLIER = constant(_wrapped(0x846CA68B))
 
 
@@ -89,7 +90,7 @@ def join_master(
     out.copy_(live)
     out.view(torch.int32).add_(remainder)
     if _has_nan(out):
-        out.copy_(torch.where(live.isnan() | ~out.isnan(), out, live.float()))
+        out.copy_(torch.where(out.isnan(), live.float(), out))
 
 
 def round_stochastic(
@@ -139,8 +140,9 @@ def round_stochastic(
 def _hash(first: int, num: int, key: bytes, scratch: Scratch) -> torch.Tensor:
     """Return 32 random bits for each of `num` indexes, as int32.
 
-    This is lowbias32 (C. Wellons, hash-prospector) with one half of the key added before it and
-    the other half inside, lest two keys give the same numbers in another order.
+    This is lowbias32 (C. Wellons, hash-prospector) of a Weyl sequence: indexes times the golden
+    ratio. Of plain indexes it gives numbers whose differences are far from uniform. Half of the key
+    is added before, half inside, lest two keys give the same numbers in another order.
     """
     before, inside = (int.from_bytes(key[i : i + 4], "little", signed=True) for i in (0, 4))
     x, shifted = (scratch.view(name, torch.int32, (num,)) for name in "ba")
@@ -150,7 +152,8 @@ def _hash(first: int, num: int, key: bytes, scratch: Scratch) -> torch.Tensor:
         torch.bitwise_right_shift(x, bits, out=shifted)
         x.bitwise_xor_(shifted.bitwise_and_(mask))
 
-    torch.add(scratch.counter(num), constant(_wrapped(first + before)), out=x)
+    start = constant(_wrapped(first * _GOLDEN_RATIO + before))
+    torch.add(start, scratch.counter(num), alpha=_GOLDEN_RATIO, out=x)
     xor_shift(_SIXTEEN, _LOW_16)
     torch.add(constant(inside), x, alpha=0x7FEB352D, out=x)
     xor_shift(_FIFTEEN, _LOW_17)

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from gds import Backend, PosixBackend
 from offload.checkpoint import Checkpoint, train_state_header
+from offload.drives import Drives
 from offload.errors import OffloadError
+from offload.frame import frame_bytes
 from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
@@ -40,8 +41,10 @@ from offload.stats import Meter, Stats
 from offload.store import Store
 from offload.streamer import Streamer
 from offload.table import ParameterTable
+from offload.trace import Trace
 from offload.train_state import EncodedState, encode, pack_encoded
 from offload.update import ChunkUpdater
+from offload.update_pool import UpdatePool
 from offload.usable import Usable
 
 Groups = Sequence[dict[str, Any]]
@@ -53,7 +56,7 @@ class Engine(Usable):
 
     Args:
         rule: Runs the wrapped optimizer's step.
-        directory: The store.
+        directories: The store: one on each drive.
         model: Gives names, buffers and frozen parameters; None for parameters only.
         keep: Checkpoints to keep.
         fresh: Whether to start over although the store has checkpoints.
@@ -65,7 +68,7 @@ class Engine(Usable):
     def __init__(
         self,
         rule: UpdateRule,
-        directory: str,
+        directories: Sequence[str],
         *,
         model: torch.nn.Module | None,
         keep: int,
@@ -73,23 +76,27 @@ class Engine(Usable):
         options: Options,
     ) -> None:
         self._rule = rule
+        self._pool = UpdatePool(rule)
         self._options = options
         self._table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
-        self._owns_backend = options.backend is None
-        self._backend: Backend = options.backend or PosixBackend(direct=options.direct)
+        self._meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
+        self._drives = Drives(directories, options, self._meter.trace)
+        self._backend = self._drives.backends[0]
         try:
             store = Store(
                 self._backend,
-                directory,
+                directories[0],
+                list(zip(self._drives.backends, directories, strict=True))[1:],
                 keep=keep,
                 fresh=fresh,
                 train_state_bytes=options.train_state_bytes,
                 reader_timeout_s=options.reader_timeout_s,
                 allow_volatile=options.allow_volatile,
             )
+            newest = store.newest
+            self._table.shares = newest.manifest.layout.shares if newest else self._drives.shares()
         except BaseException:
-            if self._owns_backend:
-                self._backend.close()
+            self._drives.close()
             raise
         super().__init__(store, decided=fresh or not (store.checkpoints or store.refused))
         self.num_steps = 0
@@ -102,7 +109,6 @@ class Engine(Usable):
         self._streamer: Streamer | None = None
         self._blocks: BlockBuffers | None = None
         self._seal: Seal | None = None
-        self._meter = Meter()
 
     def require_space(self, groups: Groups) -> None:
         """Check names, parameters, rules and free space; touches nothing.
@@ -189,7 +195,9 @@ class Engine(Usable):
             found, groups, self._table.model, self._rule, self._table.state_format
         )
         started = time.perf_counter()
-        checkpoint = Checkpoint(self._backend, found.path, found.manifest)
+        checkpoint = Checkpoint(
+            self._backend, found.path, found.manifest, self.store.directories[1:]
+        )
         _ = checkpoint.train_state  # read and checked before anything is changed
         self._broken = f"restoring {found.path} failed half way"
         self._forget()
@@ -214,15 +222,13 @@ class Engine(Usable):
 
     def stats(self) -> Stats:
         """Return the totals so far."""
-        counters, meter, ring = self._backend.counters(), self._meter, self._streamer
+        counters, meter, ring = self._drives.counters(), self._meter, self._streamer
         seal = self._seal
-        totals = {field.name: getattr(meter, field.name) for field in fields(meter)}
-        if ring is not None:
-            totals["wait_read_s"] += ring.wait_read_s
-            totals["wait_write_s"] += ring.wait_write_s
+        totals = {f.name: getattr(meter, f.name) for f in fields(meter) if f.name != "trace"}
         if seal is not None:
             totals["wait_seal_s"] += seal.wait_s
         layout = self._table.layout
+        read_gbps, write_gbps, mixed_gbps = self._drives.rates()
         return Stats(
             **totals,
             num_parameters=layout.num_elements if layout else 0,
@@ -233,6 +239,10 @@ class Engine(Usable):
             ring_bytes=ring.ring_bytes if ring else 0,
             resident_bytes=ring.resident_bytes if ring else 0,
             state_bytes=layout.state_bytes if layout else 0,
+            drive_read_gbps=read_gbps,
+            drive_write_gbps=write_gbps,
+            drive_mixed_gbps=mixed_gbps,
+            drive_bytes=self._drives.size_bytes(),
         )
 
     def close(self) -> None:
@@ -256,9 +266,11 @@ class Engine(Usable):
             for slot in (self._state, self._reserved):
                 if slot is not None:
                     slot.close()
+            self._pool.close()
             self.store.close()
-            if self._owns_backend:
-                self._backend.close()
+            self._drives.close()
+            if self._meter.trace is not None:
+                self._meter.trace.write()
 
     def _capture(
         self,
@@ -304,6 +316,7 @@ class Engine(Usable):
         """Prepare a pass over every chunk that needs it; all of them if the state moves."""
         updater = self._updater_class(
             self._rule,
+            self._pool,
             self._layout(),
             groups,
             [t.tensor for t in self._table.trainables],
@@ -429,17 +442,18 @@ class Engine(Usable):
         if self._streamer is not None:
             self._streamer.synchronize()
             self._streamer.reset()
-            self._meter.wait_read_s += self._streamer.wait_read_s
-            self._meter.wait_write_s += self._streamer.wait_write_s
         self._streamer = self._blocks = None
 
     def _ring(self) -> Streamer:
         if self._streamer is None:
+            layout = self._layout()
+            ring_chunks = self._drives.tune(layout.state_bytes, frame_bytes(layout))
             self._streamer = Streamer(
                 self._backend,
-                self._layout(),
-                self._options.ring_chunks,
-                self._options.host_memory_bytes,
+                layout,
+                ring_chunks,
+                self._meter,
+                host_memory_bytes=self._options.host_memory_bytes,
             )
         return self._streamer
 

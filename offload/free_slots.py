@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -11,7 +12,11 @@ from gds import Backend, LockHeldError
 from gds._backend import Lock
 from offload.errors import StoreBusyError
 from offload.layout import Layout
+from offload.part_pool import PartPool
+from offload.poison import Poison
 from offload.slot import Slot, adopt_slot, create_slot, remove_slot
+
+_NOT_READY = "a free slot could not be made ready"
 
 READER_POLL_S = 0.05
 """Seconds between looks at whether a reader has let go."""
@@ -26,11 +31,23 @@ class FreeSlots:
         backend: Where they are.
         directory: The store.
         leftover: Paths of directories that an earlier process left.
+        parts: What slots have on other drives. An open slot has parts of its own; a directory
+            gets some when it is opened.
+        poison: Taken note of where free slots are made ready.
     """
 
-    def __init__(self, backend: Backend, directory: str, leftover: Sequence[str]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        directory: str,
+        leftover: Sequence[str],
+        parts: PartPool,
+        poison: Poison,
+    ) -> None:
         self._backend = backend
         self._directory = directory
+        self._parts = parts
+        self._poison = poison
         self._slots: list[Slot | str] = [*leftover]
 
     def __len__(self) -> int:
@@ -46,13 +63,18 @@ class FreeSlots:
         Args:
             layout: What it must be laid out for.
             sizes: Bytes of each of its files, by name.
+
+        Raises:
+            gds.StorageError: Among others, no space for what it is to have on other drives.
         """
         for candidate in reversed(self._slots):
             if isinstance(candidate, Slot):
                 self._slots.remove(candidate)
-                if candidate.layout == layout and candidate.sizes == sizes:
+                complete = all(part.exists() for part in candidate.parts)
+                if candidate.layout == layout and candidate.sizes == sizes and complete:
                     return candidate
-                self.discard(candidate)
+                with self._poison.on_error(_NOT_READY):
+                    self.discard(candidate)
                 continue
             if self._backend.stat(candidate) is None:
                 self._slots.remove(candidate)  # somebody has removed it by hand
@@ -60,16 +82,32 @@ class FreeSlots:
             with self._locked(candidate) as lock:
                 if lock is None:
                     continue  # a reader still holds what it was
+                parts = self._parts.take(layout)
                 self._slots.remove(candidate)
-                adopted = adopt_slot(self._backend, candidate, layout, sizes)
+                adopted = None
+                try:
+                    with self._poison.on_error(_NOT_READY):
+                        adopted = adopt_slot(self._backend, candidate, layout, sizes)
+                        if adopted is None:
+                            remove_slot(self._backend, candidate)
+                finally:
+                    if adopted is None:
+                        self._parts.put_back(parts)
                 if adopted is not None:
+                    adopted.parts = parts
                     return adopted
-                remove_slot(self._backend, candidate)
         return None
 
     def create(self, layout: Layout, sizes: Mapping[str, int]) -> Slot:
         """Make a new slot, for the caller; raises `gds.StorageError` if there is no space."""
-        return create_slot(self._backend, self.unused_path(), layout, sizes)
+        parts = self._parts.take(layout)
+        try:
+            slot = create_slot(self._backend, self.unused_path(), layout, sizes)
+        except BaseException:
+            self._parts.remove(parts)
+            raise
+        slot.parts = parts
+        return slot
 
     def unused_path(self) -> str:
         """Return a path that a slot can be given."""
@@ -90,12 +128,14 @@ class FreeSlots:
                 if lock is not None:  # else a reader still holds what it was
                     self._slots.remove(spare)
                     remove_slot(self._backend, spare)
+        self._parts.trim(keep=sum(isinstance(slot, str) for slot in self._slots))
 
     def discard(self, slot: Slot) -> None:
         """Remove a slot, unless it may be a checkpoint by now: then a later process decides."""
         slot.close()
         if not slot.in_doubt:
             remove_slot(self._backend, slot.path)
+            self._parts.remove(slot.parts)
 
     def close(self) -> None:
         """Close those that are open."""
@@ -111,6 +151,43 @@ class FreeSlots:
         finally:
             if lock is not None:
                 lock.release()
+
+
+class Patience:
+    """Waits for readers of expired checkpoints: a while, after a warning.
+
+    Args:
+        directory: The store, for messages.
+        timeout_s: How long.
+    """
+
+    def __init__(self, directory: str, timeout_s: float) -> None:
+        self._directory = directory
+        self._timeout_s = timeout_s
+        self._deadline: float | None = None
+
+    def wait(self) -> None:
+        """Wait a little.
+
+        Raises:
+            StoreBusyError: It has been long enough.
+        """
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._timeout_s
+            warnings.warn(
+                f"{self._directory}: every expired checkpoint is being read by someone; the "
+                f"next step waits up to {self._timeout_s:g} s for one of them",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if time.monotonic() > self._deadline:
+            raise StoreBusyError(
+                errno.EBUSY,
+                f"readers still hold every expired checkpoint after {self._timeout_s:g} "
+                "s; close them, or raise keep= or Options(reader_timeout_s=...)",
+                self._directory,
+            )
+        time.sleep(READER_POLL_S)
 
 
 def try_lock(backend: Backend, path: str) -> Lock | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from gds import Backend
-from offload.checkpoint import open_checkpoint
+from offload.checkpoint import open_for_parameters
 from offload.digests import DigestContext
 from offload.errors import MismatchError
 from offload.model_file import BlockBuffers, ModelImage, read_model
@@ -24,7 +24,8 @@ def load_parameters(
 ) -> int:
     """Load a checkpoint's parameters and buffers into a model, checking their digests.
 
-    Reads ``model.safetensors`` only, block by block: 2 bytes per bf16 parameter.
+    Reads ``model.safetensors`` only, block by block: 2 bytes per bf16 parameter. What a store
+    has on drives other than the first is not needed.
 
     Args:
         model: Changed in place; nothing is changed if names, shapes or dtypes differ.
@@ -38,7 +39,7 @@ def load_parameters(
         MismatchError: The model's state dict differs from the checkpoint's; lists how.
         CheckpointError: It is damaged.
     """
-    with open_checkpoint(checkpoint, backend=backend) as opened:
+    with open_for_parameters(checkpoint, backend=backend) as opened:
         manifest = opened.manifest
         header = manifest.layout.model_header
         stored = describe_model(model, [], [])

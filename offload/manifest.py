@@ -11,13 +11,14 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from gds import ALIGNMENT
 from offload.errors import ManifestError, OffloadError
 from offload.formats import StateDtype
 from offload.layout import Layout, ModelTensor, ParameterSpec
+from offload.part_file import PartReference, SealedPart, content_digest, part_number
 from offload.tensorfile import DTYPE_BYTES
 
 MANIFEST_NAME = "manifest.json"
@@ -37,6 +38,8 @@ _MAX_DEPTH = 8
 
 _GROUP_RESERVE_BYTES = 16 << 10
 _SCALAR_RESERVE_BYTES = 40
+_PART_RESERVE_BYTES = 25 << 10
+"""For a path of 4096 bytes, each of which JSON may have to write as six characters."""
 
 ScalarValue = tuple[str, str, float | int]
 
@@ -75,6 +78,9 @@ class Manifest:
     model_digests: tuple[str, ...]
     """The digest of each `MODEL_BLOCK_BYTES` of ``model.safetensors`` data."""
 
+    parts: tuple[PartReference, ...] = ()
+    """Where the state on each drive but the first is."""
+
     def encode(self, reserved_bytes: int) -> bytes:
         """Return the file's content, padded to exactly `reserved_bytes`.
 
@@ -105,6 +111,7 @@ class Manifest:
             "model_block_bytes": MODEL_BLOCK_BYTES,
             "digests": {name: list(values) for name, values in self.digests.items()},
             "model_digests": list(self.model_digests),
+            "parts": [asdict(part) for part in self.parts],
         }
         document = {"format": FORMAT_VERSION, "digest": _body_digest(body), "body": body}
         text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
@@ -128,7 +135,8 @@ def reserved_bytes(layout: Layout, num_groups: int) -> int:
     scalars = 4 * _SCALAR_RESERVE_BYTES * len(layout.parameters)
     digests = 20 * layout.num_chunks * max(1, len(layout.array_names))
     digests += 20 * num_model_blocks(layout)
-    total = names + scalars + digests + _GROUP_RESERVE_BYTES * (num_groups + 1)
+    parts = _PART_RESERVE_BYTES * (len(layout.shares) - 1)
+    total = names + scalars + digests + parts + _GROUP_RESERVE_BYTES * (num_groups + 1)
     return -(-total // ALIGNMENT) * ALIGNMENT
 
 
@@ -291,9 +299,17 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
         raise ValueError("there is not one digest for each chunk of each array")
     if len(model_digests) != num_model_blocks(layout):
         raise ValueError("there is not one digest for each block of the model file")
+    store_id, generation = _str(body["store_id"]), _count(body["generation"])
+    parts = tuple(_part(_mapping(part), generation) for part in body.get("parts", ()))
+    expected = [
+        SealedPart(store_id, generation, drive, content_digest(layout, digests, drive)).digest
+        for drive in range(1, len(shares))
+    ]
+    if [part.digest for part in parts] != expected:
+        raise ValueError("the parts on other drives are not those of its digests")
     return Manifest(
-        store_id=_str(body["store_id"]),
-        generation=_count(body["generation"]),
+        store_id=store_id,
+        generation=generation,
         step=_count(body["step"]),
         created=_str(body["created"]),
         torch_version=_str(body["torch_version"]),
@@ -303,7 +319,17 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
         scalars=scalars,
         digests=digests,
         model_digests=model_digests,
+        parts=parts,
     )
+
+
+def _part(part: Mapping[str, Any], generation: int) -> PartReference:
+    directory, name = _str(part["directory"]), _str(part["name"])
+    if not directory.startswith("/") or "\0" in directory or part_number(name) is None:
+        raise ValueError(f"{directory!r:.60}, {name!r:.60} is not the path of a part")
+    if part["generation"] != generation:
+        raise ValueError(f"a part of generation {part['generation']!r:.30}, expected {generation}")
+    return PartReference(directory, name, generation, _str(part["digest"]))
 
 
 def _str(value: Any) -> str:

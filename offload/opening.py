@@ -1,6 +1,6 @@
-"""Opening a store: make its directory, lock it, and find what is in it.
+"""Opening a store: make its directories, lock them, and find what is in them.
 
-A rename that is visible may still be only in the page cache, so the directory is synced before
+A rename that is visible may still be only in the page cache, so a directory is synced before
 anything in it is trusted. What looks like a checkpoint and is not one is left alone and reported.
 """
 
@@ -9,14 +9,27 @@ from __future__ import annotations
 import errno
 import os
 import re
+import uuid
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gds import Backend, LockHeldError, StorageError
 from gds._backend import Lock
-from offload.errors import CheckpointError, StoreError, StoreLockedError, VolatileStoreError
+from offload.digests import DigestContext
+from offload.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    StoreError,
+    StoreLockedError,
+    VolatileStoreError,
+)
+from offload.identity import read_store_id
 from offload.manifest import MANIFEST_NAME, Manifest
-from offload.reading import checkpoint_paths, read_manifest
-from offload.slot import LOCK_NAME, Slot
+from offload.part_pool import PartPool, part_numbers
+from offload.poison import Poison
+from offload.reading import check_files, checkpoint_paths, decode_manifest
+from offload.slot import LOCK_NAME, Slot, open_slot
 
 _SLOT = re.compile(r"\.slot-\d+")
 
@@ -38,7 +51,17 @@ class StoredCheckpoint:
 class OpenedDirectory:
     """What was found in a store when it was opened."""
 
-    lock: Lock
+    locks: list[Lock]
+    """One for each directory."""
+
+    store_id: str
+
+    is_identified: bool
+    """Whether a new process would find the same `store_id`, if there were no checkpoint."""
+
+    parts: PartPool
+    """What there is on drives other than the first."""
+
     checkpoints: list[StoredCheckpoint]
     """Usable ones, oldest generation first."""
 
@@ -49,19 +72,86 @@ class OpenedDirectory:
     """Paths of slots that are not checkpoints: of an earlier process, free to be rewritten."""
 
 
-def open_directory(backend: Backend, directory: str, *, allow_volatile: bool) -> OpenedDirectory:
+def open_directories(
+    drives: Sequence[tuple[Backend, str]], poison: Poison, *, allow_volatile: bool
+) -> OpenedDirectory:
     """Open a store for writing.
 
     Args:
-        backend: Where it is.
-        directory: Absolute path; created, with its parents, if missing.
+        drives: Backend and absolute path of each directory; created, with parents, if missing.
+        poison: Of the store.
         allow_volatile: Accept a file system that forgets at power-off.
 
     Raises:
-        StoreLockedError: Someone else is writing to it.
-        VolatileStoreError: It would not survive a power-off.
-        StoreError: It cannot be created, read or written.
+        StoreLockedError: Someone else is writing to one of them.
+        VolatileStoreError: One would not survive a power-off.
+        StoreError: One cannot be created, read or written, or the store has another number of
+            directories.
     """
+    locks: list[Lock] = []
+    try:
+        for backend, directory in drives:
+            locks.append(_lock_directory(backend, directory, allow_volatile=allow_volatile))
+            backend.sync_dir(directory)
+        return _look_around(drives, locks, poison)
+    except BaseException:
+        for lock in locks:
+            lock.release()
+        raise
+
+
+def find_stored(
+    checkpoints: Sequence[StoredCheckpoint], which: int | str, directory: str
+) -> StoredCheckpoint:
+    """Return the checkpoint of a store with a step number, or with a path or directory name.
+
+    Raises:
+        CheckpointNotFoundError: There is none; names those there are.
+    """
+    usable = [c for c in checkpoints if not c.superseded]
+    for checkpoint in usable:
+        if isinstance(which, int):
+            if checkpoint.manifest.step == which:
+                return checkpoint
+        elif os.path.abspath(which) == checkpoint.path or (
+            which == os.path.basename(checkpoint.path)
+        ):
+            return checkpoint
+    names = ", ".join(os.path.basename(c.path) for c in usable) or "none"
+    raise CheckpointNotFoundError(
+        errno.ENOENT,
+        f"no usable checkpoint {which!r} in this store (it has: {names})",
+        directory,
+    )
+
+
+def open_stored(
+    backend: Backend, checkpoint: StoredCheckpoint, parts: PartPool, *, writable: bool
+) -> Slot:
+    """Open a checkpoint's files, if they are not open already, and keep them open.
+
+    What this process sealed is open for writing; what it restored from, for reading only.
+    """
+    if checkpoint.slot is not None and (checkpoint.slot.writable or not writable):
+        return checkpoint.slot
+    if checkpoint.slot is not None:
+        checkpoint.slot.close()
+        checkpoint.slot = None
+    manifest = checkpoint.manifest
+    slot = open_slot(backend, checkpoint.path, manifest.layout, writable=writable)
+    try:
+        slot.parts = parts.open(manifest, writable=writable)
+    except BaseException:
+        slot.close()
+        raise
+    slot.begin_generation(DigestContext(manifest.store_id, manifest.generation))
+    slot.unchecked = True
+    slot.digests = {name: list(digests) for name, digests in manifest.digests.items()}
+    checkpoint.slot = slot
+    return slot
+
+
+def _lock_directory(backend: Backend, directory: str, *, allow_volatile: bool) -> Lock:
     try:
         if backend.stat(f"{directory}/{MANIFEST_NAME}") is not None:
             raise StoreError(
@@ -82,7 +172,7 @@ def open_directory(backend: Backend, directory: str, *, allow_volatile: bool) ->
                 "options=Options(allow_volatile=True) if that is what you want",
                 directory,
             )
-        lock = backend.lock(f"{directory}/{LOCK_NAME}", create=True)
+        return backend.lock(f"{directory}/{LOCK_NAME}", create=True)
     except LockHeldError as error:
         raise StoreLockedError(
             error.errno,
@@ -97,23 +187,65 @@ def open_directory(backend: Backend, directory: str, *, allow_volatile: bool) ->
             "files in",
             directory,
         ) from error
-    try:
-        backend.sync_dir(directory)
-        checkpoints, refused = [], []
-        for path in checkpoint_paths(backend, directory):
-            try:
-                manifest = read_manifest(backend, path)
-            except (CheckpointError, StorageError) as error:
-                refused.append((path, str(error)))
-            else:
-                backend.sync_dir(path)  # a train state may just have been replaced in it
-                checkpoints.append(StoredCheckpoint(path, manifest, None))
-        leftover = [n for n in backend.list_dir(directory) if _SLOT.fullmatch(n)]
-    except BaseException:
-        lock.release()
-        raise
+
+
+def _look_around(
+    drives: Sequence[tuple[Backend, str]], locks: list[Lock], poison: Poison
+) -> OpenedDirectory:
+    (backend, directory), *others = drives
+    other_directories = [path for _, path in others]
+    checkpoints, refused = [], []
+    claims: dict[str, frozenset[int] | None] = {}
+    for path in checkpoint_paths(backend, directory):
+        claims[path] = None
+        try:
+            manifest = decode_manifest(backend, path)
+            claims[path] = part_numbers(manifest)
+            _check_number_of_directories(path, manifest, drives)
+            check_files(backend, path, manifest, other_directories)
+        except (CheckpointError, StorageError) as error:
+            refused.append((path, str(error)))
+        else:
+            backend.sync_dir(path)  # a train state may just have been replaced in it
+            checkpoints.append(StoredCheckpoint(path, manifest, None))
+            del claims[path]
     checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.generation)
-    return OpenedDirectory(lock, checkpoints, refused, [f"{directory}/{n}" for n in leftover])
+    recorded = read_store_id(backend, directory) if others else None
+    store_id = checkpoints[-1].manifest.store_id if checkpoints else recorded or uuid.uuid4().hex
+    parts = PartPool(others, store_id, [c.manifest for c in checkpoints], claims, poison)
+    if foreign := parts.foreign():
+        warnings.warn(
+            f"{', '.join(foreign)}: sealed for another store, and left alone. If that store is "
+            "gone, remove them: they take space",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    leftover = [n for n in backend.list_dir(directory) if _SLOT.fullmatch(n)]
+    return OpenedDirectory(
+        locks=locks,
+        store_id=store_id,
+        is_identified=recorded == store_id or not others,
+        parts=parts,
+        checkpoints=checkpoints,
+        refused=refused,
+        leftover=[f"{directory}/{name}" for name in leftover],
+    )
+
+
+def _check_number_of_directories(
+    path: str, manifest: Manifest, drives: Sequence[tuple[Backend, str]]
+) -> None:
+    if len(manifest.layout.shares) == len(drives):
+        return
+    first = os.path.dirname(path)
+    sealed = [first, *(part.directory for part in manifest.parts)]
+    raise StoreError(
+        errno.EINVAL,
+        f"{os.path.basename(path)} of this store is spread over {len(sealed)} directories, and "
+        f"{len(drives)} were given: pass directory={sealed!r}, or where they are now, in this "
+        "order. To begin anew with other directories, let another one be the first",
+        first,
+    )
 
 
 def _make_directory(backend: Backend, directory: str) -> list[str]:

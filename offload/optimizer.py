@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NoReturn, overload
@@ -14,6 +14,7 @@ from typing import Any, NoReturn, overload
 import torch
 
 from offload.checkpoint import Checkpoint
+from offload.drives import Directory, as_directories
 from offload.engine import Engine
 from offload.errors import MismatchError, OffloadError
 from offload.options import Options, Overlap
@@ -23,9 +24,10 @@ from offload.rules import UpdateRule
 from offload.running import STEP_THREAD
 from offload.seal import SEAL_THREAD, SealHandle
 from offload.stats import Stats
+from offload.update_pool import UPDATE_THREAD
 
 _REFERENCE_FORMAT = "offload-reference-1"
-_OWN_THREADS = (SEAL_THREAD, STEP_THREAD, "gds-")
+_OWN_THREADS = (SEAL_THREAD, STEP_THREAD, UPDATE_THREAD, "gds-")
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -39,7 +41,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         params: As torch takes them: parameters, ``named_parameters()``, or group dictionaries.
         directory: The store: a directory on a local drive, used by one process at a time. Created
             if missing. Nothing is written to it before the first step or checkpoint, but free
-            space is checked now.
+            space is checked now. A list of directories on several drives spreads the state over
+            them; the first is the store, and holds the parameters.
         model: Gives parameters the names of its state dict, and puts its buffers and frozen
             parameters into checkpoints, so that ``model.safetensors`` is the whole state dict.
         keep: Checkpoints to keep, at least 1. The disk holds one slot more.
@@ -62,7 +65,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         optimizer_class: type[torch.optim.Optimizer],
         params: Iterable[Any],
         *,
-        directory: str | os.PathLike[str],
+        directory: Directory | Sequence[Directory],
         model: torch.nn.Module | None = None,
         keep: int = 2,
         fresh: bool = False,
@@ -86,7 +89,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
         engine = _ENGINES[options.overlap](
-            rule, os.fspath(directory), model=model, keep=keep, fresh=fresh, options=options
+            rule, as_directories(directory), model=model, keep=keep, fresh=fresh, options=options
         )
         try:
             engine.require_space(self.param_groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -27,9 +28,21 @@ class Options:
     """Bytes of one FP32 state array that are streamed at a time. Rounded down to 4 KiB. Fixed when
     a store is made: a resume keeps the store's own value."""
 
-    ring_chunks: int = 4
+    ring_chunks: int | None = None
     """Chunks in memory at once: those being read, updated and written. At least 2. The ring takes
-    ``ring_chunks * chunk_bytes * number of state arrays`` of host memory."""
+    ``ring_chunks * chunk_bytes * number of state arrays`` of host memory. None for what the
+    drive needs, as measured, or 4."""
+
+    threads: int | None = None
+    """Reads, and writes, that run at once. None for what was measured to suit the drive, or 2."""
+
+    request_bytes: int | None = None
+    """Most bytes to ask of the drive at once, a multiple of 4096. None for what was measured to
+    suit the drive; where nothing was, a chunk of one state array is one request."""
+
+    calibrate: bool = True
+    """Measure the drive for a second or two before the first step of a store of 1 GiB or more,
+    and remember the result in the store, as ``calibration.json``."""
 
     host_memory: int | str = 0
     """Bytes, or a string such as ``"8GiB"``, of host memory in which state may stay between steps,
@@ -46,6 +59,11 @@ class Options:
     """How state other than masters is stored: ``"bfloat16"`` (rounded stochastically) or
     ``"int8"`` (in blocks of 32 with a common scale, as FlashOptim does). Fewer bytes, and results
     that differ from FP32 state. Reproducible, and the same after a resume."""
+
+    shares: tuple[int, ...] | None = None
+    """With ``directory=[a, b, ...]``: how much of the state each of them holds, as whole numbers in
+    proportion to each other. None means in proportion to their bandwidth. Fixed when a store is
+    made: a resume keeps the store's own."""
 
     overlap: Overlap | None = None
     """Hide the step behind the model's work; needs ``model=``. None: ``step()`` returns when the
@@ -69,6 +87,10 @@ class Options:
     reader_timeout_s: float = 60.0
     """Seconds to wait, after a warning, for readers to let go of an expired checkpoint."""
 
+    trace: str | os.PathLike[str] | None = None
+    """File to write a Chrome trace to when the optimizer is closed, with lanes for the training
+    thread, updates, reads and writes. Open it in Perfetto."""
+
     backend: Backend | None = None
     """Storage backend to use instead of the built-in choice. The optimizer does not close it."""
 
@@ -79,7 +101,15 @@ class Options:
                 f"chunk_bytes must be at least {_MIN_CHUNK_BYTES} (the alignment of direct I/O), "
                 f"got {self.chunk_bytes}"
             )
-        if self.ring_chunks < 2:
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if self.request_bytes is not None and (
+            self.request_bytes < ALIGNMENT or self.request_bytes % ALIGNMENT
+        ):
+            raise ValueError(
+                f"request_bytes must be a multiple of {ALIGNMENT}, got {self.request_bytes}"
+            )
+        if self.ring_chunks is not None and self.ring_chunks < 2:
             raise ValueError(
                 "ring_chunks must be at least 2, so that one chunk can be read while another is "
                 f"written, got {self.ring_chunks}"
@@ -102,10 +132,23 @@ class Options:
                 f"train_state_bytes must be a multiple of {ALIGNMENT} from {2 * ALIGNMENT} to "
                 f"{MAX_CAPACITY_BYTES}, got {self.train_state_bytes}"
             )
+        if self.shares is not None and (
+            not all(type(share) is int and share >= 1 for share in self.shares)
+            or not 1 <= sum(self.shares) <= 1024
+        ):
+            raise ValueError(
+                "shares must be whole numbers of at least 1, one for each directory, and at most "
+                f"1024 together, got {self.shares}"
+            )
         if self.reader_timeout_s < 0:
             raise ValueError(f"reader_timeout_s must not be negative, got {self.reader_timeout_s}")
         if self.backend is not None and self.direct is not None:
             raise ValueError("direct has no effect on a backend that is passed in: set one of them")
+        if self.backend is not None and (self.threads or self.request_bytes):
+            raise ValueError(
+                "threads and request_bytes have no effect on a backend that is passed in: set them "
+                "there"
+            )
 
     @property
     def host_memory_bytes(self) -> int:

@@ -5,31 +5,56 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Sequence
+from typing import TypeAlias
 
 from gds import Backend, StorageError
 from offload.errors import CheckpointError, CheckpointNotFoundError, ManifestError
-from offload.layout import Layout, array_file_name
+from offload.layout import array_file_name
 from offload.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode
+from offload.part_file import PART_FILE_BYTES, PART_FILE_NAME, SealedPart, decode_part
 from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
 from offload.tensorfile import Header, TensorFileError, read_header
+
+PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
+"""Of the drives other than the first, in the store's order; None for those in the manifest."""
 
 _CHECKPOINT = re.compile(r"step-([0-9]{1,19})")
 
 
-def read_manifest(backend: Backend, path: str) -> Manifest:
+def read_manifest(
+    backend: Backend,
+    path: str,
+    parts: PartDirectories = None,
+    *,
+    need_parts: bool = True,
+) -> Manifest:
     """Read and check the manifest of a checkpoint directory, and the files that it describes.
 
     Checked: the manifest itself, and that every tensor file is there, is a regular file of the
-    right size, and has exactly the header that the layout asks for. Of the train state: that it is
-    a regular file. Not checked: tensor data and what the train state holds.
+    right size, and has exactly the header that the layout asks for; and that the parts on other
+    drives are those that were sealed with it. Of the train state: that it is a regular file. Not
+    checked: tensor data and what the train state holds.
 
     Args:
         backend: Where the directory is.
         path: The checkpoint directory.
+        parts: Where the parts on other drives are.
+        need_parts: Whether what is on other drives is checked.
 
     Raises:
         CheckpointError: Something is missing, damaged or contradictory; says what.
         gds.StorageError: It cannot be read.
+    """
+    manifest = decode_manifest(backend, path)
+    check_files(backend, path, manifest, parts, need_parts=need_parts)
+    return manifest
+
+
+def decode_manifest(backend: Backend, path: str) -> Manifest:
+    """Read the manifest of a checkpoint directory, and look at nothing else.
+
+    Raises as `read_manifest`.
     """
     manifest_path = f"{path}/{MANIFEST_NAME}"
     stat = backend.stat(manifest_path)
@@ -42,9 +67,20 @@ def read_manifest(backend: Backend, path: str) -> Manifest:
         )
     file = backend.open(manifest_path)
     try:
-        manifest = decode(file.read_bytes(0, stat.size_bytes), manifest_path)
+        return decode(file.read_bytes(0, stat.size_bytes), manifest_path)
     finally:
         file.close()
+
+
+def check_files(
+    backend: Backend,
+    path: str,
+    manifest: Manifest,
+    parts: PartDirectories = None,
+    *,
+    need_parts: bool = True,
+) -> None:
+    """Check the files of a checkpoint against its manifest; as `read_manifest`."""
     layout = manifest.layout
     check_header(backend, f"{path}/{MODEL_NAME}", layout.model_header)
     for name, header in layout.array_headers[0].items():
@@ -53,7 +89,78 @@ def read_manifest(backend: Backend, path: str) -> Manifest:
     if train_state is None or train_state.kind != "file":
         found = "missing" if train_state is None else f"a {train_state.kind}, expected a file"
         raise CheckpointError(f"{path}/{TRAIN_STATE_NAME}: {found}")
-    return manifest
+    if need_parts:
+        for drive, part in enumerate(part_paths(manifest, parts, path), 1):
+            _check_part(backend, part, manifest, drive, path)
+
+
+def part_paths(manifest: Manifest, parts: PartDirectories, path: str) -> list[str]:
+    """Return where the parts of a checkpoint are.
+
+    Args:
+        manifest: Names them.
+        parts: Directories that hold them.
+        path: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: There are not as many directories as drives.
+    """
+    recorded = [part.directory for part in manifest.parts]
+    given = recorded if parts is None else [os.path.abspath(directory) for directory in parts]
+    if len(given) != len(recorded):
+        raise CheckpointError(
+            f"{path}: its state is on {len(recorded)} drives besides the first "
+            f"({', '.join(recorded) or 'none'}), and {len(given)} directories were given for them "
+            f"({', '.join(given) or 'none'}): give one for each, in the same order"
+        )
+    return [
+        f"{directory}/{part.name}" for directory, part in zip(given, manifest.parts, strict=True)
+    ]
+
+
+def read_part(backend: Backend, path: str) -> SealedPart:
+    """Read what a part of a checkpoint says of itself.
+
+    Raises:
+        CheckpointError: It is not sealed, or is damaged.
+        gds.StorageError: It cannot be read.
+    """
+    own = f"{path}/{PART_FILE_NAME}"
+    stat = backend.stat(own)
+    if stat is None or stat.kind != "file" or stat.size_bytes != PART_FILE_BYTES:
+        found = f"a {stat.kind} of {stat.size_bytes} bytes" if stat else "nothing"
+        raise CheckpointError(f"{own}: {found}, expected a file of {PART_FILE_BYTES} bytes")
+    file = backend.open(own)
+    try:
+        return decode_part(file.read_bytes(0, PART_FILE_BYTES), own)
+    finally:
+        file.close()
+
+
+def _check_part(
+    backend: Backend, path: str, manifest: Manifest, drive: int, checkpoint: str
+) -> None:
+    """Check that a part is the one that was sealed with a checkpoint, and its files."""
+    reference = manifest.parts[drive - 1]
+    sealed_as = f"{reference.directory}/{reference.name}"
+    if backend.stat(path) is None:
+        raise CheckpointError(
+            f"{checkpoint}: a part of its state is missing: {path}"
+            f"{'' if path == sealed_as else f' (sealed as {sealed_as})'}. If the drive is not "
+            "mounted, mount it; if the directory has moved, say where it is now: directory=[...] "
+            "of the optimizer takes all directories in their first order, "
+            "open_checkpoint(path, parts=[...]) all but the first"
+        )
+    found = read_part(backend, path)
+    if found.digest != reference.digest:
+        raise CheckpointError(
+            f"{checkpoint}: {path} is not the part that was sealed with it: store "
+            f"{found.store_id}, generation {found.generation}, drive {found.drive}, expected store "
+            f"{manifest.store_id}, generation {manifest.generation}, drive {drive}. It has been "
+            "rewritten since, or another directory was meant"
+        )
+    for name, header in manifest.layout.array_headers[drive].items():
+        check_header(backend, f"{path}/{array_file_name(name)}", header)
 
 
 def check_header(backend: Backend, path: str, expected: Header) -> None:
@@ -88,8 +195,12 @@ def check_header(backend: Backend, path: str, expected: Header) -> None:
     raise CheckpointError(f"{path}: its header is not laid out as the manifest says")
 
 
-def find_checkpoint(backend: Backend, path: str) -> str:
+def find_checkpoint(
+    backend: Backend, path: str, parts: PartDirectories = None, *, need_parts: bool = True
+) -> str:
     """Return the checkpoint directory that a path means: itself, or the newest in a store.
+
+    `parts` and `need_parts` are as for `read_manifest`.
 
     Raises:
         CheckpointNotFoundError: There is nothing at `path`.
@@ -107,7 +218,7 @@ def find_checkpoint(backend: Backend, path: str) -> str:
     reasons = []
     for checkpoint in checkpoint_paths(backend, path):
         try:
-            manifest = read_manifest(backend, checkpoint)
+            manifest = read_manifest(backend, checkpoint, parts, need_parts=need_parts)
         except (CheckpointError, StorageError) as error:
             reasons.append(str(error))
         else:
@@ -122,8 +233,3 @@ def checkpoint_paths(backend: Backend, store: str) -> list[str]:
     """Return the directories in a store that are named like checkpoints, oldest step first."""
     names = [n for n in backend.list_dir(store) if _CHECKPOINT.fullmatch(n)]
     return [f"{store}/{name}" for name in sorted(names, key=lambda n: int(n[5:]))]
-
-
-def layout_bytes(layout: Layout) -> int:
-    """Return the bytes of all tensor files of a checkpoint."""
-    return sum(layout.file_sizes().values())

@@ -54,7 +54,7 @@ def replace_train_state(
     Raises:
         gds.StorageError: No space; the checkpoint is what it was.
     """
-    checkpoint = Checkpoint(store.backend, sealed.path, sealed.manifest)
+    checkpoint = Checkpoint(store.backend, sealed.path, sealed.manifest, store.directories[1:])
     data = checkpoint.read_train_state()
     present, _ = unpack_encoded(data, sealed.path)
     if present != encoded:

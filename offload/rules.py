@@ -83,8 +83,8 @@ class UpdateRule:
         # An instance must exist before the step function is unwrapped: creating the first one is
         # what wraps it for hooks, and unwrapping earlier would strip its no_grad instead.
         placeholder = torch.zeros(1, dtype=torch.float32)
-        self._instance = optimizer_class([placeholder], **self._hyper)
-        self.defaults: dict[str, Any] = dict(self._instance.defaults)
+        instance = optimizer_class([placeholder], **self._hyper)
+        self.defaults: dict[str, Any] = dict(instance.defaults)
         step = optimizer_class.step
         self._step: Callable[[torch.optim.Optimizer], Any] = (
             step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
@@ -107,43 +107,9 @@ class UpdateRule:
             self._rules[key] = self._probe(options)
         return self._rules[key]
 
-    def create(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Run the first step of a flat parameter, letting torch create its state.
-
-        Args:
-            parameter: Flat FP32 values, updated in place.
-            gradient: Flat FP32 gradient of the same length.
-            group: Hyper-parameters as in ``param_groups``.
-
-        Returns:
-            The state that torch made: tensors like `parameter`, and scalars.
-        """
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        instance = self.optimizer_class([{**options, "params": [parameter]}], **self._hyper)
-        parameter.grad = gradient
-        self._step(instance)
-        return dict(instance.state[parameter])
-
-    def apply(
-        self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        state: dict[str, Any],
-        group: Mapping[str, Any],
-    ) -> None:
-        """Run one step of a flat parameter that has state; updates `parameter` and `state`."""
-        instance = self._instance
-        parameter.grad = gradient
-        instance.param_groups = [{**group, "params": [parameter]}]
-        instance.state.clear()
-        instance.state[parameter] = state
-        try:
-            self._step(instance)
-        finally:
-            instance.state.clear()
-            instance.param_groups = []
+    def stepper(self) -> Stepper:
+        """Return what runs the step; one for each thread."""
+        return Stepper(self.optimizer_class, self._hyper, self._step)
 
     def _probe(self, group: Mapping[str, Any]) -> Rule:
         name = self.optimizer_class.__name__
@@ -203,14 +169,74 @@ class UpdateRule:
         group: Mapping[str, Any],
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         parameter = initial.clone()
-        state = self.create(parameter, gradients[0].clone(), group)
+        stepper = self.stepper()
+        state = stepper.create(parameter, gradients[0].clone(), group)
         rule = _describe(self.optimizer_class.__name__, parameter, state)
         for gradient in gradients[1:]:
             # As a step does: only what the rule names survives from one to the next.
             kept = {name: state[name] for name in rule.arrays}
             state = {**kept, **write_scalars(read_scalars(state, rule))}
-            self.apply(parameter, gradient.clone(), state, group)
+            stepper.apply(parameter, gradient.clone(), state, group)
         return parameter, state
+
+
+class Stepper:
+    """Runs an optimizer class's step on flat tensors; not for two threads at a time.
+
+    Args:
+        optimizer_class: The class.
+        hyper: Arguments of its constructor.
+        step: Its step function, without hooks.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        hyper: Mapping[str, Any],
+        step: Callable[[torch.optim.Optimizer], Any],
+    ) -> None:
+        self._class = optimizer_class
+        self._hyper = dict(hyper)
+        self._step = step
+        self._instance = optimizer_class([torch.zeros(1, dtype=torch.float32)], **self._hyper)
+
+    def create(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Run the first step of a flat parameter, letting torch create its state.
+
+        Args:
+            parameter: Flat FP32 values, updated in place.
+            gradient: Flat FP32 gradient of the same length.
+            group: Hyper-parameters as in ``param_groups``.
+
+        Returns:
+            The state that torch made: tensors like `parameter`, and scalars.
+        """
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        instance = self._class([{**options, "params": [parameter]}], **self._hyper)
+        parameter.grad = gradient
+        self._step(instance)
+        return dict(instance.state[parameter])
+
+    def apply(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Run one step of a flat parameter that has state; updates `parameter` and `state`."""
+        instance = self._instance
+        parameter.grad = gradient
+        instance.param_groups = [{**group, "params": [parameter]}]
+        instance.state.clear()
+        instance.state[parameter] = state
+        try:
+            self._step(instance)
+        finally:
+            instance.state.clear()
+            instance.param_groups = []
 
 
 def read_scalars(state: Mapping[str, Any], rule: Rule) -> Scalars:

@@ -203,10 +203,15 @@ class Seal:
         digests: Mapping[str, tuple[str | None, ...]] = {
             name: tuple(values) for name, values in slot.digests.items()
         }
-        manifest = replace(manifest, digests=digests, model_digests=tuple(model_digests))
+        manifest = replace(
+            manifest,
+            digests=digests,
+            model_digests=tuple(model_digests),
+            parts=slot.part_references,
+        )
         encoded = manifest.encode(slot.manifest.size_bytes)
         stored = self._store.commit(slot, manifest, encoded)
-        return Checkpoint(self._store.backend, stored.path, manifest)
+        return Checkpoint(self._store.backend, stored.path, manifest, self._store.directories[1:])
 
     def _publish(self, copied: int) -> None:
         while self._versions and self._versions[-1][3] <= copied:
@@ -267,6 +272,7 @@ def describe_seal(
         scalars=tuple(table.scalars),
         digests=dict.fromkeys(layout.array_names, (_NO_DIGEST,) * layout.num_chunks),
         model_digests=(_NO_DIGEST,) * num_model_blocks(layout),
+        parts=slot.part_references,
     )
     manifest.encode(slot.manifest.size_bytes)
     return manifest

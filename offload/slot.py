@@ -1,5 +1,7 @@
 """One slot: a preallocated directory of state-array files, and its open handles.
 
+On a store of several drives it has parts on the others; see `parts`.
+
 A slot's files have their final size and valid headers from the moment it is made; after that only
 their content changes. What a slot means (working, free, a checkpoint) is the store's affair.
 """
@@ -12,6 +14,8 @@ from gds import Backend, File
 from offload.digests import DigestContext
 from offload.layout import Layout, array_file_name
 from offload.manifest import MANIFEST_NAME, invalid_manifest
+from offload.part_file import PartReference, SealedPart, content_digest
+from offload.parts import Part
 
 LOCK_NAME = "LOCK"
 """In the store itself, not in a slot."""
@@ -35,6 +39,8 @@ class Slot:
         self._backend = backend
         self._path = path
         self._files = files
+        self.parts: tuple[Part, ...] = ()
+        """What it has on each drive but the first; given to it by whoever opens it."""
         self.layout = layout
         self.writable = writable
         self.context = DigestContext("", 0)
@@ -68,9 +74,29 @@ class Slot:
         self.unchecked = False
         self.digests = {name: [None] * self.layout.num_chunks for name in self.layout.array_names}
 
-    def array(self, name: str, chunk: int) -> File:  # noqa: ARG002  (one drive)
+    def array(self, name: str, chunk: int) -> File:
         """Return the file that holds a chunk of a state array."""
-        return self._files[array_file_name(name)]
+        drive = self.layout.drives[chunk]
+        return self.parts[drive - 1].array(name) if drive else self._files[array_file_name(name)]
+
+    @property
+    def part_references(self) -> tuple[PartReference, ...]:
+        """What the manifest says of the parts, with the digests that there are now."""
+        return tuple(
+            PartReference(part.directory, part.name, sealed.generation, sealed.digest)
+            for part, sealed in zip(self.parts, self._sealed_parts(), strict=True)
+        )
+
+    def _sealed_parts(self) -> list[SealedPart]:
+        return [
+            SealedPart(
+                self.context.store_id,
+                self.context.generation,
+                part.drive,
+                content_digest(self.layout, self.digests, part.drive),
+            )
+            for part in self.parts
+        ]
 
     @property
     def model(self) -> File:
@@ -121,9 +147,16 @@ class Slot:
         """Overwrite the manifest so that nobody takes this slot for a checkpoint; durable."""
         self.manifest.write_bytes(invalid_manifest(self.manifest.size_bytes), 0)
         self.manifest.sync()
+        for part in self.parts:
+            part.invalidate()
 
     def sync(self) -> None:
-        """Make all tensor files, the train state and their names durable; not the manifest."""
+        """Make all tensor files, the train state and their names durable; not the manifest.
+
+        Parts are sealed by it: what they say of themselves is durable as well.
+        """
+        for part, sealed in zip(self.parts, self._sealed_parts(), strict=True):
+            part.seal(sealed)
         for name, file in self._files.items():
             if name != MANIFEST_NAME:
                 file.sync()
@@ -133,10 +166,12 @@ class Slot:
         """Close all files. Idempotent."""
         for file in self._files.values():
             file.close()
+        for part in self.parts:
+            part.close()
 
 
 def create_slot(backend: Backend, path: str, layout: Layout, sizes: Mapping[str, int]) -> Slot:
-    """Make a slot: reserve all its space and write its headers. Nothing of it is durable yet.
+    """Make a slot, without parts: reserve its space and write its headers. Nothing is durable yet.
 
     Args:
         backend: Where.
@@ -173,19 +208,17 @@ def adopt_slot(
         stat = backend.stat(f"{path}/{name}")
         if stat is None or stat.kind != "file" or stat.size_bytes != size:
             return None
-    slot = open_slot(backend, path, layout, sizes, writable=True)
+    slot = open_slot(backend, path, layout, writable=True)
     slot.invalidate()
     _write_headers(slot)
     return slot
 
 
-def open_slot(
-    backend: Backend, path: str, layout: Layout, names: Mapping[str, int], *, writable: bool
-) -> Slot:
-    """Open the files of an existing slot."""
+def open_slot(backend: Backend, path: str, layout: Layout, *, writable: bool) -> Slot:
+    """Open the files of an existing slot, without parts."""
     files: dict[str, File] = {}
     try:
-        for name in names:
+        for name in (*layout.file_sizes(), TRAIN_STATE_NAME, MANIFEST_NAME):
             files[name] = backend.open(f"{path}/{name}", writable=writable)
     except BaseException:
         for file in files.values():

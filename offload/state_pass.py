@@ -79,7 +79,7 @@ class StatePass:
             try:
                 if seal is not None:
                     seal.wait_copied(model_stops[chunk])
-                with self._meter.timed("compute_s"):
+                with self._meter.timed("compute_s", chunk=chunk):
                     self.updater.update(chunk, frame.tensors())
             except BaseException:
                 streamer.discard(frame)

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from torch.profiler import record_function
+
+from offload.trace import Trace
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
@@ -76,6 +80,18 @@ class Stats:
     state_bytes: int
     """Bytes of optimizer state on storage in one slot."""
 
+    drive_read_gbps: float
+    """Gigabytes (1e9) per second that the drive was measured to read; 0 if it was not measured."""
+
+    drive_write_gbps: float
+    """Likewise, to write."""
+
+    drive_mixed_gbps: float
+    """Likewise, to read and write as much at the same time, both together."""
+
+    drive_bytes: int
+    """Size of the file systems that hold the state; 0 if that is not known."""
+
     @property
     def read_gbps(self) -> float:
         """Gigabytes (1e9) read per second of reading; 0 before the first read."""
@@ -85,6 +101,43 @@ class Stats:
     def write_gbps(self) -> float:
         """Gigabytes (1e9) written per second of writing; 0 before the first write."""
         return self.bytes_written / self.write_s / 1e9 if self.write_s else 0.0
+
+    @property
+    def drive_writes(self) -> float:
+        """How many times the drive's size has been written; 0 if its size is not known.
+
+        Flash drives are sold with the number that they endure: some hundreds for consumer drives
+        (a 1 TB drive rated at 600 TBW endures 600), thousands for data centre ones.
+        """
+        return self.bytes_written / self.drive_bytes if self.drive_bytes else 0.0
+
+    def summary(self) -> str:
+        """Say in a few lines, for people, where the time of the steps went."""
+        steps = max(self.steps, 1)
+        parts = {
+            "updating": self.compute_s,
+            "waiting for reads": self.wait_read_s,
+            "waiting for writes": self.wait_write_s,
+            "waiting for seals": self.wait_seal_s,
+        }
+        parts["everything else"] = max(self.step_s - sum(parts.values()), 0.0)
+        total = max(self.step_s, 1e-9)
+        millions = self.num_parameters / 1e6
+        lines = [f"{self.steps} steps of {millions:,.1f} M parameters, {total / steps:.3f} s each"]
+        lines += [
+            f"  {name:<19}{seconds / steps:8.3f} s {seconds / total:6.1%}"
+            for name, seconds in parts.items()
+        ]
+        lines.append(f"read {self.read_gbps:.2f} GB/s, written {self.write_gbps:.2f} GB/s")
+        if self.drive_mixed_gbps:
+            lines[-1] += (
+                f" (the drive, measured: {self.drive_read_gbps:.2f}, {self.drive_write_gbps:.2f}, "
+                f"and {self.drive_mixed_gbps:.2f} both at once)"
+            )
+        lines.append(f"{self.bytes_written / 1e9:,.1f} GB written")
+        if self.drive_bytes:
+            lines[-1] += f", {self.drive_writes:.3g} times the size of the drive"
+        return "\n".join(lines)
 
 
 @dataclass(slots=True)
@@ -98,26 +151,37 @@ class Meter:
     step_s: float = 0.0
     compute_s: float = 0.0
     wait_read_s: float = 0.0
-    """Of rings that have been replaced."""
     wait_write_s: float = 0.0
-    """Likewise."""
     wait_seal_s: float = 0.0
     wait_update_s: float = 0.0
     moved_gradient_bytes: int = 0
     seal_s: float = 0.0
     restore_s: float = 0.0
+    trace: Trace | None = None
 
     def count_seal(self, nbytes: int, seconds: float) -> None:
         """Note a seal that has succeeded; called on the seal's thread."""
+        if self.trace is not None:
+            now = time.perf_counter()
+            self.trace.add("seal", "seal", now - seconds, now, nbytes=nbytes)
         self.seals += 1
         self.seal_bytes = nbytes
         self.seal_s = seconds
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds that the block takes to the total called `name`."""
+    def timed(self, name: str, **details: object) -> Iterator[None]:
+        """Add the seconds that the block takes to the total called `name`.
+
+        It also is a range in the trace, if there is one, and in `torch.profiler`.
+        """
+        what = name.removesuffix("_s")
         started = time.perf_counter()
         try:
-            yield
+            with record_function(f"offload.{what}"):
+                yield
         finally:
-            setattr(self, name, getattr(self, name) + time.perf_counter() - started)
+            stopped = time.perf_counter()
+            setattr(self, name, getattr(self, name) + stopped - started)
+            if self.trace is not None:
+                lane = "update" if what == "compute" else "training"
+                self.trace.add(lane, what, started, stopped, **details)

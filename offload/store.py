@@ -8,6 +8,9 @@ This is the only code that names files. The protocol, with what is durable after
 - `_withdraw` takes a checkpoint back for rewriting: with an exclusive lock that no reader shares,
   it renames the directory away, makes that durable, overwrites the manifest, makes that durable.
   Only then may data be written. At least one durable checkpoint is always left.
+- On a store of several drives a slot has a part on each of the others. `commit` seals the parts
+  first, and `_withdraw` overwrites what they say of themselves last, so that the directory's name
+  in the first drive alone decides, and a part that was rewritten is known as such.
 
 After a failed rename or sync nobody knows what is on disk, so the process recycles nothing more.
 """
@@ -17,46 +20,37 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
-import uuid
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 from gds import Backend, StorageError
 from offload.digests import DigestContext
-from offload.errors import (
-    CheckpointNotFoundError,
-    StoreBusyError,
-    StoreError,
-    StoreFullError,
-)
-from offload.free_slots import READER_POLL_S, FreeSlots, lock_existing, try_lock
+from offload.errors import StoreBusyError, StoreError
+from offload.free_slots import FreeSlots, Patience, lock_existing, try_lock
+from offload.identity import write_store_id
 from offload.layout import Layout
 from offload.manifest import Manifest, reserved_bytes
-from offload.opening import StoredCheckpoint, open_directory
-from offload.slot import (
-    TRAIN_STATE_NAME,
-    Slot,
-    open_slot,
-    slot_sizes,
-)
+from offload.opening import StoredCheckpoint, find_stored, open_directories, open_stored
+from offload.part_pool import part_bytes
+from offload.poison import Poison
+from offload.slot import TRAIN_STATE_NAME, Slot, slot_sizes
+from offload.space import Room, require_room
 
 # A checkpoint that could not be read may carry any generation. New ones start this far above the
 # highest that could be read, so that it stays older even if it becomes readable again.
 _UNREADABLE_GAP = 1 << 20
-
 
 _MAX_OPEN = 3
 """Checkpoints whose files are kept open: what a small keep= recycles is then ready for writing."""
 
 
 class Store:
-    """The one writer of a directory of checkpoints.
+    """The one writer of a directory of checkpoints, whose state may be spread over more drives.
 
     Args:
         backend: Where the directory is.
-        directory: Created (with parents) if missing.
+        directory: Created (with parents) if missing, as are the others.
+        others: Backend and directory of each further drive.
         keep: Checkpoints to keep.
         fresh: Withdraw the present checkpoints once the first new one is durable.
         train_state_bytes: Reserved in each slot for the train state.
@@ -73,6 +67,7 @@ class Store:
         self,
         backend: Backend,
         directory: str,
+        others: Sequence[tuple[Backend, str]] = (),
         *,
         keep: int,
         fresh: bool = False,
@@ -87,23 +82,30 @@ class Store:
         self._reader_timeout_s = reader_timeout_s
         self._changed = threading.Condition(threading.RLock())
         self._sealing = False
-        self._poison = ""
-        self._poison_told = False
-        opened = open_directory(backend, self.directory, allow_volatile=allow_volatile)
-        self._lock = opened.lock
-        self._free = FreeSlots(backend, self.directory, opened.leftover)
+        self._poison = Poison(self.directory)
+        self._others = [(other, os.path.abspath(path)) for other, path in others]
+        drives = [(backend, self.directory), *self._others]
+        opened = open_directories(drives, self._poison, allow_volatile=allow_volatile)
+        self._locks = opened.locks
+        self.store_id = opened.store_id
+        self._is_identified = opened.is_identified
+        self._parts = opened.parts
+        self._free = FreeSlots(backend, self.directory, opened.leftover, self._parts, self._poison)
         self.checkpoints = opened.checkpoints
         """All that are usable, oldest first."""
         self.refused = opened.refused
         """Paths of directories that look like checkpoints but are not usable, and why."""
-        newest = self.newest
-        self.store_id = newest.manifest.store_id if newest else uuid.uuid4().hex
         for checkpoint in self.checkpoints:
             checkpoint.superseded = fresh
         generations = [c.manifest.generation for c in self.checkpoints]
         self._generation = max(generations, default=0) + _UNREADABLE_GAP * bool(self.refused)
         if fresh:
             self.refused = []  # nobody wants to continue from them
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """One on each drive, in order."""
+        return (self.directory, *self._parts.directories)
 
     @property
     def newest(self) -> StoredCheckpoint | None:
@@ -122,21 +124,7 @@ class Store:
         Raises:
             CheckpointNotFoundError: There is none; names those there are.
         """
-        usable = [c for c in self.checkpoints if not c.superseded]
-        for checkpoint in usable:
-            if isinstance(which, int):
-                if checkpoint.manifest.step == which:
-                    return checkpoint
-            elif os.path.abspath(which) == checkpoint.path or (
-                which == os.path.basename(checkpoint.path)
-            ):
-                return checkpoint
-        names = ", ".join(os.path.basename(c.path) for c in usable) or "none"
-        raise CheckpointNotFoundError(
-            errno.ENOENT,
-            f"no usable checkpoint {which!r} in this store (it has: {names})",
-            self.directory,
-        )
+        return find_stored(self.checkpoints, which, self.directory)
 
     def slot_sizes(self, layout: Layout, num_groups: int) -> dict[str, int]:
         """Return the bytes of each file of a slot for a layout."""
@@ -153,19 +141,17 @@ class Store:
             StoreFullError: They will not; says how much is missing.
         """
         slot_bytes = sum(self.slot_sizes(layout, num_groups).values())
-        superseded = sum(c.superseded for c in self.checkpoints)
-        existing = len(self.checkpoints) + len(self._free)
-        missing = max(self.keep + 1 - existing, 0)
-        if superseded:  # they stay until the first new checkpoint is durable
-            missing = max(missing, 2 - len(self._free))
-        free = self.backend.free_bytes(self.directory)
-        if missing * slot_bytes > free:
-            raise StoreFullError(
-                errno.ENOSPC,
-                f"keeping {self.keep} checkpoints needs {missing} more slots of {slot_bytes} bytes "
-                f"each, {missing * slot_bytes} in all, but only {free} bytes are free; free some "
-                "space, choose another directory, or pass a smaller keep=",
-                self.directory,
+        rooms = [Room(self.backend, self.directory, len(self._free), slot_bytes)]
+        for drive, (backend, directory) in enumerate(self._others, 1):
+            num_free = self._parts.num_free(drive)
+            rooms.append(Room(backend, directory, num_free, part_bytes(layout, drive)))
+        superseded = any(c.superseded for c in self.checkpoints)
+        for room in rooms:
+            require_room(
+                room,
+                keep=self.keep,
+                num_checkpoints=len(self.checkpoints),
+                superseded=superseded,
             )
 
     def acquire(self, layout: Layout, num_groups: int) -> Slot:
@@ -178,16 +164,8 @@ class Store:
             StoreBusyError: Readers hold every expired checkpoint.
             gds.StorageError: No space.
         """
-        if self._poison and not self._poison_told:
-            self._poison_told = True
-            warnings.warn(
-                f"{self.directory}: {self._poison}. Nobody knows what is on the drive after that, "
-                "so this process reuses no slot any more, and every checkpoint takes new space. "
-                "Check the drive, and start a new process",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        deadline = None
+        self._poison.warn_once()
+        patience = Patience(self.directory, self._reader_timeout_s)
         while True:
             with self._changed:
                 slot = self._free_slot(layout, num_groups)
@@ -200,22 +178,7 @@ class Store:
                     continue
                 if self._withdraw_expired():
                     continue
-            if deadline is None:
-                deadline = time.monotonic() + self._reader_timeout_s
-                warnings.warn(
-                    f"{self.directory}: every expired checkpoint is being read by someone; the "
-                    f"next step waits up to {self._reader_timeout_s:g} s for one of them",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            if time.monotonic() > deadline:
-                raise StoreBusyError(
-                    errno.EBUSY,
-                    f"readers still hold every expired checkpoint after {self._reader_timeout_s:g} "
-                    "s; close them, or raise keep= or Options(reader_timeout_s=...)",
-                    self.directory,
-                )
-            time.sleep(READER_POLL_S)
+            patience.wait()
 
     def release(self, slot: Slot) -> None:
         """Take back a slot that was acquired and will not be sealed."""
@@ -262,7 +225,7 @@ class Store:
         path = f"{self.directory}/step-{manifest.step:08d}"
         replaced = lock_existing(self.backend, path, self._reader_timeout_s)
         try:
-            with self._poison_on_error("a checkpoint could not be made durable"):
+            with self._poison.on_error("a checkpoint could not be made durable"):
                 slot.sync()
                 slot.manifest.write_bytes(manifest_data, 0)
                 slot.manifest.sync()
@@ -281,7 +244,7 @@ class Store:
                     old.slot.close()
                     old.slot = None
             # It is durable: what fails from here on is the tidying up behind it.
-            with suppress(StorageError), self._poison_on_error("an old one was not withdrawn"):
+            with suppress(StorageError), self._poison.on_error("an old one was not withdrawn"):
                 self._trim()
         return checkpoint
 
@@ -293,14 +256,12 @@ class Store:
         """
         slot = self.slot_of(checkpoint)
         file = slot.write_replacement(TRAIN_STATE_NAME, data)
-        with self._poison_on_error("a train state could not be replaced"):
+        with self._poison.on_error("a train state could not be replaced"):
             slot.replace(TRAIN_STATE_NAME, file)
 
     def slot_of(self, checkpoint: StoredCheckpoint) -> Slot:
         """Open a checkpoint's files for reading, if they are not open already."""
-        if checkpoint.slot is None:
-            checkpoint.slot = self._open(checkpoint, writable=False)
-        return checkpoint.slot
+        return open_stored(self.backend, checkpoint, self._parts, writable=False)
 
     def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
         """Withdraw, durably, every checkpoint that is newer than the given one.
@@ -315,8 +276,8 @@ class Store:
                 if self._poison:
                     raise StoreError(
                         errno.EIO,
-                        f"this checkpoint cannot be withdrawn any more: {self._poison}; check the "
-                        "drive, and start a new process",
+                        "this checkpoint cannot be withdrawn any more: "
+                        f"{self._poison.reason}; check the drive, and start a new process",
                         newer.path,
                     )
                 if not self._withdraw(newer):
@@ -334,31 +295,28 @@ class Store:
             for checkpoint in self.checkpoints:
                 if checkpoint.slot is not None:
                     checkpoint.slot.close()
-            self._lock.release()
+            for lock in self._locks:
+                lock.release()
 
     # Everything below runs with `_changed` held.
-
-    def _open(self, checkpoint: StoredCheckpoint, *, writable: bool) -> Slot:
-        layout = checkpoint.manifest.layout
-        names = self.slot_sizes(layout, len(checkpoint.manifest.groups))
-        slot = open_slot(self.backend, checkpoint.path, layout, names, writable=writable)
-        manifest = checkpoint.manifest
-        slot.begin_generation(DigestContext(manifest.store_id, manifest.generation))
-        slot.unchecked = True
-        slot.digests = {a: list(d) for a, d in checkpoint.manifest.digests.items()}
-        return slot
 
     def _free_slot(self, layout: Layout, num_groups: int) -> Slot | None:
         sizes = self.slot_sizes(layout, num_groups)
         if not self._poison:
-            with self._poison_on_error("a free slot could not be made ready"):
-                slot = self._free.take(layout, sizes)
+            self._identify()
+            slot = self._free.take(layout, sizes)
             if slot is not None:
                 return slot
         held = sum(not c.superseded for c in self.checkpoints) + self._sealing
         if held < self.keep + 1 or self._poison:
             return self._free.create(layout, sizes)
         return None
+
+    def _identify(self) -> None:
+        """Make the store's identity durable before the first part of it is written."""
+        if not self._is_identified:
+            write_store_id(self.backend, self.directory, self.store_id, self._poison)
+            self._is_identified = True
 
     def _withdraw_expired(self) -> bool:
         """Withdraw the oldest checkpoint that retention can spare and nobody reads."""
@@ -386,33 +344,30 @@ class Store:
             return False
         if self.backend.stat(checkpoint.path) is None:  # somebody has removed it by hand
             self.checkpoints.remove(checkpoint)
-            if checkpoint.slot is not None:
-                checkpoint.slot.close()
+            self._gone(checkpoint)
             return True
         lock = try_lock(self.backend, checkpoint.path)
         if lock is None:
             return False
         try:
-            slot = self._writable(checkpoint)
+            slot = None
+            if self._parts.are_there(checkpoint.manifest):  # somebody may have removed them
+                slot = open_stored(self.backend, checkpoint, self._parts, writable=True)
             name = self._free.unused_path()
-            with self._poison_on_error("a checkpoint could not be withdrawn"):
+            with self._poison.on_error("a checkpoint could not be withdrawn"):
                 self.backend.rename(checkpoint.path, name)
                 self.checkpoints.remove(checkpoint)
-                slot.renamed(name)
+                if slot is not None:
+                    slot.renamed(name)
                 self.backend.sync_dir(self.directory)
-                slot.invalidate()
-            self._free.add(slot)
+                if slot is not None:
+                    slot.invalidate()
+            if slot is None:
+                self._gone(checkpoint)
+            self._free.add(slot or name)
         finally:
             lock.release()
         return True
-
-    def _writable(self, checkpoint: StoredCheckpoint) -> Slot:
-        # What this process sealed is open for writing; what it restored from, for reading only.
-        if checkpoint.slot is None or not checkpoint.slot.writable:
-            if checkpoint.slot is not None:
-                checkpoint.slot.close()
-            checkpoint.slot = self._open(checkpoint, writable=True)
-        return checkpoint.slot
 
     def _rename_into_place(self, slot: Slot, path: str, *, exchange: bool) -> None:
         working = slot.path
@@ -434,15 +389,12 @@ class Store:
         slot.in_doubt = False
         for old in replaced:
             self.checkpoints.remove(old)
-            if old.slot is not None:
-                old.slot.close()
+            self._gone(old)
+        self._parts.release_claim(path)
         self.refused = [(p, reason) for p, reason in self.refused if p != path]
         self._free.add(working)
 
-    @contextmanager
-    def _poison_on_error(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._poison = self._poison or f"{what} ({error})"
-            raise
+    def _gone(self, checkpoint: StoredCheckpoint) -> None:
+        if checkpoint.slot is not None:
+            checkpoint.slot.close()
+        self._parts.release(checkpoint.manifest)

@@ -14,22 +14,7 @@ import torch
 from offload import blocks8, codecs
 from offload.formats import BLOCK_ELEMENTS, scale_name
 from offload.layout import Piece
-
-
-class HotBuffers:
-    """Memory for one hot block, by name; made when first asked for."""
-
-    def __init__(self, num_elements: int) -> None:
-        self._num_elements = num_elements
-        self._tensors: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-
-    def get(self, name: str, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
-        """Return that many elements, with whatever they were left with."""
-        tensor = self._tensors.get((name, dtype))
-        if tensor is None:
-            tensor = torch.empty(self._num_elements, dtype=dtype)
-            self._tensors[name, dtype] = tensor
-        return tensor[:num_elements]
+from offload.update_pool import BlockContext
 
 
 class StateCoder:
@@ -39,61 +24,67 @@ class StateCoder:
         state_dtype: As in `Options`.
         seed: Of stochastic rounding.
         step: Number of the step that is being taken: each one rounds differently.
-        buffers: Memory for decoded state.
     """
 
-    def __init__(self, state_dtype: str, seed: int, step: int, buffers: HotBuffers) -> None:
+    def __init__(self, state_dtype: str, seed: int, step: int) -> None:
         self._state_dtype = state_dtype
         self._seed = seed
         self._step = step
-        self._buffers = buffers
-        self._scratch = codecs.Scratch()
 
     def load(
-        self, name: str, stored: Mapping[str, torch.Tensor], block: Sequence[Piece], *, new: bool
+        self,
+        context: BlockContext,
+        name: str,
+        stored: Mapping[str, torch.Tensor],
+        pieces: Sequence[Piece],
+        *,
+        new: bool,
     ) -> torch.Tensor:
         """Return an array of a block as flat FP32, to be changed in place and given to `store`.
 
         Args:
+            context: Memory of the thread.
             name: The array.
             stored: What is stored of each array for the block.
-            block: The pieces that make it up.
+            pieces: What the block is made up of.
             new: Whether there is nothing stored yet; the result may then hold anything.
         """
         values = stored[name]
         if self._state_dtype == "float32":
             return values
-        out = self._buffers.get(name, torch.float32, len(values))
+        out = context.buffer(name, torch.float32, len(values))
         if new:
             return out
         if self._state_dtype == "bfloat16":
             out.copy_(values)
             return out
         scales = stored[scale_name(name)]
-        for elements, blocks in _spans(block):
+        for elements, blocks in _spans(pieces):
             blocks8.decode_blocks(
                 values[elements],
                 scales[blocks],
                 out[elements],
-                scratch=self._scratch,
+                scratch=context.scratch,
             )
         return out
 
     def store(
         self,
+        context: BlockContext,
         name: str,
         values: torch.Tensor,
         stored: Mapping[str, torch.Tensor],
-        block: Sequence[Piece],
+        pieces: Sequence[Piece],
         first_element: int,
     ) -> None:
         """Write an array of a block back to what is stored of it.
 
         Args:
+            context: Memory of the thread.
             name: The array.
             values: What `load` returned.
             stored: As for `load`.
-            block: As for `load`.
+            pieces: As for `load`.
             first_element: Where the block begins in element space.
         """
         if self._state_dtype == "bfloat16":
@@ -104,26 +95,26 @@ class StateCoder:
                 stream=zlib.crc32(name.encode()),
                 step=self._step,
                 first_element=first_element,
-                scratch=self._scratch,
+                scratch=context.scratch,
             )
         elif self._state_dtype == "int8":
             scales = stored[scale_name(name)]
-            for elements, blocks in _spans(block):
+            for elements, blocks in _spans(pieces):
                 blocks8.encode_blocks(
                     values[elements],
                     stored[name][elements],
                     scales[blocks],
-                    scratch=self._scratch,
+                    scratch=context.scratch,
                 )
 
 
-def _spans(block: Sequence[Piece]) -> Iterator[tuple[slice, slice]]:
+def _spans(pieces: Sequence[Piece]) -> Iterator[tuple[slice, slice]]:
     """Yield ranges of elements, and of the blocks of 32 in them, to be encoded in one call.
 
     Blocks start anew at each parameter, so a call ends where a parameter ends inside a block.
     """
     first_element = first_block = element = num_blocks = 0
-    for piece in block:
+    for piece in pieces:
         length = piece.stop - piece.start
         element += length
         num_blocks += -(-length // BLOCK_ELEMENTS)

@@ -21,15 +21,15 @@ ones every time, and has some to work on while the drive reads the others.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 
 from gds import Backend, IOFuture
 from offload.errors import CheckpointError
-from offload.frame import Frame, frame_sizes
+from offload.frame import Frame, frame_bytes
 from offload.layout import Layout
 from offload.slot import Slot
+from offload.stats import Meter
 
 
 class Streamer:
@@ -39,21 +39,28 @@ class Streamer:
         backend: Allocates the memory.
         layout: The target's layout; its chunks are what is streamed.
         ring_chunks: Most frames to have; fewer are made if there are fewer chunks.
+        meter: Counts the seconds that `take` waits.
         host_memory_bytes: What chunks that stay in memory may take together.
     """
 
     def __init__(
-        self, backend: Backend, layout: Layout, ring_chunks: int, host_memory_bytes: int = 0
+        self,
+        backend: Backend,
+        layout: Layout,
+        ring_chunks: int,
+        meter: Meter,
+        *,
+        host_memory_bytes: int = 0,
     ) -> None:
         self.layout = layout
-        frame_bytes = sum(frame_sizes(layout).values())
-        resident = _spread(host_memory_bytes // frame_bytes if frame_bytes else 0, layout)
+        nbytes = frame_bytes(layout)
+        resident = _spread(host_memory_bytes // nbytes if nbytes else 0, layout)
         self._resident = {chunk: Frame(backend, layout) for chunk in resident}
         num_frames = min(ring_chunks, layout.num_chunks - len(resident))
         self._free = [Frame(backend, layout) for _ in range(num_frames)]
         self._num_frames = num_frames
-        self.ring_bytes = frame_bytes * num_frames
-        self.resident_bytes = frame_bytes * len(resident)
+        self.ring_bytes = nbytes * num_frames
+        self.resident_bytes = nbytes * len(resident)
         self._held: set[int] = set()
         """Resident chunks whose memory is the state."""
         self._dirty: set[int] = set()
@@ -67,8 +74,7 @@ class Streamer:
         self._writing: dict[int, Frame] = {}
         self._dropping = 0
         self._error: BaseException | None = None
-        self.wait_read_s = 0.0
-        self.wait_write_s = 0.0
+        self._meter = meter
 
     def begin(self, source: Slot | None, chunks: Sequence[int]) -> None:
         """Say which chunks will be taken next, in which order, and where they are read from.
@@ -95,8 +101,8 @@ class Streamer:
             gds.StorageError: The read failed, or an earlier write did.
             CheckpointError: The first pass over a restored checkpoint found it damaged.
         """
-        started = time.perf_counter()
-        with self._changed:
+        # A frame that is not loading yet waits for writes, which hold all others.
+        with self._meter.timed("wait_write_s", chunk=chunk), self._changed:
             while chunk not in self._loading and not self._is_idle(chunk):
                 self.raise_error()
                 if chunk not in self._queue and chunk not in self._held:
@@ -104,19 +110,17 @@ class Streamer:
                 self._changed.wait()
             self.raise_error()
             frame = self._loading.pop(chunk, None) or self._resident[chunk]
-        waited = time.perf_counter()
-        self.wait_write_s += waited - started  # no frame was free: writes were holding them
         if chunk in self._held:
             return frame
         try:
-            for future in frame.futures:
-                future.result()
-            self._check(frame)
+            with self._meter.timed("wait_read_s", chunk=chunk):
+                for future in frame.futures:
+                    future.result()
+                self._check(frame)
         except BaseException:
             with self._changed:
                 self._release(frame)
             raise
-        self.wait_read_s += time.perf_counter() - waited
         return frame
 
     def put(self, frame: Frame, target: Slot) -> None:

@@ -4,7 +4,7 @@ A chunk is cut into runs (neighbouring parameters with the same hyper-parameters
 state), a run into blocks of `HOT_ELEMENTS`. For each block: take the master (or make it from the
 live parameter), gather and upcast the gradient, decode the state, run torch's step, encode the
 state, cast back into the live parameter. One call of torch's step per block, never one per
-parameter.
+parameter; blocks are independent, and run on several threads.
 
 The live parameter wins: where it is not what the master rounds to, somebody has edited it since
 (clamped it, loaded weights, swapped an average in), and the edited value becomes the master for
@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 import torch
 
 from offload import codecs
+from offload.flat_tensors import FlatTensors
 from offload.formats import BLOCK_ELEMENTS, MASTER, MASTER_LOW
 from offload.layout import Layout, Piece
 from offload.rules import Scalars, UpdateRule, read_scalars, write_scalars
-from offload.stored_state import HotBuffers, StateCoder
+from offload.stored_state import StateCoder
+from offload.update_pool import BlockContext, UpdatePool
 
 HOT_ELEMENTS = 256 << 10
 """Elements of one call of torch's step: about 5 MiB of state, gradient and parameter."""
@@ -41,54 +43,24 @@ class _Key(NamedTuple):
     has_gradient: bool
 
 
-class FlatTensors:
-    """Flat views of tensors, through a contiguous copy where a tensor has no flat view.
+class _Block(NamedTuple):
+    """What one call of torch's step works on."""
 
-    A copy lives until all elements are done, and is then written back if it may have been changed.
-    Tensors that are only read are let go of at that moment.
-    """
+    key: _Key
+    pieces: list[Piece]
+    first: int
+    """Its first element, in element space."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor | None], *, writable: bool) -> None:
-        self._tensors = list(tensors)
-        self._writable = writable
-        self._flat: dict[int, torch.Tensor] = {}
-        self._num_left: dict[int, int] = {}
-
-    def view(self, index: int, start: int, stop: int) -> torch.Tensor:
-        """Return elements `start` to `stop` of a tensor, in row-major order."""
-        flat = self._flat.get(index)
-        if flat is None:
-            tensor = self._tensors[index]
-            if tensor is None:
-                raise RuntimeError(f"tensor {index} is asked for, but there is none")
-            # reshape is a view where one exists and a copy elsewhere
-            flat = self._flat[index] = tensor.detach().reshape(-1)
-        return flat[start:stop]
-
-    def replace(self, index: int, tensor: torch.Tensor) -> None:
-        """Set a tensor that has not been viewed yet."""
-        self._tensors[index] = tensor
-
-    def finish(self, index: int, num_elements: int) -> None:
-        """Say that so many more elements of a tensor, which has been viewed, are done."""
-        flat = self._flat[index]
-        left = self._num_left.get(index, flat.numel()) - num_elements
-        self._num_left[index] = left
-        if left:
-            return
-        tensor = self._tensors[index]
-        if not self._writable:
-            self._tensors[index] = None
-        elif tensor is not None and flat.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(flat.view(tensor.shape))
-        del self._flat[index], self._num_left[index]
+    stored: dict[str, torch.Tensor]
+    """What is stored of each state array."""
 
 
 class ChunkUpdater:
     """Updates the chunks of one step.
 
     Args:
-        rule: Runs torch's step.
+        rule: Says what torch's step keeps.
+        pool: Runs it.
         layout: Where every parameter lies.
         groups: ``param_groups`` at this step.
         parameters: Live parameters in element-space order; updated in place.
@@ -101,6 +73,7 @@ class ChunkUpdater:
     def __init__(
         self,
         rule: UpdateRule,
+        pool: UpdatePool,
         layout: Layout,
         groups: Sequence[Mapping[str, Any]],
         parameters: Sequence[torch.Tensor],
@@ -110,7 +83,7 @@ class ChunkUpdater:
         step: int,
         seed: int = 0,
     ) -> None:
-        self._rule = rule
+        self._pool = pool
         self._layout = layout
         # By value: a scheduler may change a tensor in place while the step is still going on.
         self._hyper = [
@@ -125,10 +98,8 @@ class ChunkUpdater:
         self._live = FlatTensors(parameters, writable=True)
         self._gradients = FlatTensors(gradients, writable=False)
         self._stepped: dict[_Key, Scalars] = {}
-        self._buffers = HotBuffers(min(HOT_ELEMENTS, layout.num_elements))
-        self._scratch = codecs.Scratch()
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
-        self._coder = StateCoder(layout.state_dtype, seed, step, self._buffers)
+        self._coder = StateCoder(layout.state_dtype, seed, step)
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
         """Set the gradient of a parameter that had none, before any of its chunks is updated."""
@@ -148,133 +119,148 @@ class ChunkUpdater:
                 is stored in, updated in place. Ranges of parameters that have no state yet may
                 hold anything; they are initialised.
         """
+        self._pool.run(self._update, list(self._blocks(chunk, arrays)))
+
+    def finish(self) -> list[Scalars | None]:
+        """Return the scalar state of each parameter after the step."""
+        missing = {k for k in self._keys if k.has_gradient and k not in self._stepped}
+        # only empty parameters have those: torch counts their steps all the same
+        self._pool.run(self._update_nothing, [_Block(key, [], 0, {}) for key in missing])
+        return [self._stepped.get(key, key.scalars) for key in self._keys]
+
+    def _blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[_Block]:
+        """Cut a chunk into runs, and each run into blocks."""
         layout = self._layout
         origin = layout.chunk_range(chunk)[0]
         bases = {name: layout.array_range(name, origin, origin)[0] for name in arrays}
         for key, run in groupby(layout.pieces(chunk), lambda p: self._keys[p.parameter]):
             if key.scalars is not None and not key.has_gradient:
                 continue  # nothing to do: its state, if it was read, is written back unchanged
-            for block in _blocks(run, self._multiple):
-                first = origin + block[0].at
-                last = origin + block[-1].at + block[-1].stop - block[-1].start
+            for pieces in _cut(run, self._multiple):
+                first = origin + pieces[0].at
+                last = origin + pieces[-1].at + _length(pieces[-1])
                 stored = {}
-                for name in layout.parameters[block[0].parameter].arrays:
+                for name in layout.parameters[pieces[0].parameter].arrays:
                     start, stop = layout.array_range(name, first, last)
                     stored[name] = arrays[name][start - bases[name] : stop - bases[name]]
-                self._block(key, block, stored, first)
+                yield _Block(key, pieces, first, stored)
 
-    def finish(self) -> list[Scalars | None]:
-        """Return the scalar state of each parameter after the step."""
-        for key in self._keys:
-            if key.has_gradient and key not in self._stepped:
-                # only empty parameters have it: torch counts their steps all the same
-                empty = torch.empty(0, dtype=torch.float32)
-                arrays = self._rules[key.group].arrays
-                self._step(key, empty, empty.clone(), {name: empty.clone() for name in arrays})
-        return [self._stepped.get(key, key.scalars) for key in self._keys]
-
-    def _block(
-        self, key: _Key, block: list[Piece], stored: dict[str, torch.Tensor], first: int
-    ) -> None:
-        live = self._gather(self._live, block, "live", key.dtype)
-        master = self._master(key, live, stored)
+    def _update(self, context: BlockContext, block: _Block) -> None:
+        key, stored = block.key, block.stored
+        live = self._gather(context, self._live, block, "live", key.dtype)
+        master = _master(context, key, live, stored)
         if not key.has_gradient:  # new to the target: it begins with the live parameter and zeros
             for name in stored.keys() - {MASTER}:
                 stored[name].zero_()
-            for piece in block:
+            for piece in block.pieces:
                 self._live.finish(piece.parameter, _length(piece))
             return
         new = key.scalars is None
         views = {
-            name: self._coder.load(name, stored, block, new=new)
+            name: self._coder.load(context, name, stored, block.pieces, new=new)
             for name in self._rules[key.group].arrays
         }
-        gradient = self._gather(self._gradients, block, "gradient", torch.float32)
-        self._step(key, master, gradient, views)
+        gradient = self._gather(context, self._gradients, block, "gradient", torch.float32)
+        self._step(context, block, master, gradient, views)
         for name, view in views.items():
-            self._coder.store(name, view, stored, block, first)
+            self._coder.store(context, name, view, stored, block.pieces, block.first)
         if MASTER_LOW in stored:
-            codecs.split_master(master, live, stored[MASTER_LOW], scratch=self._scratch)
+            codecs.split_master(master, live, stored[MASTER_LOW], scratch=context.scratch)
         elif master is not live:
             live.copy_(master)
-        self._scatter(live, block)
+        self._scatter(live, block.pieces)
 
-    def _master(
-        self, key: _Key, live: torch.Tensor, stored: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Return the FP32 parameter of a block, to be stepped in place."""
-        if MASTER_LOW in stored:
-            master = self._buffers.get(MASTER, torch.float32, len(live))
-            if key.scalars is None:
-                return master.copy_(live)
-            codecs.join_master(live, stored[MASTER_LOW], master, scratch=self._scratch)
-            return master
-        if MASTER not in stored:
-            return live  # an FP32 parameter is its own master
-        master = stored[MASTER]
-        if key.scalars is None:
-            return master.copy_(live)
-        rounded = self._buffers.get("rounded", live.dtype, len(live)).copy_(master)
-        _take_edits(master, live, rounded)
-        return master
+    def _update_nothing(self, context: BlockContext, block: _Block) -> None:
+        empty = torch.empty(0, dtype=torch.float32)
+        arrays = self._rules[block.key.group].arrays
+        self._step(context, block, empty, empty.clone(), {a: empty.clone() for a in arrays})
 
     def _step(
         self,
-        key: _Key,
+        context: BlockContext,
+        block: _Block,
         parameter: torch.Tensor,
         gradient: torch.Tensor,
         views: Mapping[str, torch.Tensor],
     ) -> None:
+        key = block.key
         group = self._hyper[key.group]
         # A fresh object for every block: torch's step would otherwise find the .grad of the last.
         parameter = parameter.view(-1)
         if key.scalars is None:
-            state = self._rule.create(parameter, gradient, group)
+            state = context.stepper.create(parameter, gradient, group)
         else:
             state = {**views, **write_scalars(key.scalars)}
-            self._rule.apply(parameter, gradient, state, group)
+            context.stepper.apply(parameter, gradient, state, group)
         for name, view in views.items():
             value = state.get(name)
             if value is None:
                 view.zero_()
             elif value is not view:
                 view.copy_(value)
-        self._stepped[key] = read_scalars(state, self._rules[key.group])
+        if key not in self._stepped:  # every block of a key arrives at the same
+            self._stepped[key] = read_scalars(state, self._rules[key.group])
 
     def _gather(
-        self, tensors: FlatTensors, block: list[Piece], name: str, dtype: torch.dtype
+        self,
+        context: BlockContext,
+        tensors: FlatTensors,
+        block: _Block,
+        name: str,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        if len(block) == 1:
-            piece = block[0]
+        pieces = block.pieces
+        if len(pieces) == 1:
+            piece = pieces[0]
             view = tensors.view(piece.parameter, piece.start, piece.stop)
             # Not of an expanded gradient: torch's foreach code changes gradients in place.
             expanded = tensors is self._gradients and view.stride(0) == 0
             if view.dtype == dtype and not expanded:
                 return view
-        start = block[0].at
-        out = self._buffers.get(name, dtype, block[-1].at + _length(block[-1]) - start)
-        for piece in block:
+        start = pieces[0].at
+        out = context.buffer(name, dtype, pieces[-1].at + _length(pieces[-1]) - start)
+        for piece in pieces:
             at = piece.at - start
             out[at : at + _length(piece)].copy_(
                 tensors.view(piece.parameter, piece.start, piece.stop)
             )
         return out
 
-    def _scatter(self, live: torch.Tensor, block: list[Piece]) -> None:
-        for piece in block:
-            if len(block) > 1:
-                at = piece.at - block[0].at
+    def _scatter(self, live: torch.Tensor, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            if len(pieces) > 1:
+                at = piece.at - pieces[0].at
                 view = self._live.view(piece.parameter, piece.start, piece.stop)
                 view.copy_(live[at : at + _length(piece)])
             self._live.finish(piece.parameter, _length(piece))
             self._gradients.finish(piece.parameter, _length(piece))
 
 
+def _master(
+    context: BlockContext, key: _Key, live: torch.Tensor, stored: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return the FP32 parameter of a block, to be stepped in place."""
+    if MASTER_LOW in stored:
+        master = context.buffer(MASTER, torch.float32, len(live))
+        if key.scalars is None:
+            return master.copy_(live)
+        codecs.join_master(live, stored[MASTER_LOW], master, scratch=context.scratch)
+        return master
+    if MASTER not in stored:
+        return live  # an FP32 parameter is its own master
+    master = stored[MASTER]
+    if key.scalars is None:
+        return master.copy_(live)
+    rounded = context.buffer("rounded", live.dtype, len(live)).copy_(master)
+    _take_edits(master, live, rounded)
+    return master
+
+
 def _length(piece: Piece) -> int:
     return piece.stop - piece.start
 
 
-def _blocks(run: Iterator[Piece], multiple: int) -> Iterator[list[Piece]]:
+def _cut(run: Iterator[Piece], multiple: int) -> Iterator[list[Piece]]:
     """Cut a run into blocks of at most `HOT_ELEMENTS`, pieces only at a multiple of elements."""
     block: list[Piece] = []
     room = HOT_ELEMENTS

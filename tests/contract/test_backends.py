@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from gds import Backend, Buffer, File, IOFuture, MemoryBackend, PosixBackend, WrapperBackend
+from gds import (
+    ALIGNMENT,
+    Backend,
+    Buffer,
+    File,
+    IOFuture,
+    MemoryBackend,
+    PosixBackend,
+    WrapperBackend,
+)
 from gds._wrapper import WrapperFile
 from gds.probe import direct_io
 from gds.testing import BackendContract
@@ -18,6 +27,7 @@ LIMIT_BYTES = 1 << 20
 
 class PosixContract(BackendContract):
     direct: bool
+    request_bytes: int | None = None
 
     @pytest.fixture
     def directory(self, tmp_path: Path) -> str:
@@ -27,12 +37,12 @@ class PosixContract(BackendContract):
     def backend(self, directory: str) -> Iterator[Backend]:
         if self.direct and not (found := direct_io(directory)).supported:
             pytest.skip(f"no direct I/O in {directory}: {found.reason}")
-        backend = PosixBackend(direct=self.direct)
+        backend = PosixBackend(direct=self.direct, request_bytes=self.request_bytes)
         yield backend
         backend.close()
 
     def reopened(self, backend: Backend) -> Backend:
-        return PosixBackend(direct=self.direct)
+        return PosixBackend(direct=self.direct, request_bytes=self.request_bytes)
 
     def raw(self, backend: Backend, path: str) -> bytes:
         return Path(path).read_bytes()
@@ -56,6 +66,16 @@ class TestPosixDirect(PosixContract):
 
 class TestPosixBuffered(PosixContract):
     direct = False
+
+
+class TestPosixDirectInParts(PosixContract):
+    direct = True
+    request_bytes = 2 * ALIGNMENT
+
+
+class TestPosixBufferedInParts(PosixContract):
+    direct = False
+    request_bytes = ALIGNMENT
 
 
 class TestMemory(BackendContract):

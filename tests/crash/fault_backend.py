@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import posixpath
 import threading
 from collections.abc import Callable
@@ -176,15 +177,26 @@ class FaultBackend(WrapperBackend):
     def synced(self, path: str) -> None:
         """Note that a file has been synced: a slot's manifest is, last of all in a withdrawal."""
         directory, name = posixpath.split(path)
-        if name == "manifest.json" and "/.slot-" in directory:
+        withdrawn = name == "manifest.json" and "/.slot-" in directory
+        if withdrawn or (name == "part.json" and b"invalid" in self._content(path)):
             with self._lock:
                 for inode in self._inodes(directory):
                     self._sealed.pop(inode, None)
 
     def _note_sealed(self, path: str) -> None:
         if posixpath.basename(path).startswith("step-"):
+            manifest = json.loads(self._content(f"{path}/manifest.json"))
+            parts = [f"{part['directory']}/{part['name']}" for part in manifest["body"]["parts"]]
             with self._lock:
-                self._sealed.update(dict.fromkeys(self._inodes(path), path))
+                for directory in (path, *parts):
+                    self._sealed.update(dict.fromkeys(self._inodes(directory), path))
+
+    def _content(self, path: str) -> bytes:
+        file = self.inner.open(path)
+        try:
+            return file.read_bytes(0, file.size_bytes)
+        finally:
+            file.close()
 
     def _inodes(self, directory: str) -> list[int]:
         stats = (self.inner.stat(f"{directory}/{n}") for n in self.inner.list_dir(directory))

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import offload.checkpoint
+import offload.free_slots
 import offload.manifest
 import offload.model_file
-import offload.store
 from gds import Backend, Buffer, IOFuture, MemoryBackend, PosixBackend, WrapperBackend
 from gds._backend import File
 from gds._wrapper import WrapperFile
@@ -297,7 +297,7 @@ class TestReaders:
             waits.append(seconds)
             reader.close()
 
-        monkeypatch.setattr(offload.store.time, "sleep", closing)
+        monkeypatch.setattr(offload.free_slots.time, "sleep", closing)
         with pytest.warns(RuntimeWarning, match=HELD):
             training.step()
         assert len(waits) == 1

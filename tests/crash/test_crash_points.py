@@ -34,6 +34,13 @@ from tests.crash.training import (
 SEED = int(os.environ.get("CRASH_SEED", "20260711"))
 CUTS_PER_OPERATION = int(os.environ.get("CRASH_CUTS", "2"))
 STORE = "/data/run"
+OTHERS = ("/fast/run", "/slow/run")
+"""The directories on the further drives of a store that has three."""
+
+SHARES = (1, 2, 1)
+RESIDENT_BYTES = 40_000
+"""Of memory for state that stays: some of the chunks."""
+
 HEAD_FROM = 4
 """The step before which the scenario ``added group`` begins to train the head."""
 
@@ -82,10 +89,12 @@ class Trainer:
         backend: Backend,
         *,
         keep: int,
+        drives: int = 1,
         history: int = 0,
         with_head: bool = False,
         promised: Position | None = None,
         fresh: bool = False,
+        host_memory: int | str = 0,
     ) -> None:
         self.backend = backend
         self.history = history
@@ -94,8 +103,8 @@ class Trainer:
         self.model = Model(history)
         self.optimizer: AdamW = optimizer_for(
             self.model,
-            STORE,
-            options(backend),
+            [STORE, *OTHERS[: drives - 1]],
+            options(backend, shares=SHARES[:drives], host_memory=host_memory),
             keep=keep,
             fresh=fresh,
             with_head=with_head and num_groups(backend) == 2,
@@ -144,16 +153,16 @@ def num_groups(backend: Backend) -> int:
         return 0
 
 
-def three_checkpoints(backend: CrashBackend, keep: int) -> None:
-    trainer = Trainer(backend, keep=keep)
+def three_checkpoints(backend: CrashBackend, keep: int, drives: int) -> None:
+    trainer = Trainer(backend, keep=keep, drives=drives)
     for step in (2, 4, 6):
         trainer.train(step - 1, step)
         trainer.seal(step)
     trainer.close()
 
 
-def sealed_behind_training(backend: CrashBackend, keep: int) -> None:
-    trainer = Trainer(backend, keep=keep)
+def sealed_behind_training(backend: CrashBackend, keep: int, drives: int) -> None:
+    trainer = Trainer(backend, keep=keep, drives=drives)
     trainer.train(1, 1)
     trainer.seal(1, meanwhile=3)
     trainer.seal(3, meanwhile=5)
@@ -161,23 +170,41 @@ def sealed_behind_training(backend: CrashBackend, keep: int) -> None:
     trainer.close()
 
 
-def two_processes(backend: CrashBackend, keep: int) -> None:
-    trainer = Trainer(backend, keep=keep)
+def resident_state(backend: CrashBackend, keep: int, drives: int) -> None:
+    """Some of the state is written by seals only, while the next step wants to change it."""
+    trainer = Trainer(backend, keep=keep, drives=drives, host_memory=RESIDENT_BYTES)
+    trainer.train(1, 2)
+    trainer.seal(2, meanwhile=3)
+    assert trainer.optimizer.stats().resident_bytes
+    trainer.seal(3, meanwhile=5)
+    trainer.seal(5)
+    trainer.close()
+    trainer = Trainer(
+        backend, keep=keep, drives=drives, host_memory="1GiB", promised=trainer.promised
+    )
+    assert trainer.restore() == Position(5)
+    trainer.train(6, 6)
+    trainer.seal(6)
+    trainer.close()
+
+
+def two_processes(backend: CrashBackend, keep: int, drives: int) -> None:
+    trainer = Trainer(backend, keep=keep, drives=drives)
     trainer.train(1, 1)
     trainer.seal(1)
     trainer.train(2, 3)
     trainer.seal(3)
     trainer.train(4, 4)
     trainer.close()
-    trainer = Trainer(backend, keep=keep, promised=trainer.promised)
+    trainer = Trainer(backend, keep=keep, drives=drives, promised=trainer.promised)
     assert trainer.restore() == Position(3)
     trainer.train(4, 5)
     trainer.seal(5)
     trainer.close()
 
 
-def replaced_train_state(backend: CrashBackend, keep: int) -> None:
-    trainer = Trainer(backend, keep=keep)
+def replaced_train_state(backend: CrashBackend, keep: int, drives: int) -> None:
+    trainer = Trainer(backend, keep=keep, drives=drives)
     trainer.train(1, 2)
     for version in range(3):
         trainer.seal(2, version=version)
@@ -189,8 +216,8 @@ def replaced_train_state(backend: CrashBackend, keep: int) -> None:
     trainer.close()
 
 
-def added_group(backend: CrashBackend, keep: int) -> None:
-    trainer = Trainer(backend, keep=keep, with_head=True)
+def added_group(backend: CrashBackend, keep: int, drives: int) -> None:
+    trainer = Trainer(backend, keep=keep, drives=drives, with_head=True)
     trainer.train(1, 2)
     trainer.seal(2)
     trainer.train(3, 4)
@@ -200,23 +227,25 @@ def added_group(backend: CrashBackend, keep: int) -> None:
     trainer.close()
 
 
-def started_over(backend: CrashBackend, keep: int) -> None:
+def started_over(backend: CrashBackend, keep: int, drives: int) -> None:
     """`fresh=True`: the old history stays until the new one is durable; its names are met again."""
-    trainer = Trainer(backend, keep=keep)
+    trainer = Trainer(backend, keep=keep, drives=drives)
     for step in (1, 2):
         trainer.train(step, step)
         trainer.seal(step)
     trainer.close()
-    trainer = Trainer(backend, keep=keep, history=1, promised=trainer.promised, fresh=True)
+    trainer = Trainer(
+        backend, keep=keep, drives=drives, history=1, promised=trainer.promised, fresh=True
+    )
     for step in (1, 2, 3):
         trainer.train(step, step)
         trainer.seal(step)
     trainer.close()
 
 
-def gone_back(backend: CrashBackend, keep: int) -> None:
+def gone_back(backend: CrashBackend, keep: int, drives: int) -> None:
     """`discard_newer=True`: until it returns any checkpoint may be the newest; then the chosen."""
-    trainer = Trainer(backend, keep=keep)
+    trainer = Trainer(backend, keep=keep, drives=drives)
     for step in (1, 2):
         trainer.train(step, step)
         trainer.seal(step)
@@ -230,9 +259,9 @@ def gone_back(backend: CrashBackend, keep: int) -> None:
     trainer.close()
 
 
-def sealed_twice(backend: CrashBackend, keep: int) -> None:
+def sealed_twice(backend: CrashBackend, keep: int, drives: int) -> None:
     """The same step with an edited buffer, and as it was: the new one takes the old one's name."""
-    trainer = Trainer(backend, keep=keep)
+    trainer = Trainer(backend, keep=keep, drives=drives)
     trainer.train(1, 2)
     trainer.seal(2)
     saved = trainer.model.norm.running_mean.clone()
@@ -245,9 +274,10 @@ def sealed_twice(backend: CrashBackend, keep: int) -> None:
     trainer.close()
 
 
-SCENARIOS: dict[str, Callable[[CrashBackend, int], None]] = {
+SCENARIOS: dict[str, Callable[[CrashBackend, int, int], None]] = {
     "three checkpoints": three_checkpoints,
     "sealed behind training": sealed_behind_training,
+    "resident state": resident_state,
     "two processes": two_processes,
     "replaced train state": replaced_train_state,
     "added group": added_group,
@@ -256,16 +286,28 @@ SCENARIOS: dict[str, Callable[[CrashBackend, int], None]] = {
     "sealed twice": sealed_twice,
 }
 CASES = [
-    pytest.param(name, keep, id=f"{name.replace(' ', '-')}-keep={keep}")
+    pytest.param(name, keep, 1, id=f"{name.replace(' ', '-')}-keep={keep}")
     for name in SCENARIOS
     for keep in (1, 2)
+]
+ON_SEVERAL_DRIVES = [
+    pytest.param(name, keep, drives, id=f"{name.replace(' ', '-')}-keep={keep}-drives={drives}")
+    for name, keep, drives in [
+        ("three checkpoints", 1, 2),
+        ("sealed behind training", 2, 3),
+        ("two processes", 1, 2),
+        ("added group", 1, 2),
+        ("started over", 1, 2),
+        ("gone back", 2, 2),
+        ("sealed twice", 1, 3),
+    ]
 ]
 
 
 @functools.cache
-def recorded(name: str, keep: int) -> tuple[Operation, ...]:
+def recorded(name: str, keep: int, drives: int) -> tuple[Operation, ...]:
     backend = CrashBackend()
-    SCENARIOS[name](backend, keep)
+    SCENARIOS[name](backend, keep, drives)
     return tuple(backend.log)
 
 
@@ -278,11 +320,13 @@ def allowed_at(log: Sequence[Operation]) -> Iterator[Allowed]:
         yield allowed
 
 
-def check(image: Image, allowed: Allowed, *, keep: int, name: str, finish: bool) -> None:
+def check(
+    image: Image, allowed: Allowed, *, keep: int, drives: int, name: str, finish: bool
+) -> None:
     """Open what a loss of power has left, as a new process would."""
     backend = image.backend()
     with_head = name == "added group"
-    trainer = Trainer(backend, keep=keep, with_head=with_head)
+    trainer = Trainer(backend, keep=keep, drives=drives, with_head=with_head)
     position = trainer.restore()
     assert position in allowed
     if position is not None:
@@ -302,8 +346,9 @@ def check(image: Image, allowed: Allowed, *, keep: int, name: str, finish: bool)
         with open_checkpoint(STORE, backend=backend) as checkpoint:
             assert checkpoint.step == start + 2
             assert differences(checkpoint, backend, final) == []
-        names = [n for n in backend.list_dir(STORE) if n != "LOCK"]
-        assert len(names) <= keep + 1, names
+        for directory in (STORE, *OTHERS[: drives - 1]):
+            names = set(backend.list_dir(directory)) - {"LOCK", "store.json"}
+            assert len(names) <= keep + 1, names
     trainer.close()
 
 
@@ -319,9 +364,10 @@ def whatever_reads_as_a_checkpoint_is_one(path: str, backend: Backend) -> None:
 class Tried:
     """The crash states of one case that have been checked."""
 
-    def __init__(self, name: str, keep: int) -> None:
+    def __init__(self, name: str, keep: int, drives: int) -> None:
         self.name = name
         self.keep = keep
+        self.drives = drives
         self.seen: set[tuple[Image, Allowed]] = set()
         self.num_cuts = 0
         self.num_unsynced = 0
@@ -335,47 +381,55 @@ class Tried:
             return
         self.seen.add(state)
         try:
-            check(*state, keep=self.keep, name=self.name, finish=len(self.seen) % 4 == 0)
+            check(
+                *state,
+                keep=self.keep,
+                drives=self.drives,
+                name=self.name,
+                finish=len(self.seen) % 4 == 0,
+            )
         except BaseException as error:
             error.add_note(f"CRASH_SEED={SEED}: power lost after {operation}; allowed {allowed}")
             raise
 
     def __str__(self) -> str:
         what = f"{self.num_cuts} cuts, {len(self.seen)} different states"
-        return f"{self.name}, keep={self.keep}, seed {SEED}: {what}"
+        return f"{self.name}, keep={self.keep}, {self.drives} drives, seed {SEED}: {what}"
 
 
-@pytest.mark.parametrize(("name", "keep"), CASES)
+@pytest.mark.parametrize(("name", "keep", "drives"), CASES + ON_SEVERAL_DRIVES)
 def test_power_lost_after_any_operation(
-    name: str, keep: int, record_property: Callable[[str, object], None]
+    name: str, keep: int, drives: int, record_property: Callable[[str, object], None]
 ) -> None:
-    log = recorded(name, keep)
-    rng = random.Random(f"{SEED}/{name}/{keep}")
+    log = recorded(name, keep, drives)
+    rng = random.Random(f"{SEED}/{name}/{keep}/{drives}")
     disk = Disk()
-    tried = Tried(name, keep)
+    tried = Tried(name, keep, drives)
     for operation, allowed in zip(log, allowed_at(log), strict=True):
         disk.apply(operation)
-        for _ in range(CUTS_PER_OPERATION):
+        for _ in range(CUTS_PER_OPERATION if drives == 1 else max(CUTS_PER_OPERATION // 2, 1)):
             tried.check(disk, rng, allowed, operation)
     print(tried)
     record_property("crash_states", tried.num_cuts)
     assert tried.num_unsynced > tried.num_cuts // 2, "most cuts must have something to lose"
-    assert len(tried.seen) > len(log) // 2
+    assert len(tried.seen) > len(log) // (2 if drives == 1 else 3)
 
 
-@pytest.mark.parametrize(("name", "keep"), CASES)
+@pytest.mark.parametrize(("name", "keep", "drives"), CASES + ON_SEVERAL_DRIVES)
 def test_power_lost_in_the_process_that_follows_a_killed_one(
-    name: str, keep: int, record_property: Callable[[str, object], None]
+    name: str, keep: int, drives: int, record_property: Callable[[str, object], None]
 ) -> None:
     """A kill leaves changes in the page cache: the next process sees them, the platter does not."""
-    log = recorded(name, keep)
-    rng = random.Random(f"{SEED}/killed/{name}/{keep}")
+    log = recorded(name, keep, drives)
+    rng = random.Random(f"{SEED}/killed/{name}/{keep}/{drives}")
     allowed = list(allowed_at(log))
     renames = {n for n, op in enumerate(log, 1) if op.kind in ("rename", "exchange", "make_dir")}
-    tried = Tried(name, keep)
+    tried = Tried(name, keep, drives)
+    if drives > 1:
+        renames = set(rng.sample(sorted(renames), KILLS))
     for killed_after in sorted(renames | set(rng.sample(range(len(log)), KILLS))):
         backend = CrashBackend.resumed(log[:killed_after])
-        trainer = Trainer(backend, keep=keep, with_head=name == "added group")
+        trainer = Trainer(backend, keep=keep, drives=drives, with_head=name == "added group")
         found = trainer.restore()
         assert found in (allowed[killed_after - 1] if killed_after else {None})
         restored = len(backend.log)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -31,6 +32,12 @@ from tests.crash.training import (
 )
 
 STORE = "/run"
+OTHER = "/other"
+"""The second directory of a store on two drives."""
+
+STRIDE = int(os.environ.get("FAULT_STRIDE", "8"))
+"""With two drives every so many-th operation fails in turn; 1 for all of them."""
+
 LAST_STEP = 6
 SEALED = (2, 3, 6)
 BEHIND = 4
@@ -51,8 +58,11 @@ def reference() -> Reference:
 class Session:
     """A user who trains to the last step, whatever happens on the way."""
 
-    def __init__(self, keep: int, recovery: Recovery, when: When, *, forever: bool) -> None:
+    def __init__(
+        self, keep: int, recovery: Recovery, when: When, *, forever: bool, drives: int = 1
+    ) -> None:
         self.backend = FaultBackend(MemoryBackend(), when)
+        self.directories = [STORE, OTHER][:drives]
         self.keep = keep
         self.recovery = recovery
         self.forever = forever
@@ -101,7 +111,9 @@ class Session:
         self.backend.new_process()
         self.model = Model()
         self._gradients_of = 0
-        optimizer = optimizer_for(self.model, STORE, options(self.backend), keep=self.keep)
+        optimizer = optimizer_for(
+            self.model, self.directories, options(self.backend), keep=self.keep
+        )
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -225,10 +237,10 @@ def named_error(call: Callable[[], object]) -> Exception | None:
 
 
 def run_with_fault(
-    kind: Kind, nth: int, keep: int, recovery: Recovery, *, forever: bool
+    kind: Kind, nth: int, keep: int, recovery: Recovery, *, forever: bool, drives: int = 1
 ) -> Session:
     when = WHEN[nth // len(RECOVERIES) % len(WHEN)]
-    session = Session(keep, recovery, when, forever=forever)
+    session = Session(keep, recovery, when, forever=forever, drives=drives)
     session.backend.fail(kind, nth, forever=forever)
     with warnings.catch_warnings():
         # After a failed sync the store says that it reuses no slot, and a restore what it refuses.
@@ -245,28 +257,35 @@ def run_with_fault(
 
 
 @pytest.mark.parametrize(
-    ("forever", "keep"),
+    ("forever", "keep", "drives"),
     [
-        pytest.param(False, 1, id="once-keep=1"),
-        pytest.param(False, 2, id="once-keep=2"),
-        pytest.param(True, 1, id="for-ever-keep=1"),
+        pytest.param(False, 1, 1, id="once-keep=1"),
+        pytest.param(False, 2, 1, id="once-keep=2"),
+        pytest.param(True, 1, 1, id="for-ever-keep=1"),
+        pytest.param(False, 1, 2, id="once-keep=1-drives=2"),
+        pytest.param(True, 2, 2, id="for-ever-keep=2-drives=2"),
     ],
 )
 @pytest.mark.parametrize("kind", USED_KINDS)
 def test_any_operation_may_fail(
-    kind: Kind, forever: bool, keep: int, record_property: Callable[[str, object], None]
+    kind: Kind,
+    forever: bool,
+    keep: int,
+    drives: int,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    nth = num_reported = 0
+    nth = num_faults = num_reported = 0
     while True:
-        nth += 1
+        nth += 1 if drives == 1 or not nth else STRIDE
         recoveries = RECOVERIES if not forever else RECOVERIES[1:]
         session = run_with_fault(
-            kind, nth, keep, recoveries[nth % len(recoveries)], forever=forever
+            kind, nth, keep, recoveries[nth % len(recoveries)], forever=forever, drives=drives
         )
         num_reported += bool(session.errors)
         if session.backend.num_failed == 0:
             break
-    print(f"{kind}: {nth - 1} faults, {num_reported} reported to the caller")
-    record_property("faults", nth - 1)
+        num_faults += 1
+    print(f"{kind}: {num_faults} faults, {num_reported} reported to the caller")
+    record_property("faults", num_faults)
     assert nth > 2, "the run has operations of this kind"
     assert num_reported > 0

@@ -7,6 +7,8 @@ does not come from the code that they test.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,13 +132,18 @@ def options(backend: Backend | None = None, **changes: Any) -> Options:
 
 
 def optimizer_for(
-    model: Model, directory: str, settings: Options, *, with_head: bool = False, **changes: Any
+    model: Model,
+    directory: str | Sequence[str],
+    settings: Options,
+    *,
+    with_head: bool = False,
+    **changes: Any,
 ) -> AdamW:
     """Construct the optimizer of the run.
 
     Args:
         model: What it trains.
-        directory: The store.
+        directory: The store; a list for one on several drives.
         settings: `options`.
         with_head: Whether the head is in a group of its own from the start.
         changes: Other arguments of the constructor.
@@ -161,6 +168,29 @@ def read_tensors(backend: Backend, path: str) -> Tensors:
         file.close()
 
 
+def read_array(backend: Backend, checkpoint: Checkpoint, array: str, like: Tensors) -> Tensors:
+    """Read a state array from all drives, and put together what was cut.
+
+    Args:
+        backend: Where the checkpoint is.
+        checkpoint: One of any number of drives.
+        array: Its name.
+        like: Tensors of the shapes that are expected.
+    """
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for place in (checkpoint.path, *checkpoint.parts):
+        for key, values in read_tensors(backend, f"{place}/{array}.safetensors").items():
+            cut = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", key)
+            name, start = (cut[1], int(cut[2])) if cut else (key, 0)
+            assert not cut or len(values) == int(cut[3]) - start
+            found.setdefault(name, {})[start] = values.reshape(-1)
+    joined = {name: torch.cat([cuts[at] for at in sorted(cuts)]) for name, cuts in found.items()}
+    return {
+        name: values.reshape(like[name].shape) if name in like else values
+        for name, values in joined.items()
+    }
+
+
 def same_bits(a: Tensors, b: Tensors) -> bool:
     """Return whether two sets of tensors have the same names, dtypes, shapes and bits."""
     return a.keys() == b.keys() and all(
@@ -177,9 +207,7 @@ def differences(checkpoint: Checkpoint, backend: Backend, expected: Snapshot) ->
     if not same_bits(read_tensors(backend, f"{checkpoint.path}/model.safetensors"), expected.model):
         found.append("parameters or buffers")
     for array, tensors in expected.arrays.items():
-        if tensors and not same_bits(
-            read_tensors(backend, f"{checkpoint.path}/{array}.safetensors"), tensors
-        ):
+        if tensors and not same_bits(read_array(backend, checkpoint, array, tensors), tensors):
             found.append(array)
     found.extend(checkpoint.verify().problems)
     return found

@@ -120,7 +120,7 @@ class Pair:
         case: Case,
         cut: Cut,
         backend: Backend | None = None,
-        directory: str = "/store",
+        directory: str | Sequence[str] = "/store",
         live: torch.nn.Module | None = None,
         expected: torch.nn.Module | None = None,
         reference: type[Reference] = Reference,

@@ -8,6 +8,8 @@ memory. `StoredState` is a checkpoint as a stranger sees it: read with the safet
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,20 +132,39 @@ class StoredState:
 
 
 def read_state(path: str, backend: Backend | None = None) -> StoredState:
-    """Read a checkpoint directory, of the local file system or of a backend."""
+    """Read a checkpoint, of the local file system or of a backend, with its parts elsewhere."""
 
-    def content(name: str) -> bytes:
+    def content(name: str, place: str = path) -> bytes:
         if backend is None:
-            return (Path(path) / name).read_bytes()
-        file = backend.open(f"{path}/{name}")
+            return (Path(place) / name).read_bytes()
+        file = backend.open(f"{place}/{name}")
         try:
             return file.read_bytes(0, file.size_bytes)
         finally:
             file.close()
 
     body = json.loads(content("manifest.json"))["body"]
+    places = [path, *(f"{part['directory']}/{part['name']}" for part in body["parts"])]
+    shapes = {name: shape for name, _, shape, *_ in body["parameters"]}
+
+    def array(name: str) -> dict[str, torch.Tensor]:
+        whole, cuts = {}, {}
+        for place in places:
+            for key, tensor in safetensors.torch.load(
+                content(f"{name}.safetensors", place)
+            ).items():
+                if cut := re.fullmatch(r"(.+)\[(\d+):\d+\]", key):
+                    cuts.setdefault(cut[1], {})[int(cut[2])] = tensor
+                else:
+                    whole[key] = tensor
+        for key, found in cuts.items():
+            joined = torch.cat([found[start] for start in sorted(found)])
+            is_block_scale = joined.numel() != math.prod(shapes[key])
+            whole[key] = joined if is_block_scale else joined.reshape(shapes[key])
+        return whole
+
     return StoredState(
-        {a: safetensors.torch.load(content(f"{a}.safetensors")) for a, *_ in body["arrays"]},
+        {a: array(a) for a, *_ in body["arrays"]},
         {
             p[0]: None if s is None else {name: (kind, text) for name, kind, text in s}
             for p, s in zip(body["parameters"], body["scalars"], strict=True)

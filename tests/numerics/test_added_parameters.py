@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -33,7 +34,8 @@ HYPER: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], list[dict[st
 class Growing:
     """A pair of runs whose parameter groups are added one by one."""
 
-    def __init__(self, name: str, cut: int = 0) -> None:
+    def __init__(self, name: str, cut: int = 0, directory: str | Sequence[str] = "/store") -> None:
+        self.directory = directory
         self.optimizer_class, self.hyper, self.options = HYPER[name]
         self.cut = CUTS[cut]
         self.backend = MemoryBackend()
@@ -85,7 +87,7 @@ class Growing:
             self.optimizer_class,
             [self.group(self.live, i) for i in range(num_groups or self.num_groups)],
             model=self.live,
-            directory="/store",
+            directory=self.directory,
             options=self.cut.options(self.backend),
             **self.hyper,
         )

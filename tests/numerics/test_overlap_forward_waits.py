@@ -126,6 +126,16 @@ def test_a_module_waits_for_its_own_parameters_and_no_others(run):
     run.assert_same()
 
 
+def test_everything_is_waited_for_at_the_end_of_a_forward(run):
+    """Also what this one has not used: the caller may read any parameter now."""
+    run.step_held(2, LAST)
+    run.live.order = range(LAST)
+    run.live.layers[0].register_forward_hook(lambda *_: soon(run.backend.release))
+    run.loss(run.live, 3)
+    assert LAST in run.backend.ended
+    assert_same_parameters(run.live.named_parameters(), run.expected.named_parameters())
+
+
 @pytest.mark.parametrize(
     "order", [range(NUM_LAYERS), range(LAST, -1, -1)], ids=["forwards", "backwards"]
 )

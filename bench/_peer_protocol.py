@@ -1,0 +1,162 @@
+"""A long-lived process that takes iterations when it is told to; both sides of the pipe.
+
+The parent writes a line of JSON, ``{"do": NAME, ...}``, and reads one in return. So several
+systems, each in its own process and environment, can take turns iteration by iteration.
+
+Imports nothing but the standard library, so that it runs in any environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+Reply = dict[str, Any]
+_ROOT = Path(__file__).parent.parent
+
+
+class PeerError(Exception):
+    """The other process ended, failed or does not answer."""
+
+
+class Peer:
+    """The parent's side. As a context manager: no process is left behind.
+
+    Args:
+        label: Its name, for messages and of its log.
+        command: Python and module; runs in the root of this project.
+        log: File that takes what it writes to standard error.
+        environment: Added to this process's own.
+    """
+
+    def __init__(
+        self, label: str, command: list[str], *, log: str, environment: dict[str, str]
+    ) -> None:
+        self.label = label
+        self._log = log
+        self._partial = b""
+        with open(log, "wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                cwd=_ROOT,
+                env={**os.environ, **environment},
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def ask(self, what: str, *, timeout_s: float = 900, **details: Any) -> Reply:
+        """Have it do something and return its answer.
+
+        Raises:
+            PeerError: It ended or does not answer; the message has its last words.
+        """
+        if self._process.stdin is None:
+            raise PeerError(f"{self.label} has no standard input")
+        try:
+            self._process.stdin.write(json.dumps({"do": what, **details}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failed("has ended") from None
+        return self.answer(timeout_s=timeout_s)
+
+    def answer(self, *, timeout_s: float = 900) -> Reply:
+        """Wait for the next line that it prints."""
+        if self._process.stdout is None:
+            raise PeerError(f"{self.label} has no standard output")
+        fd = self._process.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._partial:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([fd], [], [], left)[0]:
+                raise self._failed(f"did not answer in {timeout_s:.0f} s")
+            data = os.read(fd, 1 << 16)
+            if not data:
+                self._process.wait()
+                raise self._failed(f"ended with status {self._process.returncode}")
+            self._partial += data
+        line, self._partial = self._partial.split(b"\n", 1)
+        reply: Reply = json.loads(line)
+        return reply
+
+    def close(self) -> None:
+        """Let it end by itself."""
+        self.ask("close")
+        self._process.wait(timeout=120)
+
+    def _failed(self, how: str) -> PeerError:
+        with open(self._log, encoding="utf-8", errors="replace") as file:
+            last_words = "".join(file.readlines()[-12:]).rstrip()
+        return PeerError(f"{self.label} {how}; it said last:\n{last_words}")
+
+
+def serve(make: Callable[[Reply], tuple[Callable[[int], None], Callable[[], None]]]) -> None:
+    """The child's side: answer until told to close.
+
+    Args:
+        make: Called with the settings that ``{"do": "make", ...}`` brings; returns a function that
+            takes so many iterations and ends with nothing in flight, and one that closes.
+    """
+    # Libraries print to standard output: what is meant for the parent goes through a copy.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    iterate: Callable[[int], None] | None = None
+    close: Callable[[], None] | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        reply: Reply = {}
+        if request["do"] == "make":
+            iterate, close = make(request)
+        elif request["do"] == "iterate" and iterate is not None:
+            before, started = _io_bytes(), time.perf_counter()
+            iterate(request["iterations"])
+            reply["seconds"] = (time.perf_counter() - started) / request["iterations"]
+            moved = [b - a for a, b in zip(before, _io_bytes(), strict=True)]
+            reply["read_bytes"], reply["written_bytes"] = moved
+        elif request["do"] == "reset_peak":
+            reply["reset"] = _reset_peak()
+        elif request["do"] == "close" and close is not None:
+            close()
+        reply["peak_bytes"] = _status_bytes("VmHWM")
+        print(json.dumps(reply), file=replies, flush=True)
+        if request["do"] == "close":
+            break
+
+
+def _reset_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _status_bytes(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
+
+
+def _io_bytes() -> tuple[int, int]:
+    text = Path("/proc/self/io").read_text()
+    read = re.search(r"^read_bytes: (\d+)", text, re.MULTILINE)
+    written = re.search(r"^write_bytes: (\d+)", text, re.MULTILINE)
+    return int(read[1]) if read else 0, int(written[1]) if written else 0

@@ -1,0 +1,311 @@
+"""What a checkpoint costs, beside what torch's own ways cost for the same state on the same disk.
+
+The state is 14 bytes per parameter: bf16 parameters, FP32 masters, two moments. The stall of ours
+is the time inside ``checkpoint()`` and what the next step then waits for the seal, where forward
+and backward last at least as long as the seal: the thread sleeps until it has ended. That of the
+others is the time until their call returns; synchronous ones are followed by fsync.
+
+    python -m bench.checkpoint --directory DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+
+import offload
+from bench._harness import (
+    Parser,
+    Result,
+    count,
+    mebi,
+    require_space,
+    run,
+    say,
+    scratch,
+    words,
+)
+from bench._machine import io_bytes, peak_bytes, reset_peak, resident_bytes
+from bench._model import make_gradients, make_parameters
+from bench._savers import Savers, State, make_state
+from bench._statistics import alternate, median, ratios
+from bench._streamed import Streamed, exact_state_bytes
+from bench.replay import fill_random
+from gds import PosixBackend
+
+_PARAMETER_BYTES = 2
+_POLL_S = 0.0005
+_TITLES = {
+    "torch_save": "torch.save without CRC-32",
+    "torch_save_crc32": "torch.save",
+    "safetensors": "safetensors.save_file",
+    "dcp_save": "distributed.checkpoint.save",
+    "dcp_async": "async_save",
+    "dcp_async_reused": "async_save, stager reused",
+}
+
+
+class Checkpointed:
+    """A streamed optimizer that makes checkpoints, and what they cost."""
+
+    def __init__(self, args: argparse.Namespace, directory: str, num_parameters: int) -> None:
+        parameters = make_parameters(num_parameters, args.tensors)
+        settings = {"chunk_bytes": int(args.chunk_mib * (1 << 20)), "ring_chunks": args.ring}
+        store = os.path.join(directory, f"store-{num_parameters}")
+        label = mebi(num_parameters)
+        self.trained = Streamed(
+            store, parameters, make_gradients(parameters), label, settings, keep=2
+        )
+        self.num_parameters = num_parameters
+        self.seal_s: list[float] = []
+        self.call_s: list[float] = []
+        for _ in range(3):  # until every slot has been written once
+            self.stall(1)
+
+    @property
+    def optimizer(self) -> offload.AdamW:
+        """The optimizer."""
+        return self.trained.optimizer
+
+    def stall(self, every: int) -> float:
+        """Take `every` steps and a checkpoint; returns the seconds that training stood still."""
+        optimizer = self.optimizer
+        for _ in range(every):
+            optimizer.step()
+        waited = optimizer.stats().wait_seal_s
+        started = time.perf_counter()
+        handle = optimizer.checkpoint({"step": every})
+        called = time.perf_counter() - started
+        while not handle.done():  # forward and backward
+            time.sleep(_POLL_S)
+        optimizer.step()
+        stats = optimizer.stats()
+        self.call_s.append(called)
+        self.seal_s.append(stats.seal_s)
+        optimizer.synchronize()  # what is measured next has the drive to itself
+        return called + stats.wait_seal_s - waited
+
+    def cost(self) -> tuple[int, int]:
+        """Make one checkpoint with nothing else going on; returns bytes written, extra memory."""
+        optimizer = self.optimizer
+        optimizer.step()
+        optimizer.synchronize()
+        before, written = resident_bytes(), io_bytes()[1]
+        can_reset = reset_peak()
+        optimizer.checkpoint({"step": 0}).result()
+        written = io_bytes()[1] - written
+        memory = max(0, peak_bytes() - before) if can_reset else -1
+        optimizer.step()
+        optimizer.synchronize()
+        return written, memory
+
+    def steps(self, steps: int, *, checkpoints: bool) -> float:
+        """Return the seconds of a step, back to back, with a checkpoint after each or without."""
+        optimizer = self.optimizer
+        optimizer.step()  # moves on from what the last checkpoint sealed
+        optimizer.synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            optimizer.step()
+            if checkpoints:
+                optimizer.checkpoint({"step": 0})
+        optimizer.synchronize()
+        return (time.perf_counter() - started) / steps
+
+
+class RawWrite:
+    """Direct writes of 2 B/param to a file that was written before, and one fdatasync."""
+
+    def __init__(self, directory: str, nbytes: int, request_bytes: int = 16 << 20) -> None:
+        self._backend = PosixBackend()
+        nbytes = -(-nbytes // 4096) * 4096
+        self._file = self._backend.create(os.path.join(directory, f"raw-{nbytes}.bin"), nbytes)
+        self._buffers = [self._backend.allocate(min(request_bytes, nbytes)) for _ in range(4)]
+        for buffer in self._buffers:
+            fill_random(buffer)
+        self._nbytes = nbytes
+        self.sample()
+
+    def sample(self) -> float:
+        """Return the seconds that it takes."""
+        started = time.perf_counter()
+        futures = []
+        request = self._buffers[0].nbytes
+        for number, offset in enumerate(range(0, self._nbytes, request)):
+            buffer = self._buffers[number % len(self._buffers)]
+            length = min(request, self._nbytes - offset)
+            futures.append(self._file.write(buffer.slice(0, length), offset))
+        for future in futures:
+            future.result()
+        self._file.sync()
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Close the file."""
+        self._backend.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and write the result."""
+    args = _arguments(arguments)
+    small, large = args.parameters
+    with scratch(args.directory) as directory:
+        require_space(directory, 5 * exact_state_bytes(small + large))
+        result = Result("checkpoint", args, directory)
+        ours = {n: _one_size(args, result, directory, n) for n in (small, large)}
+        names = {n: f"offload_{mebi(n)}_beside_the_other_size_stall_s" for n in ours}
+        samples = alternate(
+            {names[n]: partial(ours[n].stall, 1) for n in ours}, args.rounds, report=say
+        )
+        result.add_samples(samples)
+        result.claim(
+            f"training stands still for a checkpoint at {mebi(large)}, beside {mebi(small)}",
+            ratios(samples[names[large]], samples[names[small]]),
+            numerator=names[large],
+            denominator=names[small],
+            limit=args.size_limit,
+            size_ratio=large / small,
+        )
+        for one in ours.values():
+            one.optimizer.close()
+        result.write()
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("checkpoint", __doc__ or "")
+    add = parser.add_argument
+    add(
+        "--parameters",
+        type=lambda text: [count(word) for word in words(text)],
+        default="64Mi,128Mi",
+        help="two model sizes, with a comma (default: %(default)s)",
+    )
+    add("--tensors", type=int, default=8, help="parameter tensors (default: %(default)s)")
+    add("--chunk-mib", type=float, default=32, help="of one FP32 array (default: %(default)s)")
+    add("--ring", type=int, default=4, help="chunks in memory (default: %(default)s)")
+    add("--every", type=int, default=4, help="steps between checkpoints, besides 1")
+    add("--steps", type=int, default=3, help="back to back, in the sample of a checkpoint's cost")
+    add("--peers", default=",".join(_TITLES), help="which to measure, with commas")
+    add("--limit", type=float, default=0.01, help="of stall / torch.save without CRC-32")
+    add("--size-limit", type=float, default=1.25, help="of the stalls at the two sizes")
+    add("--write-limit", type=float, default=1.0, help="of a checkpoint's cost / raw write")
+    quick = {
+        "parameters": "128Ki,256Ki",
+        "tensors": 3,
+        "chunk_mib": 0.25,
+        "every": 2,
+        "steps": 2,
+    }
+    args = parser.read(arguments, quick=quick)
+    if len(args.parameters) != 2 or args.parameters[0] >= args.parameters[1]:
+        parser.error("--parameters takes two sizes, the smaller one first")
+    unknown = set(words(args.peers)) - _TITLES.keys()
+    if unknown:
+        parser.error(f"--peers: no {', '.join(sorted(unknown))}; there are {', '.join(_TITLES)}")
+    args.what = args.what or "-".join(map(mebi, args.parameters))
+    return args
+
+
+def _one_size(
+    args: argparse.Namespace, result: Result, directory: str, num_parameters: int
+) -> Checkpointed:
+    """Measure all ways at one size; returns ours, still open."""
+    label = mebi(num_parameters)
+    say(f"preparing {label}")
+    ours = Checkpointed(args, directory, num_parameters)
+    savers = Savers(directory)
+    state = make_state(ours.trained.parameters)
+    peers = words(args.peers)
+    more: dict[str, list[float]] = {}
+    measure: dict[str, Callable[[], float]] = {
+        "offload_stall_s": partial(ours.stall, 1),
+        # torch.save next to ours, because these two are the claim.
+        **{f"{name}_stall_s": partial(_peer, savers, name, state, more) for name in peers},
+        f"offload_every_{args.every}_stall_s": partial(ours.stall, args.every),
+    }
+    ours.call_s.clear()
+    ours.seal_s.clear()
+    samples = alternate(measure, args.rounds, report=say)
+    savers.close()
+    state.clear()
+    stalls = samples["offload_stall_s"]
+    for name, values in (samples | more).items():
+        if name.endswith("_s"):
+            way, kind = name.rsplit("_", 2)[0], name.rsplit("_", 2)[1]
+            result.samples.setdefault(f"{way}_{label}_{kind}_s", values)
+    result.add_samples(
+        {f"offload_{label}_call_s": ours.call_s, f"offload_{label}_seal_s": ours.seal_s}
+    )
+    _bytes_and_memory(result, ours, more, num_parameters)
+    for name in peers:
+        result.claim(
+            f"training stands still for a checkpoint at {label}, beside {_TITLES[name]}",
+            ratios(stalls, samples[f"{name}_stall_s"]),
+            numerator=f"offload_{label}_stall_s",
+            denominator=f"{name}_{label}_stall_s",
+            limit=args.limit if name == "torch_save" else None,
+        )
+    _back_to_back(args, result, ours, directory, label)
+    return ours
+
+
+def _peer(savers: Savers, name: str, state: State, more: dict[str, list[float]]) -> float:
+    saved = savers.save(name, state)
+    for key, value in asdict(saved).items():
+        more.setdefault(f"{name}_{key}", []).append(float(value))
+    return saved.stall_s
+
+
+def _bytes_and_memory(
+    result: Result, ours: Checkpointed, more: dict[str, list[float]], num_parameters: int
+) -> None:
+    """Record, for every way, bytes written and extra memory per parameter."""
+    label = mebi(num_parameters)
+    found = {"offload": [ours.cost() for _ in range(3)]}
+    names = {key.removesuffix("_written_bytes") for key in more if key.endswith("_written_bytes")}
+    for name in sorted(names):
+        pairs = zip(more[f"{name}_written_bytes"], more[f"{name}_memory_bytes"], strict=True)
+        found[name] = [(int(written), int(memory)) for written, memory in pairs]
+    for name, values in found.items():
+        written = median([value[0] for value in values]) / num_parameters
+        # The most: a copy that is kept is paid for once, and held from then on.
+        memory = max(value[1] for value in values) / num_parameters
+        result.fact(f"{name}_{label}_written_bytes_per_parameter", written)
+        result.fact(f"{name}_{label}_memory_bytes_per_parameter", memory)
+        say(f"  {name}: {written:.2f} B/param written, {memory:.2f} B/param of extra memory")
+
+
+def _back_to_back(
+    args: argparse.Namespace, result: Result, ours: Checkpointed, directory: str, label: str
+) -> None:
+    """Measure what a checkpoint at every step adds when nothing computes meanwhile."""
+    raw = RawWrite(directory, ours.num_parameters * _PARAMETER_BYTES)
+    samples = alternate(
+        {
+            "step_s": partial(ours.steps, args.steps, checkpoints=False),
+            "step_and_checkpoint_s": partial(ours.steps, args.steps, checkpoints=True),
+            "raw_write_s": raw.sample,
+        },
+        args.rounds,
+        report=say,
+    )
+    raw.close()
+    result.add_samples({f"back_to_back_{label}_{name}": v for name, v in samples.items()})
+    both, alone = samples["step_and_checkpoint_s"], samples["step_s"]
+    added = [b - a for b, a in zip(both, alone, strict=True)]
+    result.claim(
+        f"time that a checkpoint after every step at {label} adds, beside writing 2 B/param",
+        ratios(added, samples["raw_write_s"]),
+        numerator=f"back_to_back_{label}_step_and_checkpoint_s - back_to_back_{label}_step_s",
+        denominator=f"back_to_back_{label}_raw_write_s",
+        limit=args.write_limit,
+        step_ratio=median(ratios(both, alone)),
+    )
+
+
+if __name__ == "__main__":
+    run(main)

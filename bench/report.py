@@ -1,0 +1,247 @@
+"""Render the page of measurements from the recorded results.
+
+python -m bench.report                  # bench/results/*.json -> docs/performance.md, docs/figures
+
+For each script and label the newest result is shown; quick runs are left out. Tables need nothing
+but the files; figures need matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench._harness import RESULTS, BenchError, run, say, size
+
+Run = dict[str, Any]
+"""A recorded result, and under ``path`` where it was read."""
+
+_DOCS = Path(__file__).parent.parent / "docs"
+_TITLES = {
+    "step": "The step, beside the drive",
+    "overlap": "The step, behind compute",
+    "checkpoint": "Checkpoints",
+    "resume": "Resuming",
+    "peers": "Beside DeepSpeed ZeRO-Infinity",
+}
+_INTRODUCTION = """\
+# Performance
+
+What the project claims about time, each as a ratio to something that was measured in the same run,
+on the same drive, in turns. Smaller is better. A ratio is the median over pairs that are next to
+each other in time and in alternating order; behind it stands the 90 % interval of that median
+(bootstrap). A limit is *met* where the whole interval is within it, *met within noise* where only
+the interval's lower end is, and *NOT MET* where not even that. "-" means that nothing is promised.
+
+Absolute times are those of one machine, and a shared drive's speed can change by a factor of two
+within minutes: compare ratios, and measure on yours with `make bench`. Every row links to its file,
+which has all samples, the settings, the machine and the versions.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write page and figures."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--results", default=str(RESULTS), help="folder with the JSON files")
+    parser.add_argument("--page", default=str(_DOCS / "performance.md"), help="file to write")
+    parser.add_argument("--figures", default=str(_DOCS / "figures"), help="folder for figures")
+    parser.add_argument("--no-figures", action="store_true", help="tables only")
+    args = parser.parse_args(arguments)
+    runs = read_results(args.results)
+    page = Path(args.page)
+    figures: dict[str, Path] = {}
+    if not args.no_figures:
+        figures = _draw(runs, Path(args.figures))
+    page.write_text(render(runs, page.parent, figures))
+    say(f"written to {page}: {sum(len(r['claims']) for r in runs)} claims of {len(runs)} runs")
+
+
+def read_results(folder: str) -> list[Run]:
+    """Return the newest full run of each script and label, in the order of the page.
+
+    Raises:
+        BenchError: A file is not what the scripts write.
+    """
+    newest: dict[tuple[str, str], Run] = {}
+    for path in sorted(Path(folder).glob("*.json")):
+        try:
+            found = json.loads(path.read_text())
+        except ValueError as error:
+            raise BenchError(
+                f"{path} is not JSON ({error}): remove it or record it again"
+            ) from None
+        if found.get("bench") not in _TITLES or found.get("quick"):
+            continue  # the demo's, and trials
+        found["path"] = path
+        key = (found["bench"], found["what"])
+        if key not in newest or found["started"] >= newest[key]["started"]:
+            newest[key] = found
+    order = list(_TITLES)
+    return sorted(newest.values(), key=lambda r: (order.index(r["bench"]), r["what"]))
+
+
+def render(runs: list[Run], folder: Path, figures: dict[str, Path]) -> str:
+    """Return the page as Markdown; links are relative to `folder`."""
+    parts = [_INTRODUCTION]
+    if not runs:
+        parts.append("No run has been recorded yet: `make bench` makes one.\n")
+    else:
+        parts.append(_summary(runs))
+    for bench, title in _TITLES.items():
+        own = [r for r in runs if r["bench"] == bench]
+        if not own:
+            continue
+        parts.append(f"## {title}\n")
+        figure = figures.get(bench)
+        if figure is not None:
+            parts.append(f"![{title}: ratios and their limits]({_link(figure, folder)})\n")
+        parts.append(_claims_table(own, folder))
+        parts.extend(_remarks(r) for r in own)
+        if bench == "checkpoint":
+            parts.extend(_checkpoint_table(r) for r in own)
+        if bench == "peers":
+            parts.extend(_peers_table(r) for r in own)
+    if runs:
+        parts += ["## What it was measured on\n", _machines_table(runs, folder)]
+    return "\n".join(parts)
+
+
+def _summary(runs: list[Run]) -> str:
+    """Return how many limits were met, and which were not."""
+    claims = [c for r in runs for c in r["claims"] if c["limit"] is not None]
+    missed = [c for c in claims if c["met"] is False]
+    unsure = [c for c in claims if c["met"] is None]
+    noisy = [c for c in claims if c["verdict"] == "met within noise"]
+    clear = len(claims) - len(missed) - len(unsure) - len(noisy)
+    words = f"{len(claims)} ratios have a limit: {clear} are within it, and {len(noisy)} within "
+    words += "noise."
+    if unsure:
+        words += f" {len(unsure)} were measured in too few pairs for a verdict."
+    if missed:
+        words += " **Not met:**\n\n"
+        words += "\n".join(
+            f"- {c['claim']}: {_number(c['median'])}, limit {c['limit']:g}" for c in missed
+        )
+    return words + "\n"
+
+
+def _claims_table(runs: list[Run], folder: Path) -> str:
+    rows = []
+    for one in runs:
+        link = f"[{one['what']}]({_link(one['path'], folder)})"
+        for claim in one["claims"]:
+            low, high = claim["interval90"]
+            limit = "-" if claim["limit"] is None else f"{claim['limit']:g}"
+            verdict = "-" if claim["verdict"] == "no limit" else claim["verdict"]
+            if verdict == "NOT MET":
+                verdict = "**NOT MET**"
+            interval = f"{_number(low)} to {_number(high)}"
+            rows.append((claim["claim"], _number(claim["median"]), interval, limit, verdict, link))
+    return _table(("time of", "ratio", "90 % interval", "limit", "met?", "run"), rows)
+
+
+def _remarks(one: Run) -> str:
+    """Return what a run says beside its ratios."""
+    lines = []
+    medians = {k: v for k, v in one["medians"].items() if k.endswith("_s")}
+    if one["bench"] in ("step", "overlap", "resume") and len(medians) <= 8:
+        times = ", ".join(f"`{k[:-2]}` {v:.3g} s" for k, v in medians.items())
+        lines.append(f"Medians of {one['what']}: {times}.")
+    if one["bench"] == "overlap" and one["settings"]["overlap"] != "none":
+        equal = one["facts"].get("bit_identical")
+        steps = one["facts"].get("bit_identical_steps")
+        same = "identical to the last bit" if equal else "**different**"
+        lines.append(f"After {steps} steps the parameters were {same} with and without overlap.")
+    lines += [f"Not measured: {reason}." for reason in one["skipped"]]
+    if one["notes"]:
+        lines.append(one["notes"])
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _checkpoint_table(one: Run) -> str:
+    """Return what each way of saving costs."""
+    suffix = "_written_bytes_per_parameter"
+    rows = []
+    for key in one["facts"]:
+        if not key.endswith(suffix):
+            continue
+        name = key.removesuffix(suffix)
+        way, label = name.rsplit("_", 1)
+        medians = one["medians"]
+        durable = medians.get(f"{name}_durable_s", medians.get(f"{name}_seal_s", float("nan")))
+        memory = one["facts"][f"{name}_memory_bytes_per_parameter"]
+        stall, written = medians[f"{name}_stall_s"], one["facts"][key]
+        cells = (f"{stall:.4f}", f"{durable:.2f}", f"{written:.2f}", f"{memory:.2f}")
+        rows.append((label, way.replace("_", " "), *cells))
+    head = ("parameters", "way", "stops training, s", "durable, s", "B/param written", "... memory")
+    return _table(head, rows)
+
+
+def _peers_table(one: Run) -> str:
+    """Return bytes and memory of each system."""
+    rows = []
+    for key, peak in one["facts"].items():
+        if not key.endswith("_peak_bytes"):
+            continue
+        name = key.removesuffix("_peak_bytes")
+        facts = one["facts"]
+        first = facts[f"{name}_peak_with_first_step_bytes"]
+        moved = (size(facts[f"{name}_read_bytes"]), size(facts[f"{name}_written_bytes"]))
+        rows.append((name.replace("_", ", "), *moved, size(peak), size(first)))
+    head = ("system", "read an iteration", "written", "peak memory", "... with the first steps")
+    return _table(head, rows)
+
+
+def _machines_table(runs: list[Run], folder: Path) -> str:
+    rows = []
+    for one in runs:
+        machine, storage = one["machine"], one["storage"]
+        hardware = f"{machine['cpu']}, {machine['cores']} cores, {size(machine['memory_bytes'])}"
+        disk = f"{storage['filesystem']} on {storage['device']}, kernel {machine['kernel']}"
+        versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
+        link = f"[{one['bench']}, {one['what']}]({_link(one['path'], folder)})"
+        rows.append((link, one["date"], hardware, disk, versions))
+    return _table(("run", "date", "machine", "storage", "versions"), rows)
+
+
+def _draw(runs: list[Run], folder: Path) -> dict[str, Path]:
+    try:
+        from bench._figures import draw_ratios
+    except ImportError as error:
+        say(f"no figures: {error.name} is not installed (pip install 'ssd-offload[bench]')")
+        return {}
+    out = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for bench, title in _TITLES.items():
+        own = [r for r in runs if r["bench"] == bench]
+        if own:
+            out[bench] = folder / f"performance-{bench}.svg"
+            draw_ratios(title, [(r["what"], c) for r in own for c in r["claims"]], out[bench])
+    return out
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    """Return three digits of a ratio, however small."""
+    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
+def _link(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path, folder)).as_posix()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,178 @@
+"""An open file of the posix backend: checks each request, cuts it up, and hands it to the pools."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Protocol
+
+from gds._backend import ALIGNMENT, Buffer
+from gds._errors import ShortReadError, StorageError
+from gds._names import reporting
+from gds._pool import Meter, Part
+from gds._transfer import Descriptors, Direction, check_request, cut
+
+
+class Transfers(Protocol):
+    """What a file needs of its backend."""
+
+    sync_meter: Meter
+
+    @property
+    def request_bytes(self) -> int | None:
+        """Most bytes that are asked of the kernel at once; None where transfers stay whole."""
+        ...
+
+    def submit(self, direction: Direction, moves: Sequence[Part]) -> Future[int]:
+        """Run the parts of a transfer on threads, and count it as one if all of them succeed."""
+        ...
+
+    def check_usable(self, what: str, path: str) -> None:
+        """Raise `StorageError` (EBADF) if the backend is closed, or this is a forked child."""
+        ...
+
+    def forked(self) -> bool:
+        """Return whether this process is a forked child of the one that made the backend."""
+        ...
+
+
+class PosixFile:
+    """An open file of a `PosixBackend`; see `gds.File` for what each operation promises.
+
+    Collected without `close` it releases its descriptors, after transfers in flight.
+    """
+
+    def __init__(
+        self,
+        backend: Transfers,
+        path: str,
+        descriptors: Descriptors,
+        size_bytes: int,
+        writable: bool,
+    ) -> None:
+        """Take over `descriptors`."""
+        self.path = path
+        self._backend = backend
+        self._descriptors = descriptors
+        self._size_bytes = size_bytes
+        self._writable = writable
+        self._lock = threading.Lock()
+        self._in_flight: set[Future[int]] = set()
+        self._closed = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Size at opening, in bytes."""
+        return self._size_bytes
+
+    @property
+    def alignment(self) -> int:
+        """`gds.ALIGNMENT` where transfers can be direct, 1 (byte) where none is."""
+        return ALIGNMENT if self.direct else 1
+
+    @property
+    def direct(self) -> bool:
+        """Whether aligned requests bypass the page cache."""
+        return self._descriptors.direct
+
+    def read(self, into: Buffer, offset: int) -> Future[int]:
+        """Start reading `into.nbytes` bytes from `offset` (bytes).
+
+        Reading past the end is found out by the kernel: the future raises `ShortReadError`, and
+        `into` may hold what there was.
+        """
+        return self._start("read", into, offset)
+
+    def write(self, source: Buffer, offset: int) -> Future[int]:
+        """Start writing all of `source` at `offset` (bytes).
+
+        Raises:
+            StorageError: At once and with nothing written: the range does not end within the
+                file (EFBIG), or the file was opened for reading (EBADF).
+        """
+        return self._start("write", source, offset)
+
+    def read_bytes(self, offset: int, nbytes: int) -> bytes:
+        """Read a small range through the page cache, now."""
+        self._check("read", offset)
+        if nbytes < 0 or offset + nbytes > self._size_bytes:  # before anything is allocated
+            raise ShortReadError(
+                errno.ENODATA,
+                f"read of {nbytes} bytes from a file of {self._size_bytes}",
+                self.path,
+                offset=offset,
+            )
+        data = bytearray(nbytes)
+        # An address that suits no alignment: all of it buffered.
+        self._descriptors.move("read", memoryview(data), 1, offset, self.path)
+        return bytes(data)
+
+    def write_bytes(self, data: bytes, offset: int) -> None:
+        """Write a small range through the page cache, now; it must end within the file."""
+        self._check("write", offset, len(data))
+        self._descriptors.move("write", memoryview(data), 1, offset, self.path)
+
+    def sync(self) -> None:
+        """Make everything written to this file durable, and its size. Never retried."""
+        self._check("sync", 0)
+        with reporting("sync", self.path), self._backend.sync_meter.transfer(0):
+            # One descriptor stands for the file. Data-only: times are of no use after a crash,
+            # and the kernel flushes a size that the data needs.
+            os.fdatasync(self._descriptors.buffered_fd)
+
+    def close(self) -> None:
+        """Wait for transfers in flight, then release the file. Idempotent."""
+        if self._backend.forked():
+            # What was in flight belongs to the parent, as does the lock, perhaps held.
+            self._closed = True
+        else:
+            with self._lock:
+                self._closed = True
+                in_flight = list(self._in_flight)
+            wait(in_flight)
+        self._descriptors.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "direct" if self.direct else "buffered"
+        return f"PosixFile({self.path!r}, {self._size_bytes} bytes, {state})"
+
+    def _start(self, direction: Direction, buffer: Buffer, offset: int) -> Future[int]:
+        if buffer.kind == "device":
+            raise TypeError(
+                f"{direction} {self.path!r}: the posix backend moves host memory only, not "
+                f"memory of a device; copy through a buffer of allocate()"
+            )
+        nbytes = buffer.nbytes
+        self._check(direction, offset, nbytes)
+        parts = cut(offset, nbytes, self._backend.request_bytes)
+        moves = [partial(self._move, direction, buffer, offset, part) for part in parts]
+        with self._lock:
+            self._check(direction, offset)
+            future = self._backend.submit(direction, moves)
+            self._in_flight.add(future)
+        # Not a method of this file: a future that is kept must not keep the file open.
+        future.add_done_callback(partial(_ended, self._lock, self._in_flight))
+        return future
+
+    def _move(
+        self, direction: Direction, buffer: Buffer, offset: int, part: tuple[int, int]
+    ) -> int:
+        view = buffer.memoryview()
+        return self._descriptors.move(direction, view, buffer.address, offset, self.path, part)
+
+    def _check(self, what: Direction | str, offset: int, nbytes: int = 0) -> None:
+        self._backend.check_usable(what, self.path)
+        if self._closed:
+            raise StorageError(errno.EBADF, f"{what}: this file is closed", self.path)
+        check_request(
+            what, self.path, offset, nbytes, writable=self._writable, size_bytes=self._size_bytes
+        )
+
+
+def _ended(lock: threading.Lock, in_flight: set[Future[int]], future: Future[int]) -> None:
+    with lock:
+        in_flight.discard(future)

@@ -1,0 +1,67 @@
+"""``store.json``: which store a directory is, where no checkpoint in it says so yet.
+
+Only a store on several drives needs it. A power cut in its first seal may leave a sealed part on
+another drive and no checkpoint in the first directory; the part must then be known as this store's
+own. So the file is durable before any part is written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from gds import Backend
+from offload.poison import Poison
+
+STORE_FILE_NAME = "store.json"
+
+_FORMAT = 1
+_BYTES = 512
+
+
+def read_store_id(backend: Backend, directory: str) -> str | None:
+    """Return the identity that a store's directory was given; None if it has none that is whole.
+
+    What is read is durable as well: a process that wrote it may have died before it was. The
+    directory has been synced.
+
+    Raises:
+        gds.StorageError: It cannot be read, or not be made durable.
+    """
+    path = f"{directory}/{STORE_FILE_NAME}"
+    stat = backend.stat(path)
+    if stat is None or stat.kind != "file" or stat.size_bytes != _BYTES:
+        return None
+    file = backend.open(path, writable=True)
+    try:
+        data = file.read_bytes(0, _BYTES)
+        file.sync()
+    finally:
+        file.close()
+    try:
+        store_id = json.loads(data)["store_id"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    if not isinstance(store_id, str) or not re.fullmatch(r"[0-9a-f]{32}", store_id):
+        return None
+    return store_id
+
+
+def write_store_id(backend: Backend, directory: str, store_id: str, poison: Poison) -> None:
+    """Give a store's directory its identity; durable on return.
+
+    Raises:
+        gds.StorageError: No space, or it could not be made durable.
+    """
+    path = f"{directory}/{STORE_FILE_NAME}"
+    text = json.dumps({"format": _FORMAT, "store_id": store_id})
+    if backend.stat(path) is not None:
+        backend.remove(path)  # not whole, or of a store whose checkpoints are all gone
+    file = backend.create(path, _BYTES)
+    try:
+        file.write_bytes(text.encode().ljust(_BYTES - 1) + b"\n", 0)
+        with poison.on_error("a store's identity could not be made durable"):
+            file.sync()
+            backend.sync_dir(directory)
+    finally:
+        file.close()

@@ -1,0 +1,161 @@
+"""Parts of slots: the directories on a store's other drives that hold a share of its state.
+
+A part ``part-<k>`` keeps its name for as long as it exists. It means nothing by itself: it belongs
+to the checkpoint whose manifest names it. Like a slot it has its final size from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gds import Backend, File
+from offload.layout import Layout, array_file_name
+from offload.part_file import PART_FILE_BYTES, PART_FILE_NAME, SealedPart, invalid_part
+
+
+class Part:
+    """The open files of one part.
+
+    Args:
+        backend: Of its drive.
+        directory: Of its drive.
+        name: Within that.
+        drive: Position of the drive among the store's.
+        files: Open, by name.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        directory: str,
+        name: str,
+        drive: int,
+        files: dict[str, File],
+    ) -> None:
+        self._backend = backend
+        self._files = files
+        self._is_durable = False
+        self.directory = directory
+        self.name = name
+        self.drive = drive
+
+    @property
+    def path(self) -> str:
+        """The part's directory."""
+        return f"{self.directory}/{self.name}"
+
+    def array(self, name: str) -> File:
+        """Return the file of a state array."""
+        return self._files[array_file_name(name)]
+
+    def exists(self) -> bool:
+        """Return whether it is still there; somebody may have removed it by hand."""
+        return self._backend.stat(f"{self.path}/{PART_FILE_NAME}") is not None
+
+    def invalidate(self) -> None:
+        """Make it a part that no manifest's word agrees with; durable. Before data is written."""
+        self._files[PART_FILE_NAME].write_bytes(invalid_part(), 0)
+        self._files[PART_FILE_NAME].sync()
+
+    def seal(self, what: SealedPart) -> None:
+        """Make its data durable, then what it says of itself, then its names."""
+        own = self._files[PART_FILE_NAME]
+        for file in self._files.values():
+            if file is not own:
+                file.sync()
+        own.write_bytes(what.encode(), 0)
+        own.sync()
+        self._backend.sync_dir(self.path)
+        if not self._is_durable:  # also one that was found: this process may have made it
+            self._backend.sync_dir(self.directory)
+            self._is_durable = True
+
+    def write_headers(self, layout: Layout) -> None:
+        """Write the headers of all its files."""
+        for name, header in layout.array_headers[self.drive].items():
+            self.array(name).write_bytes(header.encoded, 0)
+
+    def remove(self) -> None:
+        """Close it and remove it from the drive."""
+        self.close()
+        remove_part(self._backend, self.path)
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        for file in self._files.values():
+            file.close()
+
+
+def part_sizes(layout: Layout, drive: int) -> dict[str, int]:
+    """Return the size in bytes of every file of a part, by name."""
+    return {**layout.file_sizes(drive), PART_FILE_NAME: PART_FILE_BYTES}
+
+
+def create_part(backend: Backend, directory: str, name: str, layout: Layout, drive: int) -> Part:
+    """Make a part: reserve its space and write its headers. Nothing of it is durable yet.
+
+    Raises:
+        gds.StorageError: No space, or the name is taken; what had been made is removed.
+    """
+    path = f"{directory}/{name}"
+    backend.make_dir(path)
+    part = Part(backend, directory, name, drive, {})
+    try:
+        for file, size in part_sizes(layout, drive).items():
+            part._files[file] = backend.create(f"{path}/{file}", size)
+        part._files[PART_FILE_NAME].write_bytes(invalid_part(), 0)
+        part.write_headers(layout)
+    except BaseException:
+        part.remove()
+        raise
+    return part
+
+
+def adopt_part(
+    backend: Backend, directory: str, name: str, layout: Layout, drive: int
+) -> Part | None:
+    """Open a part that nobody needs for rewriting if its files fit, else return None."""
+    sizes = part_sizes(layout, drive)
+    if not _fits(backend, f"{directory}/{name}", sizes):
+        return None
+    part = open_part(backend, directory, name, layout, drive, writable=True)
+    try:
+        part.invalidate()
+        part.write_headers(layout)
+    except BaseException:
+        part.close()
+        raise
+    return part
+
+
+def open_part(
+    backend: Backend, directory: str, name: str, layout: Layout, drive: int, *, writable: bool
+) -> Part:
+    """Open the files of an existing part."""
+    part = Part(backend, directory, name, drive, {})
+    try:
+        for file in part_sizes(layout, drive):
+            part._files[file] = backend.open(f"{part.path}/{file}", writable=writable)
+    except BaseException:
+        part.close()
+        raise
+    return part
+
+
+def remove_part(backend: Backend, path: str) -> None:
+    """Remove a part's directory and the files in it, if it is there."""
+    if backend.stat(path) is None:
+        return
+    for name in backend.list_dir(path):
+        backend.remove(f"{path}/{name}")
+    backend.remove_dir(path)
+
+
+def _fits(backend: Backend, path: str, sizes: Mapping[str, int]) -> bool:
+    if set(backend.list_dir(path)) != set(sizes):
+        return False
+    stats = {name: backend.stat(f"{path}/{name}") for name in sizes}
+    return all(
+        stat is not None and stat.kind == "file" and stat.size_bytes == sizes[name]
+        for name, stat in stats.items()
+    )

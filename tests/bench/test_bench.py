@@ -1,0 +1,265 @@
+"""The measurements run, and what they record can be trusted; no time is compared with anything."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import checkpoint, overlap, peers, report, resume, step
+from bench._fio import Fio, FioMissingError
+from bench._harness import BenchError, Result, scratch
+from bench._model import Stack
+from bench._peer_protocol import Peer, PeerError
+from bench._statistics import MIN_PAIRS, alternate, judge, median_interval
+from bench.replay import Plan, Replay
+from gds import PosixBackend, probe
+
+Measured = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    if not probe.direct_io(str(tmp_path)).supported:
+        pytest.skip("the temporary directory is not on a drive")
+    return tmp_path
+
+
+@pytest.fixture
+def measured(drive: Path) -> Measured:
+    def measure(main: Callable[[list[str]], None], *arguments: str) -> dict[str, Any]:
+        output = drive / "results"
+        main(["--quick", "--directory", str(drive), "--output", str(output), *arguments])
+        assert [path.name for path in drive.iterdir()] == ["results"], "scratch was left behind"
+        (path,) = output.iterdir()
+        found: dict[str, Any] = json.loads(path.read_text())
+        assert path.name == f"{found['date']}-{found['bench']}-{found['what']}.json"
+        assert str(drive) not in path.read_text(), "a user's path was recorded"
+        return found
+
+    return measure
+
+
+def check(found: dict[str, Any], *, rounds: int, claims: int) -> None:
+    assert found["quick"] is True
+    assert found["command"].startswith(f"python -m bench.{found['bench']} ")
+    assert found["machine"]["cores"] >= 1
+    assert found["machine"]["memory_bytes"] > 0
+    assert found["storage"]["direct"] is True
+    assert {"python", "torch", "ssd-offload"} <= found["versions"].keys()
+    assert found["settings"]["rounds"] == rounds
+    assert len(found["claims"]) == claims
+    for claim in found["claims"]:
+        assert len(claim["ratios"]) == rounds
+        low, high = claim["interval90"]
+        assert low <= claim["median"] <= high
+        assert claim["met"] is None, "three pairs are no verdict"
+        for name in (claim["numerator"], claim["denominator"]):
+            if " " not in name:
+                assert len(found["samples"][name]) >= rounds
+
+
+@pytest.mark.parametrize("fio", ["with fio", "without fio"])
+def test_step(measured: Measured, monkeypatch: pytest.MonkeyPatch, fio: str) -> None:
+    if fio == "without fio":
+        monkeypatch.setenv("PATH", "")
+    elif shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    found = measured(step.main)
+    check(found, rounds=3, claims=2 if fio == "with fio" else 1)
+    assert found["facts"]["step_read_bytes"] == found["facts"]["state_bytes"]
+    assert found["facts"]["step_written_bytes"] == found["facts"]["state_bytes"]
+    missing = [reason for reason in found["skipped"] if "fio is not installed" in reason]
+    assert len(missing) == (fio == "without fio")
+
+
+def test_step_compared_with_other_settings(measured: Measured) -> None:
+    found = measured(step.main, "--sweep", "ring", "--values", "2,8")
+    check(found, rounds=3, claims=2)
+    assert {claim["bytes_ratio"] for claim in found["claims"]} == {1.0}
+    assert {claim["limit"] for claim in found["claims"]} == {None}
+
+
+def test_overlap(measured: Measured) -> None:
+    found = measured(overlap.main, "--overlap", "none")
+    check(found, rounds=3, claims=2)
+    assert found["facts"]["bit_identical"] is True
+
+
+def test_checkpoint(measured: Measured) -> None:
+    found = measured(checkpoint.main)
+    check(found, rounds=3, claims=15)
+    for label in ("128Ki", "256Ki"):
+        written = found["facts"][f"torch_save_{label}_written_bytes_per_parameter"]
+        assert written == pytest.approx(14, rel=0.1)
+        assert found["facts"][f"offload_{label}_written_bytes_per_parameter"] < written / 2
+
+
+def test_resume(measured: Measured) -> None:
+    found = measured(resume.main)
+    check(found, rounds=1, claims=4)
+    read = found["facts"]
+    assert read["offload_read_bytes_per_parameter"] < 4
+    assert read["torch_load_read_bytes_per_parameter"] == pytest.approx(14, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("python", "message"),
+    [
+        ("", "--deepspeed-python is not given"),
+        ("/nowhere/python", "No such file or directory"),
+        (sys.executable, "has no DeepSpeed"),
+    ],
+)
+def test_peers_without_deepspeed_say_so(drive: Path, python: str, message: str) -> None:
+    with pytest.raises(BenchError, match=message) as error:
+        peers.main(["--quick", "--directory", str(drive), "--deepspeed-python", python])
+    assert "bench.peers --help" in str(error.value)
+
+
+def test_a_peer_takes_iterations_and_reports(drive: Path) -> None:
+    command = [sys.executable, "-m", "bench._peer_offload"]
+    settings = {
+        "layers": 2,
+        "layer_parameters": 1 << 18,
+        "threads": 1,
+        "hyper": {"lr": 1e-3},
+        "directory": str(drive / "store"),
+        "options": {"chunk_bytes": 1 << 18},
+    }
+    with Peer("offload", command, log=str(drive / "log"), environment={}) as peer:
+        peer.ask("make", **settings)
+        peer.ask("iterate", iterations=1)
+        reply = peer.ask("iterate", iterations=2)
+        state = 12 * settings["layers"] * settings["layer_parameters"]
+        assert reply["read_bytes"] == 2 * state
+        assert reply["seconds"] > 0
+        assert reply["peak_bytes"] > 0
+        peer.close()
+
+
+def test_a_peer_that_fails_is_quoted(drive: Path) -> None:
+    command = [sys.executable, "-c", "raise SystemExit('no such accelerator')"]
+    with (
+        Peer("other", command, log=str(drive / "log"), environment={}) as peer,
+        pytest.raises(PeerError, match="no such accelerator"),
+    ):
+        peer.answer(timeout_s=30)
+
+
+def test_memory_is_refused() -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("there is no /dev/shm")
+    with pytest.raises(BenchError, match="tmpfs"), scratch("/dev/shm"):
+        pass
+
+
+def test_fio_that_is_missing_is_named(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(FioMissingError, match="apt-get install fio"):
+        Fio(str(drive))
+
+
+def test_a_replay_moves_every_byte_once_a_pass(drive: Path) -> None:
+    plan = Plan(num_files=2, array_bytes=100 << 10, chunk_bytes=16 << 10)
+    backend = PosixBackend()
+    replay = Replay(backend, str(drive), plan, ring_chunks=3)
+    before = backend.counters()
+    replay.run(2)
+    after = backend.counters()
+    ring = 3 * plan.num_files * plan.chunk_bytes
+    assert after.bytes_written - before.bytes_written == 2 * plan.state_bytes
+    assert after.bytes_read - before.bytes_read == 2 * plan.state_bytes + ring
+    replay.close()
+    backend.close()
+
+
+def test_every_element_of_the_model_gets_a_gradient() -> None:
+    model = Stack(2, 4096)
+    model(torch.zeros(1)).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.count_nonzero() > 0.9 * parameter.numel()
+
+
+def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
+    source = random.Random(1)
+    covered = 0
+    for _ in range(200):
+        low, high = median_interval([source.lognormvariate(0, 0.2) for _ in range(MIN_PAIRS)])
+        covered += low <= 1 <= high
+    assert 0.83 <= covered / 200 <= 0.97
+
+
+def test_the_interval_can_be_recomputed() -> None:
+    values = [1.0, 1.1, 0.9, 1.3, 1.05]
+    assert median_interval(values) == median_interval(values)
+    assert median_interval([2.0] * 5) == (2.0, 2.0)
+    with pytest.raises(ValueError, match="at least one"):
+        median_interval([])
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "met"),
+    [
+        ([1.0] * 11, "met", True),
+        ([1.0, 1.3] * 6, "met within noise", True),
+        ([1.3] * 11, "NOT MET", False),
+    ],
+    ids=["within", "noisy", "beyond"],
+)
+def test_a_verdict(values: list[float], words: str, met: bool) -> None:
+    verdict = judge(values, 1.15)
+    assert (verdict.words, verdict.met) == (words, met)
+    assert judge(values, None).met is None
+
+
+def test_pairs_are_adjacent_and_their_order_alternates() -> None:
+    taken: list[str] = []
+
+    def sample(name: str) -> Callable[[], float]:
+        return lambda: float(not taken.append(name))
+
+    samples = alternate({name: sample(name) for name in "abc"}, 3)
+    assert taken == list("abccbaabc")
+    assert {name: len(values) for name, values in samples.items()} == dict.fromkeys("abc", 3)
+
+
+def test_the_page_says_what_was_not_met(drive: Path) -> None:
+    results = drive / "results"
+    for what, ratio in (("slow", 1.5), ("fast", 1.0)):
+        args = step._arguments(["--what", what, "--output", str(results), "--rounds", "11"])
+        found = Result("step", args, str(drive))
+        found.add_samples({"a_s": [ratio] * 11, "b_s": [1.0] * 11})
+        found.claim(f"{what} step", [ratio] * 11, numerator="a_s", denominator="b_s", limit=1.15)
+        found.skip("fio was not there")
+        found.write()
+    (results / "2026-01-01-demo-x.json").write_text('{"command": "something else"}')
+    page = drive / "docs" / "performance.md"
+    page.parent.mkdir()
+    report.main(["--results", str(results), "--page", str(page), "--no-figures"])
+    text = page.read_text()
+    assert "2 ratios have a limit: 1 are within it" in text
+    assert "**Not met:**\n\n- slow step: 1.50, limit 1.15" in text
+    assert "| slow step | 1.50 | 1.50 to 1.50 | 1.15 | **NOT MET** | [slow](../results/" in text
+    assert "Not measured: fio was not there." in text
+
+
+def test_the_page_without_results_says_so(tmp_path: Path) -> None:
+    assert "No run has been recorded yet" in report.render([], tmp_path, {})
+
+
+def test_a_ratio_to_nothing_is_left_out_rather_than_infinite(drive: Path) -> None:
+    found = Result("step", step._arguments(["--output", str(drive)]), str(drive))
+    found.claim("x", [1.0, math.inf], numerator="a", denominator="b", limit=None)
+    assert found.claims[0]["ratios"] == [1.0]
+    with pytest.raises(BenchError, match="no pair"):
+        found.claim("x", [math.inf], numerator="a", denominator="b", limit=None)

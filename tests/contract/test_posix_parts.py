@@ -1,0 +1,363 @@
+"""Transfers that the posix backend cuts into parts, and changes of how it does that."""
+
+import errno
+import gc
+import itertools
+import os
+import random
+import threading
+import time
+import weakref
+
+import pytest
+
+from gds import ALIGNMENT, PosixBackend, ShortReadError, StorageError
+from gds._pool import TransferPool
+from gds._transfer import cut
+
+REQUEST_BYTES = 4 * ALIGNMENT
+NUM_PARTS = 4
+NBYTES = NUM_PARTS * REQUEST_BYTES
+
+
+@pytest.fixture
+def backend(directory):
+    backend = PosixBackend(direct=True, request_bytes=REQUEST_BYTES)
+    yield backend
+    backend.close()
+
+
+class Gate:
+    """Holds the kernel's calls back, each at its offset, until they are let through."""
+
+    def __init__(self):
+        self.opened = threading.Event()
+        self.arrived = threading.Semaphore(0)
+
+    def __call__(self, name, real, fd, view, offset):
+        self.arrived.release()
+        assert self.opened.wait(60)
+        return real(fd, [view], offset)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# Where a request is cut
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "request_blocks", "expected"),
+    [
+        pytest.param(0, 5 * ALIGNMENT, None, [(0, 20480)], id="no-limit"),
+        pytest.param(0, 0, 1, [(0, 0)], id="empty"),
+        pytest.param(100, ALIGNMENT, 1, [(0, 4096)], id="a-block's-worth"),
+        pytest.param(0, 4 * ALIGNMENT, 4, [(0, 16384)], id="just-fits"),
+        pytest.param(0, 5 * ALIGNMENT, 4, [(0, 12288), (12288, 20480)], id="nearly-equal"),
+        pytest.param(100, 2 * ALIGNMENT, 2, [(0, 8092), (8092, 8192)], id="starts-in-a-block"),
+        pytest.param(4096, 8193, 2, [(0, 8192), (8192, 8193)], id="ends-in-a-block"),
+    ],
+)
+def test_a_request_is_cut_where_blocks_of_the_file_meet(offset, nbytes, request_blocks, expected):
+    limit = request_blocks and request_blocks * ALIGNMENT
+    assert cut(offset, nbytes, limit) == expected
+
+
+def test_parts_cover_a_request_within_the_limit_and_share_no_block():
+    draw = random.Random(0)
+    for _ in range(3000):
+        offset, nbytes = draw.randrange(5 * ALIGNMENT), draw.randrange(40 * ALIGNMENT)
+        limit = draw.randint(1, 12) * ALIGNMENT
+        parts = cut(offset, nbytes, limit)
+        assert parts[0][0] == 0
+        assert parts[-1][1] == nbytes
+        assert all(0 < stop - start <= limit for start, stop in parts) or parts == [(0, 0)]
+        for (_, stop), (start, _) in itertools.pairwise(parts):
+            assert start == stop
+            assert (offset + start) % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("request_bytes", [0, -ALIGNMENT, ALIGNMENT - 1, ALIGNMENT + 512])
+def test_a_request_size_that_would_misalign_parts_is_refused(backend, request_bytes):
+    with pytest.raises(ValueError, match=f"multiple of {ALIGNMENT}.*got {request_bytes}"):
+        PosixBackend(request_bytes=request_bytes)
+    with pytest.raises(ValueError, match=f"multiple of {ALIGNMENT}"):
+        backend.tune(read_threads=1, write_threads=1, request_bytes=request_bytes)
+
+
+# Moving them
+
+
+def test_each_part_is_one_direct_call(backend, directory, kernel):
+    file = backend.create(f"{directory}/file", NBYTES)
+    kernel.start()
+    memory = backend.allocate(NBYTES)
+    assert file.write(memory, 0).result() == NBYTES
+    assert file.read(memory, 0).result() == NBYTES
+    for name in ("pwritev", "preadv"):
+        assert sorted(call for call in kernel.calls if call[0] == name) == [
+            (name, True, start, REQUEST_BYTES) for start in range(0, NBYTES, REQUEST_BYTES)
+        ]
+
+
+def test_unaligned_edges_are_buffered_and_parts_between_them_direct(backend, directory, kernel):
+    file = backend.create(f"{directory}/file", NBYTES)
+    source = backend.allocate(NBYTES).slice(100, 6 * ALIGNMENT)
+    source.memoryview()[:] = data = random.Random(1).randbytes(6 * ALIGNMENT)
+    kernel.start()
+    assert file.write(source, ALIGNMENT + 100).result() == 6 * ALIGNMENT
+    assert sorted(kernel.calls, key=lambda call: call[2]) == [
+        ("pwritev", False, ALIGNMENT + 100, ALIGNMENT - 100),
+        ("pwritev", True, 2 * ALIGNMENT, 3 * ALIGNMENT),
+        ("pwritev", True, 5 * ALIGNMENT, 2 * ALIGNMENT),
+        ("pwritev", False, 7 * ALIGNMENT, 100),
+    ]
+    assert file.read_bytes(ALIGNMENT + 100, 6 * ALIGNMENT) == data
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_parts_run_at_once_and_the_future_waits_for_all(backend, directory, kernel, verb):
+    file = backend.create(f"{directory}/file", 2 * REQUEST_BYTES)
+    gate = Gate()
+    kernel.start(gate)
+    future = getattr(file, verb)(backend.allocate(2 * REQUEST_BYTES), 0)
+    for _ in range(2):
+        assert gate.arrived.acquire(timeout=60)
+    assert not future.done()
+    gate.opened.set()
+    assert future.result(60) == 2 * REQUEST_BYTES
+
+
+def test_short_counts_are_completed_within_each_part(backend, directory, kernel):
+    file = backend.create(f"{directory}/file", NBYTES)
+    memory = backend.allocate(NBYTES)
+    memory.memoryview()[:] = data = random.Random(2).randbytes(NBYTES)
+    kernel.start(lambda _, real, fd, view, offset: real(fd, [view[:ALIGNMENT]], offset))
+    assert file.write(memory, 0).result() == NBYTES
+    assert len(kernel.calls) == NBYTES // ALIGNMENT
+    memory.memoryview()[:] = bytes(NBYTES)
+    assert file.read(memory, 0).result() == NBYTES
+    assert bytes(memory.memoryview()) == data
+
+
+# Errors
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_an_error_in_one_part_is_the_transfers(backend, directory, kernel, verb):
+    file = backend.create(f"{directory}/file", 2 * NBYTES)
+
+    def fail_third(name, real, fd, view, offset):
+        if offset == NBYTES + 2 * REQUEST_BYTES:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, [view], offset)
+
+    kernel.start(fail_third)
+    called = []
+    future = getattr(file, verb)(backend.allocate(NBYTES), NBYTES)
+    future.add_done_callback(called.append)
+    with pytest.raises(StorageError) as caught:
+        future.result(60)
+    error = caught.value
+    assert (error.errno, error.filename) == (errno.EIO, f"{directory}/file")
+    assert error.offset == NBYTES
+    start, stop = 2 * REQUEST_BYTES, 3 * REQUEST_BYTES
+    assert f"{verb} of {NBYTES} bytes, 0 done of the part from {start} to {stop}" in str(error)
+    wait_for(lambda: called)
+    assert called == [future]
+    counters = backend.counters()
+    assert (counters.bytes_read, counters.num_reads) == (0, 0)
+    assert (counters.bytes_written, counters.num_writes) == (0, 0)
+    assert file.write(backend.allocate(NBYTES), 0).result() == NBYTES
+
+
+def test_the_first_error_wins_and_what_had_not_begun_is_left(directory, kernel):
+    backend = PosixBackend(direct=True, write_threads=1, request_bytes=REQUEST_BYTES)
+    file = backend.create(f"{directory}/file", NBYTES)
+    numbers = [errno.ENOSPC, errno.EIO]
+
+    def fail(name, real, fd, view, offset):
+        if offset == 0:
+            return real(fd, [view], offset)
+        number = numbers.pop(0)
+        raise OSError(number, os.strerror(number))
+
+    kernel.start(fail)
+    with pytest.raises(StorageError) as caught:
+        file.write(backend.allocate(NBYTES), 0).result(60)
+    assert caught.value.errno == errno.ENOSPC
+    assert [offset for _, _, offset, _ in kernel.calls] == [0, REQUEST_BYTES]
+    backend.close()
+
+
+def test_a_failed_transfer_resolves_only_when_no_part_uses_the_memory(backend, directory, kernel):
+    file = backend.create(f"{directory}/file", 2 * REQUEST_BYTES)
+    gate, failed = Gate(), threading.Event()
+
+    def fail_first(name, real, fd, view, offset):
+        if offset:
+            return gate(name, real, fd, view, offset)
+        assert gate.arrived.acquire(timeout=60)
+        failed.set()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    kernel.start(fail_first)
+    future = file.read(backend.allocate(2 * REQUEST_BYTES), 0)
+    assert failed.wait(60)
+    with pytest.raises(TimeoutError):
+        future.result(timeout=0.05)
+    gate.opened.set()
+    with pytest.raises(StorageError):
+        future.result(60)
+
+
+def test_a_read_past_the_end_names_the_whole_request(backend, directory):
+    file = backend.create(f"{directory}/file", NBYTES + 10)
+    with pytest.raises(ShortReadError, match=f"{NBYTES} bytes") as caught:
+        file.read(backend.allocate(NBYTES), 2 * REQUEST_BYTES).result(60)
+    assert caught.value.offset == 2 * REQUEST_BYTES
+
+
+# Ends, and what is kept until then
+
+
+@pytest.mark.parametrize("what", ["file", "backend"])
+def test_closing_waits_for_every_part(backend, directory, kernel, what):
+    file = backend.create(f"{directory}/file", NBYTES)
+    gate = Gate()
+    kernel.start(gate)
+    future = file.write(backend.allocate(NBYTES), 0)
+    assert gate.arrived.acquire(timeout=60)
+    closing = threading.Thread(target={"file": file, "backend": backend}[what].close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    assert not future.done()
+    gate.opened.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert future.result(0) == NBYTES
+    assert len(kernel.calls) == NUM_PARTS
+
+
+def test_a_dropped_transfer_in_parts_is_completed_and_then_forgotten(backend, directory, kernel):
+    file = backend.create(f"{directory}/file", NBYTES)
+    source = backend.allocate(NBYTES)
+    source.memoryview()[:] = data = random.Random(3).randbytes(NBYTES)
+    gate = Gate()
+    kernel.start(gate)
+    file.write(source, 0)
+    refs = [weakref.ref(source), weakref.ref(file)]
+    del source, file
+    gc.collect()
+    assert all(ref() for ref in refs)
+    gate.opened.set()
+    wait_for(lambda: not any(ref() for ref in refs))
+    with open(f"{directory}/file", "rb") as found:
+        assert found.read() == data
+
+
+def test_counters_count_transfers_and_not_their_parts(backend, directory):
+    file = backend.create(f"{directory}/file", NBYTES + 1)
+    for _ in range(3):
+        file.write(backend.allocate(NBYTES + 1), 0).result()
+    file.read(backend.allocate(NBYTES), 1).result()
+    found = backend.counters()
+    assert (found.bytes_written, found.num_writes) == (3 * (NBYTES + 1), 3)
+    assert (found.bytes_read, found.num_reads) == (NBYTES, 1)
+    assert found.write_s > 0
+    assert found.read_s > 0
+
+
+# Tuning
+
+
+def test_tuning_applies_to_the_next_transfer(backend, directory, kernel):
+    assert (backend.read_threads, backend.write_threads) == (2, 2)
+    assert backend.request_bytes == REQUEST_BYTES
+    file = backend.create(f"{directory}/file", NBYTES)
+    kernel.start()
+    for request_bytes, num_calls in [(None, 1), (NBYTES // 2, 2), (ALIGNMENT, 16)]:
+        backend.tune(read_threads=1, write_threads=3, request_bytes=request_bytes)
+        kernel.calls.clear()
+        file.write(backend.allocate(NBYTES), 0).result()
+        assert len(kernel.calls) == num_calls
+        assert backend.request_bytes == request_bytes
+    assert (backend.read_threads, backend.write_threads) == (1, 3)
+
+
+def test_a_refused_tuning_changes_nothing(backend):
+    before = (backend.read_threads, backend.write_threads, backend.request_bytes)
+    good = {"read_threads": 7, "write_threads": 7, "request_bytes": ALIGNMENT}
+    for bad in ({"read_threads": 0}, {"write_threads": -1}, {"request_bytes": 1}):
+        with pytest.raises(ValueError, match=str(*bad.values())):
+            backend.tune(**good | bad)
+    assert (backend.read_threads, backend.write_threads, backend.request_bytes) == before
+    backend.close()
+    with pytest.raises(StorageError, match="closed"):
+        backend.tune(**good)
+
+
+def test_more_threads_help_what_is_queued_and_fewer_lose_none_of_it(backend, directory, kernel):
+    backend.tune(read_threads=1, write_threads=1, request_bytes=REQUEST_BYTES)
+    file = backend.create(f"{directory}/file", NBYTES)
+    gate = Gate()
+    kernel.start(gate)
+    futures = [file.write(backend.allocate(NBYTES), 0)]
+    assert gate.arrived.acquire(timeout=60)
+    assert not gate.arrived.acquire(timeout=0.05)  # one thread, one part
+    backend.tune(read_threads=1, write_threads=3, request_bytes=REQUEST_BYTES)
+    for _ in range(2):
+        assert gate.arrived.acquire(timeout=60)
+    backend.tune(read_threads=1, write_threads=1, request_bytes=None)
+    futures.append(file.write(backend.allocate(NBYTES), 0))
+    gate.opened.set()
+    assert [future.result(60) for future in futures] == [NBYTES, NBYTES]
+    assert len(kernel.calls) == NUM_PARTS + 1
+
+
+def test_a_pool_has_as_many_threads_as_it_was_last_told():
+    before = set(threading.enumerate())
+
+    def running():
+        return set(threading.enumerate()) - before
+
+    pool = TransferPool("test", 2)
+    pool.resize(3)
+    assert running() == set()  # none before the first transfer
+    pool.submit(lambda: 0).result(60)
+    assert len(running()) == 3
+    for num_threads in (1, 5, 2, 2, 4, 1):
+        pool.resize(num_threads)
+        assert pool.num_threads == num_threads
+        wait_for(lambda expected=num_threads: len(running()) == expected)
+        assert pool.submit(lambda: 1, lambda: 2).result(60) == 3
+    pool.resize(6)
+    pool.resize(2)
+    pool.close()
+    assert running() == set()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.resize(3)
+
+
+def test_a_pool_tells_of_success_once_and_before_the_future_resolves():
+    pool = TransferPool("test", 3)
+    told = []
+    futures = []
+
+    def succeeded(nbytes):
+        told.append((nbytes, futures[0].done()))
+
+    barrier = threading.Barrier(3, timeout=60)
+    futures.append(pool.submit(*[lambda: barrier.wait() * 0 + 5] * 3, succeeded=succeeded))
+    assert futures[0].result(60) == 15
+    assert told == [(15, False)]
+    failed = pool.submit(lambda: 1, lambda: 1 // 0, succeeded=told.append)
+    with pytest.raises(ZeroDivisionError):
+        failed.result(60)
+    assert len(told) == 1
+    pool.close()

@@ -1,0 +1,129 @@
+"""Where the state of several drives lies: each element once, in proportion, and for good."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.drives import proportional_shares
+from offload.layout import Layout, ModelTensor, ParameterSpec
+from offload.tensorfile import parse_header
+
+CHUNK = 1024
+ADAM = ("exp_avg", "exp_avg_sq")
+
+
+def layout(sizes: list[int], shares: tuple[int, ...], state_dtype: str = "float32") -> Layout:
+    """Lay out parameters, of which every third is FP32 and every fifth has one array less."""
+    specs, model = [], []
+    for index, size in enumerate(sizes):
+        dtype = "F32" if index % 3 == 2 else "BF16"
+        arrays = (*(() if dtype == "F32" else ("master",)), *ADAM[: 1 if index % 5 == 4 else 2])
+        specs.append(ParameterSpec(f"p{index}", dtype, (size,), 0, arrays))
+        model.append(ModelTensor(f"p{index}", dtype, (size,)))
+    return Layout(tuple(specs), tuple(model), CHUNK, state_dtype, shares)
+
+
+sizes = st.lists(st.integers(0, 5 * CHUNK), min_size=1, max_size=8)
+shares = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
+
+
+@settings(deadline=None, max_examples=30)
+@given(sizes, shares)
+def test_every_element_is_on_one_drive_at_one_place(sizes, shares):
+    found = layout(sizes, shares)
+    for array in found.array_names:
+        owners: dict[tuple[str, int], tuple[int, int]] = {}
+        for drive, headers in enumerate(found.array_headers):
+            for key, entry in headers[array].entries.items():
+                name, _, cut = key.partition("[")
+                start = int(cut.split(":")[0]) if cut else 0
+                for element in range((entry.stop - entry.start) // 4):
+                    assert (name, start + element) not in owners
+                    owners[name, start + element] = (drive, entry.start + 4 * element)
+        expected = {
+            (p.name, e) for p in found.parameters if array in p.arrays for e in range(p.shape[0])
+        }
+        assert owners.keys() == expected
+        # and that is where chunks are read from and written to
+        for chunk in range(found.num_chunks):
+            drive = found.drives[chunk]
+            offset, nbytes = found.byte_range(array, chunk)
+            at = offset - found.array_headers[drive][array].data_start
+            for piece in found.pieces(chunk):
+                p = found.parameters[piece.parameter]
+                for element in range(piece.start, piece.stop) if array in p.arrays else ():
+                    assert owners[p.name, element] == (drive, at)
+                    at += 4
+            assert at - (offset - found.array_headers[drive][array].data_start) == nbytes
+
+
+@settings(deadline=None, max_examples=50)
+@given(sizes, shares)
+def test_files_are_exactly_what_their_headers_say(sizes, shares):
+    found = layout(sizes, shares)
+    for drive, headers in enumerate(found.array_headers):
+        for array, header in headers.items():
+            size = found.file_sizes(drive)[f"{array}.safetensors"]
+            assert parse_header(header.encoded, size) == header
+    assert all(("model.safetensors" in found.file_sizes(d)) == (d == 0) for d in range(len(shares)))
+
+
+@settings(deadline=None, max_examples=50)
+@given(sizes, sizes, shares, st.sampled_from(["float32", "int8"]))
+def test_added_parameters_leave_every_whole_chunk_where_it_is(sizes, more, shares, state_dtype):
+    before, after = layout(sizes, shares, state_dtype), layout(sizes + more, shares, state_dtype)
+    whole = before.num_elements // CHUNK
+    assert after.drives[: before.num_chunks] == before.drives
+    for array in before.array_names:
+        for chunk in range(whole):
+            places = []
+            for found in (before, after):
+                offset, nbytes = found.byte_range(array, chunk)
+                header = found.array_headers[found.drives[chunk]][array]
+                places.append((offset - header.data_start, nbytes))
+            assert places[0] == places[1]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 200), shares)
+def test_bytes_are_in_proportion_and_drives_take_turns(num_chunks, shares):
+    found = layout([num_chunks * CHUNK], shares)
+    total = sum(shares)
+    for drive, share in enumerate(shares):
+        for stop in range(num_chunks + 1):  # at every moment of a pass, not only at its end
+            ideal = Fraction(stop * share, total)
+            assert abs(found.drives[:stop].count(drive) - ideal) < len(shares)
+
+
+def test_equal_drives_alternate():
+    assert layout([8 * CHUNK], (1, 1)).drives == (0, 1) * 4
+    assert layout([6 * CHUNK], (2, 1)).drives == (0, 1, 0) * 2
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ([7.0], (1,)),
+        ([3.1, 3.0], (1, 1)),
+        ([6.9, 3.5], (2, 1)),
+        ([7.0, 3.0], (7, 3)),
+        ([1.0, 1.0, 1.0, 1.0], (1, 1, 1, 1)),
+        ([12.0, 0.1], (63, 1)),
+    ],
+    ids=str,
+)
+def test_speeds_become_small_whole_shares(speeds, expected):
+    found = proportional_shares(speeds)
+    assert sum(found) <= 64
+    assert [s / sum(found) for s in found] == pytest.approx(
+        [s / sum(expected) for s in expected], rel=0.06
+    )
+
+
+def test_speeds_must_be_positive():
+    with pytest.raises(ValueError, match="positive"):
+        proportional_shares([1.0, 0.0])
