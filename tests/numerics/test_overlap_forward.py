@@ -7,6 +7,7 @@ wherever hooks let it be.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint as recompute
 
 import offload
-from gds import Backend
+from gds import Backend, MemoryBackend
 from tests.numerics.delays import Disordered
 from tests.numerics.pairs import CASES, Cut, Pair
 from tests.numerics.reference import (
@@ -438,6 +439,20 @@ def test_parameters_that_are_read_before_the_forward(model):
     twins.assert_same_state()
 
 
+def test_a_model_that_is_not_called_any_more():
+    """Nobody could wait, so that the step itself does."""
+    twins = Twins(Early)
+    for step in range(3):
+        twins.step(step)
+    twins.optimizer.synchronize()
+    twins.loss = lambda model, step: (
+        (twins.batch(step) @ model.first.weight @ model.last.weight).square().mean()
+    )
+    for step in range(3, 8):
+        twins.step(step)
+        twins.assert_same()
+
+
 class Branching(torch.nn.Module):
     """Each branch is first used long after the first forward, and in another order."""
 
@@ -495,4 +510,38 @@ def test_compiled_models(given, called):
     twins.optimizer.synchronize()
     twins.assert_same()
     twins.optimizer.close()
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_function_that_calls_a_part_of_the_model():
+    torch.compiler.reset()
+    twins = Twins(Batched)
+    live, eager = twins.live, twins.loss
+    part = torch.compile(lambda x: live.layers(x), backend="eager")
+
+    def loss(model: torch.nn.Module, step: int) -> torch.Tensor:
+        return eager(part if model is live else model, step)
+
+    twins.loss = loss
+    for step in range(6):
+        twins.step(step)
+    twins.optimizer.synchronize()
+    twins.assert_same()
+    torch.compiler.reset()
+
+
+def test_something_is_compiled_while_a_step_runs():
+    """torch's optimizers differ in the last bit meanwhile, on all threads."""
+    torch.compiler.reset()
+    twins = Twins(Early, backend=MemoryBackend())
+
+    def compile_slowly(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        time.sleep(0.1)
+        return graph.forward
+
+    for step in range(4):
+        twins.step(step)
+        torch.compile(lambda x, step=step: x * step, backend=compile_slowly)(torch.ones(3))
+    twins.assert_same_state()
     torch.compiler.reset()
