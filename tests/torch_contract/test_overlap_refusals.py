@@ -251,6 +251,19 @@ def test_a_second_backward(half: Half) -> None:
     assert_refused_until_restored(half)
 
 
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_second_backward_that_does_not_come_from_the_model(half: Half, zero: bool) -> None:
+    half.end_step()
+    loss = half.model.last.bias.sum()
+    loss.backward(retain_graph=True)
+    if zero:
+        half.model.zero_grad()
+    with pytest.raises(OverlapError, match=rf"{AGAIN}.*{REMEDY}") as error:
+        loss.backward()
+    assert "'last.bias'" in str(error.value)
+    assert_refused_until_restored(half)
+
+
 @pytest.mark.parametrize("zero", ["None", "zeros", "model None", "model zeros"])
 @pytest.mark.parametrize("then", ["backward", "step"])
 def test_clearing_gradients_that_have_been_applied(half: Half, zero: str, then: str) -> None:
