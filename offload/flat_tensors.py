@@ -39,6 +39,10 @@ class FlatTensors:
                     self._num_left[index] = flat.numel()
         return flat[start:stop]
 
+    def replace(self, index: int, tensor: torch.Tensor) -> None:
+        """Set a tensor that has not been viewed yet."""
+        self._tensors[index] = tensor
+
     def finish(self, index: int, num_elements: int) -> None:
         """Say that so many more elements of a tensor, which has been viewed, are done."""
         with self._lock:

@@ -18,10 +18,9 @@ from offload.drives import Directory, as_directories
 from offload.engine import Engine
 from offload.errors import MismatchError, OffloadError
 from offload.options import Options, Overlap
-from offload.overlap import ForwardEngine
 from offload.rules import UpdateRule
-from offload.running import STEP_THREAD
 from offload.seal import SEAL_THREAD, SealHandle
+from offload.state_pass import STEP_THREAD
 from offload.stats import Stats
 from offload.update_pool import UPDATE_THREAD
 
@@ -87,7 +86,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(params, dict(rule.defaults))
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
-        engine = _ENGINES[options.overlap](
+        engine = _engine_class(options.overlap)(
             rule, as_directories(directory), model=model, keep=keep, fresh=fresh, options=options
         )
         try:
@@ -98,6 +97,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._engine = engine
         # A dropped optimizer lets go of its store; whether its last seal succeeded is then unknown.
         self._finalizer = weakref.finalize(self, _close_quietly, engine)
+        optimizer = weakref.ref(self)
+        engine.attach(lambda: getattr(optimizer(), "param_groups", None))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -125,6 +126,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
+            self._live_engine().require_closures()
             with torch.enable_grad():
                 loss = closure()
         with self._exclusive("step") as engine:
@@ -253,6 +255,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in values.items() if k not in ("params", "param_names")})
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Where GradScaler asks: it must not find this, and is refused if it comes too late."""
+        self._live_engine().require_unscaled()
+        raise AttributeError("_step_supports_amp_scaling")
+
     def close(self) -> None:
         """Wait for what is in flight and let go of the store. Idempotent.
 
@@ -334,7 +342,17 @@ class SGD(OffloadedOptimizer):
         super().__init__(torch.optim.SGD, params, **kwargs)
 
 
-_ENGINES: dict[Overlap | None, Callable[..., Engine]] = {None: Engine, "forward": ForwardEngine}
+def _engine_class(overlap: Overlap | None) -> Callable[..., Engine]:
+    # Imported when asked for: they follow torch's compiler, which takes seconds to import.
+    if overlap == "forward":
+        from offload.overlap import ForwardEngine
+
+        return ForwardEngine
+    if overlap == "backward":
+        from offload.overlap_backward import BackwardEngine
+
+        return BackwardEngine
+    return Engine
 
 
 def _close_quietly(engine: Engine) -> None:

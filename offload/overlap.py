@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,6 +43,9 @@ class ForwardEngine(Engine):
         self._late_error: OffloadError | None = None
         """Of a checkpoint that was made on the pass's thread."""
         self._hooks = ForwardHooks(model)
+
+    def attach(self, groups: Callable[[], Groups | None]) -> None:  # noqa: ARG002
+        """Put hooks on the model."""
         self._hooks.attach()
 
     def join(self) -> None:

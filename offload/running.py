@@ -11,12 +11,9 @@ import torch._dynamo.convert_frame
 
 from offload.errors import OffloadError
 from offload.rules import Scalars
-from offload.state_pass import StatePass
+from offload.state_pass import STEP_THREAD, StatePass
 from offload.stats import Meter
 from offload.update import ChunkUpdater
-
-STEP_THREAD = "offload-step"
-"""Name of the threads that run passes."""
 
 _compile_lock = torch._dynamo.convert_frame.compile_lock
 
@@ -83,14 +80,17 @@ class RunningPass:
         """Run on a thread. If this raises, the pass has either not begun, or goes on.
 
         Args:
-            daemon: Let the interpreter exit while it is in progress.
+            daemon: Let the interpreter exit while it is in progress. Otherwise the pass is run
+                even at exit, when no more threads can be started: before this returns.
         """
         self._thread = threading.Thread(target=self._run, name=STEP_THREAD, daemon=daemon)
         try:
             self._thread.start()
         except RuntimeError:
             self._thread = None
-            self._run()  # the interpreter is shutting down and starts no more threads
+            if daemon:
+                raise
+            self._run()
 
     def cancel(self) -> bool:
         """Keep a pass from beginning; False if it has begun."""

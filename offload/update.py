@@ -101,6 +101,11 @@ class ChunkUpdater:
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
         self._coder = StateCoder(layout.state_dtype, seed, step)
 
+    def give(self, index: int, gradient: torch.Tensor) -> None:
+        """Set the gradient of a parameter that had none, before any of its chunks is updated."""
+        self._gradients.replace(index, gradient)
+        self._keys[index] = self._keys[index]._replace(has_gradient=True)
+
     def touched(self, chunk: int) -> bool:
         """Return whether any parameter in the chunk has a gradient."""
         return any(self._keys[p.parameter].has_gradient for p in self._layout.pieces(chunk))
