@@ -17,7 +17,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ import torch
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.drives import Drives
 from offload.errors import OffloadError
-from offload.frame import frame_bytes
 from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
@@ -37,7 +35,7 @@ from offload.rules import Scalars, UpdateRule
 from offload.seal import Captured, Seal, SealHandle, describe_seal
 from offload.slot import Slot
 from offload.state_pass import StatePass
-from offload.stats import Meter, Stats
+from offload.stats import Meter, Stats, collect_stats
 from offload.store import Store
 from offload.streamer import Streamer
 from offload.table import ParameterTable
@@ -46,6 +44,7 @@ from offload.train_state import EncodedState, encode, pack_encoded
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
 from offload.usable import Usable
+from offload.working_memory import WorkingMemory
 
 Groups = Sequence[dict[str, Any]]
 """``param_groups`` of the optimizer, passed anew to each call: libraries replace the dicts."""
@@ -81,6 +80,7 @@ class Engine(Usable):
         self._table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
         self._meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
         self._drives = Drives(directories, options, self._meter.trace)
+        self._memory = WorkingMemory(self._drives, options, self._meter)
         self._backend = self._drives.backends[0]
         try:
             store = Store(
@@ -106,8 +106,6 @@ class Engine(Usable):
         """A slot of a new layout, got in advance so that a full disk is noticed in time."""
         self._sealed: StoredCheckpoint | None = None
         """The checkpoint that the present state is, if nothing has been stepped since."""
-        self._streamer: Streamer | None = None
-        self._blocks: BlockBuffers | None = None
         self._seal: Seal | None = None
 
     def require_space(self, groups: Groups) -> None:
@@ -217,32 +215,16 @@ class Engine(Usable):
         """Wait until every transfer and seal that was started has ended; raises their errors."""
         self._require_usable()
         self._collect_seal(wait=True)
-        if self._streamer is not None:
-            self._streamer.synchronize()
+        self._memory.synchronize()
 
     def stats(self) -> Stats:
         """Return the totals so far."""
-        counters, meter, ring = self._drives.counters(), self._meter, self._streamer
-        seal = self._seal
-        totals = {f.name: getattr(meter, f.name) for f in fields(meter) if f.name != "trace"}
-        if seal is not None:
-            totals["wait_seal_s"] += seal.wait_s
-        layout = self._table.layout
-        read_gbps, write_gbps, mixed_gbps = self._drives.rates()
-        return Stats(
-            **totals,
-            num_parameters=layout.num_elements if layout else 0,
-            bytes_read=counters.bytes_read,
-            bytes_written=counters.bytes_written,
-            read_s=counters.read_s,
-            write_s=counters.write_s,
-            ring_bytes=ring.ring_bytes if ring else 0,
-            resident_bytes=ring.resident_bytes if ring else 0,
-            state_bytes=layout.state_bytes if layout else 0,
-            drive_read_gbps=read_gbps,
-            drive_write_gbps=write_gbps,
-            drive_mixed_gbps=mixed_gbps,
-            drive_bytes=self._drives.size_bytes(),
+        return collect_stats(
+            self._meter,
+            self._drives,
+            self._memory.streamer,
+            self._table.layout,
+            wait_seal_s=self._seal.wait_s if self._seal else 0.0,
         )
 
     def close(self) -> None:
@@ -261,8 +243,7 @@ class Engine(Usable):
         try:
             self._collect_seal(wait=True)
         finally:
-            if self._streamer is not None:
-                self._streamer.reset()
+            self._memory.reset()
             for slot in (self._state, self._reserved):
                 if slot is not None:
                     slot.close()
@@ -386,11 +367,11 @@ class Engine(Usable):
             if self._reserved is not None:
                 self.store.release(self._reserved)
             self._reserved, self._working = reserved, False
-        if self._streamer is not None and self._state is not None:
-            flush = self._streamer.flush()  # what is only in memory belongs to the old slot
+        if self._memory.streamer is not None and self._state is not None:
+            flush = self._memory.streamer.flush()  # what is only in memory belongs to the old slot
             flush.start(self._state)
             flush.wait()
-        self._drop_ring()
+        self._memory.drop()
         self._table.adopt(layout, trainables)
 
     def _collect_seal(self, *, wait: bool = False, errors: bool = True) -> None:
@@ -426,9 +407,8 @@ class Engine(Usable):
 
     def _forget(self) -> None:
         """Drop what was read ahead, and the working slot, for a restore."""
-        if self._streamer is not None:
-            self._streamer.reset()
-        self._drop_ring()
+        self._memory.reset()
+        self._memory.drop()
         sealed = [checkpoint.slot for checkpoint in self.store.checkpoints]
         for slot in (self._state, self._reserved):
             if slot is not None and all(slot is not other for other in sealed):
@@ -437,31 +417,11 @@ class Engine(Usable):
         self._working = False
         self._table.clear()
 
-    def _drop_ring(self) -> None:
-        """Free the memory that was sized for a layout, keeping what it counted."""
-        if self._streamer is not None:
-            self._streamer.synchronize()
-            self._streamer.reset()
-        self._streamer = self._blocks = None
-
     def _ring(self) -> Streamer:
-        if self._streamer is None:
-            layout = self._layout()
-            ring_chunks = self._drives.tune(layout.state_bytes, frame_bytes(layout))
-            self._streamer = Streamer(
-                self._backend,
-                layout,
-                ring_chunks,
-                self._meter,
-                host_memory_bytes=self._options.host_memory_bytes,
-            )
-        return self._streamer
+        return self._memory.ring(self._layout())
 
     def _block_buffers(self) -> BlockBuffers:
-        if self._blocks is None:
-            header = self._layout().model_header
-            self._blocks = BlockBuffers(self._backend, header.file_bytes - header.data_start)
-        return self._blocks
+        return self._memory.blocks(self._layout())
 
     def _layout(self) -> Layout:
         if self._table.layout is None:
@@ -470,4 +430,5 @@ class Engine(Usable):
 
     @property
     def _transfer_error(self) -> BaseException | None:
-        return self._streamer.error if self._streamer is not None else None
+        streamer = self._memory.streamer
+        return streamer.error if streamer is not None else None

@@ -18,11 +18,9 @@ from offload.drives import Directory, as_directories
 from offload.engine import Engine
 from offload.errors import MismatchError, OffloadError
 from offload.options import Options, Overlap
-from offload.overlap import ForwardEngine
-from offload.overlap_backward import BackwardEngine
 from offload.rules import UpdateRule
-from offload.running import STEP_THREAD
 from offload.seal import SEAL_THREAD, SealHandle
+from offload.state_pass import STEP_THREAD
 from offload.stats import Stats
 from offload.update_pool import UPDATE_THREAD
 
@@ -88,7 +86,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(params, dict(rule.defaults))
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
-        engine = _ENGINES[options.overlap](
+        engine = _engine_class(options.overlap)(
             rule, as_directories(directory), model=model, keep=keep, fresh=fresh, options=options
         )
         try:
@@ -344,11 +342,17 @@ class SGD(OffloadedOptimizer):
         super().__init__(torch.optim.SGD, params, **kwargs)
 
 
-_ENGINES: dict[Overlap | None, Callable[..., Engine]] = {
-    None: Engine,
-    "forward": ForwardEngine,
-    "backward": BackwardEngine,
-}
+def _engine_class(overlap: Overlap | None) -> Callable[..., Engine]:
+    # Imported when asked for: they follow torch's compiler, which takes seconds to import.
+    if overlap == "forward":
+        from offload.overlap import ForwardEngine
+
+        return ForwardEngine
+    if overlap == "backward":
+        from offload.overlap_backward import BackwardEngine
+
+        return BackwardEngine
+    return Engine
 
 
 def _close_quietly(engine: Engine) -> None:

@@ -11,12 +11,9 @@ import torch._dynamo.convert_frame
 
 from offload.errors import OffloadError
 from offload.rules import Scalars
-from offload.state_pass import StatePass
+from offload.state_pass import STEP_THREAD, StatePass
 from offload.stats import Meter
 from offload.update import ChunkUpdater
-
-STEP_THREAD = "offload-step"
-"""Name of the threads that run passes."""
 
 _compile_lock = torch._dynamo.convert_frame.compile_lock
 

@@ -11,6 +11,9 @@ from offload.stats import Meter
 from offload.streamer import Streamer
 from offload.update import ChunkUpdater
 
+STEP_THREAD = "offload-step"
+"""Name of threads that run a pass beside the model."""
+
 
 class StatePass:
     """Reads, updates and writes a number of chunks.
