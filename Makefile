@@ -29,7 +29,7 @@ demo: $(VENV)/.demo
 # OpenMP threads that spin make a test twenty times as long where something else runs as well.
 test: export OMP_WAIT_POLICY ?= PASSIVE
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --maxprocesses 8
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check

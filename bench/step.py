@@ -81,7 +81,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=2, help="of reads, and of writes (default: %(default)s)")
     add("--steps", type=int, default=3, help="steps in one sample (default: %(default)s)")
     add("--fio-depth", type=int, default=4, help="transfers in flight each way, in fio")
-    add("--limit", type=float, default=1.15, help="of each ratio (default: %(default)s)")
+    add("--limit", type=float, default=1.10, help="of each ratio (default: %(default)s)")
     add("--sweep", choices=sorted(_SWEEPS), help="measure other values of one setting")
     add("--values", default="", help="values to sweep over, with commas")
     add("--resident", default="", help="fractions of the state kept in memory, with commas")

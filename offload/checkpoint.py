@@ -194,6 +194,25 @@ class Checkpoint:
         finally:
             file.close()
 
+    def read_state(self, name: str) -> dict[str, Any]:
+        """Read the optimizer state of one parameter.
+
+        Args:
+            name: The parameter's name, as in ``model.safetensors``.
+
+        Returns:
+            FP32 tensors of the parameter's shape: ``master`` and every state array, decoded if
+            they are stored in fewer bits. A parameter that has never had a gradient has none of
+            them but zeros. Not compared with the digests; that is `verify`.
+
+        Raises:
+            CheckpointNotFoundError: There is no trainable parameter of that name.
+            gds.StorageError: It cannot be read.
+        """
+        from offload.state_reading import read_state  # torch takes long to import
+
+        return read_state(self, name)
+
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read every byte and compare it with the digests taken when it was written.
 

@@ -7,9 +7,12 @@ import os
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from gds import Backend, PosixBackend
+from gds import Backend, PosixBackend, probe
 from gds._backend import Counters
+from gds.calibration import Calibration
+from offload.options import Options
 from offload.trace import Trace, TracedBackend
+from offload.tuning import MIN_STATE_BYTES, apply_calibration, find_calibration
 
 _MAX_SUM = 64
 """Of measured shares: finer ones would say more than a measurement does."""
@@ -39,34 +42,104 @@ def as_directories(directory: Directory | Sequence[Directory]) -> tuple[str, ...
     return paths
 
 
-def make_backends(
-    num: int, *, given: Backend | None, direct: bool | None, trace: Trace | None = None
-) -> list[Backend]:
-    """Return a backend for each directory; a given one serves them all.
+class Drives:
+    """The drives of a store, each with a backend that is fitted to it.
 
-    Each has threads of its own, so that a slow drive does not keep the others waiting.
+    Each backend has threads of its own, so that a slow drive does not keep the others waiting; one
+    that the user passed in serves all.
+
+    Args:
+        directories: One on each drive.
+        options: The user's.
+        trace: Notes all transfers.
     """
-    made: list[Backend] = [given] if given else [PosixBackend(direct=direct) for _ in range(num)]
-    if trace is not None:
-        made = [TracedBackend(backend, trace) for backend in made]
-    return made * num if given else made
 
+    def __init__(self, directories: Sequence[str], options: Options, trace: Trace | None) -> None:
+        if options.shares is not None and len(options.shares) != len(directories):
+            raise ValueError(
+                f"Options(shares=...) needs one number for each directory, got "
+                f"{len(options.shares)} for {len(directories)}: {', '.join(directories)}"
+            )
+        self._directories = directories
+        self._options = options
+        self._calibrations: list[Calibration | None] = [None] * len(directories)
+        self._transports: list[Backend] = (
+            [options.backend]
+            if options.backend
+            else [PosixBackend(direct=options.direct) for _ in directories]
+        )
+        traced = self._transports
+        if trace is not None:
+            traced = [TracedBackend(backend, trace) for backend in traced]
+        self.backends = traced * len(directories) if options.backend else traced
+        """One for each directory."""
 
-def check_shares(shares: Sequence[int] | None, directories: Sequence[str]) -> None:
-    """Check that shares are one for each directory; raises `ValueError`."""
-    if shares is not None and len(shares) != len(directories):
-        raise ValueError(
-            f"Options(shares=...) needs one number for each directory, got {len(shares)} for "
-            f"{len(directories)}: {', '.join(directories)}"
+    def shares(self) -> tuple[int, ...]:
+        """Return how much of a new store's state each drive is to hold.
+
+        In proportion to bandwidth, which is measured if there is more than one and none is known.
+        """
+        if self._options.shares is not None:
+            return tuple(self._options.shares)
+        if len(self._directories) > 1:
+            self._calibrate(MIN_STATE_BYTES)
+        speeds = [found.mixed_gbps if found else 0.0 for found in self._calibrations]
+        return proportional_shares(speeds if all(speeds) else [1.0] * len(speeds))
+
+    def tune(self, state_bytes: int, frame_bytes: int) -> int:
+        """Fit threads and request sizes to the drives; returns how many chunks the ring is to have.
+
+        Args:
+            state_bytes: Of all state; a small one is not worth measuring for.
+            frame_bytes: What one chunk takes in the ring.
+        """
+        self._calibrate(state_bytes)
+        pairs = zip(self._transports, self._calibrations, strict=False)
+        chunks = [apply_calibration(b, self._options, c, frame_bytes) for b, c in pairs]
+        if self._options.ring_chunks is not None:
+            return self._options.ring_chunks
+        return sum(chunks)  # chunks take turns on the drives, and each wants so many
+
+    def counters(self) -> Counters:
+        """Add up what all have moved; seconds are those of the busiest one."""
+        found = [backend.counters() for backend in self._transports]
+        return Counters(
+            bytes_read=sum(c.bytes_read for c in found),
+            bytes_written=sum(c.bytes_written for c in found),
+            num_reads=sum(c.num_reads for c in found),
+            num_writes=sum(c.num_writes for c in found),
+            num_syncs=sum(c.num_syncs for c in found),
+            read_s=max(c.read_s for c in found),
+            write_s=max(c.write_s for c in found),
         )
 
+    def rates(self) -> tuple[float, float, float]:
+        """Return GB/s of reads, of writes, and both at once, of all drives; 0 if not measured."""
+        known = [c for c in self._calibrations if c is not None]
+        if len(known) < len(self._calibrations):
+            return 0.0, 0.0, 0.0
+        return (
+            sum(c.read_gbps for c in known),
+            sum(c.write_gbps for c in known),
+            sum(c.mixed_gbps for c in known),
+        )
 
-def measured_shares(directories: Sequence[str]) -> tuple[int, ...]:
-    """Return how much of the state each directory of a new store should hold.
+    def size_bytes(self) -> int:
+        """Return the size of the file systems; 0 if that is not known."""
+        return sum(map(probe.size_bytes, self._directories))
 
-    Nothing is measured yet: drives are taken to be equally fast.
-    """
-    return proportional_shares([1.0] * len(directories))
+    def close(self) -> None:
+        """Close the backends, unless the user passed one in."""
+        if self._options.backend is None:
+            for backend in self._transports:
+                backend.close()
+
+    def _calibrate(self, state_bytes: int) -> None:
+        for index, directory in enumerate(self._directories):
+            if self._calibrations[index] is None and index < len(self._transports):
+                self._calibrations[index] = find_calibration(
+                    self._transports[index], directory, self._options, state_bytes
+                )
 
 
 def proportional_shares(speeds: Sequence[float]) -> tuple[int, ...]:
@@ -92,17 +165,3 @@ def proportional_shares(speeds: Sequence[float]) -> tuple[int, ...]:
             break
     divisor = math.gcd(*best[1])
     return tuple(share // divisor for share in best[1])
-
-
-def total_counters(backends: Sequence[Backend]) -> Counters:
-    """Add up what several backends have moved; seconds are those of the busiest one."""
-    found = [backend.counters() for backend in dict.fromkeys(backends)]
-    return Counters(
-        bytes_read=sum(c.bytes_read for c in found),
-        bytes_written=sum(c.bytes_written for c in found),
-        num_reads=sum(c.num_reads for c in found),
-        num_writes=sum(c.num_writes for c in found),
-        num_syncs=sum(c.num_syncs for c in found),
-        read_s=max(c.read_s for c in found),
-        write_s=max(c.write_s for c in found),
-    )

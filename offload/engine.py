@@ -16,44 +16,41 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from gds import probe
 from offload.checkpoint import Checkpoint, train_state_header
-from offload.drives import check_shares, make_backends, measured_shares, total_counters
-from offload.errors import (
-    BrokenOptimizerError,
-    NotRestoredError,
-    OffloadError,
-)
+from offload.drives import Drives
+from offload.errors import OffloadError
 from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
 from offload.options import Options
+from offload.parameters import Stored
 from offload.reseal import is_unchanged, replace_train_state
 from offload.resume import choose_checkpoint, load_checkpoint, match_checkpoint
 from offload.rules import Scalars, UpdateRule
-from offload.seal import Seal, SealHandle, describe_seal
+from offload.seal import Captured, Seal, SealHandle, describe_seal
 from offload.slot import Slot
 from offload.state_pass import StatePass
-from offload.stats import Meter, Stats
+from offload.stats import Meter, Stats, collect_stats
 from offload.store import Store
 from offload.streamer import Streamer
 from offload.table import ParameterTable
 from offload.trace import Trace
-from offload.train_state import encode, pack_encoded
+from offload.train_state import EncodedState, encode, pack_encoded
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
+from offload.usable import Usable
+from offload.working_memory import WorkingMemory
 
 Groups = Sequence[dict[str, Any]]
 """``param_groups`` of the optimizer, passed anew to each call: libraries replace the dicts."""
 
 
-class Engine:
+class Engine(Usable):
     """Owns the store, the ring and the threads of one optimizer.
 
     Args:
@@ -64,6 +61,8 @@ class Engine:
         fresh: Whether to start over although the store has checkpoints.
         options: Settings of the machine.
     """
+
+    _updater_class = ChunkUpdater
 
     def __init__(
         self,
@@ -79,35 +78,27 @@ class Engine:
         self._pool = UpdatePool(rule)
         self._options = options
         self._table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
-        check_shares(options.shares, directories)
-        self._owns_backend = options.backend is None
         self._meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
-        self._backends = make_backends(
-            len(directories), given=options.backend, direct=options.direct, trace=self._meter.trace
-        )
-        self._backend = self._backends[0]
-        self._pid = os.getpid()
-        self._closed = False
+        self._drives = Drives(directories, options, self._meter.trace)
+        self._memory = WorkingMemory(self._drives, options, self._meter)
+        self._backend = self._drives.backends[0]
         try:
-            self.store = Store(
+            store = Store(
                 self._backend,
                 directories[0],
-                list(zip(self._backends, directories, strict=True))[1:],
+                list(zip(self._drives.backends, directories, strict=True))[1:],
                 keep=keep,
                 fresh=fresh,
                 train_state_bytes=options.train_state_bytes,
                 reader_timeout_s=options.reader_timeout_s,
                 allow_volatile=options.allow_volatile,
             )
-            if newest := self.store.newest:
-                self._table.shares = newest.manifest.layout.shares
-            else:
-                self._table.shares = tuple(options.shares or measured_shares(directories))
+            newest = store.newest
+            self._table.shares = newest.manifest.layout.shares if newest else self._drives.shares()
         except BaseException:
-            self._close_backends()
+            self._drives.close()
             raise
-        self._decided = fresh or not (self.store.checkpoints or self.store.refused)
-        self._broken = ""
+        super().__init__(store, decided=fresh or not (store.checkpoints or store.refused))
         self.num_steps = 0
         self._state: Slot | None = None
         self._working = False
@@ -115,8 +106,6 @@ class Engine:
         """A slot of a new layout, got in advance so that a full disk is noticed in time."""
         self._sealed: StoredCheckpoint | None = None
         """The checkpoint that the present state is, if nothing has been stepped since."""
-        self._streamer: Streamer | None = None
-        self._blocks: BlockBuffers | None = None
         self._seal: Seal | None = None
 
     def require_space(self, groups: Groups) -> None:
@@ -126,6 +115,16 @@ class Engine:
         """
         layout, _ = self._table.describe(groups)
         self.store.require_space(layout, len(groups))
+
+    def attach(self, groups: Callable[[], Groups | None]) -> None:
+        """Begin to follow the model, where a step runs beside it.
+
+        Args:
+            groups: Returns ``param_groups``, or None if the optimizer is gone.
+        """
+
+    def join(self) -> None:
+        """Wait for a step that runs beside the model, where there is one."""
 
     def step(self, groups: Groups) -> None:
         """Update every parameter that has a gradient.
@@ -175,22 +174,8 @@ class Engine:
         elif not self._working:
             # Nothing was stepped since the last seal, yet the checkpoint must differ from it.
             self._stream(groups, [None] * len(self._table.trainables))
-        slot = self._state
-        # Everything that can be too large fails here, before a checkpoint is withdrawn.
-        manifest = describe_seal(
-            self._rule, self.store.store_id, slot, groups, self._table, self.num_steps
-        )
-        packed = pack_encoded(
-            encoded,
-            capacity_bytes=slot.train_state.size_bytes,
-            header=train_state_header(manifest),
-        )
-        flush = self._ring().flush()
-        seal = Seal(self.store, slot, manifest, packed, stored, self._block_buffers(), flush)
-        self.store.begin_seal()
-        self._working, self._sealed, self._seal = False, None, seal
-        seal.start(self._meter.count_seal)
-        return seal.handle
+        image = self._capture(groups, encoded, stored, self._state, self.num_steps)
+        return self._begin_seal(self._state, image)
 
     def restore(
         self, groups: Groups, which: int | str | None, *, discard_newer: bool
@@ -230,30 +215,16 @@ class Engine:
         """Wait until every transfer and seal that was started has ended; raises their errors."""
         self._require_usable()
         self._collect_seal(wait=True)
-        if self._streamer is not None:
-            self._streamer.synchronize()
+        self._memory.synchronize()
 
     def stats(self) -> Stats:
         """Return the totals so far."""
-        counters, meter, ring = total_counters(self._backends), self._meter, self._streamer
-        totals = {f.name: getattr(meter, f.name) for f in fields(meter) if f.name != "trace"}
-        if self._seal is not None:
-            totals["wait_seal_s"] += self._seal.wait_s
-        layout = self._table.layout
-        return Stats(
-            **totals,
-            num_parameters=layout.num_elements if layout else 0,
-            bytes_read=counters.bytes_read,
-            bytes_written=counters.bytes_written,
-            read_s=counters.read_s,
-            write_s=counters.write_s,
-            ring_bytes=ring.ring_bytes if ring else 0,
-            resident_bytes=ring.resident_bytes if ring else 0,
-            state_bytes=layout.state_bytes if layout else 0,
-            drive_read_gbps=0.0,
-            drive_write_gbps=0.0,
-            drive_mixed_gbps=0.0,
-            drive_bytes=sum(map(probe.size_bytes, self.store.directories)),
+        return collect_stats(
+            self._meter,
+            self._drives,
+            self._memory.streamer,
+            self._table.layout,
+            wait_seal_s=self._seal.wait_s if self._seal else 0.0,
         )
 
     def close(self) -> None:
@@ -272,21 +243,45 @@ class Engine:
         try:
             self._collect_seal(wait=True)
         finally:
-            if self._streamer is not None:
-                self._streamer.reset()
+            self._memory.reset()
             for slot in (self._state, self._reserved):
                 if slot is not None:
                     slot.close()
             self._pool.close()
             self.store.close()
-            self._close_backends()
+            self._drives.close()
             if self._meter.trace is not None:
                 self._meter.trace.write()
 
-    def _close_backends(self) -> None:
-        if self._owns_backend:
-            for backend in self._backends:
-                backend.close()
+    def _capture(
+        self,
+        groups: Groups,
+        encoded: EncodedState,
+        stored: Sequence[Stored],
+        slot: Slot,
+        step: int,
+    ) -> Captured:
+        """Capture by value what a checkpoint of this moment is, apart from its parameters.
+
+        Everything that can be too large fails here, before a checkpoint is withdrawn.
+        """
+        store_id = self.store.store_id
+        manifest = describe_seal(self._rule, store_id, slot, groups, self._table, step)
+        packed = pack_encoded(
+            encoded,
+            capacity_bytes=slot.train_state.size_bytes,
+            header=train_state_header(manifest),
+        )
+        return Captured(manifest, packed, [item.captured() for item in stored], SealHandle(step))
+
+    def _begin_seal(self, slot: Slot, captured: Captured) -> SealHandle:
+        """Start to seal the state, which is in `slot`."""
+        flush = self._ring().flush()
+        seal = Seal(self.store, slot, captured, self._block_buffers(), flush)
+        self.store.begin_seal()
+        self._working, self._sealed, self._seal = False, None, seal
+        seal.start(self._meter.count_seal)
+        return seal.handle
 
     def _stream(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> None:
         """Read, update and write every chunk that needs it; all of them if the state moves."""
@@ -300,11 +295,10 @@ class Engine:
 
     def _begin_pass(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> StatePass:
         """Prepare a pass over every chunk that needs it; all of them if the state moves."""
-        layout = self._layout()
-        updater = ChunkUpdater(
+        updater = self._updater_class(
             self._rule,
             self._pool,
-            layout,
+            self._layout(),
             groups,
             [t.tensor for t in self._table.trainables],
             gradients,
@@ -312,16 +306,17 @@ class Engine:
             step=self.num_steps + 1,
             seed=self._options.rounding_seed,
         )
+        chunks = self._order()
         if self._working and self._state is not None:
             target = self._state
-            chunks = [c for c in range(layout.num_chunks) if updater.touched(c)]
+            chunks = [c for c in chunks if updater.touched(c)]
         else:
             with self._meter.timed("wait_seal_s"):
                 target, self._reserved = self._target(groups), None
-            chunks = list(range(layout.num_chunks))
         return StatePass(
             self._ring(),
             updater,
+            step=self.num_steps + 1,
             source=self._state,
             target=target,
             chunks=chunks,
@@ -329,15 +324,20 @@ class Engine:
             meter=self._meter,
         )
 
+    def _order(self) -> Sequence[int]:
+        """Return all chunks in the order in which a step takes them."""
+        return range(self._layout().num_chunks)
+
     def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
         """Take note of a pass that has gone well, and read ahead for the next one."""
         self._table.scalars = scalars
         self._moved(state_pass.target)
-        self._ring().begin(self._state, range(self._layout().num_chunks))
+        self._ring().begin(self._state, self._order())
 
     def _pass_failed(self, state_pass: StatePass, error: BaseException) -> None:
         """Take note of a pass that has failed half way: only a restore helps."""
-        self._broken = f"step {self.num_steps + 1} failed half way ({error!r})"
+        self._broken = f"step {state_pass.step} failed half way ({error!r})"
+        self.num_steps = state_pass.step - 1
         if state_pass.target is not self._state:
             self._reserved = state_pass.target  # restore() gives it back
 
@@ -367,11 +367,11 @@ class Engine:
             if self._reserved is not None:
                 self.store.release(self._reserved)
             self._reserved, self._working = reserved, False
-        if self._streamer is not None and self._state is not None:
-            flush = self._streamer.flush()  # what is only in memory belongs to the old slot
+        if self._memory.streamer is not None and self._state is not None:
+            flush = self._memory.streamer.flush()  # what is only in memory belongs to the old slot
             flush.start(self._state)
             flush.wait()
-        self._drop_ring()
+        self._memory.drop()
         self._table.adopt(layout, trainables)
 
     def _collect_seal(self, *, wait: bool = False, errors: bool = True) -> None:
@@ -407,9 +407,8 @@ class Engine:
 
     def _forget(self) -> None:
         """Drop what was read ahead, and the working slot, for a restore."""
-        if self._streamer is not None:
-            self._streamer.reset()
-        self._drop_ring()
+        self._memory.reset()
+        self._memory.drop()
         sealed = [checkpoint.slot for checkpoint in self.store.checkpoints]
         for slot in (self._state, self._reserved):
             if slot is not None and all(slot is not other for other in sealed):
@@ -418,60 +417,18 @@ class Engine:
         self._working = False
         self._table.clear()
 
-    def _drop_ring(self) -> None:
-        """Free the memory that was sized for a layout, keeping what it counted."""
-        if self._streamer is not None:
-            self._streamer.synchronize()
-            self._streamer.reset()
-        self._streamer = self._blocks = None
-
     def _ring(self) -> Streamer:
-        if self._streamer is None:
-            self._streamer = Streamer(
-                self._backend,
-                self._layout(),
-                self._options.ring_chunks,
-                self._meter,
-                host_memory_bytes=self._options.host_memory_bytes,
-            )
-        return self._streamer
+        return self._memory.ring(self._layout())
 
     def _block_buffers(self) -> BlockBuffers:
-        if self._blocks is None:
-            header = self._layout().model_header
-            self._blocks = BlockBuffers(self._backend, header.file_bytes - header.data_start)
-        return self._blocks
+        return self._memory.blocks(self._layout())
 
     def _layout(self) -> Layout:
         if self._table.layout is None:
             raise RuntimeError("the store has not been laid out")
         return self._table.layout
 
-    def _require_usable(self) -> None:
-        self._require_alive()
-        if self._streamer is not None and self._streamer.error is not None:
-            self._broken = self._broken or f"a transfer of state failed ({self._streamer.error})"
-        if self._broken:
-            newest = self.store.newest
-            remedy = (
-                f"call restore() to go on from {newest.path}"
-                if newest
-                else "there is no checkpoint yet: construct model and optimizer again"
-            )
-            raise BrokenOptimizerError(f"{self._broken}; {remedy}")
-        if not self._decided:
-            names = [os.path.basename(c.path) for c in self.store.checkpoints]
-            names += [os.path.basename(path) for path, _ in self.store.refused]
-            raise NotRestoredError(
-                f"{self.store.directory} already has checkpoints ({', '.join(names)}): call "
-                "restore() to continue from the newest, or pass fresh=True to start over"
-            )
-
-    def _require_alive(self) -> None:
-        if self._closed:
-            raise OffloadError("the optimizer is closed; construct it again")
-        if os.getpid() != self._pid:
-            raise OffloadError(
-                "this optimizer was made in another process and its store is locked by that one: "
-                "fork workers before constructing it, or let only the parent call it"
-            )
+    @property
+    def _transfer_error(self) -> BaseException | None:
+        streamer = self._memory.streamer
+        return streamer.error if streamer is not None else None

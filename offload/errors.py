@@ -65,3 +65,7 @@ class SealError(OffloadError, RuntimeError):
 
 class BrokenOptimizerError(OffloadError, RuntimeError):
     """An earlier failure left the working state torn; restore a checkpoint to go on."""
+
+
+class OverlapError(OffloadError, RuntimeError):
+    """Something that a step which runs beside backward cannot do; names what can."""

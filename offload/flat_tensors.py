@@ -12,15 +12,16 @@ class FlatTensors:
     """Flat views of tensors, through a contiguous copy where a tensor has no flat view.
 
     A copy lives until all its elements have been finished, and is then written back if it may have
-    been changed. Safe for several threads that ask for different elements.
+    been changed. Tensors that are only read are let go of at that moment. Safe for several threads
+    that ask for different elements.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor | None], *, writable: bool) -> None:
-        self._tensors = tensors
+        self._tensors = list(tensors)
         self._writable = writable
         self._flat: dict[int, torch.Tensor] = {}
-        self._left: dict[int, int] = {}
-        """Elements of each copy that have not been finished."""
+        self._num_left: dict[int, int] = {}
+        """Elements of each viewed tensor that have not been finished."""
         self._lock = threading.Lock()
 
     def view(self, index: int, start: int, stop: int) -> torch.Tensor:
@@ -30,27 +31,27 @@ class FlatTensors:
             with self._lock:
                 flat = self._flat.get(index)
                 if flat is None:
-                    flat = self._flat[index] = self._make(index)
+                    tensor = self._tensors[index]
+                    if tensor is None:
+                        raise RuntimeError(f"tensor {index} is asked for, but there is none")
+                    # reshape is a view where one exists and a copy elsewhere
+                    flat = self._flat[index] = tensor.detach().reshape(-1)
+                    self._num_left[index] = flat.numel()
         return flat[start:stop]
 
-    def finish(self, index: int, num_elements: int) -> None:
-        """Say that so many more elements are done; writes a copy back after the last ones."""
-        if index not in self._left:
-            return
-        with self._lock:
-            self._left[index] -= num_elements
-            if self._left[index]:
-                return
-            del self._left[index]
-            flat, tensor = self._flat.pop(index), self._tensors[index]
-        if self._writable and tensor is not None:
-            tensor.detach().copy_(flat.view(tensor.shape))
+    def replace(self, index: int, tensor: torch.Tensor) -> None:
+        """Set a tensor that has not been viewed yet."""
+        self._tensors[index] = tensor
 
-    def _make(self, index: int) -> torch.Tensor:
-        tensor = self._tensors[index]
-        if tensor is None:
-            raise RuntimeError(f"tensor {index} is asked for, but there is none")
-        flat = tensor.detach().reshape(-1)  # a view where one exists, a copy elsewhere
-        if flat.data_ptr() != tensor.data_ptr():
-            self._left[index] = flat.numel()
-        return flat
+    def finish(self, index: int, num_elements: int) -> None:
+        """Say that so many more elements of a tensor, which has been viewed, are done."""
+        with self._lock:
+            self._num_left[index] -= num_elements
+            if self._num_left[index]:
+                return
+            del self._num_left[index]
+            flat, tensor = self._flat.pop(index), self._tensors[index]
+            if not self._writable:
+                self._tensors[index] = None
+        if self._writable and tensor is not None and flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view(tensor.shape))

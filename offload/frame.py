@@ -7,13 +7,14 @@ import torch
 from gds import ALIGNMENT, Backend, Buffer, IOFuture
 from offload.layout import Layout
 
-_DTYPES = {
+DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
 }
+"""torch dtypes of what state arrays hold, by safetensors code."""
 
 
 class Frame:
@@ -41,9 +42,14 @@ class Frame:
         for name, data in self._bytes.items():
             offset, nbytes = self._layout.byte_range(name, self.chunk)
             pad = offset % ALIGNMENT
-            dtype = _DTYPES[self._layout.formats[name].dtype]
+            dtype = DTYPES[self._layout.formats[name].dtype]
             out[name] = data[pad : pad + nbytes].view(dtype)
         return out
+
+
+def frame_bytes(layout: Layout) -> int:
+    """Return the bytes of a frame: what one chunk takes in memory."""
+    return sum(frame_sizes(layout).values())
 
 
 def frame_sizes(layout: Layout) -> dict[str, int]:

@@ -17,14 +17,15 @@ from offload.checkpoint import Checkpoint
 from offload.drives import Directory, as_directories
 from offload.engine import Engine
 from offload.errors import MismatchError, OffloadError
-from offload.options import Options
+from offload.options import Options, Overlap
 from offload.rules import UpdateRule
 from offload.seal import SEAL_THREAD, SealHandle
+from offload.state_pass import STEP_THREAD
 from offload.stats import Stats
 from offload.update_pool import UPDATE_THREAD
 
 _REFERENCE_FORMAT = "offload-reference-1"
-_OWN_THREADS = (SEAL_THREAD, UPDATE_THREAD, "gds-")
+_OWN_THREADS = (SEAL_THREAD, STEP_THREAD, UPDATE_THREAD, "gds-")
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -74,13 +75,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"keep must be at least 1, got {keep}: with 0 there would be no checkpoint while "
                 "the next one is being sealed"
             )
+        if options.overlap is not None and model is None:
+            raise ValueError(
+                f"overlap={options.overlap!r} needs model=, the module that is called in training: "
+                "pass the one whose parameters() you gave"
+            )
         self._engine: Engine | None = None
         self._running = ""
         rule = UpdateRule(optimizer_class, hyper)
         super().__init__(params, dict(rule.defaults))
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
-        engine = Engine(
+        engine = _engine_class(options.overlap)(
             rule, as_directories(directory), model=model, keep=keep, fresh=fresh, options=options
         )
         try:
@@ -91,6 +97,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._engine = engine
         # A dropped optimizer lets go of its store; whether its last seal succeeded is then unknown.
         self._finalizer = weakref.finalize(self, _close_quietly, engine)
+        optimizer = weakref.ref(self)
+        engine.attach(lambda: getattr(optimizer(), "param_groups", None))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -118,6 +126,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
+            self._live_engine().require_closures()
             with torch.enable_grad():
                 loss = closure()
         with self._exclusive("step") as engine:
@@ -214,6 +223,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         `checkpoint`.
         """
         engine = self._live_engine()
+        engine.join()
         groups = super().state_dict()["param_groups"]
         return {
             "format": _REFERENCE_FORMAT,
@@ -230,6 +240,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             MismatchError: It is anything else. To continue from a checkpoint, call `restore`.
         """
         engine = self._live_engine()
+        engine.join()
         position = (_REFERENCE_FORMAT, engine.store.store_id, engine.num_steps)
         found = tuple(state_dict.get(key) for key in ("format", "store", "step"))
         if found != position:
@@ -243,6 +254,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise ValueError("loaded state dict has a different number of parameter groups")
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in values.items() if k not in ("params", "param_names")})
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Where GradScaler asks: it must not find this, and is refused if it comes too late."""
+        self._live_engine().require_unscaled()
+        raise AttributeError("_step_supports_amp_scaling")
 
     def close(self) -> None:
         """Wait for what is in flight and let go of the store. Idempotent.
@@ -323,6 +340,19 @@ class SGD(OffloadedOptimizer):
 
     def __init__(self, params: Iterable[Any], **kwargs: Any) -> None:
         super().__init__(torch.optim.SGD, params, **kwargs)
+
+
+def _engine_class(overlap: Overlap | None) -> Callable[..., Engine]:
+    # Imported when asked for: they follow torch's compiler, which takes seconds to import.
+    if overlap == "forward":
+        from offload.overlap import ForwardEngine
+
+        return ForwardEngine
+    if overlap == "backward":
+        from offload.overlap_backward import BackwardEngine
+
+        return BackwardEngine
+    return Engine
 
 
 def _close_quietly(engine: Engine) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, TypeAlias, get_args
 
 from gds import ALIGNMENT, Backend
 from offload.formats import MasterFormat, StateDtype, StateFormat
 from offload.train_state import MAX_CAPACITY_BYTES
+
+Overlap: TypeAlias = Literal["forward", "backward"]
+"""What of the model's work a step may run beside."""
 
 _MIN_CHUNK_BYTES = ALIGNMENT
 
@@ -25,9 +28,21 @@ class Options:
     """Bytes of one FP32 state array that are streamed at a time. Rounded down to 4 KiB. Fixed when
     a store is made: a resume keeps the store's own value."""
 
-    ring_chunks: int = 4
+    ring_chunks: int | None = None
     """Chunks in memory at once: those being read, updated and written. At least 2. The ring takes
-    ``ring_chunks * chunk_bytes * number of state arrays`` of host memory."""
+    ``ring_chunks * chunk_bytes * number of state arrays`` of host memory. None for what the
+    drive needs, as measured, or 4."""
+
+    threads: int | None = None
+    """Reads, and writes, that run at once. None for what was measured to suit the drive, or 2."""
+
+    request_bytes: int | None = None
+    """Most bytes to ask of the drive at once, a multiple of 4096. None for what was measured to
+    suit the drive; where nothing was, a chunk of one state array is one request."""
+
+    calibrate: bool = True
+    """Measure the drive for a second or two before the first step of a store of 1 GiB or more,
+    and remember the result in the store, as ``calibration.json``."""
 
     host_memory: int | str = 0
     """Bytes, or a string such as ``"8GiB"``, of host memory in which state may stay between steps,
@@ -49,6 +64,13 @@ class Options:
     """With ``directory=[a, b, ...]``: how much of the state each of them holds, as whole numbers in
     proportion to each other; best in proportion to bandwidth. None means equally much. Fixed when a
     store is made: a resume keeps the store's own."""
+
+    overlap: Overlap | None = None
+    """Hide the step behind the model's work; needs ``model=``. None: ``step()`` returns when the
+    parameters are updated. ``"forward"``: it returns at once, having moved the gradients out, and
+    the next forward waits, module by module, for the parameters that it uses. ``"backward"``:
+    parameters are updated as soon as their gradients are final, so that nothing can be done to
+    gradients between ``backward()`` and ``step()``."""
 
     rounding_seed: int = 0
     """Seed of the stochastic rounding of ``state_dtype="bfloat16"``."""
@@ -79,7 +101,15 @@ class Options:
                 f"chunk_bytes must be at least {_MIN_CHUNK_BYTES} (the alignment of direct I/O), "
                 f"got {self.chunk_bytes}"
             )
-        if self.ring_chunks < 2:
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if self.request_bytes is not None and (
+            self.request_bytes < ALIGNMENT or self.request_bytes % ALIGNMENT
+        ):
+            raise ValueError(
+                f"request_bytes must be a multiple of {ALIGNMENT}, got {self.request_bytes}"
+            )
+        if self.ring_chunks is not None and self.ring_chunks < 2:
             raise ValueError(
                 "ring_chunks must be at least 2, so that one chunk can be read while another is "
                 f"written, got {self.ring_chunks}"
@@ -87,9 +117,12 @@ class Options:
         for name, value, known in (
             ("master", self.master, get_args(MasterFormat)),
             ("state_dtype", self.state_dtype, get_args(StateDtype)),
+            ("overlap", self.overlap, (None, *get_args(Overlap))),
         ):
             if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(str, known))}, got {value!r}"
+                )
         _ = self.host_memory_bytes
         if (
             self.train_state_bytes % ALIGNMENT
@@ -111,6 +144,11 @@ class Options:
             raise ValueError(f"reader_timeout_s must not be negative, got {self.reader_timeout_s}")
         if self.backend is not None and self.direct is not None:
             raise ValueError("direct has no effect on a backend that is passed in: set one of them")
+        if self.backend is not None and (self.threads or self.request_bytes):
+            raise ValueError(
+                "threads and request_bytes have no effect on a backend that is passed in: set them "
+                "there"
+            )
 
     @property
     def host_memory_bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,10 @@ class Stored:
     tensor: torch.Tensor
     by_value: bool
     """Whether a checkpoint copies it at once: a forward pass changes buffers."""
+
+    def captured(self) -> Stored:
+        """Return the same, with a copy of the tensor where that is needed."""
+        return replace(self, tensor=self.tensor.detach().clone()) if self.by_value else self
 
 
 def describe_parameters(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -72,6 +72,10 @@ class SealHandle:
         """Wait until sealing has ended, well or badly."""
         futures.wait([self._future])
 
+    def fail(self, error: SealError) -> None:
+        """Make `result` raise an error: it will never be sealed."""
+        self._future.set_exception(error)
+
     @classmethod
     def finished(cls, checkpoint: Checkpoint) -> SealHandle:
         """Return a handle for a checkpoint that is durable already."""
@@ -80,16 +84,31 @@ class SealHandle:
         return handle
 
 
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What a checkpoint is, as of the moment at which it was asked for."""
+
+    manifest: Manifest
+    """Digests are filled in as they become known."""
+
+    train_state: bytes
+    """Packed, of just the size of the slot's file."""
+
+    stored: Sequence[Stored]
+    """The tensors of the model file: copies of those that a forward changes."""
+
+    handle: SealHandle
+    """What the caller has got."""
+
+
 class Seal:
     """One seal in flight.
 
     Args:
         store: Where the slot belongs; `Store.begin_seal` has been called.
         slot: The working slot.
-        manifest: What the checkpoint is; digests are filled in as they become known.
-        train_state: Packed, of just the size of the slot's file.
-        stored: The tensors of the model file.
-        buffers: Memory for copying them.
+        captured: What the checkpoint is.
+        buffers: Memory for copying tensors.
         flush: What of the state is not in the slot yet.
     """
 
@@ -97,19 +116,17 @@ class Seal:
         self,
         store: Store,
         slot: Slot,
-        manifest: Manifest,
-        train_state: bytes,
-        stored: Sequence[Stored],
+        captured: Captured,
         buffers: BlockBuffers,
         flush: Flush,
     ) -> None:
-        self.handle = SealHandle(manifest.step)
+        self.handle = captured.handle
         self.wait_s = 0.0
         """Seconds that `wait_copied` has held up training."""
         self._store = store
         self.slot = slot
-        self._manifest = manifest
-        self._train_state = train_state
+        self._manifest = manifest = captured.manifest
+        self._train_state = captured.train_state
         self._buffers = buffers
         self._flush = flush
         self._progress = threading.Condition()
@@ -117,12 +134,10 @@ class Seal:
         tensors: dict[str, torch.Tensor] = {}
         self._versions: list[tuple[str, torch.Tensor, int, int]] = []
         entries = manifest.layout.model_header.entries
-        for item in stored:
+        for item in captured.stored:
             name = item.spec.name
-            if item.by_value:
-                tensors[name] = item.tensor.detach().clone()
-            else:
-                tensors[name] = item.tensor
+            tensors[name] = item.tensor
+            if not item.by_value:
                 stop = entries[name].stop
                 self._versions.append((name, item.tensor, item.tensor._version, stop))
         self._versions.sort(key=lambda version: version[3], reverse=True)
@@ -155,7 +170,7 @@ class Seal:
             self.slot.model_leaves.clear()
             self._flush.abandon()
             self._finish()
-            self.handle._future.set_exception(failure)
+            self.handle.fail(failure)
         else:
             succeeded(self._written_bytes(), time.perf_counter() - started)
             self._finish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from offload.rules import Scalars
 from offload.seal import Seal
@@ -11,6 +11,9 @@ from offload.stats import Meter
 from offload.streamer import Streamer
 from offload.update import ChunkUpdater
 
+STEP_THREAD = "offload-step"
+"""Name of threads that run a pass beside the model."""
+
 
 class StatePass:
     """Reads, updates and writes a number of chunks.
@@ -18,6 +21,7 @@ class StatePass:
     Args:
         streamer: Moves them.
         updater: Updates them.
+        step: Number of the step that this is, from 1.
         source: The slot that holds the state; None if there is none yet.
         target: The slot to write; the same one, if it is the working slot.
         chunks: In the order in which to update them.
@@ -30,19 +34,32 @@ class StatePass:
         streamer: Streamer,
         updater: ChunkUpdater,
         *,
+        step: int,
         source: Slot | None,
         target: Slot,
         chunks: Sequence[int],
         seal: Seal | None,
         meter: Meter,
     ) -> None:
+        self.step = step
         self.source = source
         self.target = target
         self.chunks = chunks
+        self.schedule: Iterable[int] = chunks
+        """Yields each of the chunks, in that order, when it may be updated; some may be left out
+        in the end, if `announce` is told."""
         self._streamer = streamer
-        self._updater = updater
+        self.updater = updater
         self._seal = seal
         self._meter = meter
+
+    def is_needed(self, chunk: int) -> bool:
+        """Return whether anything is to be done to a chunk: it is stepped, or moves."""
+        return self.source is not self.target or self.updater.touched(chunk)
+
+    def announce(self, chunks: Sequence[int]) -> None:
+        """Say which chunks are still to come."""
+        self._streamer.begin(self.source, chunks)
 
     def run(self, updated: Callable[[int], object] | None = None) -> list[Scalars | None]:
         """Update all chunks; the last writes may still be in progress on return.
@@ -59,21 +76,21 @@ class StatePass:
         """
         streamer, seal = self._streamer, self._seal
         model_stops = streamer.layout.model_stops
-        streamer.begin(self.source, self.chunks)
-        for chunk in self.chunks:
+        self.announce(self.chunks)
+        for chunk in self.schedule:
             frame = streamer.take(chunk)
             try:
                 if seal is not None:
                     seal.wait_copied(model_stops[chunk])
                 with self._meter.timed("compute_s", chunk=chunk):
-                    self._updater.update(chunk, frame.tensors())
+                    self.updater.update(chunk, frame.tensors())
             except BaseException:
                 streamer.discard(frame)
                 raise
             if updated is not None:
                 updated(chunk)
             streamer.put(frame, self.target)
-        scalars = self._updater.finish()
+        scalars = self.updater.finish()
         if seal is not None:
             # From here on the user may also change what no step does: frozen parameters.
             seal.wait_copied(seal.data_bytes)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from torch.profiler import record_function
 
 from offload.trace import Trace
+
+if TYPE_CHECKING:
+    from offload.drives import Drives
+    from offload.layout import Layout
+    from offload.streamer import Streamer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +47,20 @@ class Stats:
     """Seconds of updating: gathering gradients, torch's step, casting back."""
 
     wait_read_s: float
-    """Seconds that the training thread waited for reads."""
+    """Seconds that the update waited for reads."""
 
     wait_write_s: float
     """Seconds that it waited for a free frame of the ring, which writes were holding."""
 
     wait_seal_s: float
     """Seconds that it waited for a seal to copy parameters or to free a slot."""
+
+    wait_update_s: float
+    """With ``Options(overlap=...)``: seconds that the training thread waited for the step that runs
+    beside it. All other waits and the computing are then that step's own."""
+
+    moved_gradient_bytes: int
+    """With ``Options(overlap=...)``: most bytes of gradients that such a step has held at once."""
 
     seals: int
     """Checkpoints sealed."""
@@ -146,6 +159,8 @@ class Meter:
     wait_read_s: float = 0.0
     wait_write_s: float = 0.0
     wait_seal_s: float = 0.0
+    wait_update_s: float = 0.0
+    moved_gradient_bytes: int = 0
     seal_s: float = 0.0
     restore_s: float = 0.0
     trace: Trace | None = None
@@ -176,3 +191,41 @@ class Meter:
             if self.trace is not None:
                 lane = "update" if what == "compute" else "training"
                 self.trace.add(lane, what, started, stopped, **details)
+
+
+def collect_stats(
+    meter: Meter,
+    drives: Drives,
+    streamer: Streamer | None,
+    layout: Layout | None,
+    *,
+    wait_seal_s: float,
+) -> Stats:
+    """Put the totals together from all who count them.
+
+    Args:
+        meter: What the engine has counted.
+        drives: What has been moved, and what they can do.
+        streamer: The ring, if there is one.
+        layout: Of the state, if it has been laid out.
+        wait_seal_s: Seconds that a seal in flight has held up training.
+    """
+    totals = {f.name: getattr(meter, f.name) for f in fields(meter) if f.name != "trace"}
+    totals["wait_seal_s"] += wait_seal_s
+    counters = drives.counters()
+    read_gbps, write_gbps, mixed_gbps = drives.rates()
+    return Stats(
+        **totals,
+        num_parameters=layout.num_elements if layout else 0,
+        bytes_read=counters.bytes_read,
+        bytes_written=counters.bytes_written,
+        read_s=counters.read_s,
+        write_s=counters.write_s,
+        ring_bytes=streamer.ring_bytes if streamer else 0,
+        resident_bytes=streamer.resident_bytes if streamer else 0,
+        state_bytes=layout.state_bytes if layout else 0,
+        drive_read_gbps=read_gbps,
+        drive_write_gbps=write_gbps,
+        drive_mixed_gbps=mixed_gbps,
+        drive_bytes=drives.size_bytes(),
+    )

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 from gds import Backend, IOFuture
 from offload.errors import CheckpointError
-from offload.frame import Frame, frame_sizes
+from offload.frame import Frame, frame_bytes
 from offload.layout import Layout
 from offload.slot import Slot
 from offload.stats import Meter
@@ -53,13 +53,14 @@ class Streamer:
         host_memory_bytes: int = 0,
     ) -> None:
         self.layout = layout
-        frame_bytes = sum(frame_sizes(layout).values())
-        resident = _spread(host_memory_bytes // frame_bytes if frame_bytes else 0, layout)
+        nbytes = frame_bytes(layout)
+        resident = _spread(host_memory_bytes // nbytes if nbytes else 0, layout)
         self._resident = {chunk: Frame(backend, layout) for chunk in resident}
         num_frames = min(ring_chunks, layout.num_chunks - len(resident))
         self._free = [Frame(backend, layout) for _ in range(num_frames)]
-        self.ring_bytes = frame_bytes * num_frames
-        self.resident_bytes = frame_bytes * len(resident)
+        self._num_frames = num_frames
+        self.ring_bytes = nbytes * num_frames
+        self.resident_bytes = nbytes * len(resident)
         self._held: set[int] = set()
         """Resident chunks whose memory is the state."""
         self._dirty: set[int] = set()
@@ -78,11 +79,15 @@ class Streamer:
     def begin(self, source: Slot | None, chunks: Sequence[int]) -> None:
         """Say which chunks will be taken next, in which order, and where they are read from.
 
-        What has been read ahead from the same source is kept.
+        What has been read ahead from the same source is kept, if it is among the next to be taken:
+        anything else could fill the ring with chunks that are of no use until others have passed.
         """
         with self._changed:
             self._queue.clear()
-            wanted = set(chunks) if source is self._source else set()
+            wanted: set[int] = set()
+            if source is self._source:
+                wanted = {c for c in chunks if c in self._resident}
+                wanted.update([c for c in chunks if c not in wanted][: self._num_frames])
             for chunk in [c for c in self._loading if c not in wanted]:
                 self._drop(chunk)
             self._source = source

@@ -15,6 +15,7 @@ half, which is less than half a step of bf16.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -84,7 +85,11 @@ class ChunkUpdater:
     ) -> None:
         self._pool = pool
         self._layout = layout
-        self._hyper = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        # By value: a scheduler may change a tensor in place while the step is still going on.
+        self._hyper = [
+            {k: copy.deepcopy(v) for k, v in g.items() if k not in ("params", "param_names")}
+            for g in groups
+        ]
         self._rules = [rule.rule(group) for group in self._hyper]
         self._keys = [
             _Key(spec.group, p.dtype, s, g is not None)
@@ -95,6 +100,11 @@ class ChunkUpdater:
         self._stepped: dict[_Key, Scalars] = {}
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
         self._coder = StateCoder(layout.state_dtype, seed, step)
+
+    def give(self, index: int, gradient: torch.Tensor) -> None:
+        """Set the gradient of a parameter that had none, before any of its chunks is updated."""
+        self._gradients.replace(index, gradient)
+        self._keys[index] = self._keys[index]._replace(has_gradient=True)
 
     def touched(self, chunk: int) -> bool:
         """Return whether any parameter in the chunk has a gradient."""

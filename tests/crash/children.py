@@ -68,10 +68,12 @@ class _GatedFile(WrapperFile):
         return super().write(source, offset)
 
 
-def trained(directory: str, backend: GatedBackend | None = None) -> tuple[Model, AdamW]:
+def trained(
+    directory: str, backend: GatedBackend | None = None, **changes: object
+) -> tuple[Model, AdamW]:
     """Take two steps."""
     model = Model()
-    settings = options(backend) if backend else options()
+    settings = options(backend, **changes)
     optimizer = optimizer_for(model, f"{directory}/run", settings)
     for step in (1, 2):
         backward(model, step)
@@ -220,6 +222,74 @@ def restore_within_a_step(directory: str) -> None:
 def step_within_a_step(directory: str) -> None:
     """The same with `step`."""
     _call_within_a_step(directory, lambda optimizer: optimizer.step())
+
+
+def end_while_stepping(directory: str) -> None:
+    """End with a step beside the model in progress, and a checkpoint behind it."""
+    _held_amid_a_step(directory).set()
+
+
+def end_by_an_error_while_stepping(directory: str) -> None:
+    """The same, by an error that nobody catches."""
+    _held_amid_a_step(directory).set()
+    raise RuntimeError("the training script has a bug")
+
+
+def killed_while_stepping(directory: str) -> None:
+    """Be killed there."""
+    _held_amid_a_step(directory)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fork_while_stepping(directory: str) -> None:
+    """Use the model in a forked child, for which the step never ends."""
+    let_go = _held_amid_a_step(directory)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _kept[0].state_dict()
+        except Exception as error:  # noqa: BLE001  (any is the answer)
+            print(f"{type(error).__name__}: {error}", flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    let_go.set()
+
+
+_kept: list[Model] = []
+
+
+def _held_amid_a_step(directory: str) -> threading.Event:
+    backend = GatedBackend()
+    backend.gate.set()
+    model, optimizer = trained(directory, backend, overlap="forward")
+    optimizer.checkpoint({"step": 2}).result()
+    let_go, stepping = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        stepping.set()
+        let_go.wait()
+
+    backend.on_state_write = hold
+    backward(model, 3)
+    optimizer.step()
+    handle = optimizer.checkpoint({"step": 3})
+    stepping.wait()
+    assert not handle.done()
+    _kept.append(model)
+    atexit.register(lambda: optimizer)  # it lives as long as the program
+    return let_go
+
+
+def end_amid_a_backward(directory: str) -> None:
+    """End by an error in a backward that has stepped half of the state."""
+    model, _optimizer = trained(directory, overlap="backward")
+    _optimizer.checkpoint({"step": 2}).result()
+
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("the training script has a bug")
+
+    model.norm.weight.register_hook(fail)
+    backward(model, 3)
 
 
 def _call_within_a_step(directory: str, call: Callable[[AdamW], object]) -> None:

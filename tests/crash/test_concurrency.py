@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import offload.checkpoint
+import offload._verify
 import offload.free_slots
 import offload.manifest
 import offload.model_file
@@ -412,7 +412,7 @@ class Rows(torch.nn.Module):
 class TestSealBehindTraining:
     @pytest.fixture(autouse=True)
     def small_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (offload.manifest, offload.model_file, offload.checkpoint):
+        for module in (offload.manifest, offload.model_file, offload._verify):
             monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", 4096)
 
     @pytest.fixture

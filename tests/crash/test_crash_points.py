@@ -38,6 +38,9 @@ OTHERS = ("/fast/run", "/slow/run")
 """The directories on the further drives of a store that has three."""
 
 SHARES = (1, 2, 1)
+RESIDENT_BYTES = 40_000
+"""Of memory for state that stays: some of the chunks."""
+
 HEAD_FROM = 4
 """The step before which the scenario ``added group`` begins to train the head."""
 
@@ -91,6 +94,7 @@ class Trainer:
         with_head: bool = False,
         promised: Position | None = None,
         fresh: bool = False,
+        host_memory: int | str = 0,
     ) -> None:
         self.backend = backend
         self.history = history
@@ -100,7 +104,7 @@ class Trainer:
         self.optimizer: AdamW = optimizer_for(
             self.model,
             [STORE, *OTHERS[: drives - 1]],
-            options(backend, shares=SHARES[:drives]),
+            options(backend, shares=SHARES[:drives], host_memory=host_memory),
             keep=keep,
             fresh=fresh,
             with_head=with_head and num_groups(backend) == 2,
@@ -163,6 +167,24 @@ def sealed_behind_training(backend: CrashBackend, keep: int, drives: int) -> Non
     trainer.seal(1, meanwhile=3)
     trainer.seal(3, meanwhile=5)
     trainer.seal(5, meanwhile=6)
+    trainer.close()
+
+
+def resident_state(backend: CrashBackend, keep: int, drives: int) -> None:
+    """Some of the state is written by seals only, while the next step wants to change it."""
+    trainer = Trainer(backend, keep=keep, drives=drives, host_memory=RESIDENT_BYTES)
+    trainer.train(1, 2)
+    trainer.seal(2, meanwhile=3)
+    assert trainer.optimizer.stats().resident_bytes
+    trainer.seal(3, meanwhile=5)
+    trainer.seal(5)
+    trainer.close()
+    trainer = Trainer(
+        backend, keep=keep, drives=drives, host_memory="1GiB", promised=trainer.promised
+    )
+    assert trainer.restore() == Position(5)
+    trainer.train(6, 6)
+    trainer.seal(6)
     trainer.close()
 
 
@@ -255,6 +277,7 @@ def sealed_twice(backend: CrashBackend, keep: int, drives: int) -> None:
 SCENARIOS: dict[str, Callable[[CrashBackend, int, int], None]] = {
     "three checkpoints": three_checkpoints,
     "sealed behind training": sealed_behind_training,
+    "resident state": resident_state,
     "two processes": two_processes,
     "replaced train state": replaced_train_state,
     "added group": added_group,

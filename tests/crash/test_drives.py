@@ -14,9 +14,9 @@ import torch
 
 from gds import Backend, MemoryBackend, PosixBackend, WrapperBackend
 from gds._backend import Capabilities
-from offload import AdamW, list_checkpoints, load_parameters, open_checkpoint
+from offload import AdamW, Options, list_checkpoints, load_parameters, open_checkpoint
 from offload.cli import main
-from offload.drives import make_backends
+from offload.drives import Drives
 from offload.errors import (
     CheckpointError,
     SealError,
@@ -296,13 +296,12 @@ class TestDirectories:
         lock.release()
 
     def test_each_has_threads_of_its_own(self) -> None:
-        made = make_backends(3, given=None, direct=None)
-        assert len(set(made)) == 3
-        assert all(isinstance(backend, PosixBackend) for backend in made)
-        for backend in made:
-            backend.close()
+        drives = Drives(["/a", "/b", "/c"], Options(), None)
+        assert len(set(drives.backends)) == 3
+        assert all(isinstance(backend, PosixBackend) for backend in drives.backends)
+        drives.close()
         given = MemoryBackend()
-        assert make_backends(2, given=given, direct=None) == [given, given]
+        assert Drives(["/a", "/b"], Options(backend=given), None).backends == [given, given]
 
 
 class TestSharedDirectory:

@@ -6,11 +6,7 @@ written and sealed is the same as if each had waited for the one before.
 
 from __future__ import annotations
 
-import random
 import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,61 +20,13 @@ from gds._pool import TransferPool
 from gds._wrapper import WrapperFile
 from offload.errors import SealError
 from offload.seal import Seal
+from tests.numerics.delays import Disordered
 from tests.numerics.models import FIRST_LATE_STEP, trainable
 from tests.numerics.pairs import CASES, CUTS, Cut, Pair
 from tests.numerics.reference import assert_same_bits, assert_same_state, read_state
 
 TIMEOUT_S = 30
 """Only reached where something that should happen does not."""
-
-
-class Disordered(WrapperBackend):
-    """Transfers take random times and overtake each other."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(MemoryBackend())
-        self.random = random.Random(seed)
-        self.pool = ThreadPoolExecutor(4)
-
-    def wrap_file(self, file: File) -> File:
-        return DisorderedFile(file, self)
-
-
-class DisorderedFile(WrapperFile):
-    def __init__(self, inner: File, backend: Disordered) -> None:
-        super().__init__(inner)
-        self.backend = backend
-        self.in_flight: list[Future[int]] = []
-        self.writes: list[Future[int]] = []
-
-    def read(self, into: Buffer, offset: int) -> IOFuture:
-        return self.later(lambda: self.inner.read(into, offset).result())
-
-    def write(self, source: Buffer, offset: int) -> IOFuture:
-        future = self.later(lambda: self.inner.write(source, offset).result())
-        self.writes = [f for f in self.writes if not f.done()] + [future]
-        return future
-
-    def sync(self) -> None:
-        # Reads may be in flight: the next step's are, from the very slot that is being sealed.
-        assert all(future.done() for future in self.writes), "synced amid a write"
-        super().sync()
-
-    def close(self) -> None:
-        for future in self.in_flight:
-            future.exception()
-        super().close()
-
-    def later(self, transfer: Callable[[], int]) -> Future[int]:
-        delay = self.backend.random.choice([0, 0, 0.0005, 0.002, 0.008])
-
-        def move() -> int:
-            time.sleep(delay)
-            return transfer()
-
-        future = self.backend.pool.submit(move)
-        self.in_flight = [f for f in self.in_flight if not f.done()] + [future]
-        return future
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,26 @@ def test_other_optimizers(name, case):
     assert pair.optimizer.checkpoint().result().verify().ok
 
 
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"chunk-{cut[0]}")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_checkpoint_gives_back_every_array_as_fp32(name, cut):
+    pair = make_pair(name, cut)
+    for step in range(9):
+        pair.step(step)
+    checkpoint = pair.optimizer.checkpoint().result()
+    for parameter, live in trainable(pair.expected).items():
+        if live not in pair.reference.started:
+            continue
+        found = checkpoint.read_state(parameter)
+        assert_same_bits(found.pop("master"), pair.reference.masters[live].detach(), parameter)
+        expected = pair.reference.state(live)
+        assert found.keys() == expected.keys() - {"step"}
+        for array, value in found.items():
+            assert_same_bits(value, expected[array], f"{array} of {parameter}")
+    with pytest.raises(offload.errors.CheckpointNotFoundError, match="no trainable parameter 'x'"):
+        checkpoint.read_state("x")
+
+
 def test_a_split_master_is_recovered_from_what_is_stored_in_two_files():
     pair = make_pair("split", CUTS[0])
     for step in range(9):

@@ -1,0 +1,196 @@
+"""``Options(overlap="forward")``: a step that runs beside the forward that follows it.
+
+`step` moves the gradients out, starts the pass on a thread and returns; hooks on the model wait for
+what they need. A checkpoint that is asked for meanwhile is captured at once, but for the parameters
+and the state, and begins when the pass has ended. While a pass is running the engine belongs to its
+thread: every other call waits for it first.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload.checkpoint import Checkpoint
+from offload.engine import Engine, Groups
+from offload.errors import OffloadError, SealError
+from offload.forward_hooks import ForwardHooks
+from offload.running import BesideUpdater, RunningPass
+from offload.seal import Captured, SealHandle
+from offload.slot import Slot
+from offload.train_state import encode
+
+
+class ForwardEngine(Engine):
+    """An engine whose steps overlap with the model's next forward.
+
+    Args:
+        model: The module that is called; its parameters are waited for by hooks on its modules.
+        arguments: Those of `Engine`.
+    """
+
+    _updater_class = BesideUpdater
+
+    def __init__(self, *arguments: Any, model: torch.nn.Module, **options: Any) -> None:
+        super().__init__(*arguments, model=model, **options)
+        self._running: RunningPass | None = None
+        self._late_error: OffloadError | None = None
+        """Of a checkpoint that was made on the pass's thread."""
+        self._hooks = ForwardHooks(model)
+
+    def attach(self, groups: Callable[[], Groups | None]) -> None:  # noqa: ARG002
+        """Put hooks on the model."""
+        self._hooks.attach()
+
+    def join(self) -> None:
+        """Wait for the step that is running, and for what has been asked for since.
+
+        Raises:
+            BaseException: The step failed, and nobody has been told.
+            SealError: A checkpoint that was to begin at its end failed.
+        """
+        running = self._running
+        if running is not None:
+            running.join()
+            self._running = None
+            self._hooks.release()
+            running.raise_error()
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
+
+    def step(self, groups: Groups) -> None:
+        """Begin to update every parameter that has a gradient; the gradients are moved out."""
+        self.join()
+        self._require_usable()
+        self._collect_seal()
+        with self._meter.timed("step_s"):
+            if not self._table.is_current(groups):
+                self._relayout(groups)
+            gradients = self._table.gradients(groups)
+            if all(gradient is None for gradient in gradients):
+                self.num_steps += 1
+                return
+            must_wait = self._hooks.plan(self._layout(), self._table.trainables, gradients)
+            state_pass = self._begin_pass(groups, gradients)
+            running = RunningPass(state_pass, self._pass_ended, self._pass_failed, self._meter)
+            try:
+                self._move(gradients)
+                del gradients  # the pass lets go of each when it has been applied
+                self._meter.steps += 1
+                self.num_steps += 1
+                self._running = running  # known before it begins: it may be interrupted here
+                self._hooks.begin(running)
+                running.start()
+            except BaseException as error:
+                if running.cancel():
+                    self._running = None
+                    self._hooks.release()
+                    self._pass_failed(state_pass, error)
+                raise
+            running.wait_for(must_wait)
+
+    def checkpoint(self, groups: Groups, train_state: object) -> SealHandle:
+        """Seal the present state, when the step that is running has ended."""
+        running = self._running
+        if running is not None and not running.ended and self._late_error is None:
+            with self._hooks.suspended():
+                target = running.state_pass.target
+                captured = self._capture_early(target, groups, train_state)
+            if captured is not None and running.then(partial(self._seal_after, target, captured)):
+                return captured.handle
+        self.join()
+        return super().checkpoint(groups, train_state)
+
+    def restore(
+        self, groups: Groups, which: int | str | None, *, discard_newer: bool
+    ) -> Checkpoint | None:
+        """Continue from a checkpoint, whatever becomes of the step that is running."""
+        self._require_alive()
+        try:
+            self.join()
+        except Exception as error:  # noqa: BLE001  (what it left behind is what is given up here)
+            warnings.warn(f"given up by restore(): {error}", RuntimeWarning, stacklevel=3)
+        self._late_error = None
+        return super().restore(groups, which, discard_newer=discard_newer)
+
+    def add_parameters(self, groups: Groups) -> None:
+        """Lay out parameters that were added to the groups, after the step that is running."""
+        self.join()
+        super().add_parameters(groups)
+
+    def synchronize(self) -> None:
+        """Wait for the step that is running, and every transfer and seal."""
+        self.join()
+        super().synchronize()
+
+    def close(self) -> None:
+        """Wait for what is in flight and let go of everything, the model's hooks too."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        if self._running is not None:
+            self._running.join()  # interrupted here, it can be closed again
+        self._hooks.remove()
+        try:
+            self.join()
+        finally:
+            super().close()
+
+    def _order(self) -> Sequence[int]:
+        chunks = super()._order()
+        return self._hooks.order if len(self._hooks.order) == len(chunks) else chunks
+
+    def _relayout(self, groups: Groups) -> None:
+        before = self._table.layout
+        super()._relayout(groups)
+        if before is not None and before is not self._table.layout:
+            self._hooks.attach()  # there may be new modules
+
+    def _move(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients away from their parameters."""
+        num_bytes = 0
+        for trainable, gradient in zip(self._table.trainables, gradients, strict=True):
+            if gradient is not None:
+                trainable.tensor.grad = None
+                num_bytes += gradient.nbytes
+        self._meter.moved_gradient_bytes = max(self._meter.moved_gradient_bytes, num_bytes)
+
+    def _capture_early(self, target: Slot, groups: Groups, train_state: object) -> Captured | None:
+        """Capture what a checkpoint at the end of the running step will be.
+
+        Returns None if the layout has changed, which only an engine at rest can follow. Reads
+        nothing that the pass changes, except for scalar state, which is taken anew at its end.
+        """
+        encoded = encode(train_state)
+        layout, _ = self._table.describe(groups)
+        if layout != self._layout():
+            return None
+        stored = self._table.stored(groups)
+        return self._capture(groups, encoded, stored, target, self.num_steps)
+
+    def _seal_after(self, slot: Slot, captured: Captured, failure: BaseException | None) -> None:
+        """Begin a seal at the end of a pass, on its thread."""
+        try:
+            if failure is not None:
+                raise failure
+            try:
+                self._collect_seal(wait=True)
+            except SealError as error:
+                self._late_error = error  # of the checkpoint before; this one can be made
+            manifest = replace(captured.manifest, scalars=tuple(self._table.scalars))
+            self._begin_seal(slot, replace(captured, manifest=manifest))
+        except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
+            reason = SealError(
+                f"step {captured.handle.step} could not be sealed, so it is not a checkpoint; "
+                f"those made before are untouched: {error}"
+            )
+            reason.__cause__ = error
+            captured.handle.fail(reason)
+            if failure is None:
+                self._late_error = self._late_error or reason

@@ -1,0 +1,334 @@
+"""``Options(overlap="backward")``: chunks are stepped while backward computes the next gradients.
+
+A pass is opened by the first gradient after a step. A hook on each parameter takes its gradient the
+moment it is final, and leaves an `AppliedGradient` in its place, which refuses to be read, clipped
+or added to. `step` says that no more gradients will come, and waits. In between the state is half
+stepped, so that nothing but `step` and `restore` makes sense, and everything else is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from offload.applied_gradient import REMEDY, AppliedGradient, second_backward
+from offload.checkpoint import Checkpoint
+from offload.engine import Engine, Groups
+from offload.errors import OverlapError
+from offload.gradient_schedule import GradientSchedule
+from offload.parameters import check_gradient
+from offload.rules import Scalars
+from offload.running import BesideUpdater, RunningPass
+from offload.seal import SealHandle
+from offload.state_pass import StatePass
+
+
+class BackwardEngine(Engine):
+    """An engine whose steps overlap with the backward before them.
+
+    Args:
+        model: The module that is called.
+        arguments: Those of `Engine`.
+    """
+
+    _updater_class = BesideUpdater
+
+    def __init__(self, *arguments: Any, model: torch.nn.Module, **options: Any) -> None:
+        super().__init__(*arguments, model=model, **options)
+        self._model = model
+        self._groups: Callable[[], Groups | None] = lambda: None
+        self._handles: list[RemovableHandle] = []
+        self._hooked: dict[int, torch.Tensor] = {}
+        self._opening = False
+        self._running: RunningPass | None = None
+        self._schedule: GradientSchedule | None = None
+        self._numbers: dict[int, int] = {}
+        """By id of each parameter that the open pass may step: its number."""
+        self._taken: dict[int, AppliedGradient] = {}
+        """By number of a parameter: what stands for its gradient until the step."""
+        self._opened_by = -1
+        """Identifies the backward that has opened the pass."""
+        self._chunk_order: list[int] = []
+
+    def attach(self, groups: Callable[[], Groups | None]) -> None:
+        """Put hooks on the parameters, and on the model's modules."""
+        self._groups = groups
+        self._hook_parameters(groups() or ())
+        self._handles.append(self._model.register_forward_hook(_GuardOutput(self)))
+        for module in self._model.modules():
+            hooked: Any = module  # torch does not say what its hooks are
+            self._handles += [
+                hooked.register_forward_pre_hook(
+                    _Refusal(self, "the model's forward()"), prepend=True
+                ),
+                hooked.register_state_dict_pre_hook(_Refusal(self, "model.state_dict()")),
+                hooked.register_load_state_dict_pre_hook(_Refusal(self, "model.load_state_dict()")),
+            ]
+
+    def join(self) -> None:
+        """Refuse to look at a state that is half stepped."""
+        self.require_at_rest("state_dict()")
+
+    def require_at_rest(self, what: str) -> None:
+        """Raise `OverlapError` if there are gradients that `step` has not been called for."""
+        if self._opening or self._running is not None:
+            raise OverlapError(
+                f"{what} was called between backward() and step(), when the parameters are half "
+                f'stepped (overlap="backward"): call step() first, or {REMEDY}'
+            )
+
+    def require_closures(self) -> None:
+        """Refuse a closure: a step begins before `step` is called."""
+        raise OverlapError(
+            'step(closure) is not possible with overlap="backward", which steps while gradients '
+            f"are computed: call backward() and then step(), or {REMEDY}"
+        )
+
+    def require_unscaled(self) -> None:
+        """Refuse a GradScaler that comes too late."""
+        if self._running is not None:
+            raise self._broken_by("GradScaler.step() found that scaled gradients had been applied")
+
+    def step(self, groups: Groups) -> None:
+        """Step what is left, and wait for everything."""
+        running, schedule = self._running, self._schedule
+        if running is None or schedule is None:
+            super().step(groups)
+            self._drop_gradients()
+            self._hook_parameters(groups)
+            return
+        with self._meter.timed("step_s"):
+            for number, gradient in self._taken.items():
+                parameter = self._table.trainables[number].tensor
+                if parameter.grad is not gradient or gradient.cleared:
+                    raise self._broken_by(
+                        f"the gradient of {gradient.parameter_name!r} was cleared or replaced "
+                        "between backward() and step(), after it had been applied"
+                    )
+            for number, found in enumerate(self._table.gradients(groups)):
+                if found is not None and number not in self._taken:
+                    self._take(schedule, number, found)  # it is not from backward()
+            schedule.complete()
+            self._finish()
+            self._meter.steps += 1
+            self.num_steps += 1
+        self._hook_parameters(groups)
+
+    def checkpoint(self, groups: Groups, train_state: object) -> SealHandle:
+        """Seal the present state; see `OffloadedOptimizer.checkpoint`."""
+        self.require_at_rest("checkpoint()")
+        return super().checkpoint(groups, train_state)
+
+    def restore(
+        self, groups: Groups, which: int | str | None, *, discard_newer: bool
+    ) -> Checkpoint | None:
+        """Continue from a checkpoint; gradients that have been applied in part are given up."""
+        self._require_alive()
+        self._abandon()
+        restored = super().restore(groups, which, discard_newer=discard_newer)
+        self._drop_gradients(applied_only=True)
+        return restored
+
+    def add_parameters(self, groups: Groups) -> None:
+        """Lay out parameters that were added to the groups, and hook them."""
+        self.require_at_rest("add_param_group()")
+        super().add_parameters(groups)
+        self._hook_parameters(groups)
+
+    def synchronize(self) -> None:
+        """Wait until every transfer and seal that was started has ended; raises their errors."""
+        self.require_at_rest("synchronize()")
+        super().synchronize()
+
+    def close(self) -> None:
+        """Wait for what is in flight and let go of everything; a half-taken step is given up."""
+        if not self._closed and os.getpid() == self._pid:
+            self._abandon()
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+        super().close()
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """Take the gradient of a parameter; called by autograd when it has been computed."""
+        groups = self._groups()
+        if groups is None or self._closed or parameter.grad is None:
+            return
+        if self._running is None:
+            with torch.no_grad():
+                self._open(groups)
+        running, schedule = self._running, self._schedule
+        number = self._numbers.get(id(parameter))
+        if running is None or schedule is None or number is None:
+            return  # it is not in a group any more, or joins with the next step
+        if running.ended:
+            self._finish()
+        if number in self._taken:
+            raise self._broken_by(second_backward(self._taken[number].parameter_name))
+        self._take(schedule, number, parameter.grad.detach())
+
+    def require_first_backward(self) -> None:
+        """Refuse the backward that is beginning, if another one has opened a pass.
+
+        Without this torch would say that a variable "has been modified by an inplace operation".
+        """
+        if self._running is not None and self._taken and _backward_id() != self._opened_by:
+            raise self._broken_by(second_backward(next(iter(self._taken.values())).parameter_name))
+
+    def _open(self, groups: Groups) -> None:
+        """Begin a pass; its gradients are still to come."""
+        self._opening = True
+        try:
+            self._require_usable()
+            self._collect_seal()
+            if not self._table.is_current(groups):
+                self._relayout(groups)
+            trainables = self._table.trainables
+            state_pass = self._begin_pass(groups, [None] * len(trainables))
+            state_pass.chunks = self._order()
+            state_pass.schedule = schedule = GradientSchedule(self._layout(), state_pass)
+            running = RunningPass(state_pass, self._pass_ended, self._pass_failed, self._meter)
+            present = {id(p) for group in groups for p in group["params"]}
+            self._numbers = {
+                id(t.tensor): n for n, t in enumerate(trainables) if id(t.tensor) in present
+            }
+            self._taken = {}
+            self._opened_by = _backward_id()
+            self._running, self._schedule = running, schedule
+            try:
+                running.start(daemon=True)  # half a step need not outlive the program
+            except BaseException as error:
+                if running.cancel():
+                    self._running = self._schedule = None
+                    self._pass_failed(state_pass, error)
+                raise
+        finally:
+            self._opening = False
+
+    def _finish(self) -> None:
+        """Wait for the pass, which will get no more gradients; raises its error."""
+        running, schedule = self._running, self._schedule
+        if running is not None and schedule is not None:
+            running.join()
+            held = max(self._meter.moved_gradient_bytes, schedule.peak_bytes)
+            self._meter.moved_gradient_bytes = held
+            self._running = self._schedule = None
+            self._drop_gradients()
+            running.raise_error()
+
+    def _abandon(self) -> None:
+        """Give up the pass, if one is open: the state is torn."""
+        if self._running is not None and self._schedule is not None:
+            self._schedule.abandon()
+            self._running.join()
+            self._running = self._schedule = None
+
+    def _broken_by(self, reason: str) -> OverlapError:
+        """Give up the pass for a reason, and return the error that says so."""
+        self._abandon()
+        self._broken = reason
+        return OverlapError(
+            f'{reason} (overlap="backward"), so the state is half stepped: {self._remedy()}. To do '
+            f"this, {REMEDY}"
+        )
+
+    def _take(self, schedule: GradientSchedule, number: int, gradient: torch.Tensor) -> None:
+        """Move a gradient from its parameter to the pass."""
+        trainable = self._table.trainables[number]
+        check_gradient(trainable.spec.name, gradient)
+        stand_in = AppliedGradient(gradient, trainable.spec.name, self._broken_by)
+        self._taken[number] = trainable.tensor.grad = stand_in
+        schedule.give(number, gradient)
+
+    def _drop_gradients(self, *, applied_only: bool = False) -> None:
+        for trainable in self._table.trainables:
+            if not applied_only or isinstance(trainable.tensor.grad, AppliedGradient):
+                trainable.tensor.grad = None
+
+    def _hook_parameters(self, groups: Groups) -> None:
+        """Put hooks on parameters that have none yet."""
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in self._hooked:
+                    self._hooked[id(parameter)] = parameter
+                    hook = _TakeGradient(self)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _order(self) -> Sequence[int]:
+        chunks = super()._order()
+        return self._chunk_order if len(self._chunk_order) == len(chunks) else chunks[::-1]
+
+    def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
+        if isinstance(state_pass.schedule, GradientSchedule):
+            self._chunk_order = state_pass.schedule.order()
+        super()._pass_ended(state_pass, scalars)
+
+
+class _Hook:
+    """A hook that does not keep the engine alive; a copy of it does nothing."""
+
+    def __init__(self, engine: BackwardEngine, what: str = "") -> None:
+        self._engine = weakref.ref(engine)
+        self._what = what
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Inert, ()
+
+
+class _Inert:
+    """What a hook becomes in a copy of the model."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+class _TakeGradient(_Hook):
+    def __call__(self, parameter: torch.Tensor) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.ready(parameter)
+
+
+class _Refusal(_Hook):
+    def __call__(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        engine = self._engine()
+        # Within backward, activation checkpointing calls modules again.
+        if engine is not None and _backward_id() == -1:
+            engine.require_at_rest(self._what)
+
+
+class _GuardOutput(_Hook):
+    def __call__(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        for tensor in _tensors(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._begins)  # type: ignore[no-untyped-call]
+
+    def _begins(self, _gradient: torch.Tensor) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.require_first_backward()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+
+
+def _backward_id() -> int:
+    """Return a number for the backward that this thread is in; -1 outside of any."""
+    task: int = torch._C._current_graph_task_id()
+    return task

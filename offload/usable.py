@@ -1,0 +1,66 @@
+"""When an optimizer refuses to go on, and what it says to do about it."""
+
+from __future__ import annotations
+
+import os
+
+from offload.errors import BrokenOptimizerError, NotRestoredError, OffloadError
+from offload.store import Store
+
+
+class Usable:
+    """The part of an engine that knows whether it can be used.
+
+    Args:
+        store: Opened by this process.
+        decided: Whether it is clear what becomes of the checkpoints in the store.
+    """
+
+    def __init__(self, store: Store, *, decided: bool) -> None:
+        self.store = store
+        self._decided = decided
+        self._pid = os.getpid()
+        self._closed = False
+        self._broken = ""
+        """Why the working state is torn, if it is."""
+
+    def require_closures(self) -> None:
+        """Raise `OverlapError` if a step cannot evaluate the model itself."""
+
+    def require_unscaled(self) -> None:
+        """Raise `OverlapError` if it is too late to unscale gradients, or to skip the step."""
+
+    @property
+    def _transfer_error(self) -> BaseException | None:
+        """The error of a transfer of state that nobody has waited for."""
+        return None
+
+    def _require_usable(self) -> None:
+        self._require_alive()
+        if self._transfer_error is not None:
+            self._broken = self._broken or f"a transfer of state failed ({self._transfer_error})"
+        if self._broken:
+            raise BrokenOptimizerError(f"{self._broken}; {self._remedy()}")
+        if not self._decided:
+            names = [os.path.basename(c.path) for c in self.store.checkpoints]
+            names += [os.path.basename(path) for path, _ in self.store.refused]
+            raise NotRestoredError(
+                f"{self.store.directory} already has checkpoints ({', '.join(names)}): call "
+                "restore() to continue from the newest, or pass fresh=True to start over"
+            )
+
+    def _remedy(self) -> str:
+        """Say how to go on from a state that is torn."""
+        newest = self.store.newest
+        if newest is None:
+            return "there is no checkpoint yet: construct model and optimizer again"
+        return f"call restore() to go on from {newest.path}"
+
+    def _require_alive(self) -> None:
+        if self._closed:
+            raise OffloadError("the optimizer is closed; construct it again")
+        if os.getpid() != self._pid:
+            raise OffloadError(
+                "this optimizer was made in another process and its store is locked by that one: "
+                "fork workers before constructing it, or let only the parent call it"
+            )

@@ -1,0 +1,376 @@
+"""What a step that overlaps with the model cannot do: messages name it, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gds import MemoryBackend
+from offload import AdamW, OffloadError, Options
+from offload.errors import BrokenOptimizerError, OverlapError
+
+REMEDY = r'use Options\(overlap="forward"\)'
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(20, 60)
+        self.last = torch.nn.Linear(60, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def loss_of(model: torch.nn.Module, step: int = 0) -> torch.Tensor:
+    x = torch.randn(5, 20, generator=torch.Generator().manual_seed(step))
+    return model(x).square().mean()
+
+
+def optimizer_for(trained: torch.nn.Module, overlap: Any = "backward", **changes: Any) -> AdamW:
+    options = Options(
+        backend=MemoryBackend(), allow_volatile=True, chunk_bytes=4096, overlap=overlap
+    )
+    settings = {"model": trained, "directory": "/store", "options": options, **changes}
+    return AdamW(trained.parameters(), lr=0.01, **settings)
+
+
+class Half:
+    """A run that is between backward() and step()."""
+
+    def __init__(self) -> None:
+        self.model, self.expected = Model(), Model()
+        self.optimizer = optimizer_for(self.model)
+        self.plain = torch.optim.AdamW(self.expected.parameters(), lr=0.01)
+        self.step(0)
+        self.optimizer.checkpoint().result()
+        self.backward(1)
+
+    def backward(self, step: int) -> None:
+        for model in (self.model, self.expected):
+            loss_of(model, step).backward()
+
+    def step(self, step: int) -> None:
+        self.backward(step)
+        self.end_step()
+
+    def end_step(self) -> None:
+        self.optimizer.step()
+        self.plain.step()
+        self.plain.zero_grad()
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        return self.model.last.weight
+
+    @property
+    def grad(self) -> torch.Tensor:
+        grad = self.weight.grad
+        assert grad is not None
+        return grad
+
+    def assert_same(self) -> None:
+        for found, expected in zip(
+            self.model.parameters(), self.expected.parameters(), strict=True
+        ):
+            assert torch.equal(found, expected)
+
+
+@pytest.fixture
+def half() -> Iterator[Half]:
+    half = Half()
+    yield half
+    half.optimizer.close()
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_without_the_model(overlap: str) -> None:
+    with pytest.raises(ValueError, match=rf"overlap='{overlap}' needs model=.*pass the one"):
+        optimizer_for(Model(), overlap, model=None)
+
+
+def test_another_mode() -> None:
+    with pytest.raises(ValueError, match="overlap must be one of None, forward, backward, got"):
+        optimizer_for(Model(), "both")
+
+
+def parameters(half: Half) -> list[torch.nn.Parameter]:
+    return list(half.model.parameters())
+
+
+USES: dict[str, tuple[str, Callable[[Half], object]]] = {
+    "clip_grad_norm_": (
+        r"norm",
+        lambda half: torch.nn.utils.clip_grad_norm_(half.model.parameters(), 1.0),
+    ),
+    "clip_grad_norm_ foreach": (
+        r"_foreach_norm",
+        lambda half: torch.nn.utils.clip_grad_norm_(half.model.parameters(), 1.0, foreach=True),
+    ),
+    "clip_grad_norm_ single": (
+        r"vector_norm",
+        lambda half: torch.nn.utils.clip_grad_norm_(half.model.parameters(), 1.0, foreach=False),
+    ),
+    "get_total_norm": (
+        r"norm",
+        lambda half: torch.nn.utils.get_total_norm([p.grad for p in parameters(half)]),  # type: ignore[misc]
+    ),
+    "clip_grad_value_": (
+        r"clamp",
+        lambda half: torch.nn.utils.clip_grad_value_(half.model.parameters(), 1.0),
+    ),
+    "clip_grad_value_ single": (
+        r"clamp_",
+        lambda half: torch.nn.utils.clip_grad_value_(half.model.parameters(), 1.0, foreach=False),
+    ),
+    "norm": (r"norm", lambda half: half.grad.norm()),
+    "isfinite": (r"isfinite", lambda half: torch.isfinite(half.grad).all()),
+    "numpy": (r"numpy", lambda half: half.grad.numpy()),
+    "clone": (r"clone", lambda half: half.grad.clone()),
+    "an element": (r"__getitem__", lambda half: half.grad[0, 0]),
+    "mul_": (r"mul_", lambda half: half.grad.mul_(0.5)),
+    "as an operand": (r"add_", lambda half: torch.zeros(7, 60).add_(half.grad)),
+    "data": (r"__get__", lambda half: half.grad.data),
+    "tolist": (r"tolist", lambda half: half.grad.tolist()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_using_a_gradient(half: Half, use: str) -> None:
+    function, call = USES[use]
+    with pytest.raises(
+        OverlapError, match=rf"{function}.*\(\) was called on the gradient"
+    ) as error:
+        call(half)
+    assert "'first.weight'" in str(error.value) or "'last.weight'" in str(error.value)
+    assert 'overlap="backward"' in str(error.value)
+    assert 'use Options(overlap="forward")' in str(error.value)
+    # Nothing has been changed: the step can be completed.
+    half.end_step()
+    half.assert_same()
+    half.step(2)
+    half.assert_same()
+
+
+def test_what_a_gradient_still_tells(half: Half) -> None:
+    assert half.weight.grad is not None
+    assert half.grad.shape == half.weight.shape
+    assert (half.grad.dtype, half.grad.device) == (torch.float32, torch.device("cpu"))
+    assert repr(half.grad) == "<the gradient of 'last.weight', applied already>"
+    half.end_step()
+    assert half.weight.grad is None
+
+
+CALLS: dict[str, tuple[str, Callable[[Half], object]]] = {
+    "checkpoint": (r"checkpoint\(\)", lambda half: half.optimizer.checkpoint()),
+    "optimizer.state_dict": (r"state_dict\(\)", lambda half: half.optimizer.state_dict()),
+    "optimizer.load_state_dict": (
+        r"state_dict\(\)",
+        lambda half: half.optimizer.load_state_dict({}),
+    ),
+    "model.state_dict": (r"model.state_dict\(\)", lambda half: half.model.state_dict()),
+    "state_dict of a part": (r"model.state_dict\(\)", lambda half: half.model.last.state_dict()),
+    "model.load_state_dict": (
+        r"model.load_state_dict\(\)",
+        lambda half: half.model.load_state_dict(half.expected.state_dict()),
+    ),
+    "synchronize": (r"synchronize\(\)", lambda half: half.optimizer.synchronize()),
+    "add_param_group": (
+        r"add_param_group\(\)",
+        lambda half: half.optimizer.add_param_group(
+            {"params": [torch.nn.Parameter(torch.ones(3))]}
+        ),
+    ),
+    "forward": (r"the model's forward\(\)", lambda half: loss_of(half.model)),
+    "forward of a part": (
+        r"the model's forward\(\)",
+        lambda half: half.model.last(torch.ones(60)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_between_backward_and_step(half: Half, name: str) -> None:
+    what, call = CALLS[name]
+    with pytest.raises(OverlapError, match=rf"{what} was called between backward.*{REMEDY}"):
+        call(half)
+    half.end_step()
+    half.assert_same()
+    if name != "optimizer.load_state_dict":  # which would find that it is not one
+        call(half)
+
+
+def test_closures(half: Half) -> None:
+    half.end_step()
+    called = []
+    with pytest.raises(OverlapError, match=rf"step\(closure\) is not possible.*{REMEDY}"):
+        half.optimizer.step(lambda: called.append(1) or 0.0)
+    assert not called
+
+
+def assert_refused_until_restored(half: Half) -> None:
+    for _ in range(2):
+        with pytest.raises(BrokenOptimizerError, match=r"call restore\(\) to go on from"):
+            half.optimizer.step()
+    half.model.zero_grad()
+    with pytest.raises(BrokenOptimizerError, match=r"call restore\(\) to go on from"):
+        loss_of(half.model).backward()
+    with pytest.raises(BrokenOptimizerError, match=r"call restore\(\) to go on from"):
+        half.optimizer.checkpoint()
+    found = half.optimizer.restore()
+    assert found is not None
+    assert found.step == 1
+    reference = Half.__new__(Half)
+    reference.model, reference.expected = half.model, Model()
+    reference.optimizer = half.optimizer
+    reference.plain = torch.optim.AdamW(reference.expected.parameters(), lr=0.01)
+    loss_of(reference.expected, 0).backward()
+    reference.plain.step()
+    reference.plain.zero_grad()
+    reference.assert_same()
+    half.model.zero_grad()
+    for step in range(1, 4):
+        reference.step(step)
+        reference.assert_same()
+
+
+AGAIN = r"a second backward\(\) before step\(\) adds.*as that of '\w+\.\w+'.*call restore\(\)"
+
+
+def test_a_second_backward(half: Half) -> None:
+    """Of the same graph, as a second forward is refused already."""
+    half.end_step()
+    loss = loss_of(half.model, 2)
+    loss.backward(retain_graph=True)
+    with pytest.raises(OverlapError, match=rf"{AGAIN}.*{REMEDY}"):
+        loss.backward()
+    assert_refused_until_restored(half)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_second_backward_that_does_not_come_from_the_model(half: Half, zero: bool) -> None:
+    half.end_step()
+    loss = half.model.last.bias.sum()
+    loss.backward(retain_graph=True)
+    if zero:
+        half.model.zero_grad()
+    with pytest.raises(OverlapError, match=rf"{AGAIN}.*{REMEDY}") as error:
+        loss.backward()
+    assert "'last.bias'" in str(error.value)
+    assert_refused_until_restored(half)
+
+
+@pytest.mark.parametrize("zero", ["None", "zeros", "model None", "model zeros"])
+@pytest.mark.parametrize("then", ["backward", "step"])
+def test_clearing_gradients_that_have_been_applied(half: Half, zero: str, then: str) -> None:
+    """As after an error between backward() and step()."""
+    half.end_step()
+    loss = loss_of(half.model, 2)
+    loss.backward(retain_graph=True)
+    zeroed: Any = half.model if "model" in zero else half.optimizer
+    zeroed.zero_grad(set_to_none="None" in zero)
+    if then == "backward":
+        with pytest.raises(OverlapError, match=rf"{AGAIN}.*{REMEDY}"):
+            loss.backward()
+    else:
+        with pytest.raises(OverlapError, match=r"was cleared or replaced.*call restore\(\)"):
+            half.optimizer.step()
+    assert_refused_until_restored(half)
+
+
+def test_replacing_a_gradient(half: Half) -> None:
+    half.weight.grad = torch.ones_like(half.weight)
+    with pytest.raises(OverlapError, match=r"gradient of 'last.weight' was cleared or replaced"):
+        half.optimizer.step()
+    assert_refused_until_restored(half)
+
+
+class InterruptedTestError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_backward_that_failed_half_way(half: Half, zero: bool) -> None:
+    half.end_step()
+    fail = [True]
+
+    def interrupt(_module: object, _inputs: object, output: torch.Tensor) -> None:
+        def stop(_: torch.Tensor) -> None:
+            if fail[0]:
+                raise InterruptedTestError
+
+        output.register_hook(stop)
+
+    half.model.first.register_forward_hook(interrupt)
+    loss = loss_of(half.model, 2)
+    again = loss_of(half.model, 2)
+    with pytest.raises(InterruptedTestError):
+        loss.backward()
+    fail[0] = False
+    if zero:
+        half.optimizer.zero_grad()
+    with pytest.raises(OverlapError, match=AGAIN):
+        again.backward()
+    half.model.first._forward_hooks.popitem()
+    assert_refused_until_restored(half)
+
+
+@pytest.mark.parametrize("how", ["step", "unscale_"])
+def test_grad_scalers(how: str) -> None:
+    half = Half()
+    half.end_step()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(half.model, 2)).backward()
+    with pytest.raises(OverlapError, match=REMEDY) as error:
+        getattr(scaler, how)(half.optimizer)
+    assert ("GradScaler" if how == "step" else "unscale") in str(error.value)
+    assert "call restore() to go on from" in str(error.value)
+    assert_refused_until_restored(half)
+    half.optimizer.close()
+
+
+def test_a_scaler_that_is_switched_off(half: Half) -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.unscale_(half.optimizer)
+    scaler.step(half.optimizer)
+    half.plain.step()
+    half.assert_same()
+
+
+@pytest.mark.parametrize("overlap", [None, "forward", "backward"])
+def test_what_scalers_look_for_is_not_there(overlap: str | None) -> None:
+    with optimizer_for(Model(), overlap) as optimizer:
+        assert not hasattr(optimizer, "_step_supports_amp_scaling")
+
+
+def test_restore_between_backward_and_step(half: Half) -> None:
+    found = half.optimizer.restore()
+    assert found is not None
+    assert all(p.grad is None for p in half.model.parameters())
+    half.plain.zero_grad()
+    for step in range(1, 4):
+        half.step(step)
+        half.assert_same()
+
+
+def test_nothing_to_restore() -> None:
+    model = Model()
+    with optimizer_for(model) as optimizer:
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        with pytest.raises(OverlapError, match="construct model and optimizer again"):
+            loss.backward()
+        with pytest.raises(BrokenOptimizerError, match="construct model and optimizer again"):
+            optimizer.step()
+        with pytest.raises(BrokenOptimizerError, match="construct model and optimizer again"):
+            optimizer.restore()
+
+
+def test_closing_with_half_a_step(half: Half) -> None:
+    half.optimizer.close()
+    with pytest.raises(OffloadError, match="is closed"):
+        half.optimizer.step()
