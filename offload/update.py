@@ -30,7 +30,7 @@ from offload.rules import Scalars, UpdateRule, read_scalars, write_scalars
 from offload.stored_state import StateCoder
 from offload.update_pool import BlockContext, UpdatePool
 
-HOT_ELEMENTS = 256 << 10
+HOT_ELEMENTS = 512 << 10
 """Elements of one call of torch's step: about 5 MiB of state, gradient and parameter."""
 
 
