@@ -72,11 +72,15 @@ class Trainer:
                 self.model.zero_grad()
 
     def sample(self, iterations: int) -> float:
-        """Return the seconds of one iteration, in the mean of several back to back."""
+        """Return the seconds of one iteration, in the mean of several back to back.
+
+        One goes before them, so that a step is under way when the time begins, as one is when it
+        ends: an iteration amid training.
+        """
         self.synchronize()
+        self.iterate(1)
         started = time.perf_counter()
         self.iterate(iterations)
-        self.synchronize()
         return (time.perf_counter() - started) / iterations
 
     def synchronize(self) -> None:
