@@ -27,6 +27,7 @@ _TITLES = {
     "checkpoint": "Checkpoints",
     "resume": "Resuming",
     "peers": "Beside DeepSpeed ZeRO-Infinity",
+    "finetune": "What smaller state does to a fine-tune",
 }
 _INTRODUCTION = """\
 # Performance
@@ -102,7 +103,10 @@ def render(runs: list[Run], folder: Path, figures: dict[str, Path]) -> str:
         parts.append(f"## {title}\n")
         figure = figures.get(bench)
         if figure is not None:
-            parts.append(f"![{title}: ratios and their limits]({_link(figure, folder)})\n")
+            parts.append(f"![{title}]({_link(figure, folder)})\n")
+        if bench == "finetune":
+            parts.extend(_finetune_table(r, folder) for r in own)
+            continue
         parts.append(_claims_table(own, folder))
         parts.extend(_remarks(r) for r in own)
         if bench == "checkpoint":
@@ -200,6 +204,24 @@ def _peers_table(one: Run) -> str:
     return _table(head, rows)
 
 
+def _finetune_table(one: Run, folder: Path) -> str:
+    """Return how far each format's losses are from those of FP32 state."""
+    facts, rows = one["facts"], []
+    for key, after in facts.items():
+        if not key.endswith("_held_out_loss_after"):
+            continue
+        name = key.removesuffix("_held_out_loss_after")
+        cells = (facts[f"{name}_held_out_loss_before"], after, facts[f"{name}_largest_difference"])
+        rows.append((name, *(f"{cell:.4f}" for cell in cells)))
+    head = ("state", "held-out loss before", "after", "largest difference of a training loss")
+    link = f"[{one['what']}]({_link(one['path'], folder)})"
+    text = (
+        f"The same data in the same order with each format ({link}). The last row has FP32 state "
+        "and another learning rate, to show what a difference means.\n\n"
+    )
+    return text + _table(head, rows)
+
+
 def _machines_table(runs: list[Run], folder: Path) -> str:
     rows = []
     for one in runs:
@@ -214,7 +236,7 @@ def _machines_table(runs: list[Run], folder: Path) -> str:
 
 def _draw(runs: list[Run], folder: Path) -> dict[str, Path]:
     try:
-        from bench._figures import draw_ratios
+        from bench._figures import draw_losses, draw_ratios
     except ImportError as error:
         say(f"no figures: {error.name} is not installed (pip install 'ssd-offload[bench]')")
         return {}
@@ -222,8 +244,13 @@ def _draw(runs: list[Run], folder: Path) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for bench, title in _TITLES.items():
         own = [r for r in runs if r["bench"] == bench]
-        if own:
-            out[bench] = folder / f"performance-{bench}.svg"
+        if not own:
+            continue
+        out[bench] = folder / f"performance-{bench}.svg"
+        if bench == "finetune":
+            losses = {k.removesuffix("_loss"): v for k, v in own[-1]["samples"].items()}
+            draw_losses(title, losses, out[bench])
+        else:
             draw_ratios(title, [(r["what"], c) for r in own for c in r["claims"]], out[bench])
     return out
 
