@@ -186,7 +186,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--tensors", type=int, default=8, help="parameter tensors (default: %(default)s)")
     add("--chunk-mib", type=float, default=32, help="of one FP32 array (default: %(default)s)")
-    add("--ring", type=int, default=4, help="chunks in memory (default: %(default)s)")
+    add("--ring", type=int, default=6, help="chunks in memory (default: %(default)s)")
     add("--every", type=int, default=4, help="steps between checkpoints, besides 1")
     add("--steps", type=int, default=3, help="back to back, in the sample of a checkpoint's cost")
     add("--peers", default=",".join(_TITLES), help="which to measure, with commas")

@@ -137,7 +137,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--parameters", type=count, default="128Mi", help="bf16 parameters (default: %(default)s)")
     add("--layers", type=int, default=16, help="of equal size (default: %(default)s)")
     add("--chunk-mib", type=float, default=16, help="of one FP32 array (default: %(default)s)")
-    add("--ring", type=int, default=4, help="chunks in memory (default: %(default)s)")
+    add("--ring", type=int, default=6, help="chunks in memory (default: %(default)s)")
     add("--iterations", type=int, default=4, help="in one sample (default: %(default)s)")
     add("--compare-steps", type=int, default=5, help="steps that are compared bit by bit")
     add("--forward", type=float, default=1.0, help="forward / time of the step's transfers")

@@ -129,7 +129,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--variants", type=words, default=",".join(_VARIANTS), help="which of ours, with commas")
     add("--iterations", type=int, default=3, help="in one sample (default: %(default)s)")
     add("--chunk-mib", type=float, default=32, help="of one FP32 array (default: %(default)s)")
-    add("--ring", type=int, default=4, help="chunks in memory (default: %(default)s)")
+    add("--ring", type=int, default=6, help="chunks in memory (default: %(default)s)")
     add("--aio-block-bytes", type=int, default=1 << 20, help="DeepSpeed's aio.block_size")
     add("--aio-depth", type=int, default=16, help="DeepSpeed's aio.queue_depth")
     add("--aio-threads", type=int, default=2, help="DeepSpeed's aio.intra_op_parallelism")

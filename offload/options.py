@@ -31,10 +31,10 @@ class Options:
     ring_chunks: int | None = None
     """Chunks in memory at once: those being read, updated and written. At least 2. The ring takes
     ``ring_chunks * chunk_bytes * number of state arrays`` of host memory. None for what the
-    drive needs, as measured, or 4."""
+    drive needs, as measured, or 6."""
 
     threads: int | None = None
-    """Reads, and writes, that run at once. None for what was measured to suit the drive, or 2."""
+    """Reads, and writes, that run at once. None for what was measured to suit the drive, or 3."""
 
     request_bytes: int | None = None
     """Most bytes to ask of the drive at once, a multiple of 4096. None for what was measured to
