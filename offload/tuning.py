@@ -17,7 +17,7 @@ MIN_STATE_BYTES = 1 << 30
 DEFAULT_RING_CHUNKS = 6
 _DEFAULT_THREADS = 3
 _UPDATE_CHUNKS = 2
-"""Of the ring, beside those that the drive is busy with: measured, a step is then 3 to 6 % shorter."""
+"""Of the ring, beside those that keep the drive busy: so it stays while others are updated."""
 
 
 def find_calibration(
