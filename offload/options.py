@@ -62,8 +62,8 @@ class Options:
 
     shares: tuple[int, ...] | None = None
     """With ``directory=[a, b, ...]``: how much of the state each of them holds, as whole numbers in
-    proportion to each other; best in proportion to bandwidth. None means equally much. Fixed when a
-    store is made: a resume keeps the store's own."""
+    proportion to each other. None means in proportion to their bandwidth, which is measured. Fixed
+    when a store is made: a resume keeps the store's own."""
 
     overlap: Overlap | None = None
     """Hide the step behind the model's work; needs ``model=``. None: ``step()`` returns when the
