@@ -41,8 +41,8 @@ class Options:
     suit the drive; where nothing was, a chunk of one state array is one request."""
 
     calibrate: bool = True
-    """Measure the drive for a second or two before the first step of a store of 1 GiB or more,
-    and remember the result in the store, as ``calibration.json``."""
+    """Measure the drive for a second or two before the first step of a store of 1 GiB or more, and
+    each drive when a store on several is made; remember it there, as ``calibration.json``."""
 
     host_memory: int | str = 0
     """Bytes, or a string such as ``"8GiB"``, of host memory in which state may stay between steps,

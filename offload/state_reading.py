@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import torch
 
 from offload.codecs import Scratch, decode_blocks, join_master
 from offload.errors import CheckpointNotFoundError
-from offload.formats import MASTER, MASTER_LOW, array_format, scale_name
+from offload.formats import MASTER, MASTER_LOW, scale_name
 from offload.frame import DTYPES
 from offload.layout import Layout, array_file_name
 from offload.slot import MODEL_NAME
@@ -25,7 +26,9 @@ def read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
     if index is None:
         names = ", ".join(p.name for p in layout.parameters[:8])
         raise CheckpointNotFoundError(
-            2, f"no trainable parameter {name!r} here (it has: {names}, ...)", checkpoint.path
+            errno.ENOENT,
+            f"no trainable parameter {name!r} here (it has: {names}, ...)",
+            checkpoint.path,
         )
     spec = layout.parameters[index]
     reader = _Reader(checkpoint, index)
@@ -39,7 +42,7 @@ def read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
             out[MASTER] = master
         elif layout.formats[array].block > 1:
             continue  # scales, of the array before
-        elif array_format(array, layout.state_dtype).dtype in ("I8", "U8"):
+        elif layout.formats[array].dtype in ("I8", "U8"):
             values = torch.empty(spec.num_elements, dtype=torch.float32)
             codes, scales = reader.array(array), reader.array(scale_name(array))
             for elements, blocks in _runs(layout, index):

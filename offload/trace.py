@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,15 +69,6 @@ class Trace:
                 self._events.append(event)
             else:
                 self.num_dropped += 1
-
-    @contextmanager
-    def span(self, lane: str, name: str, **details: Any) -> Iterator[None]:
-        """Note what the block does, and how long it takes."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(lane, name, started, time.perf_counter(), **details)
 
     def write(self) -> None:
         """Write everything so far, replacing what was written before.

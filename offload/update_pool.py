@@ -2,8 +2,7 @@
 
 torch could run each operation on all cores instead, but a block that fits in a cache takes tens of
 microseconds per operation, and waking the other cores for each costs as much. Whole blocks on
-threads that use one core each need no waking: measured, the update takes half the time, and does
-not collapse when something else runs on the machine.
+threads that use one core each need no waking, and nobody waits where another program has a core.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -41,6 +40,11 @@ class BlockContext:
         return tensor[:num_elements]
 
 
+def default_num_threads() -> int:
+    """Return on how many threads blocks are updated: as many as torch would use."""
+    return torch.get_num_threads()
+
+
 class UpdatePool:
     """Runs a function on many items, on as many threads as torch uses; one caller at a time.
 
@@ -52,7 +56,7 @@ class UpdatePool:
 
     def __init__(self, rule: UpdateRule) -> None:
         self._rule = rule
-        self._num_threads = max(torch.get_num_threads(), 1)
+        self._num_threads = default_num_threads()
         self._contexts = [BlockContext(rule)]
         self._executor: ThreadPoolExecutor | None = None
 
@@ -60,7 +64,8 @@ class UpdatePool:
         """Call ``function(context, item)`` for every item, in any order, and wait for all.
 
         Raises:
-            BaseException: What one of the calls raised; items not begun by then are left out.
+            BaseException: What one of the calls raised, or an interrupt of the wait. Items not
+                begun by then are left out, and none is still being worked on.
         """
         num = min(self._num_threads, len(items))
         if num <= 1:
@@ -86,10 +91,15 @@ class UpdatePool:
                 raise
 
         futures = [executor.submit(work, context) for context in self._contexts[:num]]
-        errors = [future.exception() for future in futures]
-        for error in errors:
-            if error is not None:
-                raise error
+        try:
+            wait(futures)
+        except BaseException:
+            # What is being worked on writes into memory that the caller is about to use otherwise.
+            waiting.clear()
+            wait(futures)
+            raise
+        for future in futures:
+            future.result()
 
     def close(self) -> None:
         """Let the threads end. Idempotent."""
@@ -99,11 +109,13 @@ class UpdatePool:
 
     def _start(self) -> ThreadPoolExecutor:
         # torch's own setting is one number for the process and one for each thread: those of the
-        # workers become 1, and the process gets back what it had.
+        # workers become 1, and the process gets back what it had. A thread takes over the number
+        # of the process when it first asks for its own, so it must have asked before.
         num_threads = torch.get_num_threads()
         started = threading.Barrier(self._num_threads + 1)
 
         def begin() -> None:
+            torch.get_num_threads()
             torch.set_num_threads(1)
             started.wait()
 

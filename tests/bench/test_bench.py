@@ -88,6 +88,15 @@ def test_step_compared_with_other_settings(measured: Measured) -> None:
     assert {claim["limit"] for claim in found["claims"]} == {None}
 
 
+def test_step_on_a_drive_that_is_slowed_down(measured: Measured) -> None:
+    found = measured(step.main, "--resident", "0.5", "--drive-gbps", "0.5")
+    check(found, rounds=3, claims=1)
+    assert "drive-0.5-gbps" in found["what"]
+    claim = found["claims"][0]
+    assert 0 < claim["bytes_ratio"] < 1
+    assert claim["limit"] == 1.15
+
+
 def test_overlap(measured: Measured) -> None:
     found = measured(overlap.main, "--overlap", "none")
     check(found, rounds=3, claims=2)

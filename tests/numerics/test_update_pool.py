@@ -1,0 +1,91 @@
+"""The threads that update blocks: they finish what they began, and change nobody's settings."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from offload.rules import UpdateRule
+from offload.update_pool import UPDATE_THREAD, BlockContext, UpdatePool
+
+
+@pytest.fixture
+def pool() -> Iterator[UpdatePool]:
+    """A pool of two threads, beside a torch that would use two for each operation."""
+    before, others = torch.get_num_threads(), set(threading.enumerate())
+    torch.set_num_threads(2)
+    made = UpdatePool(UpdateRule(torch.optim.SGD, {"lr": 0.1}))
+    yield made
+    made.close()
+    torch.set_num_threads(before)
+    left = set(threading.enumerate()) - others
+    assert not any(thread.name.startswith(UPDATE_THREAD) for thread in left)
+
+
+def test_every_item_is_done_once_and_no_context_is_shared(pool: UpdatePool) -> None:
+    done: list[int] = []
+    busy: set[BlockContext] = set()
+
+    def work(context: BlockContext, item: int) -> None:
+        assert context not in busy
+        busy.add(context)
+        assert torch.get_num_threads() == 1
+        assert not torch.is_grad_enabled()
+        time.sleep(0.001)
+        done.append(item)
+        busy.remove(context)
+
+    for _ in range(3):
+        pool.run(work, range(20))
+    assert sorted(done) == sorted([*range(20)] * 3)
+
+
+def test_torchs_number_of_threads_is_what_it_was(pool: UpdatePool) -> None:
+    before = torch.get_num_threads()
+    pool.run(lambda _context, _item: None, range(4))
+    assert torch.get_num_threads() == before
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(torch.get_num_threads).result() == before
+
+
+def test_an_error_is_raised_when_all_have_stopped(pool: UpdatePool) -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def work(_context: BlockContext, item: int) -> None:
+        begun.append(item)
+        if item == 0:
+            raise ZeroDivisionError
+        time.sleep(0.05)
+        ended.append(item)
+
+    with pytest.raises(ZeroDivisionError):
+        pool.run(work, range(50))
+    assert set(begun) == {0, *ended}
+    assert len(begun) < 50
+
+
+def test_an_interrupt_is_raised_when_all_have_stopped(pool: UpdatePool) -> None:
+    """Otherwise they would go on writing into memory and parameters that others use by then."""
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def work(_context: BlockContext, item: int) -> None:
+        begun.append(item)
+        if item == 0:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.2)
+        ended.append(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(work, range(50))
+    assert sorted(begun) == sorted(ended)
+    assert len(begun) < 50
+    pool.run(lambda _context, item: ended.append(item), [100, 101])
+    assert {100, 101} <= set(ended)
