@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
 
+import offload.update_pool
 from offload.rules import UpdateRule
 from offload.update_pool import UPDATE_THREAD, BlockContext, UpdatePool
 
@@ -71,21 +71,32 @@ def test_an_error_is_raised_when_all_have_stopped(pool: UpdatePool) -> None:
     assert len(begun) < 50
 
 
-def test_an_interrupt_is_raised_when_all_have_stopped(pool: UpdatePool) -> None:
+def test_an_interrupt_is_raised_when_all_have_stopped(
+    pool: UpdatePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise they would go on writing into memory and parameters that others use by then."""
     begun: list[int] = []
     ended: list[int] = []
+    both_at_work = threading.Barrier(3)
+    wait = offload.update_pool.wait
+
+    def interrupted(_futures: Sequence[Future[None]]) -> None:
+        """Stand for a wait during which Ctrl-C is pressed."""
+        monkeypatch.setattr(offload.update_pool, "wait", wait)
+        both_at_work.wait()
+        raise KeyboardInterrupt
 
     def work(_context: BlockContext, item: int) -> None:
         begun.append(item)
-        if item == 0:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        time.sleep(0.2)
+        if item < 2:
+            both_at_work.wait()
+        time.sleep(0.05)
         ended.append(item)
 
+    monkeypatch.setattr(offload.update_pool, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pool.run(work, range(50))
     assert sorted(begun) == sorted(ended)
-    assert len(begun) < 50
+    assert 2 <= len(begun) < 50
     pool.run(lambda _context, item: ended.append(item), [100, 101])
     assert {100, 101} <= set(ended)
