@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from gds import Backend, LockHeldError, PosixBackend, StorageError
 from offload._verify import verify_tensors
-from offload.errors import CheckpointError, CheckpointNotFoundError, StoreBusyError
+from offload.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedError,
+    StoreBusyError,
+)
 from offload.manifest import MANIFEST_NAME, Manifest
 from offload.parts import part_sizes
 from offload.reading import (
@@ -171,16 +176,16 @@ class Checkpoint:
         """What was passed to `checkpoint(train_state=...)`; read once, then kept.
 
         Raises:
-            offload.errors.CheckpointError: It is damaged or belongs to another checkpoint.
+            offload.errors.DamagedError: It is damaged or belongs to another checkpoint.
         """
         if self._train_state is _UNREAD:
             path = f"{self.path}/{TRAIN_STATE_NAME}"
             try:
                 state, header = unpack(self.read_train_state(), path)
             except TensorFileError as error:
-                raise CheckpointError(f"{path}: damaged: {error}") from error
+                raise DamagedError(f"{path}: damaged: {error}") from error
             if dict(header) != train_state_header(self.manifest):
-                raise CheckpointError(f"{path}: belongs to another checkpoint")
+                raise DamagedError(f"{path}: belongs to another checkpoint")
             self._train_state = state
         return self._train_state
 
@@ -189,7 +194,7 @@ class Checkpoint:
         file = self._backend.open(f"{self.path}/{TRAIN_STATE_NAME}")
         try:
             if file.size_bytes > MAX_CAPACITY_BYTES:
-                raise CheckpointError(f"{file.path}: {file.size_bytes} bytes, too large")
+                raise DamagedError(f"{file.path}: {file.size_bytes} bytes, too large")
             return file.read_bytes(0, file.size_bytes)
         finally:
             file.close()

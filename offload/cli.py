@@ -152,14 +152,24 @@ def verify(
     path: Annotated[
         str, typer.Argument(help="A checkpoint, or a store for all of its.", show_default=False)
     ],
+    below: Annotated[
+        bool, typer.Option("--all", help="Of every store in this directory and below it.")
+    ] = False,
+    quarantine: Annotated[
+        bool, typer.Option("--quarantine", help="Mark what is damaged, so that nobody uses it.")
+    ] = False,
     part: Parts = None,
     as_json: Json = False,
 ) -> None:
     """Read every byte of a checkpoint, or of all in a store, and check it against its digest."""
     from offload.checkpoint import VerifyReport, open_checkpoint
+    from offload.poison import Poison
+    from offload.quarantine import write_quarantine
 
     results: list[dict[str, Any]] = []
-    for name, reason in _targets(path, part or None):
+    stores = _stores_below(path) if below else [path]
+    targets = [t for store in stores for t in _targets(store, part or None, may_be_empty=below)]
+    for name, reason in targets:
         if reason:
             results.append({"path": name, "ok": False, "problems": [reason], "bytes_checked": 0})
             continue
@@ -169,6 +179,9 @@ def verify(
                 _progress(name, quiet=as_json) as progress,
             ):
                 report = opened.verify(progress)
+                if quarantine and not report.ok:
+                    reason = "; ".join(report.problems)
+                    write_quarantine(opened.backend, opened.path, reason, Poison(opened.path))
         except CheckpointError as error:  # so damaged that it cannot even be opened
             report = VerifyReport((str(error),), 0)
         results.append(
@@ -189,7 +202,21 @@ def verify(
         raise typer.Exit(1)
 
 
-def _targets(path: str, parts: list[str] | None) -> list[tuple[str, str]]:
+def _stores_below(directory: str) -> list[str]:
+    """Return every store in a directory, itself included."""
+    from offload.slot import LOCK_NAME
+
+    found = []
+    for folder, folders, names in os.walk(directory):
+        if LOCK_NAME in names or any(name.startswith("step-") for name in folders):
+            found.append(folder)
+        folders[:] = sorted(f for f in folders if not f.startswith(("step-", ".slot-", "part-")))
+    if not found:
+        raise CheckpointError(f"{directory}: there is no store here, nor below")
+    return found
+
+
+def _targets(path: str, parts: list[str] | None, *, may_be_empty: bool) -> list[tuple[str, str]]:
     """Return the checkpoints to verify, each with what is already known to be wrong with it."""
     from offload.checkpoint import list_checkpoints
 
@@ -198,7 +225,7 @@ def _targets(path: str, parts: list[str] | None) -> list[tuple[str, str]]:
     if name.startswith("step-") or os.path.exists(os.path.join(path, "manifest.json")):
         return [(path, "")]
     found = list_checkpoints(path, parts=parts)
-    if not found:
+    if not found and not may_be_empty:
         raise CheckpointError(f"{path}: holds no checkpoint")
     return [(info.path, "" if info.valid else info.reason) for info in found]
 

@@ -23,7 +23,7 @@ import torch
 
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.drives import Drives
-from offload.errors import OffloadError
+from offload.errors import DamagedError, OffloadError
 from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
@@ -189,6 +189,28 @@ class Engine(Usable):
                 self._require_usable()
             self._decided = True
             return None
+        while True:
+            try:
+                return self._resume(found, groups)
+            except DamagedError as error:
+                self.store.quarantine(found, str(error))
+                older = self.store.newest
+                if which is not None or older is None:
+                    raise DamagedError(f"{error}; {self._remedy()}") from error
+                warnings.warn(
+                    f"{error}. {found.path} is quarantined; going on from the one before it, "
+                    f"{older.path}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+                found = older
+
+    def _resume(self, found: StoredCheckpoint, groups: Groups) -> Checkpoint:
+        """Make a checkpoint the present state.
+
+        Raises:
+            DamagedError: It is not what was written; the model may hold parts of it.
+        """
         trainables, stored = match_checkpoint(
             found, groups, self._table.model, self._rule, self._table.state_format
         )
@@ -204,6 +226,7 @@ class Engine(Usable):
         self._meter.restore_bytes = load_checkpoint(
             found, slot, stored, self._block_buffers(), groups
         )
+        slot.unchecked = True  # also if this process wrote it: the first pass reads it again
         self.store.withdraw_newer(found)  # now that the older one has proved to be readable
         self.num_steps = found.manifest.step
         self._state, self._working, self._sealed = slot, False, found
@@ -289,8 +312,10 @@ class Engine(Usable):
         try:
             scalars = state_pass.run()
         except BaseException as error:
-            self._pass_failed(state_pass, error)
-            raise
+            failure = self._pass_failed(state_pass, error)
+            if failure is error:
+                raise
+            raise failure from error
         self._pass_ended(state_pass, scalars)
 
     def _begin_pass(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> StatePass:
@@ -334,12 +359,23 @@ class Engine(Usable):
         self._moved(state_pass.target)
         self._ring().begin(self._state, self._order())
 
-    def _pass_failed(self, state_pass: StatePass, error: BaseException) -> None:
-        """Take note of a pass that has failed half way: only a restore helps."""
+    def _pass_failed(self, state_pass: StatePass, error: BaseException) -> BaseException:
+        """Take note of a pass that has failed half way: only a restore helps.
+
+        Returns:
+            What to raise.
+        """
         self._broken = f"step {state_pass.step} failed half way ({error!r})"
         self.num_steps = state_pass.step - 1
         if state_pass.target is not self._state:
             self._reserved = state_pass.target  # restore() gives it back
+        if not isinstance(error, DamagedError):
+            return error
+        for checkpoint in self.store.checkpoints:
+            if checkpoint.slot is state_pass.source:
+                self.store.quarantine(checkpoint, str(error))
+                break
+        return DamagedError(f"{error}; {self._remedy()}")
 
     def _moved(self, target: Slot) -> None:
         """Note that the state is now in `target`; let go of a source that is no checkpoint."""

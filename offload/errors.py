@@ -43,6 +43,10 @@ class CheckpointError(OffloadError, ValueError):
     """A checkpoint is damaged, incomplete, or not one at all."""
 
 
+class DamagedError(CheckpointError):
+    """Content of a checkpoint, or of the state in training, is not what was written."""
+
+
 class ManifestError(CheckpointError):
     """A manifest cannot be read: damaged, of another version, or not a manifest."""
 

@@ -13,7 +13,7 @@ import torch
 
 from gds import ALIGNMENT, Backend, Buffer, File, IOFuture
 from offload.digests import DigestContext, leaf_digests
-from offload.errors import CheckpointError
+from offload.errors import DamagedError
 from offload.manifest import MODEL_BLOCK_BYTES
 from offload.tensorfile import Header
 
@@ -162,7 +162,7 @@ def read_model(
     """Read a model file's data into the live tensors, checking every block's digest.
 
     Raises:
-        CheckpointError: A block is damaged; tensors before it have been overwritten.
+        DamagedError: A block is damaged; tensors before it have been overwritten.
         gds.StorageError: The file cannot be read.
     """
     blocks = list(image.blocks())
@@ -182,10 +182,9 @@ def read_model(
             buffer, data = buffers.get(index, stop - start)
             found = context.digest(MODEL_ARRAY, index, buffer.memoryview())
             if found != expected[index]:
-                raise CheckpointError(
+                raise DamagedError(
                     f"{file.path}: bytes {image.data_start + start} to {image.data_start + stop} "
-                    f"are damaged: their digest is {found}, expected {expected[index]}. Go back to "
-                    "an older checkpoint: restore(<step>, discard_newer=True)."
+                    f"are damaged: their digest is {found}, expected {expected[index]}"
                 )
             image.scatter(start, stop, data)
     finally:

@@ -164,8 +164,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> Checkpoint | None:
         """Continue from a checkpoint of this store, by default the newest usable one.
 
-        Reads the parameters and buffers only, into the live tensors. Hyper-parameters become the
-        checkpoint's.
+        Reads the parameters and buffers only, into the live tensors, and compares them with their
+        digests; the first step does so with the optimizer state. Hyper-parameters become the
+        checkpoint's. A checkpoint that is found damaged is quarantined: marked on the drive as not
+        to be used. If none was asked for, the one before it is taken then, with a warning.
 
         Args:
             checkpoint: A step number, a path, or a `Checkpoint`; None for the newest.
@@ -180,7 +182,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             MismatchError: Model or optimizer differ from the checkpoint's, or there are newer
                 checkpoints. Nothing has been changed.
             CheckpointNotFoundError: There is no such checkpoint.
-            CheckpointError: It is damaged, or none in the store is usable.
+            DamagedError: The checkpoint that was asked for is damaged, or the last one left.
+            CheckpointError: None in the store is usable.
         """
         if isinstance(checkpoint, Checkpoint):
             checkpoint = checkpoint.path

@@ -12,6 +12,7 @@ from offload.formats import MasterFormat, StateDtype, StateFormat
 from offload.train_state import MAX_CAPACITY_BYTES
 
 Overlap: TypeAlias = Literal["forward", "backward"]
+Verify: TypeAlias = Literal["restored", "always"]
 """What of the model's work a step may run beside."""
 
 _MIN_CHUNK_BYTES = ALIGNMENT
@@ -75,6 +76,11 @@ class Options:
     rounding_seed: int = 0
     """Seed of the stochastic rounding of ``state_dtype="bfloat16"``."""
 
+    verify: Verify = "restored"
+    """When state that is read is compared with the digests taken as it was written. ``"restored"``:
+    in the first step after a `restore`. ``"always"``: in every step, which costs the CPU another
+    digest of all state."""
+
     direct: bool | None = None
     """Bypass the page cache: True insists, False never does, None does wherever it works."""
 
@@ -118,6 +124,7 @@ class Options:
             ("master", self.master, get_args(MasterFormat)),
             ("state_dtype", self.state_dtype, get_args(StateDtype)),
             ("overlap", self.overlap, (None, *get_args(Overlap))),
+            ("verify", self.verify, get_args(Verify)),
         ):
             if value not in known:
                 raise ValueError(

@@ -161,6 +161,11 @@ class PartPool:
         """Note that a checkpoint is none any more: its parts are free."""
         self._taken -= part_numbers(manifest)
 
+    def claim(self, path: str, manifest: Manifest) -> None:
+        """Note that a checkpoint is not usable any more; its parts are kept as long as it is."""
+        self.release(manifest)
+        self._claims[path] = part_numbers(manifest)
+
     def release_claim(self, path: str) -> None:
         """Note that what was not usable at a path is not there any more."""
         self._claims.pop(path, None)

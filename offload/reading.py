@@ -9,10 +9,16 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from gds import Backend, StorageError
-from offload.errors import CheckpointError, CheckpointNotFoundError, ManifestError
+from offload.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedError,
+    ManifestError,
+)
 from offload.layout import array_file_name
 from offload.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode
 from offload.part_file import PART_FILE_BYTES, PART_FILE_NAME, SealedPart, decode_part
+from offload.quarantine import QUARANTINE_NAME, read_quarantine
 from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
 from offload.tensorfile import Header, TensorFileError, read_header
 
@@ -81,6 +87,12 @@ def check_files(
     need_parts: bool = True,
 ) -> None:
     """Check the files of a checkpoint against its manifest; as `read_manifest`."""
+    reason = read_quarantine(backend, path)
+    if reason is not None:
+        raise DamagedError(
+            f"{path}: quarantined, because it was found damaged ({reason}). If it has been "
+            f"repaired, remove {QUARANTINE_NAME} from it and run offload verify"
+        )
     layout = manifest.layout
     check_header(backend, f"{path}/{MODEL_NAME}", layout.model_header)
     for name, header in layout.array_headers[0].items():

@@ -150,7 +150,7 @@ def load_checkpoint(
     """Load parameters, buffers and hyper-parameters in place; returns the bytes read.
 
     Raises:
-        CheckpointError: The model file is damaged; some parameters may have been overwritten.
+        DamagedError: The model file is damaged; some parameters may have been overwritten.
     """
     manifest = checkpoint.manifest
     image = ModelImage(

@@ -58,7 +58,7 @@ class RunningPass:
         self,
         state_pass: StatePass,
         ended: Callable[[StatePass, list[Scalars | None]], None],
-        failed: Callable[[StatePass, BaseException], None],
+        failed: Callable[[StatePass, BaseException], BaseException],
         meter: Meter,
     ) -> None:
         self.state_pass = state_pass
@@ -164,8 +164,9 @@ class RunningPass:
             with torch.no_grad():  # which is a setting of each thread
                 scalars = self.state_pass.run(self._updated)
         except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
-            self._call_failed(self.state_pass, error)
-            failure = error
+            failure = self._call_failed(self.state_pass, error)
+            if failure is not error:
+                failure.__cause__ = error
         else:
             try:
                 self._call_ended(self.state_pass, scalars)

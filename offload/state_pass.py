@@ -72,7 +72,7 @@ class StatePass:
 
         Raises:
             gds.StorageError: A transfer failed.
-            CheckpointError: The first pass over a restored checkpoint found it damaged.
+            DamagedError: The state that was read is not what was written.
         """
         streamer, seal = self._streamer, self._seal
         model_stops = streamer.layout.model_stops

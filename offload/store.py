@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -33,6 +34,7 @@ from offload.manifest import Manifest, reserved_bytes
 from offload.opening import StoredCheckpoint, find_stored, open_directories, open_stored
 from offload.part_pool import part_bytes
 from offload.poison import Poison
+from offload.quarantine import lift_quarantine, write_quarantine
 from offload.slot import TRAIN_STATE_NAME, Slot, slot_sizes
 from offload.space import Room, require_room
 
@@ -95,6 +97,7 @@ class Store:
         """All that are usable, oldest first."""
         self.refused = opened.refused
         """Paths of directories that look like checkpoints but are not usable, and why."""
+        self._quarantined: list[StoredCheckpoint] = []
         for checkpoint in self.checkpoints:
             checkpoint.superseded = fresh
         generations = [c.manifest.generation for c in self.checkpoints]
@@ -182,6 +185,9 @@ class Store:
         with self._changed:
             if any(checkpoint.slot is slot for checkpoint in self.checkpoints):
                 return  # it has been sealed after all
+            if any(checkpoint.slot is slot for checkpoint in self._quarantined):
+                slot.close()  # nobody writes into evidence
+                return
             if self._poison:
                 self._free.discard(slot)
             else:
@@ -260,6 +266,31 @@ class Store:
         """Open a checkpoint's files for reading, if they are not open already."""
         return open_stored(self.backend, checkpoint, self._parts, writable=False)
 
+    def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
+        """Give up a checkpoint whose content is damaged, also for later processes.
+
+        It is marked durably, counts as a checkpoint no more, and is left as it is otherwise. Where
+        it cannot be marked this warns: a later process may then have to find the damage again.
+
+        Args:
+            checkpoint: One of `checkpoints`.
+            reason: What is wrong with it.
+        """
+        with self._changed:
+            self.checkpoints.remove(checkpoint)
+            self._quarantined.append(checkpoint)
+            self.refused.append((checkpoint.path, reason))
+            self._parts.claim(checkpoint.path, checkpoint.manifest)
+            try:
+                write_quarantine(self.backend, checkpoint.path, reason, self._poison)
+            except StorageError as error:
+                warnings.warn(
+                    f"{checkpoint.path} is damaged, and could not be marked as such ({error}): a "
+                    "later process will try it again",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
     def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
         """Withdraw, durably, every checkpoint that is newer than the given one.
 
@@ -289,7 +320,7 @@ class Store:
         """Close all files and let go of the lock. Idempotent."""
         with self._changed:
             self._free.close()
-            for checkpoint in self.checkpoints:
+            for checkpoint in (*self.checkpoints, *self._quarantined):
                 if checkpoint.slot is not None:
                     checkpoint.slot.close()
             for lock in self._locks:
@@ -360,6 +391,7 @@ class Store:
                 self.backend.sync_dir(self.directory)
                 if slot is not None:
                     slot.invalidate()
+                    lift_quarantine(self.backend, name)  # a reader may have found it damaged
             if slot is None:
                 self._gone(checkpoint)
             self._free.add(slot or name)

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from gds import Backend, IOFuture
-from offload.errors import CheckpointError
+from offload.errors import DamagedError
 from offload.frame import Frame, frame_bytes
 from offload.layout import Layout
 from offload.slot import Slot
@@ -41,6 +41,7 @@ class Streamer:
         ring_chunks: Most frames to have; fewer are made if there are fewer chunks.
         meter: Counts the seconds that `take` waits.
         host_memory_bytes: What chunks that stay in memory may take together.
+        verify_reads: Compare every chunk that is read with its digest.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Streamer:
         meter: Meter,
         *,
         host_memory_bytes: int = 0,
+        verify_reads: bool = False,
     ) -> None:
         self.layout = layout
+        self._verify_reads = verify_reads
         nbytes = frame_bytes(layout)
         resident = _spread(host_memory_bytes // nbytes if nbytes else 0, layout)
         self._resident = {chunk: Frame(backend, layout) for chunk in resident}
@@ -99,7 +102,8 @@ class Streamer:
 
         Raises:
             gds.StorageError: The read failed, or an earlier write did.
-            CheckpointError: The first pass over a restored checkpoint found it damaged.
+            DamagedError: What was read is not what was written: in the first pass over a restored
+                checkpoint, or in any with `verify_reads`.
         """
         # A frame that is not loading yet waits for writes, which hold all others.
         with self._meter.timed("wait_write_s", chunk=chunk), self._changed:
@@ -175,9 +179,11 @@ class Streamer:
             future.add_done_callback(lambda future: ended(_error_of(future), 1))
 
     def _check(self, frame: Frame) -> None:
-        """Compare what was read from a checkpoint of an earlier process with its digests."""
+        """Compare what was read with its digests, if it is a restored checkpoint's, or always."""
         source = self._source
-        if source is None or not source.unchecked or not frame.futures:
+        if source is None or not frame.futures:
+            return
+        if not (source.unchecked or self._verify_reads):
             return
         for name in source.layout.array_names:
             expected = source.digests[name][frame.chunk]
@@ -187,10 +193,9 @@ class Streamer:
             found = source.context.digest(name, frame.chunk, buffer.memoryview())
             if found != expected:
                 path = source.array(name, frame.chunk).path
-                raise CheckpointError(
+                raise DamagedError(
                     f"{path}: bytes {offset} to {offset + buffer.nbytes} are "
-                    f"damaged: their digest is {found}, expected {expected}. Go back to an older "
-                    "checkpoint: restore(<step>, discard_newer=True)."
+                    f"damaged: their digest is {found}, expected {expected}"
                 )
 
     def discard(self, frame: Frame) -> None:

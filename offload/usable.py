@@ -52,6 +52,11 @@ class Usable:
     def _remedy(self) -> str:
         """Say how to go on from a state that is torn."""
         newest = self.store.newest
+        if newest is None and self.store.refused:
+            return (
+                f"{self.store.directory} has no usable checkpoint left: repair one of them, or "
+                "construct the optimizer again with fresh=True"
+            )
         if newest is None:
             return "there is no checkpoint yet: construct model and optimizer again"
         return f"call restore() to go on from {newest.path}"

@@ -38,6 +38,7 @@ class WorkingMemory:
                 ring_chunks,
                 self._meter,
                 host_memory_bytes=self._options.host_memory_bytes,
+                verify_reads=self._options.verify == "always",
             )
         return self.streamer
 

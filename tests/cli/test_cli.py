@@ -169,6 +169,39 @@ def test_verify_counts_a_checkpoint_without_a_manifest_as_damaged(run: Run, stor
     assert [result["ok"] for result in json.loads(out)["checkpoints"]] == [True, False]
 
 
+def test_verify_all_finds_every_store_below(run: Run, store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "runs" / "b" / "store")
+    damaged = shutil.copytree(store, tmp_path / "runs" / "a") / "step-00000002"
+    flip_a_bit(damaged / "exp_avg.safetensors", 5000)
+    (tmp_path / "runs" / "empty").mkdir()
+    (tmp_path / "runs" / "empty" / "LOCK").touch()
+    code, out, _ = run("verify", "--all", tmp_path / "runs", "--json")
+    found = {result["path"]: result["ok"] for result in json.loads(out)["checkpoints"]}
+    assert code == 1
+    assert len(found) == 4
+    assert [path for path, ok in found.items() if not ok] == [str(damaged)]
+    code, _, err = run("verify", "--all", tmp_path / "runs" / "b" / "store" / "step-00000002")
+    assert code == 1
+    assert "no store" in err
+
+
+def test_verify_marks_what_is_damaged_only_if_it_is_told_to(run: Run, store: Path) -> None:
+    newest = store / "step-00000004"
+    flip_a_bit(newest / "exp_avg.safetensors", 5000)
+    assert run("verify", store)[0] == 1
+    assert json.loads(run("show", store, "--json")[1])["step"] == 4
+    assert run("verify", store, "--quarantine")[0] == 1
+    assert "exp_avg.safetensors" in (newest / "damaged.txt").read_text()
+    assert json.loads(run("show", store, "--json")[1])["step"] == 2
+    code, _, err = run("show", newest)
+    assert code == 1
+    assert "quarantined" in err
+    assert run("verify", store)[0] == 1
+    (newest / "damaged.txt").unlink()
+    flip_a_bit(newest / "exp_avg.safetensors", 5000)
+    assert run("verify", store)[0] == 0
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
 def test_a_path_that_is_not_there_is_one_line_and_status_1(
     run: Run, tmp_path: Path, command: str

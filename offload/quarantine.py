@@ -1,0 +1,68 @@
+"""Checkpoints whose content was found damaged: marked on the drive, so that nobody tries again.
+
+A checkpoint is quarantined by a file in it. Its presence is what counts; what it says is for
+people. Nothing else of the checkpoint is touched: somebody may want to look at it, repair it, or
+take its parameters, which may be whole. Removing the file lifts the quarantine.
+"""
+
+from __future__ import annotations
+
+from gds import Backend
+from offload.poison import Poison
+
+QUARANTINE_NAME = "damaged.txt"
+"""The file that marks a checkpoint as one not to be used."""
+
+_MAX_REASON_BYTES = 4000
+_NOT_MARKED = "a damaged checkpoint could not be marked"
+
+
+def write_quarantine(backend: Backend, path: str, reason: str, poison: Poison) -> None:
+    """Mark a checkpoint as damaged; durable when this returns. Idempotent.
+
+    Args:
+        backend: Where it is.
+        path: Its directory.
+        reason: What is wrong with it.
+        poison: Of the store.
+
+    Raises:
+        gds.StorageError: It could not be marked, or not durably.
+    """
+    mark = f"{path}/{QUARANTINE_NAME}"
+    if backend.stat(mark) is None:
+        data = reason.encode(errors="replace")[:_MAX_REASON_BYTES] + b"\n"
+        file = backend.create(mark, len(data))
+        try:
+            file.write_bytes(data, 0)
+            with poison.on_error(_NOT_MARKED):
+                file.sync()
+        finally:
+            file.close()
+    with poison.on_error(_NOT_MARKED):
+        backend.sync_dir(path)
+
+
+def lift_quarantine(backend: Backend, path: str) -> None:
+    """Remove the mark, if there is one; durable when the directory is synced."""
+    mark = f"{path}/{QUARANTINE_NAME}"
+    if backend.stat(mark) is not None:
+        backend.remove(mark)
+
+
+def read_quarantine(backend: Backend, path: str) -> str | None:
+    """Return why a checkpoint is quarantined; None if it is not."""
+    mark = f"{path}/{QUARANTINE_NAME}"
+    stat = backend.stat(mark)
+    if stat is None:
+        return None
+    if stat.kind != "file":
+        return f"{mark} is a {stat.kind}"
+    file = backend.open(mark)
+    try:
+        data = file.read_bytes(0, min(file.size_bytes, _MAX_REASON_BYTES))
+    finally:
+        file.close()
+    text = data.decode(errors="replace").strip("\0 \n")
+    # It may come from anywhere by now, and goes to terminals.
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
