@@ -30,7 +30,12 @@ from offload.opening import StoredCheckpoint
 from offload.options import Options
 from offload.parameters import Stored
 from offload.reseal import is_unchanged, replace_train_state
-from offload.resume import choose_checkpoint, load_checkpoint, match_checkpoint
+from offload.resume import (
+    choose_checkpoint,
+    give_up_damaged,
+    load_checkpoint,
+    match_checkpoint,
+)
 from offload.rules import Scalars, UpdateRule
 from offload.seal import Captured, Seal, SealHandle, describe_seal
 from offload.slot import Slot
@@ -193,16 +198,9 @@ class Engine(Usable):
             try:
                 return self._resume(found, groups)
             except DamagedError as error:
-                self.store.quarantine(found, str(error))
-                older = self.store.newest
-                if which is not None or older is None:
+                older = give_up_damaged(self.store, found, error, which)
+                if older is None:
                     raise DamagedError(f"{error}; {self._remedy()}") from error
-                warnings.warn(
-                    f"{error}. {found.path} is quarantined; going on from the one before it, "
-                    f"{older.path}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
                 found = older
 
     def _resume(self, found: StoredCheckpoint, groups: Groups) -> Checkpoint:
@@ -371,10 +369,9 @@ class Engine(Usable):
             self._reserved = state_pass.target  # restore() gives it back
         if not isinstance(error, DamagedError):
             return error
-        for checkpoint in self.store.checkpoints:
-            if checkpoint.slot is state_pass.source:
-                self.store.quarantine(checkpoint, str(error))
-                break
+        sealed = [c for c in self.store.checkpoints if c.slot is state_pass.source]
+        for checkpoint in sealed:
+            self.store.quarantine(checkpoint, str(error))
         return DamagedError(f"{error}; {self._remedy()}")
 
     def _moved(self, target: Slot) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import CheckpointError, MismatchError
+from offload.errors import CheckpointError, DamagedError, MismatchError
 from offload.formats import StateFormat
 from offload.loading import check_same
 from offload.model_file import BlockBuffers, ModelImage, read_model
@@ -53,6 +53,27 @@ def choose_checkpoint(
             "only, use open_checkpoint or load_parameters."
         )
     return found
+
+
+def give_up_damaged(
+    store: Store, damaged: StoredCheckpoint, error: DamagedError, which: int | str | None
+) -> StoredCheckpoint | None:
+    """Quarantine a checkpoint, and choose another one, with a warning.
+
+    Returns:
+        The newest that is left; None if there is none, or if it was the damaged one that was asked
+        for.
+    """
+    store.quarantine(damaged, str(error))
+    newest = store.newest
+    if which is not None or newest is None:
+        return None
+    warnings.warn(
+        f"{error}. {damaged.path} is quarantined; going on from the one before it, {newest.path}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return newest
 
 
 def match_checkpoint(
