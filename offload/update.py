@@ -26,7 +26,7 @@ from offload import codecs
 from offload.flat_tensors import FlatTensors
 from offload.formats import BLOCK_ELEMENTS, MASTER, MASTER_LOW
 from offload.layout import Layout, Piece
-from offload.rules import Scalars, UpdateRule, read_scalars, write_scalars
+from offload.rules import FUSED_MULTIPLE, Scalars, UpdateRule, read_scalars, write_scalars
 from offload.stored_state import StateCoder
 from offload.update_pool import BlockContext, UpdatePool
 
@@ -91,6 +91,8 @@ class ChunkUpdater:
             for g in groups
         ]
         self._rules = [rule.rule(group) for group in self._hyper]
+        exact = layout.state_dtype == "float32"
+        self._fused = [None if exact else rule.fused(group) for group in self._hyper]
         self._keys = [
             _Key(spec.group, p.dtype, s, g is not None)
             for spec, p, g, s in zip(layout.parameters, parameters, gradients, scalars, strict=True)
@@ -184,11 +186,13 @@ class ChunkUpdater:
         views: Mapping[str, torch.Tensor],
     ) -> None:
         key = block.key
-        group = self._hyper[key.group]
+        group, fused = self._hyper[key.group], self._fused[key.group]
         # A fresh object for every block: torch's step would otherwise find the .grad of the last.
         parameter = parameter.view(-1)
         if key.scalars is None:
             state = context.stepper.create(parameter, gradient, group)
+        elif fused is not None:
+            state = step_fused(context, parameter, gradient, views, key.scalars, fused)
         else:
             state = {**views, **write_scalars(key.scalars)}
             context.stepper.apply(parameter, gradient, state, group)
@@ -234,6 +238,50 @@ class ChunkUpdater:
                 view.copy_(live[at : at + _length(piece)])
             self._live.finish(piece.parameter, _length(piece))
             self._gradients.finish(piece.parameter, _length(piece))
+
+
+def step_fused(
+    context: BlockContext,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    views: Mapping[str, torch.Tensor],
+    scalars: Scalars,
+    group: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Run torch's fused step in whole vectors, so that it does not matter where a block is cut.
+
+    Args:
+        context: Memory of the thread.
+        parameter: Flat FP32 values, updated in place; the object must be a fresh one.
+        gradient: Likewise, unchanged.
+        views: State arrays, updated in place.
+        scalars: The rest of the state.
+        group: What `UpdateRule.fused` returned.
+
+    Returns:
+        The state as torch left it: the same views, and scalars.
+    """
+    length = len(parameter)
+    rest = length % FUSED_MULTIPLE
+    if not rest:
+        state = {**views, **write_scalars(scalars)}
+        context.stepper.apply(parameter, gradient, state, group)
+        return state
+
+    def padded(name: str, values: torch.Tensor) -> torch.Tensor:
+        out = context.buffer(f"padded {name}", torch.float32, length + FUSED_MULTIPLE - rest)
+        out[:length] = values
+        out[length:] = 0
+        return out
+
+    stepped = padded("parameter", parameter).view(-1)
+    arrays = {name: padded(name, view) for name, view in views.items()}
+    state = {**arrays, **write_scalars(scalars)}
+    context.stepper.apply(stepped, padded("gradient", gradient), state, group)
+    parameter.copy_(stepped[:length])
+    for name, view in views.items():
+        view.copy_(arrays[name][:length])
+    return {**state, **views}
 
 
 def _master(

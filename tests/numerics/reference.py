@@ -93,11 +93,14 @@ class Reference:
                     edited = bits(master.detach().to(live.dtype)) != bits(live)
                     master.data.copy_(torch.where(edited, live.detach().float(), master.detach()))
                 master.grad = live.grad.detach().to(torch.float32, copy=True)
-        self.inner.step()
+        self._step_inner()
         with torch.no_grad():
             for live, master in self.masters.items():
                 if live.grad is not None and live.dtype != torch.float32:
                     live.copy_(master)
+
+    def _step_inner(self) -> None:
+        self.inner.step()
 
     def state(self, live: torch.Tensor) -> dict[str, Any]:
         """Return torch's state of a parameter, without entries that hold nothing."""

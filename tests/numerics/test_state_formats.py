@@ -21,6 +21,9 @@ import offload.update
 from gds import MemoryBackend
 from offload import blocks8, codecs
 from offload.errors import MismatchError, UnsupportedOptimizerError
+from offload.rules import UpdateRule
+from offload.update import step_fused
+from offload.update_pool import BlockContext
 from tests.numerics.models import trainable
 from tests.numerics.pairs import CASES, Case, Cut, Pair
 from tests.numerics.reference import Reference, assert_same_bits, bits, read_state
@@ -39,6 +42,14 @@ FORMATS = {
     for name, settings in SETTINGS.items()
 }
 CUTS = [(4096, 2, 777), (3 * 4096, 3, None), (1 << 20, 2, 1291)]
+
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def in_whole_vectors(values: torch.Tensor) -> torch.Tensor:
+    """Return a flat copy with zeros behind it, up to a multiple of 16 elements."""
+    return torch.nn.functional.pad(values.detach().reshape(-1), (0, -values.numel() % 16)).clone()
 
 
 def rounded_away(master: torch.Tensor) -> torch.Tensor:
@@ -62,6 +73,38 @@ class Rounding(Reference):
         starts = np.cumsum([0] + [p.numel() for p in ordered]).tolist()
         self.starts = dict(zip(ordered, starts, strict=False))
         self.num_steps = 0
+
+    def _step_inner(self) -> None:
+        """Step whole tensors with torch's fused kernel, in whole vectors, where ours uses it."""
+        if "state_dtype" not in self.settings or type(self.inner) not in FUSED:
+            self.inner.step()
+            return
+        for group in self.inner.param_groups:
+            for master in group["params"]:
+                state = self.inner.state.get(master, {})
+                if master.grad is None:
+                    continue
+                arrays = {n: v for n, v in state.items() if n != "step" and v is not None}
+                scalars = {n: v for n, v in state.items() if n not in arrays and v is not None}
+                hyper = {**group, "fused": bool(arrays)}
+                whole = torch.nn.Parameter(in_whole_vectors(master.detach()))
+                whole.grad = in_whole_vectors(master.grad)
+                optimizer = type(self.inner)([{**hyper, "params": [whole]}])
+                optimizer.state[whole] = {
+                    **{name: in_whole_vectors(value) for name, value in arrays.items()},
+                    **scalars,
+                }
+                if not state:
+                    optimizer.state.clear()
+                optimizer.step()
+                shape, count = master.shape, master.numel()
+                master.data.copy_(whole.detach()[:count].view(shape))
+                self.inner.state[master] = {
+                    name: value[:count].view(shape).clone()
+                    if isinstance(value, torch.Tensor) and value.dim()
+                    else value
+                    for name, value in optimizer.state[whole].items()
+                }
 
     def step(self) -> None:
         before = {p: p.detach().clone() for p in self.masters}
@@ -265,3 +308,44 @@ def test_unknown_formats_are_refused_by_name():
         offload.Options(host_memory="8 parsecs")
     assert offload.Options(host_memory="1.5 GiB").host_memory_bytes == 3 << 29
     assert offload.Options(host_memory="2kB").host_memory_bytes == 2000
+
+
+@pytest.mark.parametrize(
+    ("cls", "hyper"),
+    [
+        (torch.optim.AdamW, {"weight_decay": 0.1}),
+        (torch.optim.Adam, {"amsgrad": True, "maximize": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ],
+)
+def test_the_fused_step_does_not_depend_on_cuts(cls, hyper):
+    """Torch's kernel does: it computes what follows the last whole vector in another way."""
+    rule = UpdateRule(cls, {"lr": 1e-3, **hyper})
+    group = {**rule.defaults}
+    fused = rule.fused(group)
+    assert fused is not None
+    num = 16 * 20_000
+    generator = torch.Generator().manual_seed(5)
+    values = {
+        name: torch.rand(num, generator=generator) * scale
+        for name, scale in [("p", 1.0), ("g", 1e-2), *((a, 1e-3) for a in rule.rule(group).arrays)]
+    }
+    (scalars,) = {rule.rule(group).scalars}
+    held = tuple((name, "f32", 4.0) for name in scalars)
+
+    whole = {name: tensor.clone() for name, tensor in values.items()}
+    arrays = {name: whole[name] for name in rule.rule(group).arrays}
+    optimizer = cls([whole["p"]], lr=1e-3, fused=True, **hyper)
+    whole["p"].grad = whole["g"]
+    optimizer.state[whole["p"]] = {**arrays, **{name: torch.tensor(4.0) for name in scalars}}
+    optimizer.step()
+
+    context = BlockContext(rule)
+    cuts = sorted({0, num, *(n * 7919 % num for n in range(1, 60))})
+    for start, stop in pairwise(cuts):
+        views = {name: values[name][start:stop] for name in arrays}
+        gradient = values["g"][start:stop]
+        state = step_fused(context, values["p"][start:stop], gradient, views, held, fused)
+        assert all(state[name] is views[name] for name in views)
+    for name, tensor in values.items():
+        assert_same_bits(tensor, whole[name].detach(), name)
