@@ -26,6 +26,7 @@ from offload.reading import (
     checkpoint_paths,
     find_checkpoint,
     part_paths,
+    read_in_store,
     read_manifest,
 )
 from offload.slot import LOCK_NAME, TRAIN_STATE_NAME
@@ -377,7 +378,7 @@ def train_state_header(manifest: Manifest) -> dict[str, str]:
 def _describe(backend: Backend, path: str, parts: PartDirectories) -> CheckpointInfo:
     step = int(os.path.basename(path)[5:])
     try:
-        manifest = read_manifest(backend, path, parts)
+        manifest = read_in_store(backend, path, parts)
     except (CheckpointError, StorageError) as error:
         return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0)
     files = Checkpoint(backend, path, manifest, parts).files

@@ -29,7 +29,7 @@ from offload.identity import read_store_id
 from offload.manifest import MANIFEST_NAME, Manifest
 from offload.part_pool import PartPool, part_numbers
 from offload.poison import Poison
-from offload.reading import check_files, checkpoint_paths, decode_manifest
+from offload.reading import check_files, check_name, checkpoint_paths, decode_manifest
 from offload.slot import LOCK_NAME, Slot, open_slot
 
 _SLOT = re.compile(r"\.slot-\d+")
@@ -202,6 +202,7 @@ def _look_around(
         claims[path] = None
         try:
             manifest = decode_manifest(backend, path)
+            check_name(path, manifest)
             claims[path] = part_numbers(manifest)
             _check_number_of_directories(path, manifest, drives)
             check_files(backend, path, manifest, other_directories)

@@ -78,6 +78,35 @@ def decode_manifest(backend: Backend, path: str) -> Manifest:
         file.close()
 
 
+def read_in_store(
+    backend: Backend,
+    path: str,
+    parts: PartDirectories = None,
+    *,
+    need_parts: bool = True,
+) -> Manifest:
+    """Read and check a directory of a store as `read_manifest` does, and that its name is right."""
+    manifest = decode_manifest(backend, path)
+    check_name(path, manifest)
+    check_files(backend, path, manifest, parts, need_parts=need_parts)
+    return manifest
+
+
+def check_name(path: str, manifest: Manifest) -> None:
+    """Check that a directory of a store is named for the step that its manifest is of.
+
+    Raises:
+        CheckpointError: It is the manifest of another checkpoint: the drive has lost a write, or
+            somebody has renamed the directory.
+    """
+    named = _CHECKPOINT.fullmatch(os.path.basename(path))
+    if named is not None and int(named[1]) != manifest.step:
+        raise CheckpointError(
+            f"{path}: its manifest is of step {manifest.step}, expected {int(named[1])}: the "
+            "directory was renamed, or a drive has lost what was written last"
+        )
+
+
 def check_files(
     backend: Backend,
     path: str,
@@ -230,7 +259,7 @@ def find_checkpoint(
     reasons = []
     for checkpoint in checkpoint_paths(backend, path):
         try:
-            manifest = read_manifest(backend, checkpoint, parts, need_parts=need_parts)
+            manifest = read_in_store(backend, checkpoint, parts, need_parts=need_parts)
         except (CheckpointError, StorageError) as error:
             reasons.append(str(error))
         else:

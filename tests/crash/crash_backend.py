@@ -14,7 +14,8 @@ just then. A run is recorded once, and every moment of it is then tried:
 The model is harsher than any one file system:
 
 - Data of a write is on the platter after a `sync` of that file. Until then, each 4096-byte page of
-  each write has survived or not, independently of all others.
+  each write has survived or not, independently of all others; in one state of four it is each
+  512-byte sector, so that pages are torn as well.
 - So has the size of a file: until its first `sync` it may be found with any length in pages.
 - A name that was made, moved, exchanged or removed is on the platter after a `sync_dir` of its
   directory, and so are all changes of that directory before it. Of later changes either the first
@@ -39,7 +40,10 @@ from gds._backend import File, Lock
 from gds._wrapper import WrapperFile
 
 PAGE_BYTES: Final = 4096
-"""The unit in which unsynced data survives."""
+"""The unit in which a cache writes back, and in which files grow."""
+
+SECTOR_BYTES: Final = 512
+"""The unit in which a drive writes: of a page that was on its way, any sectors may have arrived."""
 
 Kind = Literal[
     "create", "write", "sync", "make_dir", "rename", "exchange", "remove", "remove_dir", "sync_dir",
@@ -105,6 +109,22 @@ class CrashBackend(WrapperBackend):
                     backend.note(operation.label)
         for file in files.values():
             file.close()
+        return backend
+
+    @classmethod
+    def after(cls, image: Image) -> CrashBackend:
+        """Return the backend of a process that starts on what a loss of power has left."""
+        backend = cls()
+        for directory in image.directories:
+            backend.make_dir(directory)
+        for path, data in image.files:
+            file = backend.create(path, len(data))
+            if data:
+                file.write_bytes(data, 0)
+            file.sync()
+            file.close()
+        for directory in ("/", *image.directories):
+            backend.sync_dir(directory)
         return backend
 
     def note(self, label: object) -> None:
@@ -309,6 +329,7 @@ class Disk:
         names = rng.choice((0.0, 0.5, 0.5, 1.0))
         pages = rng.choice((0.0, 0.5, 0.9, 1.0))
         sizes = rng.choice((0.0, 0.5, 1.0))
+        unit = SECTOR_BYTES if rng.random() < 0.25 else PAGE_BYTES
         journal = rng.random() < 0.5
         directories: list[str] = []
         files: list[tuple[str, bytes]] = []
@@ -323,9 +344,8 @@ class Disk:
                     directories.append(f"{path}/{name}")
                     pending.append((f"{path}/{name}", self._directories[node]))
                 else:
-                    files.append(
-                        (f"{path}/{name}", _surviving(self._files[node], pages, sizes, rng))
-                    )
+                    data = _surviving(self._files[node], pages, sizes, unit, rng)
+                    files.append((f"{path}/{name}", data))
         return Image(tuple(directories), tuple(files))
 
     def _directory(self, path: str) -> _DirectoryNode:
@@ -379,8 +399,11 @@ def _surviving_changes(
     return [change for change in cache if rng.random() < chance]
 
 
-def _surviving(file: _FileNode, pages: float, sizes: float, rng: random.Random) -> bytes:
-    """Return a file's bytes: `pages` and `sizes` are the chances of what is not on the platter."""
+def _surviving(file: _FileNode, pages: float, sizes: float, unit: int, rng: random.Random) -> bytes:
+    """Return a file's bytes: `pages` and `sizes` are the chances of what is not on the platter.
+
+    `unit` is the number of bytes that survive, or do not, as one.
+    """
     if not file.cache and file.synced:
         return bytes(file.platter)
     data = bytearray(file.platter)
@@ -388,7 +411,7 @@ def _surviving(file: _FileNode, pages: float, sizes: float, rng: random.Random) 
         stop = write.offset + len(write.data)
         start = write.offset
         while start < stop:
-            end = min(start // PAGE_BYTES * PAGE_BYTES + PAGE_BYTES, stop)
+            end = min(start // unit * unit + unit, stop)
             if pages == 1.0 or (pages and rng.random() < pages):
                 data[start:end] = write.data[start - write.offset : end - write.offset]
             start = end

@@ -392,6 +392,13 @@ class Tried:
             error.add_note(f"CRASH_SEED={SEED}: power lost after {operation}; allowed {allowed}")
             raise
 
+    def record(self, record_property: Callable[[str, object], None]) -> None:
+        """Report what has been tried; the run's last lines have the sum (`tests/conftest.py`)."""
+        print(self)
+        record_property("crash_cuts", self.num_cuts)
+        record_property("crash_states", len(self.seen))
+        record_property("crash_seed", SEED)
+
     def __str__(self) -> str:
         what = f"{self.num_cuts} cuts, {len(self.seen)} different states"
         return f"{self.name}, keep={self.keep}, {self.drives} drives, seed {SEED}: {what}"
@@ -409,8 +416,7 @@ def test_power_lost_after_any_operation(
         disk.apply(operation)
         for _ in range(CUTS_PER_OPERATION if drives == 1 else max(CUTS_PER_OPERATION // 2, 1)):
             tried.check(disk, rng, allowed, operation)
-    print(tried)
-    record_property("crash_states", tried.num_cuts)
+    tried.record(record_property)
     assert tried.num_unsynced > tried.num_cuts // 2, "most cuts must have something to lose"
     assert len(tried.seen) > len(log) // (2 if drives == 1 else 3)
 
@@ -448,7 +454,6 @@ def test_power_lost_in_the_process_that_follows_a_killed_one(
             disk.apply(operation)
             if number in cuts:
                 tried.check(disk, rng, what, operation)
-    print(tried)
-    record_property("crash_states", tried.num_cuts)
+    tried.record(record_property)
     assert tried.num_unsynced > 0
     assert tried.num_cuts > KILLS

@@ -1,0 +1,33 @@
+"""What a run of the tests has tried, in one line each at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Add up what tests have recorded with `record_property`, on all workers."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    recorded = list(_recorded(reports))
+    cuts, states = _total(recorded, "crash_cuts"), _total(recorded, "crash_states")
+    if cuts:
+        seeds = ", ".join(sorted({str(v) for name, v in recorded if name == "crash_seed"}))
+        terminalreporter.write_line(
+            f"power cuts: {cuts} tried; {states} different states were opened, resumed from and "
+            f"compared (CRASH_SEED={seeds})"
+        )
+    if faults := _total(recorded, "faults"):
+        terminalreporter.write_line(f"I/O faults: {faults} injected, each in a run of its own")
+
+
+def _recorded(reports: Iterable[object]) -> Iterable[tuple[str, Any]]:
+    for report in reports:
+        if isinstance(report, pytest.TestReport) and report.when == "call":
+            yield from report.user_properties
+
+
+def _total(recorded: Iterable[tuple[str, Any]], name: str) -> int:
+    return sum(value for key, value in recorded if key == name)
