@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gds import Backend, LockHeldError, PosixBackend, StorageError
+from gds import ALIGNMENT, Backend, LockHeldError, PosixBackend, StorageError
 from offload._verify import verify_tensors
 from offload.errors import CheckpointError, CheckpointNotFoundError, StoreBusyError
 from offload.manifest import MANIFEST_NAME, Manifest
@@ -20,11 +20,13 @@ from offload.reading import (
     PartDirectories,
     checkpoint_paths,
     find_checkpoint,
+    given_directory,
+    kind_of,
     part_paths,
     read_manifest,
 )
 from offload.slot import LOCK_NAME, TRAIN_STATE_NAME
-from offload.tensorfile import TensorEntry, TensorFileError
+from offload.tensorfile import TensorEntry, TensorFileError, header_length
 from offload.train_state import MAX_CAPACITY_BYTES, unpack
 
 if TYPE_CHECKING:
@@ -189,8 +191,16 @@ class Checkpoint:
         file = self._backend.open(f"{self.path}/{TRAIN_STATE_NAME}")
         try:
             if file.size_bytes > MAX_CAPACITY_BYTES:
-                raise CheckpointError(f"{file.path}: {file.size_bytes} bytes, too large")
+                raise CheckpointError(
+                    f"{file.path}: {file.size_bytes} bytes, expected at most {MAX_CAPACITY_BYTES}"
+                )
+            first = file.read_bytes(0, min(ALIGNMENT, file.size_bytes))
+            header_bytes = header_length(first, file.size_bytes, file.path)
+            if b"\0" in first[8:header_bytes]:  # a hole: the rest is not worth its memory
+                raise CheckpointError(f"{file.path}: damaged: zero bytes in its header")
             return file.read_bytes(0, file.size_bytes)
+        except TensorFileError as error:
+            raise CheckpointError(f"{file.path}: damaged: {error}") from error
         finally:
             file.close()
 
@@ -339,11 +349,13 @@ def list_checkpoints(
     backend = backend or PosixBackend()
     directory = os.path.abspath(os.fspath(store))
     try:
-        stat = backend.stat(directory)
+        stat = given_directory(backend, directory)
         if stat is None:
             raise CheckpointNotFoundError(errno.ENOENT, "there is no store here", directory)
         if stat.kind != "directory":
-            raise CheckpointError(f"{directory}: a {stat.kind}, expected the directory of a store")
+            raise CheckpointError(
+                f"{directory}: {kind_of(stat)}, expected the directory of a store"
+            )
         names = backend.list_dir(directory)
         if MANIFEST_NAME in names:
             raise CheckpointError(

@@ -14,7 +14,7 @@ from offload.errors import StoreBusyError
 from offload.layout import Layout
 from offload.part_pool import PartPool
 from offload.poison import Poison
-from offload.slot import Slot, adopt_slot, create_slot, remove_slot
+from offload.slot import Slot, adopt_slot, create_slot, directories_in, remove_slot
 
 _NOT_READY = "a free slot could not be made ready"
 
@@ -80,8 +80,8 @@ class FreeSlots:
                 self._slots.remove(candidate)  # somebody has removed it by hand
                 continue
             with self._locked(candidate) as lock:
-                if lock is None:
-                    continue  # a reader still holds what it was
+                if lock is None or self._set_aside(candidate):
+                    continue  # a reader still holds what it was, or it cannot be rewritten
                 parts = self._parts.take(layout)
                 self._slots.remove(candidate)
                 adopted = None
@@ -125,7 +125,8 @@ class FreeSlots:
                 self.discard(spare)
                 continue
             with self._locked(spare) as lock:
-                if lock is not None:  # else a reader still holds what it was
+                # Else a reader still holds what it was, or it is not all ours to remove.
+                if lock is not None and not self._set_aside(spare):
                     self._slots.remove(spare)
                     remove_slot(self._backend, spare)
 
@@ -141,6 +142,19 @@ class FreeSlots:
         for slot in self._slots:
             if isinstance(slot, Slot):
                 slot.close()
+
+    def _set_aside(self, path: str) -> bool:
+        """Leave a directory alone, for somebody to look at, if it holds what no slot does."""
+        inside = directories_in(self._backend, path)
+        if inside:
+            self._slots.remove(path)
+            warnings.warn(
+                f"{path}: holds the directory {inside[0]!r}, which nothing here makes: not used, "
+                "and left alone. Remove it",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return bool(inside)
 
     @contextmanager
     def _locked(self, path: str) -> Iterator[Lock | None]:
