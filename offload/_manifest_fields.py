@@ -54,6 +54,13 @@ def text(value: object) -> str:
     return value
 
 
+def label(value: object) -> str:
+    """Return a short string that can be shown as it is."""
+    if not isinstance(value, str) or len(value) > 1000 or not value.isprintable():
+        raise ValueError(f"expected a printable string, got {short(value)}")
+    return value
+
+
 def count(value: object) -> int:
     """Return an integer from 0 to 2**63 - 1."""
     if type(value) is not int or not 0 <= value <= MAX_COUNT:

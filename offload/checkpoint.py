@@ -196,7 +196,7 @@ class Checkpoint:
                 )
             first = file.read_bytes(0, min(ALIGNMENT, file.size_bytes))
             header_bytes = header_length(first, file.size_bytes, file.path)
-            if b"\0" in first[8:header_bytes]:  # a hole: the rest is not worth its memory
+            if b"\0" in first[8 : max(header_bytes, 9)]:  # a hole: the rest is not worth its memory
                 raise CheckpointError(f"{file.path}: damaged: zero bytes in its header")
             return file.read_bytes(0, file.size_bytes)
         except TensorFileError as error:

@@ -79,9 +79,11 @@ class FreeSlots:
             if self._backend.stat(candidate) is None:
                 self._slots.remove(candidate)  # somebody has removed it by hand
                 continue
+            if self._set_aside(candidate):
+                continue
             with self._locked(candidate) as lock:
-                if lock is None or self._set_aside(candidate):
-                    continue  # a reader still holds what it was, or it cannot be rewritten
+                if lock is None:
+                    continue  # a reader still holds what it was
                 parts = self._parts.take(layout)
                 self._slots.remove(candidate)
                 adopted = None
@@ -124,9 +126,10 @@ class FreeSlots:
                 self._slots.remove(spare)
                 self.discard(spare)
                 continue
+            if self._set_aside(spare):
+                continue
             with self._locked(spare) as lock:
-                # Else a reader still holds what it was, or it is not all ours to remove.
-                if lock is not None and not self._set_aside(spare):
+                if lock is not None:  # else a reader still holds what it was
                     self._slots.remove(spare)
                     remove_slot(self._backend, spare)
 
@@ -144,17 +147,21 @@ class FreeSlots:
                 slot.close()
 
     def _set_aside(self, path: str) -> bool:
-        """Leave a directory alone, for somebody to look at, if it holds what no slot does."""
-        inside = directories_in(self._backend, path)
-        if inside:
-            self._slots.remove(path)
-            warnings.warn(
-                f"{path}: holds the directory {inside[0]!r}, which nothing here makes: not used, "
-                "and left alone. Remove it",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        return bool(inside)
+        """Leave what cannot be a slot alone, for somebody to look at; return whether it is such."""
+        stat = self._backend.stat(path)
+        if stat is None:
+            return False
+        inside = directories_in(self._backend, path) if stat.kind == "directory" else []
+        if stat.kind == "directory" and not inside:
+            return False
+        self._slots.remove(path)
+        what = f"it holds the directory {inside[0]!r}" if inside else "it is not a directory"
+        warnings.warn(
+            f"{path}: not used, and left alone: {what}, and no slot is such. Remove it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return True
 
     @contextmanager
     def _locked(self, path: str) -> Iterator[Lock | None]:
