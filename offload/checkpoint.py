@@ -233,7 +233,7 @@ class Checkpoint:
         try:
             # Again, since it may have been damaged after opening.
             found = read_manifest(self._backend, self.path, self._part_directories)
-            if found != self.manifest:
+            if found.digest != self.manifest.digest:
                 problems.append(f"{self.path}/{MANIFEST_NAME}: replaced since it was opened")
             _ = self.train_state
         except (CheckpointError, StorageError) as error:

@@ -83,6 +83,11 @@ class Manifest:
     parts: tuple[PartReference, ...] = ()
     """Where the state on each drive but the first is."""
 
+    @property
+    def digest(self) -> str:
+        """The digest of everything above: two that have the same say the same."""
+        return _body_digest(self._body())
+
     def encode(self, reserved_bytes: int) -> bytes:
         """Return the file's content, padded to exactly `reserved_bytes`.
 
@@ -90,14 +95,26 @@ class Manifest:
             OffloadError: The hyper-parameters have grown past what was reserved.
             TypeError: A hyper-parameter cannot be stored as JSON; names it.
         """
-        layout = self.layout
         if max(self.generation, self.step) > fields.MAX_COUNT:
             raise OffloadError(
                 f"generation {self.generation}, step {self.step}: a checkpoint's numbers end at "
                 f"{fields.MAX_COUNT}. Nobody counts that far: an older checkpoint of this store "
                 "says so, and is damaged or forged. Remove it, and go on from another one."
             )
-        body = {
+        body = self._body()
+        document = {"format": FORMAT_VERSION, "digest": _body_digest(body), "body": body}
+        text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+        if len(text) + 1 > reserved_bytes:
+            raise OffloadError(
+                f"the manifest needs {len(text) + 1} bytes, but {reserved_bytes} were reserved "
+                "when the store was laid out; parameter groups have gained large "
+                "hyper-parameters. Keep such values in train_state instead."
+            )
+        return text.ljust(reserved_bytes - 1) + b"\n"
+
+    def _body(self) -> dict[str, Any]:
+        layout = self.layout
+        return {
             "store_id": self.store_id,
             "generation": self.generation,
             "step": self.step,
@@ -122,15 +139,6 @@ class Manifest:
             "model_digests": list(self.model_digests),
             "parts": [asdict(part) for part in self.parts],
         }
-        document = {"format": FORMAT_VERSION, "digest": _body_digest(body), "body": body}
-        text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-        if len(text) + 1 > reserved_bytes:
-            raise OffloadError(
-                f"the manifest needs {len(text) + 1} bytes, but {reserved_bytes} were reserved "
-                "when the store was laid out; parameter groups have gained large "
-                "hyper-parameters. Keep such values in train_state instead."
-            )
-        return text.ljust(reserved_bytes - 1) + b"\n"
 
 
 def reserved_bytes(layout: Layout, num_groups: int) -> int:
