@@ -221,10 +221,12 @@ def try_lock(backend: Backend, path: str) -> Lock | None:
 def lock_existing(backend: Backend, path: str, timeout_s: float) -> Lock | None:
     """Lock what a path names, waiting for its readers; None if there is nothing.
 
+    Nor is a link, a pipe or a device locked: nobody reads one as a checkpoint.
+
     Raises `StoreBusyError` after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    while backend.stat(path) is not None:
+    while (stat := backend.stat(path)) is not None and stat.kind != "other":
         lock = try_lock(backend, path)
         if lock is not None:
             return lock

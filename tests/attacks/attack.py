@@ -48,9 +48,6 @@ class Attack:
 
     num_directories: int = 1
 
-    blocks_name: bool = False
-    """Whether what is there keeps a new checkpoint from having the name."""
-
     @property
     def file(self) -> Path:
         """Where `content` is kept."""

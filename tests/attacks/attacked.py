@@ -235,20 +235,17 @@ def take_over(attacked: Attacked) -> None:
                     attacked.good_message("restore", told)
             attacked.expect("restored", found is not None and found.step == expected, found)
             if attacked.thorough:
-                train_on(attacked, model, optimizer)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # what cannot be a slot is left alone
+                    train_on(attacked, model, optimizer)
 
 
 def train_on(attacked: Attacked, model: torch.nn.Module, optimizer: offload.AdamW) -> None:
     """Take steps with checkpoints, so that every free slot is used."""
     for _ in range(3):
         step(model, optimizer)
-        try:
-            checkpoint = optimizer.checkpoint({"more": 1}).result()
-        except OffloadError as error:
-            attacked.expect("checkpoint()", attacked.attack.blocks_name, error)
-            attacked.expect("checkpoint(): names no path", "step-00000002" in str(error), error)
-        else:
-            attacked.expect("sealed one is damaged", checkpoint.verify().ok)
+        checkpoint = optimizer.checkpoint({"more": 1}).result()
+        attacked.expect("sealed one is damaged", checkpoint.verify().ok)
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:

@@ -8,14 +8,20 @@ there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 
-from tests.attacks.attacked import make_store, run
+import offload
+from gds.calibration import load_calibration
+from tests.attacks.attack import Attack
+from tests.attacks.attacked import Attacked, make_model, make_optimizer, make_store
 from tests.attacks.make import all_attacks
 
 NAMES_CODE = re.compile(rb"system|eval|__\w+__|_dynamo|module|import|load|object|PWNED|PK\x03")
@@ -43,7 +49,53 @@ EVENTS = (
 )
 
 
+def read_everything(attack: Attack, template: Path, scratch: Path) -> None:
+    """Do with an attacked store whatever reads it; errors are another test's affair."""
+    global current
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(template, scratch)
+    directories = [scratch / f"drive-{index}" for index in range(attack.num_directories)]
+    attacked = Attacked(attack, directories, scratch / "outside", thorough=False)
+    attacked.inflict()
+    checkpoint, parts, model = attacked.checkpoint, attacked.parts, make_model()
+
+    def open_it() -> None:
+        with offload.open_checkpoint(checkpoint, parts=parts) as opened:
+            for use in (
+                lambda: opened.train_state,
+                opened.verify,
+                lambda: opened.read_state("0.bias"),
+            ):
+                with contextlib.suppress(offload.OffloadError, OSError):
+                    use()
+
+    def restore() -> None:
+        with make_optimizer(model, directories) as optimizer:
+            try:
+                optimizer.restore()
+            except offload.OffloadError:
+                optimizer.restore(1, discard_newer=True)
+
+    current = attack.name
+    for use in (
+        lambda: offload.list_checkpoints(attacked.store, parts=parts),
+        open_it,
+        lambda: offload.load_parameters(model, checkpoint),
+        restore,
+        lambda: load_calibration(str(attacked.store / "calibration.json")),
+    ):
+        with warnings.catch_warnings(), contextlib.suppress(offload.OffloadError, OSError):
+            warnings.simplefilter("ignore")
+            use()
+    current = ""
+
+
+current = ""
+"""The attack that is being carried out; what happens between them is not looked at."""
+
+
 def main() -> None:
+    global current
     directory = Path(sys.argv[1])
     torch.set_num_threads(1)
     templates = {}
@@ -51,7 +103,6 @@ def main() -> None:
         templates[number] = directory / f"template-{number}"
         make_store([templates[number] / f"drive-{index}" for index in range(number)])
     noted: list[tuple[str, str]] = []
-    current = ""
 
     def note(event: str, arguments: tuple[object, ...]) -> None:
         if current and event in EVENTS:
@@ -60,15 +111,14 @@ def main() -> None:
     every = all_attacks()
     attacks = [a for a in every if a.content is not None and NAMES_CODE.search(a.content)]
     for attack in {(a.target, a.stage): a for a in every if a.content is not None}.values():
-        run(attack, templates[attack.num_directories], directory / "run", thorough=True)
+        read_everything(attack, templates[attack.num_directories], directory / "run")
     sys.addaudithook(note)
     current = "this one"
     exec("pass")  # shows that the hook notes what it should
+    current = ""
     seen, noted[:] = [what for _, what in noted], []
     for attack in attacks:
-        current = attack.name
-        run(attack, templates[attack.num_directories], directory / "run", thorough=True)
-    current = ""
+        read_everything(attack, templates[attack.num_directories], directory / "run")
     marks = [str(path) for path in directory.rglob("PWNED")]
     print(json.dumps({"noted": noted, "seen": seen, "num": len(attacks), "marks": marks}))
 

@@ -182,9 +182,8 @@ def attacks() -> Iterator[Attack]:
             f"step-{name}",
             "names",
             "{step}",
-            f"expected the directory of a checkpoint|no manifest.json|{_SOMETHING_ELSE}",
+            f"expected the directory of a checkpoint|no manifest.json|{_SOMETHING_ELSE}|a file",
             make=make,
-            blocks_name=name != "file",
         )
         yield Attack(
             f"part-{name}", "names", "{part}", "expected a directory", make=make, num_directories=2

@@ -12,7 +12,7 @@ import pytest
 
 from tests.attacks.fuzz import TARGETS, fuzz
 
-NUM_EXAMPLES = int(os.environ.get("OFFLOAD_FUZZ_EXAMPLES", "400"))
+NUM_EXAMPLES = int(os.environ.get("OFFLOAD_FUZZ_EXAMPLES", "250"))
 
 
 @pytest.mark.parametrize("name", TARGETS)
