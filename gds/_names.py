@@ -211,7 +211,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 def _open_to_lock(path: str, create: bool) -> int:
     # O_NONBLOCK: opening a pipe must not wait for its other end.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
         fd = os.open(path, flags)
     except FileNotFoundError:

@@ -22,7 +22,7 @@ from gds._pool import Meter, Part, TransferPool, check_threads
 from gds._posix_file import PosixFile
 from gds._transfer import Descriptors, Direction, check_request_bytes
 
-_OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 
 
 class PosixBackend(PosixNames):
@@ -153,7 +153,10 @@ class PosixBackend(PosixNames):
         self.check_usable("open", path)
         flags = _OPEN_FLAGS | (os.O_RDWR if writable else os.O_RDONLY)
         with reporting("open", path):
-            # Without O_NONBLOCK, opening a pipe would wait for its other end.
+            # Even opening can have an effect on a device, or wait for the other end of a pipe:
+            # none is opened if that can be known, and what takes its name meanwhile not for long.
+            if not _may_be_opened(os.lstat(path).st_mode):
+                raise StorageError(errno.EINVAL, "open: not a regular file", path)
             fd = os.open(path, flags | os.O_NONBLOCK)
         try:
             os.set_blocking(fd, True)
@@ -227,7 +230,7 @@ class PosixBackend(PosixNames):
             return reason, -1, 1
         direct_fd = -1
         try:
-            direct_fd = os.open(path, flags | os.O_DIRECT)
+            direct_fd = os.open(path, flags | os.O_DIRECT | os.O_NONBLOCK)
             if not os.path.samestat(os.fstat(direct_fd), found):
                 raise StorageError(errno.ESTALE, "open: the name was replaced meanwhile", path)
             if untried:
@@ -268,3 +271,8 @@ class PosixBackend(PosixNames):
 def _metered(meter: Meter, move: Part) -> int:
     with meter.running():
         return move()
+
+
+def _may_be_opened(mode: int) -> bool:
+    # Directories and links are left to the kernel, which says what is wrong with them.
+    return stat_module.S_ISREG(mode) or stat_module.S_ISDIR(mode) or stat_module.S_ISLNK(mode)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gds import Backend, LockHeldError, PosixBackend, StorageError
+from gds import ALIGNMENT, Backend, LockHeldError, PosixBackend, StorageError
 from offload._verify import verify_tensors
 from offload.errors import (
     CheckpointError,
@@ -25,12 +25,14 @@ from offload.reading import (
     PartDirectories,
     checkpoint_paths,
     find_checkpoint,
+    given_directory,
+    kind_of,
     part_paths,
     read_in_store,
     read_manifest,
 )
 from offload.slot import LOCK_NAME, TRAIN_STATE_NAME
-from offload.tensorfile import TensorEntry, TensorFileError
+from offload.tensorfile import TensorEntry, TensorFileError, header_length
 from offload.train_state import MAX_CAPACITY_BYTES, unpack
 
 if TYPE_CHECKING:
@@ -195,8 +197,16 @@ class Checkpoint:
         file = self._backend.open(f"{self.path}/{TRAIN_STATE_NAME}")
         try:
             if file.size_bytes > MAX_CAPACITY_BYTES:
-                raise DamagedError(f"{file.path}: {file.size_bytes} bytes, too large")
+                raise DamagedError(
+                    f"{file.path}: {file.size_bytes} bytes, expected at most {MAX_CAPACITY_BYTES}"
+                )
+            first = file.read_bytes(0, min(ALIGNMENT, file.size_bytes))
+            header_bytes = header_length(first, file.size_bytes, file.path)
+            if b"\0" in first[8 : max(header_bytes, 9)]:  # a hole: the rest is not worth its memory
+                raise DamagedError(f"{file.path}: damaged: zero bytes in its header")
             return file.read_bytes(0, file.size_bytes)
+        except TensorFileError as error:
+            raise DamagedError(f"{file.path}: damaged: {error}") from error
         finally:
             file.close()
 
@@ -229,7 +239,7 @@ class Checkpoint:
         try:
             # Again, since it may have been damaged after opening.
             found = read_manifest(self._backend, self.path, self._part_directories)
-            if found != self.manifest:
+            if found.digest != self.manifest.digest:
                 problems.append(f"{self.path}/{MANIFEST_NAME}: replaced since it was opened")
             _ = self.train_state
         except (CheckpointError, StorageError) as error:
@@ -345,11 +355,13 @@ def list_checkpoints(
     backend = backend or PosixBackend()
     directory = os.path.abspath(os.fspath(store))
     try:
-        stat = backend.stat(directory)
+        stat = given_directory(backend, directory)
         if stat is None:
             raise CheckpointNotFoundError(errno.ENOENT, "there is no store here", directory)
         if stat.kind != "directory":
-            raise CheckpointError(f"{directory}: a {stat.kind}, expected the directory of a store")
+            raise CheckpointError(
+                f"{directory}: {kind_of(stat)}, expected the directory of a store"
+            )
         names = backend.list_dir(directory)
         if MANIFEST_NAME in names:
             raise CheckpointError(

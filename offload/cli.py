@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from offload.errors import CheckpointError, OffloadError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from offload.checkpoint import Checkpoint, CheckpointInfo
 
@@ -142,6 +144,8 @@ def show(
     with open_checkpoint(checkpoint, parts=part or None) as opened:
         description = _describe(opened)
     if as_json:
+        groups = description["hyperparameters"]
+        description["hyperparameters"] = _as_json(groups)
         _print_json(description)
     else:
         _show_description(description, tensors=tensors)
@@ -288,14 +292,14 @@ def _show_list(store: str, found: list[CheckpointInfo]) -> None:
     for info in found:
         usable = "[green]yes[/]" if info.valid else "[red]no[/]"
         created = info.created[:19].replace("T", " ")
-        cells = (created, f"{info.num_parameters:,}", size(info.bytes))
+        cells = (_cell(created), f"{info.num_parameters:,}", size(info.bytes))
         if not info.valid:
             cells = ("-", "-", "-")
-        table.add_row(os.path.basename(info.path), str(info.step), *cells, usable)
+        table.add_row(_cell(os.path.basename(info.path)), str(info.step), *cells, usable)
     _console().print(table)
     for info in found:
         if not info.valid:
-            typer.secho(info.reason, fg="red")
+            typer.secho(one_line(info.reason), fg="red")
 
 
 def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
@@ -306,32 +310,34 @@ def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
     table.add_column()
     table.add_column(overflow="fold")
     for key in ("path", "step", "generation", "created", "optimizer"):
-        table.add_row(key, str(description[key]))
+        table.add_row(key, _cell(description[key]))
     for index, part in enumerate(description["parts"], 1):
-        table.add_row(f"on drive {index}", part)
+        table.add_row(f"on drive {index}", _cell(part))
     table.add_row("parameters", f"{description['num_parameters']:,}")
     for index, group in enumerate(description["hyperparameters"]):
         values = ", ".join(f"{name}={value}" for name, value in group.items())
-        table.add_row(f"group {index}", values)
+        table.add_row(f"group {index}", _cell(values))
     for name, num_bytes in description["state_arrays"].items():
-        table.add_row(f"state array {name}", size(num_bytes))
+        table.add_row(_cell(f"state array {name}"), size(num_bytes))
     for name, num_bytes in description["files"].items():
-        table.add_row(name, size(num_bytes))
+        table.add_row(_cell(name), size(num_bytes))
     console.print(table)
     if tensors:
         for entry in description["tensors"]:
-            typer.echo(f"{entry['dtype']:>5} {entry['shape']!s:<20} {entry['name']}")
+            name = one_line(entry["name"])
+            typer.echo(f"{entry['dtype']:>5} {entry['shape']!s:<20} {name}")
 
 
 def _show_verified(result: dict[str, Any]) -> None:
     if result["ok"]:
         typer.secho(
-            f"{result['path']}: {size(result['bytes_checked'])}, all as written", fg="green"
+            f"{one_line(result['path'])}: {size(result['bytes_checked'])}, all as written",
+            fg="green",
         )
         return
     for problem in result["problems"]:
-        typer.secho(f"{problem}", fg="red", err=True)
-    typer.secho(f"{result['path']}: damaged", fg="red")
+        typer.secho(one_line(problem), fg="red", err=True)
+    typer.secho(f"{one_line(result['path'])}: damaged", fg="red")
 
 
 def _tree_bytes(directory: str) -> int:
@@ -344,6 +350,17 @@ def _tree_bytes(directory: str) -> int:
 
 def _print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
+
+
+def _as_json(value: Any) -> Any:
+    """Return hyper-parameters as JSON has them: lists, numbers, and text for what is not finite."""
+    if isinstance(value, dict):
+        return {key: _as_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    if hasattr(value, "item"):  # a tensor of one element
+        value = value.item()
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -361,8 +378,23 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OffloadError, OSError) as error:
-        typer.secho(f"error: {_message(error)}", fg="red", err=True)
+        typer.secho(f"error: {one_line(_message(error))}", fg="red", err=True)
         sys.exit(1)
+    except MemoryError:
+        typer.secho("error: out of memory", fg="red", err=True)
+        sys.exit(1)
+
+
+def one_line(text: object) -> str:
+    """Return what a store says as one line that does nothing to a terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+
+
+def _cell(text: object) -> Text:
+    """Return a cell of a table, with nothing in it taken for markup."""
+    from rich.text import Text
+
+    return Text(one_line(text))
 
 
 def _message(error: Exception) -> str:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from gds import Backend, PosixBackend, probe
 from gds._backend import Counters
 from gds.calibration import Calibration
+from offload.manifest import MAX_DIRECTORIES
 from offload.options import Options
 from offload.trace import Trace, TracedBackend
 from offload.tuning import MIN_STATE_BYTES, apply_calibration, find_calibration
@@ -24,12 +25,14 @@ def as_directories(directory: Directory | Sequence[Directory]) -> tuple[str, ...
     """Return the absolute paths that a ``directory=`` argument means, the first one first.
 
     Raises:
-        ValueError: There is none, or two are the same directory.
+        ValueError: There is none, there are too many, or two are the same directory.
     """
     given = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
     paths = tuple(os.path.abspath(os.fspath(path)) for path in given)
     if not paths:
         raise ValueError("directory must be a path, or a list of at least one")
+    if len(paths) > MAX_DIRECTORIES:
+        raise ValueError(f"a store has at most {MAX_DIRECTORIES} directories, got {len(paths)}")
     seen: dict[str, str] = {}
     for path in paths:
         real = os.path.realpath(path)

@@ -8,6 +8,7 @@ Names and sizes only; the arithmetic is in `codecs`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -31,6 +32,8 @@ UNSIGNED_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg"})
 """Likewise, never negative."""
 
 _SCALE = "_scale"
+_ARRAY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_TAKEN_NAMES = ("model", "train_state", "manifest")
 
 MasterFormat = Literal["float32", "split"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
@@ -102,6 +105,15 @@ def array_format(name: str, state_dtype: str) -> ArrayFormat:
     if name.endswith(_SCALE):
         return ArrayFormat("BF16", BLOCK_ELEMENTS)
     return ArrayFormat("I8" if name in SIGNED_MOMENTS else "U8")
+
+
+def is_array_name(name: object) -> bool:
+    """Return whether a state array may be called so: an array's name is also its file's."""
+    return (
+        isinstance(name, str)
+        and _ARRAY_NAME.fullmatch(name) is not None
+        and name not in _TAKEN_NAMES
+    )
 
 
 def scale_name(array: str) -> str:

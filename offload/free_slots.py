@@ -14,7 +14,7 @@ from offload.errors import StoreBusyError
 from offload.layout import Layout
 from offload.part_pool import PartPool
 from offload.poison import Poison
-from offload.slot import Slot, adopt_slot, create_slot, remove_slot
+from offload.slot import Slot, adopt_slot, create_slot, directories_in, remove_slot
 
 _NOT_READY = "a free slot could not be made ready"
 
@@ -79,6 +79,8 @@ class FreeSlots:
             if self._backend.stat(candidate) is None:
                 self._slots.remove(candidate)  # somebody has removed it by hand
                 continue
+            if self._set_aside(candidate):
+                continue
             with self._locked(candidate) as lock:
                 if lock is None:
                     continue  # a reader still holds what it was
@@ -124,6 +126,8 @@ class FreeSlots:
                 self._slots.remove(spare)
                 self.discard(spare)
                 continue
+            if self._set_aside(spare):
+                continue
             with self._locked(spare) as lock:
                 if lock is not None:  # else a reader still holds what it was
                     self._slots.remove(spare)
@@ -141,6 +145,23 @@ class FreeSlots:
         for slot in self._slots:
             if isinstance(slot, Slot):
                 slot.close()
+
+    def _set_aside(self, path: str) -> bool:
+        """Leave what cannot be a slot alone, for somebody to look at; return whether it is such."""
+        stat = self._backend.stat(path)
+        if stat is None:
+            return False
+        inside = directories_in(self._backend, path) if stat.kind == "directory" else []
+        if stat.kind == "directory" and not inside:
+            return False
+        self._slots.remove(path)
+        what = f"it holds the directory {inside[0]!r}" if inside else "it is not a directory"
+        warnings.warn(
+            f"{path}: not used, and left alone: {what}, and no slot is such. Remove it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return True
 
     @contextmanager
     def _locked(self, path: str) -> Iterator[Lock | None]:
@@ -200,10 +221,12 @@ def try_lock(backend: Backend, path: str) -> Lock | None:
 def lock_existing(backend: Backend, path: str, timeout_s: float) -> Lock | None:
     """Lock what a path names, waiting for its readers; None if there is nothing.
 
+    Nor is a link, a pipe or a device locked: nobody reads one as a checkpoint.
+
     Raises `StoreBusyError` after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    while backend.stat(path) is not None:
+    while (stat := backend.stat(path)) is not None and stat.kind != "other":
         lock = try_lock(backend, path)
         if lock is not None:
             return lock

@@ -11,6 +11,7 @@ import json
 import re
 
 from gds import Backend
+from offload._strict_json import parse_json
 from offload.poison import Poison
 
 STORE_FILE_NAME = "store.json"
@@ -39,9 +40,10 @@ def read_store_id(backend: Backend, directory: str) -> str | None:
     finally:
         file.close()
     try:
-        store_id = json.loads(data)["store_id"]
-    except (ValueError, TypeError, KeyError):
+        document = parse_json(data)
+    except ValueError:
         return None
+    store_id = document.get("store_id") if isinstance(document, dict) else None
     if not isinstance(store_id, str) or not re.fullmatch(r"[0-9a-f]{32}", store_id):
         return None
     return store_id

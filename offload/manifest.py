@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from gds import ALIGNMENT
+from offload import _manifest_fields as fields
+from offload._manifest_fields import ScalarValue
+from offload._manifest_fields import decode_group as decode_group
+from offload._manifest_fields import encode_group as encode_group
+from offload._strict_json import parse_json, short
 from offload.errors import ManifestError, OffloadError
-from offload.formats import StateDtype
+from offload.formats import StateDtype, is_array_name
 from offload.layout import Layout, ModelTensor, ParameterSpec
-from offload.part_file import PartReference, SealedPart, content_digest, part_number
-from offload.tensorfile import DTYPE_BYTES
+from offload.part_file import PartReference, SealedPart, content_digest
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
-MAX_MANIFEST_BYTES = 1 << 30
-"""Bytes. A larger file is refused unread."""
+MAX_MANIFEST_BYTES = 128 << 20
+"""Bytes. A larger file is refused unread, and none is written: it is what 200,000 tensors take."""
 
 MODEL_BLOCK_BYTES = 16 << 20
 """Bytes of ``model.safetensors`` data that one digest covers; the last block may be shorter."""
@@ -32,16 +35,15 @@ MODEL_BLOCK_BYTES = 16 << 20
 _MAX_SHARES = 1 << 16
 """Sum of the drives' shares: more would only cost time to deal chunks out."""
 
-_SCALAR_KINDS = ("f32", "f64", "float", "int")
-_MAX_DEPTH = 8
-"""Tuples and lists within each other, in one hyper-parameter."""
+MAX_DIRECTORIES = 64
+"""Of a store. Directories times state arrays are headers to be built, of 4096 bytes or more."""
+
+_MAX_ARRAYS = 64
 
 _GROUP_RESERVE_BYTES = 16 << 10
 _SCALAR_RESERVE_BYTES = 40
 _PART_RESERVE_BYTES = 25 << 10
 """For a path of 4096 bytes, each of which JSON may have to write as six characters."""
-
-ScalarValue = tuple[str, str, float | int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,11 @@ class Manifest:
     parts: tuple[PartReference, ...] = ()
     """Where the state on each drive but the first is."""
 
+    @property
+    def digest(self) -> str:
+        """The digest of everything above: two that have the same say the same."""
+        return _body_digest(self._body())
+
     def encode(self, reserved_bytes: int) -> bytes:
         """Return the file's content, padded to exactly `reserved_bytes`.
 
@@ -88,8 +95,26 @@ class Manifest:
             OffloadError: The hyper-parameters have grown past what was reserved.
             TypeError: A hyper-parameter cannot be stored as JSON; names it.
         """
+        if max(self.generation, self.step) > fields.MAX_COUNT:
+            raise OffloadError(
+                f"generation {self.generation}, step {self.step}: a checkpoint's numbers end at "
+                f"{fields.MAX_COUNT}. Nobody counts that far: an older checkpoint of this store "
+                "says so, and is damaged or forged. Remove it, and go on from another one."
+            )
+        body = self._body()
+        document = {"format": FORMAT_VERSION, "digest": _body_digest(body), "body": body}
+        text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+        if len(text) + 1 > reserved_bytes:
+            raise OffloadError(
+                f"the manifest needs {len(text) + 1} bytes, but {reserved_bytes} were reserved "
+                "when the store was laid out; parameter groups have gained large "
+                "hyper-parameters. Keep such values in train_state instead."
+            )
+        return text.ljust(reserved_bytes - 1) + b"\n"
+
+    def _body(self) -> dict[str, Any]:
         layout = self.layout
-        body = {
+        return {
             "store_id": self.store_id,
             "generation": self.generation,
             "step": self.step,
@@ -106,26 +131,22 @@ class Manifest:
             ],
             "model": [[t.name, t.dtype, list(t.shape), list(t.aliases)] for t in layout.model],
             "scalars": [
-                None if s is None else [[n, k, repr(v)] for n, k, v in s] for s in self.scalars
+                None if s is None else [[n, k, _written(k, v)] for n, k, v in s]
+                for s in self.scalars
             ],
             "model_block_bytes": MODEL_BLOCK_BYTES,
             "digests": {name: list(values) for name, values in self.digests.items()},
             "model_digests": list(self.model_digests),
             "parts": [asdict(part) for part in self.parts],
         }
-        document = {"format": FORMAT_VERSION, "digest": _body_digest(body), "body": body}
-        text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-        if len(text) + 1 > reserved_bytes:
-            raise OffloadError(
-                f"the manifest needs {len(text) + 1} bytes, but {reserved_bytes} were reserved "
-                "when the store was laid out; parameter groups have gained large "
-                "hyper-parameters. Keep such values in train_state instead."
-            )
-        return text.ljust(reserved_bytes - 1) + b"\n"
 
 
 def reserved_bytes(layout: Layout, num_groups: int) -> int:
-    """Return the size to reserve for the manifest of a layout, in bytes; a multiple of 4096."""
+    """Return the size to reserve for the manifest of a layout, in bytes; a multiple of 4096.
+
+    Raises:
+        OffloadError: It would be larger than any that is read.
+    """
     names = sum(3 * len(json.dumps(p.name)) + 160 for p in layout.parameters)
     names += sum(
         2 * len(json.dumps(t.name)) + 100 + sum(len(json.dumps(a)) for a in t.aliases)
@@ -137,6 +158,12 @@ def reserved_bytes(layout: Layout, num_groups: int) -> int:
     digests += 20 * num_model_blocks(layout)
     parts = _PART_RESERVE_BYTES * (len(layout.shares) - 1)
     total = names + scalars + digests + parts + _GROUP_RESERVE_BYTES * (num_groups + 1)
+    if total > MAX_MANIFEST_BYTES:
+        raise OffloadError(
+            f"the manifest of {len(layout.parameters)} parameters in {layout.num_chunks} chunks "
+            f"could take {total} bytes, at most {MAX_MANIFEST_BYTES} are read: raise "
+            "Options(chunk_bytes=)"
+        )
     return -(-total // ALIGNMENT) * ALIGNMENT
 
 
@@ -159,20 +186,19 @@ def decode(data: bytes, path: str) -> Manifest:
         ManifestError: Not a manifest, damaged, of another version, or contradictory.
     """
     try:
-        document = json.loads(
-            data, object_pairs_hook=_unique_object, parse_constant=_refuse_constant
-        )
-    except (ValueError, RecursionError) as error:
+        document = parse_json(data)
+    except ValueError as error:
         raise ManifestError(f"{path}: not a JSON document ({error})") from error
     if not isinstance(document, dict) or "format" not in document:
         raise ManifestError(f"{path}: not a manifest: it has no 'format'")
-    if document["format"] != FORMAT_VERSION:
+    version = document["format"]
+    if type(version) is not int or version != FORMAT_VERSION:
         raise ManifestError(
-            f"{path}: format version {document['format']!r}, expected {FORMAT_VERSION}; it was "
+            f"{path}: format version {short(version)}, expected {FORMAT_VERSION}; it was "
             "written by another version of this package"
         )
     if "invalid" in document:
-        raise ManifestError(f"{path}: withdrawn: {document['invalid']}")
+        raise ManifestError(f"{path}: withdrawn: {short(document['invalid'])}")
     body = document.get("body")
     try:
         if not isinstance(body, dict) or document.get("digest") != _body_digest(body):
@@ -180,72 +206,12 @@ def decode(data: bytes, path: str) -> Manifest:
         return _decode_body(body)
     except ManifestError:
         raise
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except KeyError as error:
+        raise ManifestError(f"{path}: contradictory content: {error} is missing") from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ManifestError(
             f"{path}: contradictory content ({type(error).__name__}: {error})"
         ) from error
-
-
-def encode_group(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's hyper-parameters as JSON values, tuples and tensors tagged.
-
-    Raises `TypeError` naming a hyper-parameter that is neither a number, a string, None, a
-    sequence of those, nor a one-element tensor.
-    """
-    return {
-        key: _encode_value(value, f"param_groups[{index}][{key!r}]")
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
-
-
-def decode_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Invert `encode_group`; one-element tensors come back as CPU tensors."""
-    return {key: _decode_value(value) for key, value in group.items()}
-
-
-def _encode_value(value: Any, where: str, depth: int = 0) -> Any:
-    if depth > _MAX_DEPTH:
-        raise TypeError(f"{where} is nested deeper than {_MAX_DEPTH} levels: flatten it")
-    if value is None or isinstance(value, bool | str | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"float": repr(value)}
-    if isinstance(value, list | tuple):
-        items = [_encode_value(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
-        return {"tuple": items} if isinstance(value, tuple) else items
-    if type(value).__module__.startswith("torch") and getattr(value, "numel", lambda: 0)() == 1:
-        return {
-            "tensor": repr(value.item()),
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": list(value.shape),
-        }
-    raise TypeError(
-        f"{where} is a {type(value).__name__} and cannot be stored in a checkpoint: use numbers, "
-        "strings, None, tuples or lists of them, or one-element tensors"
-    )
-
-
-def _decode_value(value: Any, depth: int = 0) -> Any:
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"a hyper-parameter nested deeper than {_MAX_DEPTH} levels")
-    if isinstance(value, list):
-        return [_decode_value(v, depth + 1) for v in value]
-    if isinstance(value, dict):
-        if "tuple" in value:
-            return tuple(_decode_value(v, depth + 1) for v in value["tuple"])
-        if "float" in value:
-            return float(value["float"])
-        import torch
-
-        dtype = getattr(torch, _str(value["dtype"]), None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{value['dtype']!r} is not a torch dtype")
-        if math.prod(_shape(value["shape"])) != 1:
-            raise ValueError(f"a tensor of shape {value['shape']!r}, expected one element")
-        number = float(value["tensor"]) if dtype.is_floating_point else int(value["tensor"])
-        return torch.full(value["shape"], number, dtype=dtype)
-    return value
 
 
 def _body_digest(body: Mapping[str, Any]) -> str:
@@ -253,67 +219,52 @@ def _body_digest(body: Mapping[str, Any]) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
+def _written(kind: str, value: float | int) -> str:
+    return repr(int(value) if kind == "int" else float(value))
+
+
 def _decode_body(body: Mapping[str, Any]) -> Manifest:
-    parameters = tuple(
-        ParameterSpec(_str(name), _dtype(dtype), _shape(shape), _count(group), _names(arrays))
-        for name, dtype, shape, group, arrays in body["parameters"]
-    )
-    model = tuple(
-        ModelTensor(_str(name), _dtype(dtype), _shape(shape), _names(aliases))
-        for name, dtype, shape, aliases in body["model"]
-    )
-    chunk_elements = _count(body["chunk_elements"])
-    if chunk_elements == 0 or chunk_elements % (ALIGNMENT // 4):
-        raise ValueError(f"chunk_elements is {chunk_elements}, not a positive multiple of 1024")
-    if body["state_dtype"] not in get_args(StateDtype):
-        raise ValueError(f"unknown state_dtype {body['state_dtype']!r:.60}")
-    shares = tuple(_count(share) for share in body["shares"])
-    if not shares or 0 in shares or sum(shares) > _MAX_SHARES:
-        raise ValueError(f"shares are {shares!r:.60}")
-    layout = Layout(parameters, model, chunk_elements, body["state_dtype"], shares)
-    stored = {t.name: (t.dtype, t.shape) for t in model}
-    for p in parameters:
-        if stored.get(p.name) != (p.dtype, p.shape):
-            raise ValueError(f"parameter {p.name!r} differs from the model's tensor of that name")
-    arrays = [[name, f.dtype, f.block] for name, f in layout.formats.items()]
-    if arrays != body["arrays"]:
-        raise ValueError(f"arrays are {body['arrays']!r:.200}, parameters have {arrays}")
-    if body["model_block_bytes"] != MODEL_BLOCK_BYTES:
-        raise ValueError(f"model_block_bytes is {body['model_block_bytes']!r}")
-    groups = tuple(decode_group(_mapping(group)) for group in body["groups"])
+    store_id, generation = fields.store_id(body["store_id"]), fields.count(body["generation"])
+    layout = _decode_layout(body)
+    parameters = layout.parameters
+    groups = tuple(decode_group(fields.mapping(group)) for group in fields.items(body["groups"]))
     if any(p.group >= len(groups) for p in parameters):
         raise ValueError("a parameter belongs to a group that does not exist")
     scalars = tuple(
-        None if s is None else tuple(_scalar(value) for value in s) for s in body["scalars"]
+        None if s is None else tuple(fields.scalar(value) for value in fields.items(s))
+        for s in fields.items(body["scalars"])
     )
-    digests = {
-        _str(name): tuple(None if d is None else _digest(d) for d in values)
-        for name, values in _mapping(body["digests"]).items()
-    }
-    model_digests = tuple(_digest(d) for d in body["model_digests"])
     if len(scalars) != len(parameters):
         raise ValueError(f"{len(scalars)} scalar states for {len(parameters)} parameters")
-    if set(digests) != set(layout.array_names) or any(
+    digests = {
+        name: tuple(None if d is None else fields.digest(d) for d in fields.items(values))
+        for name, values in fields.mapping(body["digests"]).items()
+    }
+    if digests.keys() != set(layout.array_names) or any(
         len(values) != layout.num_chunks for values in digests.values()
     ):
         raise ValueError("there is not one digest for each chunk of each array")
+    model_digests = tuple(fields.digest(d) for d in fields.items(body["model_digests"]))
     if len(model_digests) != num_model_blocks(layout):
         raise ValueError("there is not one digest for each block of the model file")
-    store_id, generation = _str(body["store_id"]), _count(body["generation"])
-    parts = tuple(_part(_mapping(part), generation) for part in body.get("parts", ()))
+    parts = tuple(fields.part(part, generation) for part in fields.items(body.get("parts", [])))
+    if len(parts) != len(layout.shares) - 1:
+        raise ValueError(f"{len(parts)} parts for {len(layout.shares)} directories")
+    # Only now that there is a digest for each chunk: the file's length bounds time and memory.
     expected = [
         SealedPart(store_id, generation, drive, content_digest(layout, digests, drive)).digest
-        for drive in range(1, len(shares))
+        for drive in range(1, len(layout.shares))
     ]
     if [part.digest for part in parts] != expected:
         raise ValueError("the parts on other drives are not those of its digests")
+    _ = layout.array_headers  # a name that no header can hold is found here, not when it is used
     return Manifest(
         store_id=store_id,
         generation=generation,
-        step=_count(body["step"]),
-        created=_str(body["created"]),
-        torch_version=_str(body["torch_version"]),
-        optimizer=_str(body["optimizer"]),
+        step=fields.count(body["step"]),
+        created=fields.time(body["created"]),
+        torch_version=fields.label(body["torch_version"]),
+        optimizer=fields.label(body["optimizer"]),
         groups=groups,
         layout=layout,
         scalars=scalars,
@@ -323,66 +274,46 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _part(part: Mapping[str, Any], generation: int) -> PartReference:
-    directory, name = _str(part["directory"]), _str(part["name"])
-    if not directory.startswith("/") or "\0" in directory or part_number(name) is None:
-        raise ValueError(f"{directory!r:.60}, {name!r:.60} is not the path of a part")
-    if part["generation"] != generation:
-        raise ValueError(f"a part of generation {part['generation']!r:.30}, expected {generation}")
-    return PartReference(directory, name, generation, _str(part["digest"]))
-
-
-def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a string, got {value!r:.60}")
-    return value
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0 or value >= 1 << 63:
-        raise ValueError(f"expected a count, got {value!r:.60}")
-    return value
-
-
-def _dtype(value: Any) -> str:
-    if value not in DTYPE_BYTES:
-        raise ValueError(f"unknown dtype {value!r:.60}")
-    return _str(value)
-
-
-def _shape(value: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(_count(extent) for extent in value)
-
-
-def _names(value: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(_str(name) for name in value)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"expected an object, got {value!r:.60}")
-    return value
-
-
-def _digest(value: Any) -> str:
-    if len(_str(value)) != 16:
-        raise ValueError(f"expected 16 hexadecimal digits, got {value!r:.60}")
-    return _str(value)
-
-
-def _scalar(value: Sequence[Any]) -> ScalarValue:
-    name, kind, text = value
-    if kind not in _SCALAR_KINDS:
-        raise ValueError(f"unknown kind of scalar {kind!r:.60}")
-    return _str(name), kind, int(text) if kind == "int" else float(text)
-
-
-def _unique_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("an object names a key twice")
-    return result
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
+def _decode_layout(body: Mapping[str, Any]) -> Layout:
+    parameters = tuple(
+        ParameterSpec(
+            fields.text(name),
+            fields.dtype(dtype),
+            fields.shape(shape),
+            fields.count(group),
+            fields.names(arrays),
+        )
+        for name, dtype, shape, group, arrays in map(fields.items, fields.items(body["parameters"]))
+    )
+    model = tuple(
+        ModelTensor(
+            fields.text(name), fields.dtype(dtype), fields.shape(shape), fields.names(aliases)
+        )
+        for name, dtype, shape, aliases in map(fields.items, fields.items(body["model"]))
+    )
+    chunk_elements = fields.count(body["chunk_elements"])
+    if chunk_elements == 0 or chunk_elements % (ALIGNMENT // 4):
+        raise ValueError(f"chunk_elements is {chunk_elements}, not a positive multiple of 1024")
+    if body["state_dtype"] not in get_args(StateDtype):
+        raise ValueError(f"unknown state_dtype {short(body['state_dtype'])}")
+    shares = fields.shape(body["shares"])
+    if not 1 <= len(shares) <= MAX_DIRECTORIES or 0 in shares or sum(shares) > _MAX_SHARES:
+        raise ValueError(f"shares are {short(body['shares'])}")
+    layout = Layout(parameters, model, chunk_elements, body["state_dtype"], shares)
+    stored = {t.name: (t.dtype, t.shape) for t in model}
+    for p in parameters:
+        if stored.get(p.name) != (p.dtype, p.shape):
+            raise ValueError(f"parameter {short(p.name)} differs from the model's tensor")
+    if len(layout.array_names) > _MAX_ARRAYS:
+        raise ValueError(f"{len(layout.array_names)} state arrays, at most {_MAX_ARRAYS} are read")
+    for name in layout.array_names:
+        if not is_array_name(name):  # it names a file
+            raise ValueError(f"{short(name)} is not the name of a state array")
+    arrays = [[name, f.dtype, f.block] for name, f in layout.formats.items()]
+    if arrays != body["arrays"]:
+        raise ValueError(f"arrays are {short(body['arrays'])}, parameters have {arrays}")
+    if body["model_block_bytes"] != MODEL_BLOCK_BYTES:
+        raise ValueError(f"model_block_bytes is {short(body['model_block_bytes'])}")
+    if layout.model_header.file_bytes > fields.MAX_COUNT:
+        raise ValueError("the model's tensors take more bytes than any file has")
+    return layout

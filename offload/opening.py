@@ -29,7 +29,13 @@ from offload.identity import read_store_id
 from offload.manifest import MANIFEST_NAME, Manifest
 from offload.part_pool import PartPool, part_numbers
 from offload.poison import Poison
-from offload.reading import check_files, check_name, checkpoint_paths, decode_manifest
+from offload.reading import (
+    check_files,
+    check_name,
+    checkpoint_paths,
+    decode_manifest,
+    kind_of,
+)
 from offload.slot import LOCK_NAME, Slot, open_slot
 
 _SLOT = re.compile(r"\.slot-\d+")
@@ -223,7 +229,7 @@ def _look_around(
             RuntimeWarning,
             stacklevel=2,
         )
-    leftover = [n for n in backend.list_dir(directory) if _SLOT.fullmatch(n)]
+    leftover = _leftover_slots(backend, directory)
     return OpenedDirectory(
         locks=locks,
         store_id=store_id,
@@ -231,8 +237,25 @@ def _look_around(
         parts=parts,
         checkpoints=checkpoints,
         refused=refused,
-        leftover=[f"{directory}/{name}" for name in leftover],
+        leftover=leftover,
     )
+
+
+def _leftover_slots(backend: Backend, directory: str) -> list[str]:
+    """Return the slots that may be rewritten; what only has such a name is left alone."""
+    found = []
+    for path in (f"{directory}/{n}" for n in backend.list_dir(directory) if _SLOT.fullmatch(n)):
+        stat = backend.stat(path)
+        if stat is not None and stat.kind == "directory":
+            found.append(path)
+        elif stat is not None:
+            warnings.warn(
+                f"{path}: {kind_of(stat)}, expected a directory: not used, and left alone. Remove "
+                "it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return found
 
 
 def _check_number_of_directories(

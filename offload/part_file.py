@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gds import ALIGNMENT
+from offload._strict_json import parse_json, short
 from offload.errors import CheckpointError
 from offload.layout import Layout
 
@@ -23,6 +24,10 @@ PART_FILE_BYTES = ALIGNMENT
 """Its size: what it says is short, and never grows."""
 
 _PART_FORMAT = 1
+_KINDS = {"store_id": "id", "generation": "count", "drive": "count", "content": "id"}
+"""What the fields of a sealed part are."""
+
+_ID = re.compile(r"[0-9a-f]{32}")
 _PART_NAME = re.compile(r"part-([1-9][0-9]{0,17})")
 
 
@@ -81,21 +86,26 @@ def decode_part(data: bytes, path: str) -> SealedPart:
         CheckpointError: The part is not sealed, or is damaged or of another version.
     """
     try:
-        document = json.loads(data)
-        if "invalid" in document:
-            raise CheckpointError(f"{path}: not sealed: {document['invalid']!r:.80}")
-        if document["format"] != _PART_FORMAT:
-            raise CheckpointError(
-                f"{path}: format version {document['format']!r:.20}, expected {_PART_FORMAT}; it "
-                "was written by another version of this package"
-            )
-        part = SealedPart(**document["body"])
-        if part.digest != document["digest"]:
-            raise CheckpointError(f"{path}: damaged: its content does not match its digest")
-    except CheckpointError:
-        raise
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not a part's file ({error!r:.120})") from error
+        document = parse_json(data)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: not a part's file: not a JSON document ({error})"
+        ) from error
+    if not isinstance(document, dict) or "format" not in document:
+        raise CheckpointError(f"{path}: not a part's file: it has no 'format'")
+    version, body = document["format"], document.get("body")
+    if type(version) is not int or version != _PART_FORMAT:
+        raise CheckpointError(
+            f"{path}: format version {short(version)}, expected {_PART_FORMAT}; it "
+            "was written by another version of this package"
+        )
+    if "invalid" in document:
+        raise CheckpointError(f"{path}: not sealed: {short(document['invalid'])}")
+    if not isinstance(body, dict) or {key: _kind(value) for key, value in body.items()} != _KINDS:
+        raise CheckpointError(f"{path}: not a part's file: its body is {short(body)}")
+    part = SealedPart(**body)
+    if part.digest != document.get("digest"):
+        raise CheckpointError(f"{path}: damaged: its content does not match its digest")
     return part
 
 
@@ -117,3 +127,9 @@ def _padded(document: Mapping[str, Any]) -> bytes:
 def _digest(value: Mapping[str, Any]) -> str:
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, str) and _ID.fullmatch(value):
+        return "id"
+    return "count" if type(value) is int and 0 <= value < 1 << 63 else "other"

@@ -24,6 +24,7 @@ from offload.part_file import PART_FILE_NAME, part_name, part_number
 from offload.parts import Part, adopt_part, create_part, open_part, part_sizes, remove_part
 from offload.poison import Poison
 from offload.reading import read_part
+from offload.slot import directories_in
 
 Claims = Mapping[str, frozenset[int] | None]
 """By path of a directory named like a checkpoint that is not usable: the numbers that its manifest
@@ -191,7 +192,10 @@ class PartPool:
         for backend, directory in self._drives:
             free = set()
             for number in _numbers(backend, directory) - claimed:
-                owner = _owner(backend, f"{directory}/{part_name(number)}")
+                path = f"{directory}/{part_name(number)}"
+                if directories_in(backend, path):
+                    continue  # nothing here makes such: it is left alone
+                owner = _owner(backend, path)
                 if owner is None or (owner == self._store_id and not unknown):
                     free.add(number)
             out.append(free)

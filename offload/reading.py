@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from gds import Backend, StorageError
+from gds._backend import Stat
 from offload.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -20,10 +21,13 @@ from offload.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode
 from offload.part_file import PART_FILE_BYTES, PART_FILE_NAME, SealedPart, decode_part
 from offload.quarantine import QUARANTINE_NAME, read_quarantine
 from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
-from offload.tensorfile import Header, TensorFileError, read_header
+from offload.tensorfile import Header, TensorFileError, header_length, read_header
 
 PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
 """Of the drives other than the first, in the store's order; None for those in the manifest."""
+
+_FIRST_BYTES = 4096
+"""Read of a file before the rest of it is: a hole shows in them."""
 
 _CHECKPOINT = re.compile(r"step-([0-9]{1,19})")
 
@@ -63,16 +67,20 @@ def decode_manifest(backend: Backend, path: str) -> Manifest:
     Raises as `read_manifest`.
     """
     manifest_path = f"{path}/{MANIFEST_NAME}"
+    _refuse_link(backend, path)
     stat = backend.stat(manifest_path)
     if stat is None:
         raise ManifestError(f"{path}: no {MANIFEST_NAME}: not a complete checkpoint")
     if stat.kind != "file" or stat.size_bytes > MAX_MANIFEST_BYTES:
         raise ManifestError(
-            f"{manifest_path}: a {stat.kind} of {stat.size_bytes} bytes, expected a file of at "
+            f"{manifest_path}: {kind_of(stat)} of {stat.size_bytes} bytes, expected a file of at "
             f"most {MAX_MANIFEST_BYTES}"
         )
     file = backend.open(manifest_path)
     try:
+        first = file.read_bytes(0, min(_FIRST_BYTES, file.size_bytes))
+        if b"\0" in first:
+            raise ManifestError(f"{manifest_path}: not a JSON document (it has zero bytes)")
         return decode(file.read_bytes(0, stat.size_bytes), manifest_path)
     finally:
         file.close()
@@ -107,6 +115,21 @@ def check_name(path: str, manifest: Manifest) -> None:
         )
 
 
+def _refuse_link(backend: Backend, path: str) -> None:
+    own = backend.stat(path)
+    if own is not None and own.kind == "other":
+        raise ManifestError(
+            f"{path}: {kind_of(own)}, expected the directory of a checkpoint: links to one are "
+            "not followed; name, or put in its place, the directory itself"
+        )
+
+
+def kind_of(stat: Stat) -> str:
+    """Say what a name refers to, for a message."""
+    other = "something else (a symbolic link, a pipe or a device)"
+    return other if stat.kind == "other" else f"a {stat.kind}"
+
+
 def check_files(
     backend: Backend,
     path: str,
@@ -128,7 +151,7 @@ def check_files(
         check_header(backend, f"{path}/{array_file_name(name)}", header)
     train_state = backend.stat(f"{path}/{TRAIN_STATE_NAME}")
     if train_state is None or train_state.kind != "file":
-        found = "missing" if train_state is None else f"a {train_state.kind}, expected a file"
+        found = "missing" if train_state is None else f"{kind_of(train_state)}, expected a file"
         raise CheckpointError(f"{path}/{TRAIN_STATE_NAME}: {found}")
     if need_parts:
         for drive, part in enumerate(part_paths(manifest, parts, path), 1):
@@ -169,7 +192,7 @@ def read_part(backend: Backend, path: str) -> SealedPart:
     own = f"{path}/{PART_FILE_NAME}"
     stat = backend.stat(own)
     if stat is None or stat.kind != "file" or stat.size_bytes != PART_FILE_BYTES:
-        found = f"a {stat.kind} of {stat.size_bytes} bytes" if stat else "nothing"
+        found = f"{kind_of(stat)} of {stat.size_bytes} bytes" if stat else "nothing"
         raise CheckpointError(f"{own}: {found}, expected a file of {PART_FILE_BYTES} bytes")
     file = backend.open(own)
     try:
@@ -184,7 +207,12 @@ def _check_part(
     """Check that a part is the one that was sealed with a checkpoint, and its files."""
     reference = manifest.parts[drive - 1]
     sealed_as = f"{reference.directory}/{reference.name}"
-    if backend.stat(path) is None:
+    own = backend.stat(path)
+    if own is not None and own.kind != "directory":
+        raise CheckpointError(
+            f"{checkpoint}: a part of its state is {kind_of(own)}, expected a directory: {path}"
+        )
+    if own is None:
         raise CheckpointError(
             f"{checkpoint}: a part of its state is missing: {path}"
             f"{'' if path == sealed_as else f' (sealed as {sealed_as})'}. If the drive is not "
@@ -215,7 +243,7 @@ def check_header(backend: Backend, path: str, expected: Header) -> None:
         raise CheckpointError(f"{path}: missing")
     if stat.kind != "file" or stat.size_bytes != expected.file_bytes:
         raise CheckpointError(
-            f"{path}: a {stat.kind} of {stat.size_bytes} bytes, expected a file of "
+            f"{path}: {kind_of(stat)} of {stat.size_bytes} bytes, expected a file of "
             f"{expected.file_bytes}"
         )
     file = backend.open(path)
@@ -223,6 +251,11 @@ def check_header(backend: Backend, path: str, expected: Header) -> None:
         found = file.read_bytes(0, expected.data_start)
         if found == expected.encoded:
             return
+        length = header_length(found, file.size_bytes, path)
+        if length > expected.data_start:  # else a small manifest could have much parsed
+            raise CheckpointError(
+                f"{path}: its header takes {length} bytes, the manifest says {expected.data_start}"
+            )
         header = read_header(file.read_bytes, file.size_bytes, path)
     except TensorFileError as error:
         raise CheckpointError(f"{path}: damaged header: {error}") from error
@@ -248,12 +281,13 @@ def find_checkpoint(
         CheckpointError: It is neither a checkpoint nor a store that has a usable one.
     """
     path = os.path.abspath(path)
-    stat = backend.stat(path)
+    stat = given_directory(backend, path)
     if stat is None:
         raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint or store here", path)
     if stat.kind != "directory":
-        raise CheckpointError(f"{path}: a {stat.kind}, expected a checkpoint or store directory")
+        raise CheckpointError(f"{path}: {kind_of(stat)}, expected a checkpoint or store directory")
     if backend.stat(f"{path}/{MANIFEST_NAME}") is not None:
+        _refuse_link(backend, path)
         return path
     newest: tuple[int, str] | None = None
     reasons = []
@@ -268,6 +302,14 @@ def find_checkpoint(
         why = "; ".join(reasons) or "it has no step-<N> directory"
         raise CheckpointError(f"{path}: no usable checkpoint here: {why}")
     return newest[1]
+
+
+def given_directory(backend: Backend, path: str) -> Stat | None:
+    """Say what the user's own path to a store is: that may be a symbolic link to a directory."""
+    stat = backend.stat(path)
+    if stat is None or stat.kind != "other" or _CHECKPOINT.fullmatch(os.path.basename(path)):
+        return stat
+    return backend.stat(f"{path}/.") or stat
 
 
 def checkpoint_paths(backend: Backend, store: str) -> list[str]:

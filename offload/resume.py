@@ -15,6 +15,7 @@ import torch
 
 from offload.errors import CheckpointError, DamagedError, MismatchError
 from offload.formats import StateFormat
+from offload.hyperparameters import check_hyperparameters, check_scalars, rules_of
 from offload.loading import check_same
 from offload.model_file import BlockBuffers, ModelImage, read_model
 from offload.opening import StoredCheckpoint
@@ -92,6 +93,7 @@ def match_checkpoint(
 
     Raises:
         MismatchError: Another optimizer class, other groups, or other names, shapes or dtypes.
+        CheckpointError: Its hyper-parameters or scalar state are none that this class can have.
     """
     manifest, path = checkpoint.manifest, checkpoint.path
     if manifest.optimizer != rule.class_name:
@@ -99,6 +101,7 @@ def match_checkpoint(
             f"{path} was made with {manifest.optimizer}, this optimizer is {rule.class_name}: "
             "construct the same class, or use another directory"
         )
+    check_hyperparameters(manifest, rule.defaults, path)
     if len(manifest.groups) != len(groups):
         raise MismatchError(
             f"{path} has {len(manifest.groups)} parameter groups, this optimizer has "
@@ -109,6 +112,7 @@ def match_checkpoint(
         {**rule.defaults, **saved, **{k: g[k] for k in ("params", "param_names") if k in g}}
         for saved, g in zip(manifest.groups, groups, strict=True)
     ]
+    check_scalars(manifest, rules_of(rule, restored, path), path)
     live = {t.spec.name: t for t in describe_parameters(restored, model, rule, state_format)}
     saved_specs = {spec.name: spec for spec in manifest.layout.parameters}
     held = {tensor.name for tensor in manifest.layout.model}

@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.errors import UnsupportedOptimizerError
-from offload.formats import MASTER, MASTER_LOW
+from offload.formats import MASTER, MASTER_LOW, is_array_name
 
 _REFUSED = {
     "Adafactor": "its second moment is factored over rows and columns of whole matrices",
@@ -52,6 +52,9 @@ class Rule:
 
     scalars: tuple[str, ...]
     """Names of state with one value per parameter."""
+
+    kinds: tuple[str, ...]
+    """The kind of each of them, as in `ScalarValue`."""
 
 
 class UpdateRule:
@@ -261,10 +264,8 @@ def read_scalars(state: Mapping[str, Any], rule: Rule) -> Scalars:
     values: list[ScalarValue] = []
     for name in rule.scalars:
         value = state[name]
-        if isinstance(value, torch.Tensor):
-            values.append((name, _TENSOR_KINDS[value.dtype], value.item()))
-        else:
-            values.append((name, "int" if isinstance(value, int) else "float", value))
+        plain = value.item() if isinstance(value, torch.Tensor) else value
+        values.append((name, _kind(value), plain))
     return tuple(values)
 
 
@@ -277,7 +278,8 @@ def write_scalars(scalars: Scalars) -> dict[str, Any]:
 
 
 def _describe(name: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> Rule:
-    arrays, scalars = [], []
+    arrays: list[str] = []
+    scalars: dict[str, str] = {}
     for key, value in state.items():
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and value.shape == parameter.shape and value.dtype == torch.float32:
@@ -285,7 +287,7 @@ def _describe(name: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> R
         elif (is_tensor and value.dim() == 0 and value.dtype in _TENSOR_KINDS) or (
             isinstance(value, int | float) and not isinstance(value, bool)
         ):
-            scalars.append(key)
+            scalars[key] = _kind(value)
         elif value is not None:
             kind = (
                 f"{value.dtype} tensor of shape {tuple(value.shape)}" if is_tensor else type(value)
@@ -295,13 +297,26 @@ def _describe(name: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> R
                 f"of shape {tuple(parameter.shape)}; only FP32 tensors of the parameter's own "
                 "shape and single numbers can be streamed."
             )
+    for array in arrays:
+        if not is_array_name(array):
+            raise UnsupportedOptimizerError(
+                f"{name} cannot be offloaded: it keeps state called {array!r}, and a state array "
+                "names a file: use at most 64 letters, digits and underscores, and neither 'model' "
+                "nor 'train_state'"
+            )
     for reserved in (MASTER, MASTER_LOW):
         if reserved in arrays:
             raise UnsupportedOptimizerError(
                 f"{name} cannot be offloaded: it keeps state of its own called {reserved!r}, the "
                 "name that this package gives to the FP32 copies of parameters."
             )
-    return Rule(tuple(arrays), tuple(scalars))
+    return Rule(tuple(arrays), tuple(scalars), tuple(scalars.values()))
+
+
+def _kind(value: torch.Tensor | float) -> str:
+    if isinstance(value, torch.Tensor):
+        return _TENSOR_KINDS[value.dtype]
+    return "int" if isinstance(value, int) else "float"
 
 
 def _refuse_flags(group: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from offload._manifest_fields import NOT_HYPERPARAMETERS
 from offload.checkpoint import Checkpoint
 from offload.errors import SealError
 from offload.manifest import Manifest, num_model_blocks
@@ -265,7 +266,7 @@ def describe_seal(
         torch_version=torch.__version__,
         optimizer=rule.class_name,
         groups=tuple(
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            {k: copy.deepcopy(v) for k, v in group.items() if k not in NOT_HYPERPARAMETERS}
             for group in groups
         ),
         layout=layout,

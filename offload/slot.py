@@ -234,6 +234,12 @@ def remove_slot(backend: Backend, path: str) -> None:
     backend.remove_dir(path)
 
 
+def directories_in(backend: Backend, path: str) -> list[str]:
+    """Return the names of the directories in a slot: there are none in one that was made here."""
+    found = ((name, backend.stat(f"{path}/{name}")) for name in backend.list_dir(path))
+    return [name for name, stat in found if stat is not None and stat.kind == "directory"]
+
+
 def slot_sizes(layout: Layout, *, manifest_bytes: int, train_state_bytes: int) -> dict[str, int]:
     """Return the size in bytes of every file of a slot, by name."""
     return {

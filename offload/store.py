@@ -234,7 +234,8 @@ class Store:
                 slot.manifest.sync()
                 self.backend.sync_dir(slot.path)
                 with self._changed:
-                    self._rename_into_place(slot, path, exchange=replaced is not None)
+                    in_the_way = self.backend.stat(path) is not None
+                    self._rename_into_place(slot, path, exchange=in_the_way)
         finally:
             if replaced is not None:
                 replaced.release()

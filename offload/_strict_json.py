@@ -1,0 +1,89 @@
+"""JSON as this package writes it, from a file that may be anything.
+
+Python's `json` takes more than JSON: NaN, Infinity, `1e999`, a key twice, UTF-16, lone surrogates
+in UTF-8, and integers whose conversion takes quadratic time. None of that is ever written here, so
+none of it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+_MAX_INTEGER_DIGITS = 20
+"""As many as 64 bits and a sign can have."""
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 120
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the value of a JSON document in UTF-8.
+
+    Time and memory are proportional to the length of `data`.
+
+    Raises:
+        ValueError: It is not one, has a key twice, a number that is not finite or an integer of
+            more than 20 digits, or is nested too deeply; says which.
+    """
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: byte {error.start} is {data[error.start]:#04x}") from error
+    try:
+        return json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_int=_integer,
+            parse_float=_number,
+            parse_constant=_refuse_constant,
+        )
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def short(value: object) -> str:
+    """Return a repr that fits a message, however long or deep a hostile file made the value."""
+    return _REPR.repr(value)
+
+
+def is_text(value: object) -> bool:
+    """Return whether a value is a string of Unicode text, without lone surrogates."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # neither a digest nor a terminal takes it
+        return False
+    return True
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"an object names a key twice: {short(key)}")
+            seen.add(key)
+    return result
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_INTEGER_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits, expected at most 20")
+    return int(digits)
+
+
+def _number(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {short(digits)} is not finite")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,316 @@
+"""A process that attacks stores: ``python -m tests.attacks.attacked GROUP DIRECTORY``.
+
+It makes a store, and for every attack of the group a copy with the attack in it. Prints the name of
+each before it begins, so that a hang or a death has one, and at the end JSON: for each attack what
+was wrong with how it was refused, and by how many bytes the process grew at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import offload
+from gds import StorageError
+from gds.calibration import load_calibration
+from offload import OffloadError, cli
+from tests.attacks.attack import Attack
+from tests.attacks.good import WIDTHS
+from tests.attacks.make import all_attacks
+
+TIMEOUT_S = 60
+"""Seconds for one attack; a handful of steps on a tiny model takes a fraction of one."""
+
+ADDRESS_SPACE_BYTES = 2 << 30
+"""More than this process may map: one that asks for terabytes dies of it, and no one else."""
+
+
+def make_model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(a, b) for a, b in pairwise(WIDTHS)]
+    return torch.nn.Sequential(*layers).bfloat16()
+
+
+def make_optimizer(model: torch.nn.Module, directories: list[Path]) -> offload.AdamW:
+    options = offload.Options(
+        allow_volatile=True,
+        chunk_bytes=4096,
+        train_state_bytes=8192,
+        shares=(1,) * len(directories),
+    )
+    return offload.AdamW(
+        model.named_parameters(), directory=directories, model=model, keep=2, options=options
+    )
+
+
+def step(model: torch.nn.Module, optimizer: offload.AdamW) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.25)
+    optimizer.step()
+
+
+def make_store(directories: list[Path]) -> None:
+    """Leave checkpoints of steps 1 and 2, and a slot that was being written."""
+    model = make_model()
+    with make_optimizer(model, directories) as optimizer:
+        for number in (1, 2):
+            step(model, optimizer)
+            optimizer.checkpoint({"number": number}).result()
+        step(model, optimizer)
+
+
+@dataclass
+class Attacked:
+    """A copy of the store with one attack in it, and what was wrong with how it was met."""
+
+    attack: Attack
+    directories: list[Path]
+    outside: Path
+    thorough: bool
+    """Whether everything is tried: for the first of a kind, and what no file can hold."""
+
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def store(self) -> Path:
+        return self.directories[0]
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.store / "step-00000002"
+
+    @property
+    def target(self) -> Path:
+        target = self.attack.target.replace("{step}", self.checkpoint.name)
+        if "{slot}" in target:
+            (slot,) = self.store.glob(".slot-*")
+            target = target.replace("{slot}", slot.name)
+        if "{part}" in target:
+            target = target.replace("{part}", str(self._part()))
+        return self.store / target  # which may be absolute
+
+    def _part(self) -> Path:
+        body = json.loads((self.checkpoint / "manifest.json").read_bytes())["body"]
+        return self.directories[1] / body["parts"][0]["name"]
+
+    def inflict(self) -> None:
+        attack, target = self.attack, self.target
+        if attack.start_only:
+            with target.open("r+b") as file:
+                file.write(attack.file.read_bytes())
+            return
+        self.outside.mkdir()
+        if target.exists():
+            target.rename(self.outside / target.name)
+        if attack.make is None:
+            target.write_bytes(attack.file.read_bytes())
+        else:
+            attack.make(target, self.outside)
+
+    def complain(self, what: str) -> None:
+        self.complaints.append(what[:600])
+
+    def expect(self, what: str, holds: bool, found: object = "") -> None:
+        if not holds:
+            self.complain(f"{what}: {found}")
+
+    def refused(self, what: str, call: Callable[[], Any]) -> None:
+        """Check that a call is refused by name, with the path and the reason."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = call()
+        except (OffloadError, StorageError) as error:
+            self.good_message(what, str(error))
+        except BaseException as error:  # noqa: BLE001  (whatever it is, it should not have been)
+            self.complain(f"{what}: {type(error).__name__} (not a named error): {error}")
+        else:
+            self.complain(f"{what}: not refused: {found!r}")
+
+    def good_message(self, what: str, message: str) -> None:
+        self.expect(f"{what}: names no path", str(self.store.parent) in message, message)
+        found = re.search(self.attack.reason, message, re.DOTALL)
+        self.expect(f"{what}: another reason", found is not None, message)
+        self.expect(f"{what}: too long", len(message) < 2000, len(message))
+
+    @property
+    def parts(self) -> list[Path] | None:
+        return self.directories[1:] or None
+
+    def run_cli(self, *arguments: object) -> tuple[int, str, str]:
+        """Run the command line, and check what holds of every run."""
+        parts = [text for part in self.directories[1:] for text in ("--part", str(part))]
+        argv, sys.argv = sys.argv, ["offload", *map(str, arguments), *parts]
+        out, err = io.StringIO(), io.StringIO()
+        code: object = "did not exit"
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                cli.main()
+        except SystemExit as exited:
+            code = 0 if exited.code is None else exited.code
+        except BaseException as error:  # noqa: BLE001  (would be a traceback)
+            self.complain(f"offload {arguments[0]}: {type(error).__name__}: {error}")
+        finally:
+            sys.argv = argv
+        for text in (out.getvalue(), err.getvalue()):
+            harmless = all(c.isprintable() or c == "\n" for c in re.sub(r"\x1b\[\d*m", "", text))
+            self.expect(f"offload {arguments[0]}: control characters", harmless, repr(text))
+            self.expect(f"offload {arguments[0]}: traceback", "Traceback" not in text, text)
+        return (code if isinstance(code, int) else -1), out.getvalue(), err.getvalue()
+
+
+def read_only(attacked: Attacked) -> None:
+    """Open, list and verify, from Python and from the command line."""
+    stage, step_path, store = attacked.attack.stage, attacked.checkpoint, attacked.store
+    refused_at_open = stage in ("open", "store")
+    infos = {info.path: info for info in offload.list_checkpoints(store, parts=attacked.parts)}
+    newest, oldest = infos[str(step_path)], infos[str(store / "step-00000001")]
+    attacked.expect("the good one is listed as bad", oldest.valid, oldest.reason)
+    attacked.expect("listed", newest.valid is not refused_at_open, newest)
+    if refused_at_open:
+        attacked.good_message("list_checkpoints", newest.reason)
+        attacked.refused("open", lambda: offload.open_checkpoint(step_path, parts=attacked.parts))
+    with offload.open_checkpoint(store, parts=attacked.parts) as opened:
+        attacked.expect("the store's newest", opened.step == (1 if refused_at_open else 2), opened)
+    if stage == "read":
+        with offload.open_checkpoint(step_path) as opened:
+            attacked.refused("train_state", lambda: opened.train_state)
+            problems = opened.verify().problems
+            attacked.good_message("verify", problems[0] if problems else "(found nothing)")
+    if attacked.thorough:
+        code, out, _ = attacked.run_cli("ls", store)
+        attacked.expect("offload ls: status", code == 0, code)
+        if refused_at_open:
+            attacked.good_message("offload ls", out)
+    code, _, err = attacked.run_cli("show", step_path)
+    attacked.expect("offload show: status", code == (1 if refused_at_open else 0), code)
+    if refused_at_open:
+        attacked.expect("offload show", err.startswith("error: ") and err.count("\n") == 1, err)
+        attacked.good_message("offload show", err)
+    code, _, err = attacked.run_cli("verify", store if attacked.thorough else step_path)
+    damaged = stage not in ("left", "writer", "ignored")
+    attacked.expect("offload verify: status", code == (1 if damaged else 0), err)
+    if damaged and stage != "restore":
+        attacked.good_message("offload verify", err)
+
+
+def take_over(attacked: Attacked) -> None:
+    """Restore, and train on: the older checkpoint is of use, and nothing else is touched."""
+    attack, stage = attacked.attack, attacked.attack.stage
+    model = make_model()
+    if stage in ("store", "writer"):
+        attacked.refused("construction", lambda: make_optimizer(model, attacked.directories))
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = make_optimizer(model, attacked.directories)
+    with optimizer:
+        expected = 2 if stage in ("left", "ignored") else 1
+        with warnings.catch_warnings(record=True) as later:
+            warnings.simplefilter("always")
+            try:
+                found = optimizer.restore()
+            except (OffloadError, StorageError) as error:
+                attacked.expect("restore() is refused", stage in ("read", "restore"), error)
+                attacked.good_message("restore", str(error))
+                found = optimizer.restore(1, discard_newer=True)
+            else:
+                told = " ".join(str(w.message) for w in (*caught, *later))
+                if stage != "ignored" and attack.name != "slot-with-a-directory":
+                    attacked.good_message("restore", told)
+            attacked.expect("restored", found is not None and found.step == expected, found)
+            if attacked.thorough:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # what cannot be a slot is left alone
+                    train_on(attacked, model, optimizer)
+
+
+def train_on(attacked: Attacked, model: torch.nn.Module, optimizer: offload.AdamW) -> None:
+    """Take steps with checkpoints, so that every free slot is used."""
+    for _ in range(3):
+        step(model, optimizer)
+        checkpoint = optimizer.checkpoint({"more": 1}).result()
+        attacked.expect("sealed one is damaged", checkpoint.verify().ok)
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    """Return every regular file below a directory, with its content."""
+    return {
+        str(path): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    }
+
+
+def run(attack: Attack, template: Path, scratch: Path, *, thorough: bool) -> list[str]:
+    """Carry out one attack; return what was wrong."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(template, scratch)
+    directories = [scratch / f"drive-{index}" for index in range(attack.num_directories)]
+    attacked = Attacked(attack, directories, scratch / "outside", thorough)
+    attacked.inflict()
+    before = snapshot(attacked.outside)
+    if attack.target == "calibration.json":
+        found = load_calibration(str(attacked.target))
+        attacked.expect("the calibration is believed", found is None, found)
+    read_only(attacked)
+    take_over(attacked)
+    attacked.expect("what is outside was touched", snapshot(attacked.outside) == before)
+    return attacked.complaints
+
+
+def peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def mapped_bytes() -> int:
+    return resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
+
+
+def main() -> None:
+    group, directory = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    attacks = [attack for attack in all_attacks() if attack.group == group]
+    templates = {}
+    for number in {attack.num_directories for attack in attacks}:
+        templates[number] = directory / f"template-{number}"
+        make_store([templates[number] / f"drive-{index}" for index in range(number)])
+    resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + ADDRESS_SPACE_BYTES,) * 2)
+    os.chdir(directory)  # where a pickle would leave its mark
+    complaints: dict[str, list[str]] = {}
+    first = peak_bytes()
+    kinds: set[tuple[str, str]] = set()
+    for attack in attacks:
+        print(f"attack: {attack.name}", flush=True)
+        kind = (attack.target, attack.stage)
+        thorough = attack.content is None or kind not in kinds
+        kinds.add(kind)
+        template = templates[attack.num_directories]
+        signal.alarm(TIMEOUT_S)  # a hang is the death of this process
+        try:
+            complaints[attack.name] = run(attack, template, directory / "run", thorough=thorough)
+        except Exception as error:  # noqa: BLE001  (one more thing that was wrong)
+            complaints[attack.name] = [f"{type(error).__name__}: {error}"]
+        signal.alarm(0)
+    marks = [str(path) for path in directory.rglob("PWNED")]
+    grown = peak_bytes() - first
+    print(json.dumps({"complaints": complaints, "grown_bytes": grown, "marks": marks}))
+
+
+if __name__ == "__main__":
+    main()

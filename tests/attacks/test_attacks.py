@@ -1,0 +1,61 @@
+"""Every attack on a store is refused by name, in bounded memory and time, and nothing is harmed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload.manifest import decode
+from offload.part_file import decode_part
+from tests.attacks import good
+from tests.attacks.attack import FILES
+from tests.attacks.make import all_attacks
+
+GROUPS = ("manifest", "header", "train_state", "part", "small", "names")
+MOST_GROWN_BYTES = 200 << 20
+
+
+def test_the_files_are_those_that_the_script_makes() -> None:
+    made = {attack.file: attack.content for attack in all_attacks() if attack.content is not None}
+    kept = {path: path.read_bytes() for path in FILES.rglob("*") if path.is_file()}
+    assert made.keys() == kept.keys(), "run python -m tests.attacks.make"
+    assert {path.name for path in made if made[path] != kept[path]} == set()
+
+
+def test_the_documents_that_they_spoil_are_good() -> None:
+    assert decode(good.manifest(), "run/step-00000002/manifest.json").step == 2
+    assert decode(good.manifest(good.two_drives()), "run/manifest.json").layout.shares == (1, 1)
+    assert decode_part(good.as_json(good.part()), "part.json").drive == 1
+
+
+def test_every_attack_belongs_to_a_group_and_has_a_name_of_its_own() -> None:
+    attacks = all_attacks()
+    assert {attack.group for attack in attacks} == set(GROUPS)
+    assert len({(attack.group, attack.name) for attack in attacks}) == len(attacks)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_attack_is_refused(group: str, tmp_path: Path) -> None:
+    attacks = [attack for attack in all_attacks() if attack.group == group]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.attacks.attacked", group, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, f"died at {lines[-1:]}: {done.stderr[-2000:]}"
+    report = json.loads(lines[-1])
+    assert report["complaints"].keys() == {attack.name for attack in attacks}
+    wrong = {name: found for name, found in report["complaints"].items() if found}
+    assert wrong == {}
+    assert report["marks"] == [], "a pickle was loaded"
+    assert report["grown_bytes"] < MOST_GROWN_BYTES
+    grown = report["grown_bytes"] >> 20
+    print(f"\n{group}: attacks refused (all): {len(attacks)}; memory grew by {grown} MiB")

@@ -1,0 +1,110 @@
+"""Attacks on ``train_state.safetensors``: headers, JSON with the right digest, and wrong ties."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+
+from offload.train_state import EncodedState, StoredTensor, pack_encoded
+from tests.attacks.attack import Attack
+
+_TIES = {"store_id": "f" * 32, "generation": "9", "step": "2"}
+_TENSORS = {"t": StoredTensor("F32", (2,), bytes(8))}
+
+
+def _packed(text: str, capacity_bytes: int = 2048, *, tensors: bool = False) -> bytes:
+    encoded = EncodedState(text, _TENSORS if tensors else {})
+    return pack_encoded(encoded, capacity_bytes=capacity_bytes, header=_TIES)
+
+
+def _tag(name: object, /, **fields: object) -> str:
+    return json.dumps({"$": name, **fields})
+
+
+def _raw(text: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(text) if length is None else length) + text
+
+
+def _files() -> Iterator[tuple[str, bytes, str]]:
+    good = _packed("1")
+    yield "empty", b"", "no safetensors file"
+    yield "gzip", b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + good, "claims? a header of"
+    yield "pickle", b"cos\nsystem\n(S'touch PWNED'\ntR.", "claims? a header of"
+    yield "torch-save", b"PK\x03\x04" + bytes(60), "claims? a header of|begins with"
+    yield "length-2-to-63", _raw(b"{}", 2**63), "claim a header of 9223372036854775808"
+    yield "length-zero", _raw(b""), "begins with"
+    yield "length-past-the-end", _raw(b"{}", 1000), "claims a header of 1000"
+    yield "zero-bytes", bytes(8192), "zero bytes in its header"
+    yield "no-metadata", _raw(b"{}"), "without 'train_state'"
+    yield "metadata-number", _raw(b'{"__metadata__":{"train_state":1}}'), "expected a string"
+    yield "version", good.replace(b'format":"1"', b'format":"2"'), "train_state_format is '2'"
+    yield "digest", good.replace(b'"train_state":"1"', b'"train_state":"2"'), "has the digest"
+    respelled = good.replace(b'"train_state":"1"', b'"train_state": "1"')[: len(good)]
+    yield "respelled", respelled, "not spelled as it was written"
+    yield "trailing", good + b"\0" * 8, "header and data take"
+    yield "another-checkpoints", good, "belongs to another checkpoint"
+    huge = b'{"t":{"dtype":"F32","shape":[%d],"data_offsets":[0,%d]}}' % (2**60, 2**62)
+    yield "tensor-of-exabytes", _raw(huge), "header and data take"
+
+
+def _texts() -> Iterator[tuple[str, str, str]]:
+    yield "not-json", "{", "not JSON"
+    yield "nan", "[NaN]", "the number NaN"
+    yield "overflow", "1e999", "the number 1e999"
+    yield "integer-of-5000-digits", "9" * 5000, "5000 digits"
+    yield "integer-of-65-bits", str(2**64), "20 digits"
+    yield "key-twice", '{"a":1,"a":2}', "a key twice"
+    yield "deep-lists", "[" * 100_000, "nested too deeply"
+    yield "deep-objects", '{"a":' * 100_000, "nested too deeply"
+    yield "deep-tuples", '{"$":"tuple","items":[' * 150 + "1" + "]}" * 150, "deeper than"
+    for tag in ("eval", "os.system", "__reduce__", "object", "type", "torch.nn.Module", "module"):
+        yield f"tag-{tag}", _tag(tag, items=["id"], code="id"), "the tag .* is unknown"
+    yield "tag-list", _tag(["tuple"], items=[]), "the tag is a list"
+    yield "factory-eval", _tag("defaultdict", items=[], factory="eval"), "default_factory 'eval'"
+    yield "factory-dotted", _tag("defaultdict", items=[], factory="os.system"), "default_factory"
+    yield "dtype-attribute", _tag("torch.dtype", name="load"), "train_state"
+    yield "dtype-lazy-module", _tag("torch.dtype", name="_dynamo"), "train_state"
+    yield "device", _tag("torch.device", name="__import__('os')"), "train_state"
+    yield "size-huge", _tag("torch.Size", items=[2**63 - 1, 2**63]), "train_state"
+    yield "deque-huge", _tag("deque", items=[], maxlen=2**63), "maxlen"
+    yield "integer-base-16", _tag("int", hex="0x" + "g" * 100), "base 16"
+    yield "bytes", _tag("bytes", base64="A" * 1001), "train_state"
+    yield (
+        "scalar-object",
+        _tag("numpy.scalar", dtype="object", base64="AAAAAAAAAAA="),
+        "train_state",
+    )
+    yield "array-object", _tag("numpy.ndarray", tensor="t", dtype="|O"), "train_state"
+    yield "tensor-missing", _tag("torch.Tensor", tensor="x", dtype="float32"), "missing or used"
+    yield "set-of-lists", _tag("set", items=[[1]]), "a set with"
+    yield "key-a-list", _tag("dict", items=[[[1], 2]]), "a key is"
+
+
+def attacks() -> Iterator[Attack]:
+    """Yield all of them."""
+    target = "{step}/train_state.safetensors"
+    for name, content, reason in _files():
+        yield Attack(name, "train_state", target, reason, content, stage="read")
+    for name, text, reason in _texts():
+        tensors = '"tensor": "t"' in text
+        capacity = -(-(len(json.dumps(text)) + 1024) // 8) * 8
+        content = _packed(text, capacity, tensors=tensors)
+        yield Attack(f"json-{name}", "train_state", target, reason, content, stage="read")
+    twice = _tag("torch.Tensor", tensor="t", dtype="float32")
+    yield Attack(
+        "json-tensor-twice",
+        "train_state",
+        target,
+        "missing or used twice",
+        _packed(f"[{twice},{twice}]", tensors=True),
+        stage="read",
+    )
+    yield Attack(
+        "json-tensor-unused",
+        "train_state",
+        target,
+        "belong to no value",
+        _packed("1", tensors=True),
+        stage="read",
+    )
