@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gds import Backend, LockHeldError, PosixBackend, StorageError
@@ -16,6 +16,7 @@ from offload._verify import verify_tensors
 from offload.errors import CheckpointError, CheckpointNotFoundError, StoreBusyError
 from offload.manifest import MANIFEST_NAME, Manifest
 from offload.parts import part_sizes
+from offload.pins import FoundPins, read_pins
 from offload.reading import (
     PartDirectories,
     checkpoint_paths,
@@ -60,6 +61,12 @@ class CheckpointInfo:
 
     bytes: int
     """Size on disk."""
+
+    pins: tuple[str, ...] = ()
+    """Names that it has been pinned by."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was given to ``checkpoint(metrics=...)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +129,11 @@ class Checkpoint:
     def created(self) -> str:
         """ISO 8601 time at which the seal began."""
         return self.manifest.created
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was given to ``checkpoint(metrics=...)``, by name."""
+        return dict(self.manifest.metrics)
 
     @property
     def optimizer(self) -> str:
@@ -354,7 +366,8 @@ def list_checkpoints(
             raise CheckpointError(
                 f"{directory}: not a store: it has neither a {LOCK_NAME} file nor a checkpoint"
             )
-        return [_describe(backend, path, parts) for path in paths]
+        pins = read_pins(backend, directory)
+        return [_describe(backend, path, parts, pins) for path in paths]
     finally:
         if owns_backend:
             backend.close()
@@ -369,12 +382,14 @@ def train_state_header(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def _describe(backend: Backend, path: str, parts: PartDirectories) -> CheckpointInfo:
+def _describe(
+    backend: Backend, path: str, parts: PartDirectories, pins: FoundPins
+) -> CheckpointInfo:
     step = int(os.path.basename(path)[5:])
     try:
         manifest = read_manifest(backend, path, parts)
     except (CheckpointError, StorageError) as error:
-        return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0)
+        return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0, pins.at(path))
     files = Checkpoint(backend, path, manifest, parts).files
     return CheckpointInfo(
         path,
@@ -385,4 +400,6 @@ def _describe(backend: Backend, path: str, parts: PartDirectories) -> Checkpoint
         "",
         manifest.layout.num_elements,
         sum(files.values()),
+        pins.of(path, manifest),
+        dict(manifest.metrics),
     )

@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -31,6 +31,7 @@ from offload.options import Options
 from offload.parameters import Stored
 from offload.reseal import is_unchanged, replace_train_state
 from offload.resume import choose_checkpoint, load_checkpoint, match_checkpoint
+from offload.retention import Retention
 from offload.rules import Scalars, UpdateRule
 from offload.seal import Captured, Seal, SealHandle, describe_seal
 from offload.slot import Slot
@@ -49,6 +50,9 @@ from offload.working_memory import WorkingMemory
 Groups = Sequence[dict[str, Any]]
 """``param_groups`` of the optimizer, passed anew to each call: libraries replace the dicts."""
 
+Metrics: TypeAlias = Mapping[str, float] | None
+"""What was measured, checked; None where nobody said, which leaves those of a checkpoint alone."""
+
 
 class Engine(Usable):
     """Owns the store, the ring and the threads of one optimizer.
@@ -57,7 +61,7 @@ class Engine(Usable):
         rule: Runs the wrapped optimizer's step.
         directories: The store: one on each drive.
         model: Gives names, buffers and frozen parameters; None for parameters only.
-        keep: Checkpoints to keep.
+        keep: Which checkpoints to keep.
         fresh: Whether to start over although the store has checkpoints.
         options: Settings of the machine.
     """
@@ -70,7 +74,7 @@ class Engine(Usable):
         directories: Sequence[str],
         *,
         model: torch.nn.Module | None,
-        keep: int,
+        keep: Retention,
         fresh: bool,
         options: Options,
     ) -> None:
@@ -111,8 +115,9 @@ class Engine(Usable):
     def require_space(self, groups: Groups) -> None:
         """Check names, parameters, rules and free space; touches nothing.
 
-        Raises whatever would otherwise be raised by the first step.
+        Raises whatever would otherwise be raised by the first step. Warns about pins of nothing.
         """
+        self.store.keeping.warn([path for path, _ in self.store.refused])
         layout, _ = self._table.describe(groups)
         self.store.require_space(layout, len(groups))
 
@@ -155,7 +160,9 @@ class Engine(Usable):
             self._require_usable()
             self._relayout(groups)
 
-    def checkpoint(self, groups: Groups, train_state: object) -> SealHandle:
+    def checkpoint(
+        self, groups: Groups, train_state: object, metrics: Metrics = None
+    ) -> SealHandle:
         """Seal the present state; see `OffloadedOptimizer.checkpoint`."""
         self._require_usable()
         self._collect_seal(wait=True)
@@ -168,13 +175,14 @@ class Engine(Usable):
             and sealed.manifest.step == self.num_steps
             and is_unchanged(sealed, groups, self._table, stored, self._block_buffers())
         ):
-            return replace_train_state(self.store, sealed, encoded)
+            return replace_train_state(self.store, sealed, encoded, metrics)
+        self.store.keeping.require_replaceable(self.store.path_of(self.num_steps))
         if self._state is None:  # no parameter has state: the slot's arrays stay empty
             self._state, self._reserved = self._target(groups), None
         elif not self._working:
             # Nothing was stepped since the last seal, yet the checkpoint must differ from it.
             self._stream(groups, [None] * len(self._table.trainables))
-        image = self._capture(groups, encoded, stored, self._state, self.num_steps)
+        image = self._capture(groups, encoded, stored, self._state, self.num_steps, metrics)
         return self._begin_seal(self._state, image)
 
     def restore(
@@ -189,6 +197,7 @@ class Engine(Usable):
                 self._require_usable()
             self._decided = True
             return None
+        self.store.keeping.require_none_after(found)
         trainables, stored = match_checkpoint(
             found, groups, self._table.model, self._rule, self._table.state_format
         )
@@ -210,6 +219,13 @@ class Engine(Usable):
         self._decided, self._broken = True, ""
         self._meter.restore_s = time.perf_counter() - started
         return checkpoint
+
+    def pin(self, name: str, which: int | str | None) -> None:
+        """Pin a checkpoint; see `OffloadedOptimizer.pin`."""
+        self._require_alive()
+        self.join()
+        self._collect_seal(wait=True)
+        self.store.keeping.pin(name, which)
 
     def synchronize(self) -> None:
         """Wait until every transfer and seal that was started has ended; raises their errors."""
@@ -260,13 +276,16 @@ class Engine(Usable):
         stored: Sequence[Stored],
         slot: Slot,
         step: int,
+        metrics: Metrics,
     ) -> Captured:
         """Capture by value what a checkpoint of this moment is, apart from its parameters.
 
         Everything that can be too large fails here, before a checkpoint is withdrawn.
         """
         store_id = self.store.store_id
-        manifest = describe_seal(self._rule, store_id, slot, groups, self._table, step)
+        manifest = describe_seal(
+            self._rule, store_id, slot, groups, self._table, step, metrics or {}
+        )
         packed = pack_encoded(
             encoded,
             capacity_bytes=slot.train_state.size_bytes,
@@ -278,7 +297,7 @@ class Engine(Usable):
         """Start to seal the state, which is in `slot`."""
         flush = self._ring().flush()
         seal = Seal(self.store, slot, captured, self._block_buffers(), flush)
-        self.store.begin_seal()
+        self.store.begin_seal(captured.manifest)
         self._working, self._sealed, self._seal = False, None, seal
         seal.start(self._meter.count_seal)
         return seal.handle

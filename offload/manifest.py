@@ -11,13 +11,14 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
 from gds import ALIGNMENT
 from offload.errors import ManifestError, OffloadError
 from offload.formats import StateDtype
 from offload.layout import Layout, ModelTensor, ParameterSpec
+from offload.metrics import check_metrics
 from offload.part_file import PartReference, SealedPart, content_digest, part_number
 from offload.tensorfile import DTYPE_BYTES
 
@@ -58,7 +59,7 @@ class Manifest:
     """Optimizer steps taken."""
 
     created: str
-    """ISO 8601 time at which the seal began. For people: nothing is decided by it."""
+    """ISO 8601 time at which the seal began. Nothing but `EverySeconds` decides by it."""
 
     torch_version: str
     optimizer: str
@@ -80,6 +81,9 @@ class Manifest:
 
     parts: tuple[PartReference, ...] = ()
     """Where the state on each drive but the first is."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the caller had measured, by name; finite."""
 
     def encode(self, reserved_bytes: int) -> bytes:
         """Return the file's content, padded to exactly `reserved_bytes`.
@@ -113,6 +117,8 @@ class Manifest:
             "model_digests": list(self.model_digests),
             "parts": [asdict(part) for part in self.parts],
         }
+        if self.metrics:
+            body["metrics"] = dict(self.metrics)
         document = {"format": FORMAT_VERSION, "digest": _body_digest(body), "body": body}
         text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
         if len(text) + 1 > reserved_bytes:
@@ -320,6 +326,7 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
         digests=digests,
         model_digests=model_digests,
         parts=parts,
+        metrics=check_metrics(body.get("metrics", {})),
     )
 
 
