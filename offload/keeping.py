@@ -11,7 +11,7 @@ from gds import Backend
 from offload.errors import CheckpointNotFoundError, PinError
 from offload.manifest import Manifest
 from offload.opening import StoredCheckpoint, find_stored
-from offload.pins import FoundPins, Pin, read_pins, remove_pin, write_pin
+from offload.pins import FoundPins, Pin, read_pins, remove_pin, sync_pins, write_pin
 from offload.poison import Poison
 from offload.retention import Record, Retention, describe, kept_generations, num_wanted
 
@@ -95,7 +95,13 @@ class Keeping:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def is_pinned(self, checkpoint: StoredCheckpoint) -> bool:
-        """Return whether a checkpoint must not be withdrawn; asked with an exclusive lock on it."""
+        """Return whether a checkpoint must not be withdrawn; asked with an exclusive lock on it.
+
+        Makes what it goes by durable: a pin that has been moved away from this checkpoint might
+        else be found on it again after a loss of power, and have lost what it was moved to keep.
+        """
+        with self._poison.on_error("the pins could not be made durable"):
+            sync_pins(self._backend, self._directory)
         found = self.pins()
         return bool(found.unreadable or found.of(checkpoint.path, checkpoint.manifest))
 
@@ -148,11 +154,15 @@ class Keeping:
     def require_replaceable(self, path: str) -> None:
         """Check that another checkpoint may take the place of what is at a path, if anything is.
 
+        Makes what it goes by durable, as `is_pinned` does.
+
         Raises:
             PinError: That is pinned, usable or not.
         """
         if self._backend.stat(path) is None:
             return
+        with self._poison.on_error("the pins could not be made durable"):
+            sync_pins(self._backend, self._directory)
         found = self.pins()
         if names := found.at(path):
             raise PinError(

@@ -6,7 +6,8 @@ made it returns.
 
 Against the training process: whoever pins holds a shared lock on the checkpoint, or is the training
 process itself. That one looks for pins again when it has the exclusive lock without which no
-checkpoint is withdrawn. So a pin either comes in time or is refused.
+checkpoint is withdrawn. So a pin either comes in time or is refused. What it sees then it makes
+durable first: a name may just have been moved, by a process that has died since.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class FoundPins:
         )
 
 
-def check_pin_name(name: str) -> str:
+def check_pin_name(name: object) -> str:
     """Return the name of a pin if it can be one.
 
     Raises:
@@ -197,6 +198,12 @@ def remove_pin(
         )
     with guard or nullcontext():
         backend.remove(path)
+        backend.sync_dir(f"{store}/{PINS_NAME}")
+
+
+def sync_pins(backend: Backend, store: str) -> None:
+    """Make the pins that can be seen durable, whoever has made, moved or removed them."""
+    if backend.stat(f"{store}/{PINS_NAME}") is not None:
         backend.sync_dir(f"{store}/{PINS_NAME}")
 
 

@@ -128,8 +128,7 @@ class EverySeconds(Retention):
 
     def __post_init__(self) -> None:
         """Refuse a distance that is none."""
-        is_number = isinstance(self.seconds, int | float) and not isinstance(self.seconds, bool)
-        if not is_number or not 0 < self.seconds < math.inf:
+        if not _is_number(self.seconds) or not 0 < self.seconds < math.inf:
             raise ValueError(f"seconds must be a finite number above 0, got {self.seconds!r}")
 
     def kept(self, records: Sequence[Record]) -> set[int]:
@@ -159,7 +158,7 @@ class BestBy(Retention):
 
     def __post_init__(self) -> None:
         """Refuse what could not be ranked."""
-        if not isinstance(self.metric, str) or not self.metric:
+        if not self.metric:
             raise ValueError(f"metric must be the name of one, got {self.metric!r}")
         if not _is_count(self.k):
             raise ValueError(f"k must be a whole number of at least 1, got {self.k!r}")
@@ -260,6 +259,10 @@ def describe(policy: Retention) -> str:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _seconds(created: str) -> float | None:
