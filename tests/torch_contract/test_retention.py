@@ -186,6 +186,26 @@ class TestPolicies:
         assert run.steps() == [3, 4]
         run.optimizer.close()
 
+    @pytest.mark.parametrize(
+        "keep", [1, EverySteps(4), BestBy("loss"), LastK(1) | BestBy("none")], ids=str
+    )
+    def test_one_is_durable_at_every_instant(self, keep: int | Retention) -> None:
+        class Looking(WrapperBackend):
+            least = 9
+
+            def rename(self, source: str, target: str) -> None:
+                super().rename(source, target)
+                names = [n for n in self.list_dir(STORE) if n.startswith("step-")]
+                self.least = min(self.least, len(names))
+
+        backend = Looking(MemoryBackend())
+        run = Run(backend, keep=keep)
+        for loss in (3.0, 2.0, 1.0, 4.0, 0.5, 6.0):
+            run.step()
+            run.optimizer.checkpoint(metrics={"loss": loss})
+        run.optimizer.close()
+        assert backend.least == 1
+
     def test_a_narrower_policy_gives_slots_back(self) -> None:
         run = Run(keep=EverySteps(1))
         for _ in range(6):
@@ -533,16 +553,17 @@ class TestPins:
     @pytest.mark.parametrize(
         "damage",
         [
-            b"",
-            b"\xff" * 512,
-            b"{}".ljust(512),
-            b'{"format":1,"digest":"","body":{"generation":1}}'.ljust(512),
-            b"[" * 512,
-            b'{"format":2}'.ljust(512),
-            "bit flip",
-            "too long",
+            pytest.param(lambda data: b"", id="empty"),
+            pytest.param(lambda data: b"\xff" * 512, id="not text"),
+            pytest.param(lambda data: b"{}".ljust(512), id="nothing in it"),
+            pytest.param(lambda data: b"[]".ljust(512), id="a list"),
+            pytest.param(lambda data: b"[" * 512, id="nested"),
+            pytest.param(lambda data: b'{"format":2}'.ljust(512), id="another version"),
+            pytest.param(
+                lambda data: data.replace(b'"generation": 1', b'"generation": 3'), id="edited"
+            ),
+            pytest.param(lambda data: data + b" ", id="too long"),
         ],
-        ids=str,
     )
     def test_one_that_cannot_be_read_keeps_everything(self, damage: Any) -> None:
         run = Run(keep=1)
@@ -550,12 +571,8 @@ class TestPins:
         run.optimizer.pin("mine")
         path = f"{STORE}/pins/mine"
         data = read(run.backend, path)
-        if damage == "bit flip":
-            damage = data.replace(b'"generation": 1', b'"generation": 3')
-            assert damage != data
-        elif damage == "too long":
-            damage = data + b" "
-        overwrite(run.backend, path, damage)
+        assert damage(data) != data
+        overwrite(run.backend, path, damage(data))
         for _ in range(2):
             run.seal()
         assert run.steps() == [1, 2, 3]
