@@ -553,12 +553,12 @@ class TestPins:
     @pytest.mark.parametrize(
         "damage",
         [
-            pytest.param(lambda data: b"", id="empty"),
-            pytest.param(lambda data: b"\xff" * 512, id="not text"),
-            pytest.param(lambda data: b"{}".ljust(512), id="nothing in it"),
-            pytest.param(lambda data: b"[]".ljust(512), id="a list"),
-            pytest.param(lambda data: b"[" * 512, id="nested"),
-            pytest.param(lambda data: b'{"format":2}'.ljust(512), id="another version"),
+            pytest.param(lambda _: b"", id="empty"),
+            pytest.param(lambda _: b"\xff" * 512, id="not text"),
+            pytest.param(lambda _: b"{}".ljust(512), id="nothing in it"),
+            pytest.param(lambda _: b"[]".ljust(512), id="a list"),
+            pytest.param(lambda _: b"[" * 512, id="nested"),
+            pytest.param(lambda _: b'{"format":2}'.ljust(512), id="another version"),
             pytest.param(
                 lambda data: data.replace(b'"generation": 1', b'"generation": 3'), id="edited"
             ),
