@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from offload.loading import load_parameters
     from offload.optimizer import SGD, Adam, AdamW, OffloadedOptimizer
     from offload.options import Options
+    from offload.pinning import pin, unpin
+    from offload.retention import BestBy, EverySeconds, EverySteps, LastK, Retention
     from offload.seal import SealHandle
     from offload.stats import Stats
 
@@ -33,17 +35,24 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "BestBy",
     "Checkpoint",
     "CheckpointInfo",
+    "EverySeconds",
+    "EverySteps",
+    "LastK",
     "OffloadError",
     "OffloadedOptimizer",
     "Options",
+    "Retention",
     "SealHandle",
     "Stats",
     "VerifyReport",
     "list_checkpoints",
     "load_parameters",
     "open_checkpoint",
+    "pin",
+    "unpin",
 ]
 
 _MODULES = {
@@ -58,6 +67,8 @@ _MODULES = {
     "offload.loading": ("load_parameters",),
     "offload.optimizer": ("SGD", "Adam", "AdamW", "OffloadedOptimizer"),
     "offload.options": ("Options",),
+    "offload.pinning": ("pin", "unpin"),
+    "offload.retention": ("BestBy", "EverySeconds", "EverySteps", "LastK", "Retention"),
     "offload.seal": ("SealHandle",),
     "offload.stats": ("Stats",),
 }

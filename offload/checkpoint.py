@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gds import ALIGNMENT, Backend, LockHeldError, PosixBackend, StorageError
@@ -21,6 +21,7 @@ from offload.errors import (
 )
 from offload.manifest import MANIFEST_NAME, Manifest
 from offload.parts import part_sizes
+from offload.pins import FoundPins, read_pins
 from offload.reading import (
     PartDirectories,
     checkpoint_paths,
@@ -68,6 +69,12 @@ class CheckpointInfo:
 
     bytes: int
     """Size on disk."""
+
+    pins: tuple[str, ...] = ()
+    """Names that it has been pinned by."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was given to ``checkpoint(metrics=...)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,11 @@ class Checkpoint:
     def created(self) -> str:
         """ISO 8601 time at which the seal began."""
         return self.manifest.created
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was given to ``checkpoint(metrics=...)``, by name."""
+        return dict(self.manifest.metrics)
 
     @property
     def optimizer(self) -> str:
@@ -372,7 +384,8 @@ def list_checkpoints(
             raise CheckpointError(
                 f"{directory}: not a store: it has neither a {LOCK_NAME} file nor a checkpoint"
             )
-        return [_describe(backend, path, parts) for path in paths]
+        pins = read_pins(backend, directory)
+        return [_describe(backend, path, parts, pins) for path in paths]
     finally:
         if owns_backend:
             backend.close()
@@ -387,12 +400,14 @@ def train_state_header(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def _describe(backend: Backend, path: str, parts: PartDirectories) -> CheckpointInfo:
+def _describe(
+    backend: Backend, path: str, parts: PartDirectories, pins: FoundPins
+) -> CheckpointInfo:
     step = int(os.path.basename(path)[5:])
     try:
         manifest = read_in_store(backend, path, parts)
     except (CheckpointError, StorageError) as error:
-        return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0)
+        return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0, pins.at(path))
     files = Checkpoint(backend, path, manifest, parts).files
     return CheckpointInfo(
         path,
@@ -403,4 +418,6 @@ def _describe(backend: Backend, path: str, parts: PartDirectories) -> Checkpoint
         "",
         manifest.layout.num_elements,
         sum(files.values()),
+        pins.of(path, manifest),
+        dict(manifest.metrics),
     )

@@ -7,7 +7,6 @@ Exit status: 0; 1 for an error or a damaged checkpoint; 2 for wrong usage.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import sys
@@ -18,6 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from offload import cli_retention
+from offload.cli_options import Json, Parts
+from offload.cli_options import print_json as _print_json
 from offload.demo.report import size
 from offload.errors import CheckpointError, OffloadError
 
@@ -33,16 +35,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Parts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--part",
-        help="Where the state on a further drive is now, if it has moved; one for each, in order.",
-        show_default=False,
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -125,8 +117,9 @@ def list_store(
     found = list_checkpoints(store, parts=part or None)
     if as_json:
         _print_json([dataclasses.asdict(info) for info in found])
-        return
-    _show_list(store, found)
+    else:
+        _show_list(store, found)
+    cli_retention.show_lost_pins(store, found)
 
 
 @app.command()
@@ -266,6 +259,7 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "generation": checkpoint.generation,
         "created": checkpoint.created,
         "optimizer": checkpoint.optimizer,
+        "metrics": checkpoint.metrics,
         "parts": checkpoint.parts,
         "num_parameters": checkpoint.num_parameters,
         "hyperparameters": checkpoint.hyperparameters,
@@ -285,17 +279,21 @@ def _show_list(store: str, found: list[CheckpointInfo]) -> None:
         typer.echo(f"{store}: no checkpoints")
         return
     table = Table()
-    for title in ("checkpoint", "step", "created", "parameters", "size", "usable"):
-        table.add_column(
-            title, justify="right" if title in ("step", "parameters", "size") else "left"
-        )
+    titles = ["checkpoint", "step", "created", "parameters", "size", "usable"]
+    if any(info.pins or info.metrics for info in found):
+        titles.append("pins, metrics")
+    for title in titles:
+        number = title in ("step", "parameters", "size")
+        table.add_column(title, justify="right" if number else "left", no_wrap=title == titles[0])
     for info in found:
         usable = "[green]yes[/]" if info.valid else "[red]no[/]"
         created = info.created[:19].replace("T", " ")
-        cells = (_cell(created), f"{info.num_parameters:,}", size(info.bytes))
+        cells: list[str | Text] = [_cell(created), f"{info.num_parameters:,}", size(info.bytes)]
         if not info.valid:
-            cells = ("-", "-", "-")
-        table.add_row(_cell(os.path.basename(info.path)), str(info.step), *cells, usable)
+            cells = ["-", "-", "-"]
+        noted = [*info.pins, *(f"{name}={value:g}" for name, value in info.metrics.items())]
+        cells += [usable, _cell(", ".join(noted))]
+        table.add_row(_cell(os.path.basename(info.path)), str(info.step), *cells[: len(titles) - 2])
     _console().print(table)
     for info in found:
         if not info.valid:
@@ -313,6 +311,8 @@ def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
         table.add_row(key, _cell(description[key]))
     for index, part in enumerate(description["parts"], 1):
         table.add_row(f"on drive {index}", _cell(part))
+    for name, value in description["metrics"].items():
+        table.add_row(_cell(f"metric {name}"), f"{value:g}")
     table.add_row("parameters", f"{description['num_parameters']:,}")
     for index, group in enumerate(description["hyperparameters"]):
         values = ", ".join(f"{name}={value}" for name, value in group.items())
@@ -348,10 +348,6 @@ def _tree_bytes(directory: str) -> int:
     )
 
 
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2))
-
-
 def _as_json(value: Any) -> Any:
     """Return hyper-parameters as JSON has them: lists, numbers, and text for what is not finite."""
     if isinstance(value, dict):
@@ -367,6 +363,9 @@ def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr)
+
+
+cli_retention.register(app)
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -36,6 +36,7 @@ from offload.resume import (
     load_checkpoint,
     match_checkpoint,
 )
+from offload.retention import Retention
 from offload.rules import Scalars, UpdateRule
 from offload.seal import Captured, Seal, SealHandle, describe_seal
 from offload.slot import Slot
@@ -54,6 +55,9 @@ from offload.working_memory import WorkingMemory
 Groups = Sequence[dict[str, Any]]
 """``param_groups`` of the optimizer, passed anew to each call: libraries replace the dicts."""
 
+Metrics: TypeAlias = Mapping[str, float] | None
+"""What was measured, checked; None where nobody said, which leaves those of a checkpoint alone."""
+
 
 class Engine(Usable):
     """Owns the store, the ring and the threads of one optimizer.
@@ -62,7 +66,7 @@ class Engine(Usable):
         rule: Runs the wrapped optimizer's step.
         directories: The store: one on each drive.
         model: Gives names, buffers and frozen parameters; None for parameters only.
-        keep: Checkpoints to keep.
+        keep: Which checkpoints to keep.
         fresh: Whether to start over although the store has checkpoints.
         options: Settings of the machine.
     """
@@ -75,7 +79,7 @@ class Engine(Usable):
         directories: Sequence[str],
         *,
         model: torch.nn.Module | None,
-        keep: int,
+        keep: Retention,
         fresh: bool,
         options: Options,
     ) -> None:
@@ -116,8 +120,9 @@ class Engine(Usable):
     def require_space(self, groups: Groups) -> None:
         """Check names, parameters, rules and free space; touches nothing.
 
-        Raises whatever would otherwise be raised by the first step.
+        Raises whatever would otherwise be raised by the first step. Warns about pins of nothing.
         """
+        self.store.keeping.warn([path for path, _ in self.store.refused])
         layout, _ = self._table.describe(groups)
         self.store.require_space(layout, len(groups))
 
@@ -160,7 +165,9 @@ class Engine(Usable):
             self._require_usable()
             self._relayout(groups)
 
-    def checkpoint(self, groups: Groups, train_state: object) -> SealHandle:
+    def checkpoint(
+        self, groups: Groups, train_state: object, metrics: Metrics = None
+    ) -> SealHandle:
         """Seal the present state; see `OffloadedOptimizer.checkpoint`."""
         self._require_usable()
         self._collect_seal(wait=True)
@@ -173,13 +180,14 @@ class Engine(Usable):
             and sealed.manifest.step == self.num_steps
             and is_unchanged(sealed, groups, self._table, stored, self._block_buffers())
         ):
-            return replace_train_state(self.store, sealed, encoded)
+            return replace_train_state(self.store, sealed, encoded, metrics)
+        self.store.keeping.require_replaceable(self.store.path_of(self.num_steps))
         if self._state is None:  # no parameter has state: the slot's arrays stay empty
             self._state, self._reserved = self._target(groups), None
         elif not self._working:
             # Nothing was stepped since the last seal, yet the checkpoint must differ from it.
             self._stream(groups, [None] * len(self._table.trainables))
-        image = self._capture(groups, encoded, stored, self._state, self.num_steps)
+        image = self._capture(groups, encoded, stored, self._state, self.num_steps, metrics)
         return self._begin_seal(self._state, image)
 
     def restore(
@@ -194,6 +202,7 @@ class Engine(Usable):
                 self._require_usable()
             self._decided = True
             return None
+        self.store.keeping.require_none_after(found)
         while True:
             try:
                 return self._resume(found, groups)
@@ -231,6 +240,13 @@ class Engine(Usable):
         self._decided, self._broken = True, ""
         self._meter.restore_s = time.perf_counter() - started
         return checkpoint
+
+    def pin(self, name: str, which: int | str | None) -> None:
+        """Pin a checkpoint; see `OffloadedOptimizer.pin`."""
+        self._require_alive()
+        self.join()
+        self._collect_seal(wait=True)
+        self.store.keeping.pin(name, which)
 
     def synchronize(self) -> None:
         """Wait until every transfer and seal that was started has ended; raises their errors."""
@@ -281,13 +297,16 @@ class Engine(Usable):
         stored: Sequence[Stored],
         slot: Slot,
         step: int,
+        metrics: Metrics,
     ) -> Captured:
         """Capture by value what a checkpoint of this moment is, apart from its parameters.
 
         Everything that can be too large fails here, before a checkpoint is withdrawn.
         """
         store_id = self.store.store_id
-        manifest = describe_seal(self._rule, store_id, slot, groups, self._table, step)
+        manifest = describe_seal(
+            self._rule, store_id, slot, groups, self._table, step, metrics or {}
+        )
         packed = pack_encoded(
             encoded,
             capacity_bytes=slot.train_state.size_bytes,
@@ -299,7 +318,7 @@ class Engine(Usable):
         """Start to seal the state, which is in `slot`."""
         flush = self._ring().flush()
         seal = Seal(self.store, slot, captured, self._block_buffers(), flush)
-        self.store.begin_seal()
+        self.store.begin_seal(captured.manifest)
         self._working, self._sealed, self._seal = False, None, seal
         seal.start(self._meter.count_seal)
         return seal.handle

@@ -6,6 +6,8 @@ was expected, and what to do next.
 
 from __future__ import annotations
 
+from gds import StorageError
+
 
 class OffloadError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -33,6 +35,22 @@ class StoreBusyError(StoreError):
 
 class StoreFullError(StoreError):
     """The file system has no room for what the retention policy will need."""
+
+
+class SlotFullError(StoreFullError, StorageError):
+    """The file system has no room for the slot that the next generation needs, at this moment."""
+
+    def __init__(self, number: int, message: str, path: str) -> None:
+        OSError.__init__(self, number, message, path)  # the message says all that it needs to
+        self.offset = None
+
+
+class PinError(OffloadError, ValueError):
+    """A pin cannot be made, or something cannot be done because of one; names it."""
+
+
+class MetricError(OffloadError, ValueError):
+    """What was given as a metric of a checkpoint is not a finite number with a name."""
 
 
 class VolatileStoreError(StoreError):

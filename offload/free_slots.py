@@ -53,6 +53,10 @@ class FreeSlots:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def paths(self) -> list[str]:
+        """Return where they are."""
+        return [slot.path if isinstance(slot, Slot) else slot for slot in self._slots]
+
     def add(self, slot: Slot | str) -> None:
         """Take in a slot, open or by its path, that nobody needs any more."""
         self._slots.append(slot)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
 from gds import ALIGNMENT
@@ -22,6 +22,7 @@ from offload._strict_json import parse_json, short
 from offload.errors import ManifestError, OffloadError
 from offload.formats import StateDtype, is_array_name
 from offload.layout import Layout, ModelTensor, ParameterSpec
+from offload.metrics import check_metrics
 from offload.part_file import PartReference, SealedPart, content_digest
 
 MANIFEST_NAME = "manifest.json"
@@ -60,7 +61,7 @@ class Manifest:
     """Optimizer steps taken."""
 
     created: str
-    """ISO 8601 time at which the seal began. For people: nothing is decided by it."""
+    """ISO 8601 time at which the seal began. Nothing but `EverySeconds` decides by it."""
 
     torch_version: str
     optimizer: str
@@ -82,6 +83,9 @@ class Manifest:
 
     parts: tuple[PartReference, ...] = ()
     """Where the state on each drive but the first is."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the caller had measured, by name; finite."""
 
     @property
     def digest(self) -> str:
@@ -114,7 +118,7 @@ class Manifest:
 
     def _body(self) -> dict[str, Any]:
         layout = self.layout
-        return {
+        body: dict[str, Any] = {
             "store_id": self.store_id,
             "generation": self.generation,
             "step": self.step,
@@ -139,6 +143,9 @@ class Manifest:
             "model_digests": list(self.model_digests),
             "parts": [asdict(part) for part in self.parts],
         }
+        if self.metrics:
+            body["metrics"] = dict(self.metrics)
+        return body
 
 
 def reserved_bytes(layout: Layout, num_groups: int) -> int:
@@ -271,6 +278,7 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
         digests=digests,
         model_digests=model_digests,
         parts=parts,
+        metrics=check_metrics(body.get("metrics", {})),
     )
 
 

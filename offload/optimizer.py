@@ -6,10 +6,10 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn, TypeAlias, overload
 
 import torch
 
@@ -17,7 +17,9 @@ from offload.checkpoint import Checkpoint
 from offload.drives import Directory, as_directories
 from offload.engine import Engine
 from offload.errors import MismatchError, OffloadError
+from offload.metrics import check_metrics
 from offload.options import Options, Overlap
+from offload.retention import Retention, as_retention
 from offload.rules import UpdateRule
 from offload.seal import SEAL_THREAD, SealHandle
 from offload.state_pass import STEP_THREAD
@@ -25,6 +27,9 @@ from offload.stats import Stats
 from offload.update_pool import UPDATE_THREAD
 
 _REFERENCE_FORMAT = "offload-reference-1"
+CheckpointName: TypeAlias = int | str | os.PathLike[str] | Checkpoint
+"""How a user says which checkpoint: by step number, path, or itself."""
+
 _OWN_THREADS = (SEAL_THREAD, STEP_THREAD, UPDATE_THREAD, "gds-")
 
 
@@ -43,7 +48,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             them; the first is the store, and holds the parameters.
         model: Gives parameters the names of its state dict, and puts its buffers and frozen
             parameters into checkpoints, so that ``model.safetensors`` is the whole state dict.
-        keep: Checkpoints to keep, at least 1. The disk holds one slot more.
+        keep: How many checkpoints to keep, at least 1, or a policy such as
+            ``LastK(2) | EverySteps(1000) | BestBy("val_loss")``. The newest, and what has been
+            pinned, is kept in any case. The disk holds one slot more.
         fresh: Start over in a store that has checkpoints. They are withdrawn once the first new
             one is durable.
         options: How to stream and store; see `Options`.
@@ -54,7 +61,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         UnsupportedParameterError: A parameter is complex, sparse, FP64, or not in host memory.
         StoreLockedError: Another process trains in this directory.
         VolatileStoreError: The directory would be lost at power-off.
-        StoreFullError: There is no room for ``keep + 1`` slots.
+        StoreFullError: There is no room for ``keep + 1`` slots, besides those that are pinned.
+        PinError: ``fresh=True`` would withdraw a checkpoint that is pinned.
         StoreError: The directory cannot be used; says why.
     """
 
@@ -65,16 +73,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         *,
         directory: Directory | Sequence[Directory],
         model: torch.nn.Module | None = None,
-        keep: int = 2,
+        keep: int | Retention = 2,
         fresh: bool = False,
         options: Options = Options(),  # noqa: B008  (frozen)
         **hyper: Any,
     ) -> None:
-        if keep < 1:
-            raise ValueError(
-                f"keep must be at least 1, got {keep}: with 0 there would be no checkpoint while "
-                "the next one is being sealed"
-            )
+        retention = as_retention(keep)
         if options.overlap is not None and model is None:
             raise ValueError(
                 f"overlap={options.overlap!r} needs model=, the module that is called in training: "
@@ -87,7 +91,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
         engine = _engine_class(options.overlap)(
-            rule, as_directories(directory), model=model, keep=keep, fresh=fresh, options=options
+            rule,
+            as_directories(directory),
+            model=model,
+            keep=retention,
+            fresh=fresh,
+            options=options,
         )
         try:
             engine.require_space(self.param_groups)
@@ -122,6 +131,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             SealError: The checkpoint before this step could not be sealed. This step was not
                 taken; calling it again goes on.
             BrokenOptimizerError: An earlier step failed half way; call `restore`.
+            SlotFullError: The disk is full, because of pins or checkpoints that are kept for good.
+                This step was not taken; make room as it says, and call it again.
             gds.StorageError: Reading or writing failed half way; call `restore`.
         """
         loss = None
@@ -133,32 +144,71 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             engine.step(self.param_groups)
         return loss
 
-    def checkpoint(self, train_state: Any = None) -> SealHandle:
+    def checkpoint(
+        self, train_state: Any = None, *, metrics: Mapping[str, float] | None = None
+    ) -> SealHandle:
         """Make the present state a checkpoint, behind training.
 
         No optimizer state is read, copied or moved; the parameters are written beside it, and
         the directory is renamed. Returns at once. Parameters must not be edited before the next
         `step` unless ``.result()`` has returned. If the step before has been checkpointed already
-        and nothing has changed, that checkpoint is kept, and only its train state is replaced.
+        and nothing has changed, that checkpoint is kept, and only its train state is replaced, and
+        its metrics if there are new ones.
 
         Args:
             train_state: Whatever else is needed to continue (schedulers, random states, position
                 in the data), captured by value now: JSON-like values, numpy arrays, tensors.
+            metrics: What has been measured, such as ``{"val_loss": 1.2}``: finite Python numbers,
+                at most 16. `BestBy` decides by them, and ``offload ls`` shows them.
 
         Returns:
             A handle; its ``result()`` returns when the checkpoint is durable.
 
         Raises:
             SealError: The checkpoint before this one could not be sealed.
+            MetricError: Something in `metrics` is not a finite number; names it.
+            PinError: Another checkpoint of this step is pinned, and would be replaced.
+            SlotFullError: As for `step`.
             offload.train_state.TrainStateTypeError: `train_state` cannot be stored losslessly.
             offload.train_state.TrainStateTooLargeError: It is larger than what is reserved.
         """
+        checked = None if metrics is None else check_metrics(metrics)
         with self._exclusive("checkpoint") as engine:
-            return engine.checkpoint(self.param_groups, train_state)
+            return engine.checkpoint(self.param_groups, train_state, checked)
+
+    def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:
+        """Keep a checkpoint, whatever `keep` says, until `unpin`; durable on return.
+
+        A name that is in use is moved: the checkpoint that had it is subject to `keep` again. From
+        the next step on the disk holds one slot more.
+
+        Args:
+            name: Letters, digits, ``.``, ``_`` and ``-``, such as ``"best"``.
+            checkpoint: A step number, a path, or a `Checkpoint`; None for the newest. One that is
+                being sealed is waited for.
+
+        Raises:
+            SealError: The last checkpoint could not be sealed; nothing has been pinned.
+            CheckpointNotFoundError: There is no such checkpoint any more.
+            PinError: A pin cannot be called that.
+            gds.StorageError: It could not be written durably.
+        """
+        with self._exclusive("pin") as engine:
+            engine.pin(name, _which(checkpoint))
+
+    def unpin(self, name: str) -> None:
+        """Remove a pin, durably. What is not kept otherwise is recycled later.
+
+        Raises:
+            CheckpointNotFoundError: There is no pin of this name; says which there are.
+            gds.StorageError: It could not be removed durably.
+        """
+        with self._exclusive("unpin") as engine:
+            engine.store.keeping.unpin(name)
 
     def restore(
         self,
-        checkpoint: int | str | os.PathLike[str] | Checkpoint | None = None,
+        checkpoint: CheckpointName | None = None,
         *,
         discard_newer: bool = False,
     ) -> Checkpoint | None:
@@ -181,17 +231,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             MismatchError: Model or optimizer differ from the checkpoint's, or there are newer
                 checkpoints. Nothing has been changed.
+            PinError: A newer checkpoint is pinned. Nothing has been changed.
             CheckpointNotFoundError: There is no such checkpoint.
             DamagedError: The checkpoint that was asked for is damaged, or the last one left.
             CheckpointError: None in the store is usable.
         """
-        if isinstance(checkpoint, Checkpoint):
-            checkpoint = checkpoint.path
-        which = (
-            checkpoint
-            if checkpoint is None or isinstance(checkpoint, int)
-            else os.fspath(checkpoint)
-        )
+        which = _which(checkpoint)
         with self._exclusive("restore") as engine:
             return engine.restore(self.param_groups, which, discard_newer=discard_newer)
 
@@ -343,6 +388,12 @@ class SGD(OffloadedOptimizer):
 
     def __init__(self, params: Iterable[Any], **kwargs: Any) -> None:
         super().__init__(torch.optim.SGD, params, **kwargs)
+
+
+def _which(checkpoint: CheckpointName | None) -> int | str | None:
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint.path
+    return checkpoint if isinstance(checkpoint, int | None) else os.fspath(checkpoint)
 
 
 def _engine_class(overlap: Overlap | None) -> Callable[..., Engine]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from offload.checkpoint import Checkpoint
-from offload.engine import Engine, Groups
+from offload.engine import Engine, Groups, Metrics
 from offload.errors import OffloadError, SealError
 from offload.forward_hooks import ForwardHooks
 from offload.running import BesideUpdater, RunningPass
@@ -96,17 +96,19 @@ class ForwardEngine(Engine):
                 raise
             running.wait_for(must_wait)
 
-    def checkpoint(self, groups: Groups, train_state: object) -> SealHandle:
+    def checkpoint(
+        self, groups: Groups, train_state: object, metrics: Metrics = None
+    ) -> SealHandle:
         """Seal the present state, when the step that is running has ended."""
         running = self._running
         if running is not None and not running.ended and self._late_error is None:
             with self._hooks.suspended():
                 target = running.state_pass.target
-                captured = self._capture_early(target, groups, train_state)
+                captured = self._capture_early(target, groups, train_state, metrics)
             if captured is not None and running.then(partial(self._seal_after, target, captured)):
                 return captured.handle
         self.join()
-        return super().checkpoint(groups, train_state)
+        return super().checkpoint(groups, train_state, metrics)
 
     def restore(
         self, groups: Groups, which: int | str | None, *, discard_newer: bool
@@ -161,7 +163,9 @@ class ForwardEngine(Engine):
                 num_bytes += gradient.nbytes
         self._meter.moved_gradient_bytes = max(self._meter.moved_gradient_bytes, num_bytes)
 
-    def _capture_early(self, target: Slot, groups: Groups, train_state: object) -> Captured | None:
+    def _capture_early(
+        self, target: Slot, groups: Groups, train_state: object, metrics: Metrics
+    ) -> Captured | None:
         """Capture what a checkpoint at the end of the running step will be.
 
         Returns None if the layout has changed, which only an engine at rest can follow. Reads
@@ -172,7 +176,7 @@ class ForwardEngine(Engine):
         if layout != self._layout():
             return None
         stored = self._table.stored(groups)
-        return self._capture(groups, encoded, stored, target, self.num_steps)
+        return self._capture(groups, encoded, stored, target, self.num_steps, metrics)
 
     def _seal_after(self, slot: Slot, captured: Captured, failure: BaseException | None) -> None:
         """Begin a seal at the end of a pass, on its thread."""

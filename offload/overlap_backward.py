@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.applied_gradient import REMEDY, AppliedGradient, second_backward
 from offload.checkpoint import Checkpoint
-from offload.engine import Engine, Groups
+from offload.engine import Engine, Groups, Metrics
 from offload.errors import OverlapError
 from offload.gradient_schedule import GradientSchedule
 from offload.parameters import check_gradient
@@ -119,10 +119,12 @@ class BackwardEngine(Engine):
             self.num_steps += 1
         self._hook_parameters(groups)
 
-    def checkpoint(self, groups: Groups, train_state: object) -> SealHandle:
+    def checkpoint(
+        self, groups: Groups, train_state: object, metrics: Metrics = None
+    ) -> SealHandle:
         """Seal the present state; see `OffloadedOptimizer.checkpoint`."""
         self.require_at_rest("checkpoint()")
-        return super().checkpoint(groups, train_state)
+        return super().checkpoint(groups, train_state, metrics)
 
     def restore(
         self, groups: Groups, which: int | str | None, *, discard_newer: bool

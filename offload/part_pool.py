@@ -67,6 +67,14 @@ class PartPool:
         """Return how many parts on a drive may be rewritten; drives count from 1."""
         return len(self._free()[drive - 1])
 
+    def free_paths(self) -> list[str]:
+        """Return the paths of all parts that may be rewritten."""
+        return [
+            f"{directory}/{part_name(number)}"
+            for (_, directory), numbers in zip(self._drives, self._free(), strict=True)
+            for number in sorted(numbers)
+        ]
+
     def foreign(self) -> list[str]:
         """Return the paths of sealed parts that belong to other stores."""
         return [

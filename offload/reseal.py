@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from offload.checkpoint import Checkpoint, train_state_header
@@ -47,12 +48,23 @@ def is_unchanged(
 
 
 def replace_train_state(
-    store: Store, sealed: StoredCheckpoint, encoded: EncodedState
+    store: Store,
+    sealed: StoredCheckpoint,
+    encoded: EncodedState,
+    metrics: Mapping[str, float] | None,
 ) -> SealHandle:
-    """Replace a checkpoint's train state if it differs; atomic, and durable on return.
+    """Replace a checkpoint's train state and metrics if they differ; durable on return.
+
+    Each of the two is replaced atomically, the train state first.
+
+    Args:
+        store: Holds the checkpoint.
+        sealed: The checkpoint.
+        encoded: What its train state is to be.
+        metrics: What its metrics are to be; None leaves them as they are.
 
     Raises:
-        gds.StorageError: No space; the checkpoint is what it was.
+        gds.StorageError: No space; what had not been replaced is what it was.
     """
     checkpoint = Checkpoint(store.backend, sealed.path, sealed.manifest, store.directories[1:])
     data = checkpoint.read_train_state()
@@ -62,4 +74,7 @@ def replace_train_state(
             encoded, capacity_bytes=len(data), header=train_state_header(sealed.manifest)
         )
         store.replace_train_state(sealed, packed)
+    if metrics is not None and metrics != sealed.manifest.metrics:
+        store.replace_manifest(sealed, replace(sealed.manifest, metrics=metrics))
+        checkpoint = Checkpoint(store.backend, sealed.path, sealed.manifest, store.directories[1:])
     return SealHandle.finished(checkpoint)

@@ -250,6 +250,7 @@ def describe_seal(
     groups: Sequence[Mapping[str, Any]],
     table: ParameterTable,
     step: int,
+    metrics: Mapping[str, float],
 ) -> Manifest:
     """Capture by value what a checkpoint of this moment is; digests are placeholders yet.
 
@@ -274,6 +275,7 @@ def describe_seal(
         digests=dict.fromkeys(layout.array_names, (_NO_DIGEST,) * layout.num_chunks),
         model_digests=(_NO_DIGEST,) * num_model_blocks(layout),
         parts=slot.part_references,
+        metrics=metrics,
     )
     manifest.encode(slot.manifest.size_bytes)
     return manifest

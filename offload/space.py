@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gds import Backend
-from offload.errors import StoreFullError
+from gds import Backend, StorageError
+from offload.errors import SlotFullError, StoreFullError
+from offload.keeping import Keeping
+from offload.opening import StoredCheckpoint
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of the errors that say that there is no space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +29,59 @@ class Room:
     """What one of them takes."""
 
 
-def require_room(room: Room, *, keep: int, num_checkpoints: int, superseded: bool) -> None:
-    """Check that all slots the retention policy can ever hold will fit into a directory.
+def require_room(
+    rooms: Sequence[Room], keeping: Keeping, checkpoints: Sequence[StoredCheckpoint]
+) -> None:
+    """Check that all slots that retention is sure to need will fit into a store's directories.
+
+    Policies that keep more and more are counted with what they keep now, and pins likewise.
 
     Args:
-        room: The directory.
-        keep: Checkpoints to keep.
-        num_checkpoints: Those there are.
-        superseded: Whether some of them stay only until the first new one is durable.
+        rooms: The directories.
+        keeping: Retention and pins of the store.
+        checkpoints: Those there are.
 
     Raises:
         StoreFullError: They will not fit; says how much is missing.
     """
-    missing = max(keep + 1 - num_checkpoints - room.num_free, 0)
-    if superseded:
-        missing = max(missing, 2 - room.num_free)
-    free = room.backend.free_bytes(room.directory)
-    if missing * room.slot_bytes > free:
-        raise StoreFullError(
-            errno.ENOSPC,
-            f"keeping {keep} checkpoints needs {missing} more slots of {room.slot_bytes} bytes "
-            f"each, {missing * room.slot_bytes} in all, but only {free} bytes are free; free some "
-            "space, choose another directory, or pass a smaller keep=",
-            room.directory,
-        )
+    superseded = any(c.superseded for c in checkpoints)
+    num_slots = keeping.num_slots()
+    for room in rooms:
+        missing = max(num_slots - len(checkpoints) - room.num_free, 0)
+        if superseded:
+            missing = max(missing, 2 - room.num_free)
+        free = room.backend.free_bytes(room.directory)
+        if missing * room.slot_bytes > free:
+            advice = keeping.advice()
+            raise StoreFullError(
+                errno.ENOSPC,
+                f"keeping {keeping.describe()} needs {missing} more slots of {room.slot_bytes} "
+                f"bytes each, {missing * room.slot_bytes} in all, but only {free} bytes are free; "
+                "free some space, choose another directory, or pass a smaller keep="
+                f"{'; or ' + advice if advice else ''}",
+                room.directory,
+            )
+
+
+def no_room(error: StorageError, rooms: Sequence[Room], keeping: Keeping) -> SlotFullError:
+    """Return what to tell a user of whom a step needs a slot that there is no space for.
+
+    Args:
+        error: Of the attempt to make it; what had been made is removed.
+        rooms: The directories.
+        keeping: Retention and pins of the store.
+    """
+    needs = "; ".join(
+        f"{room.slot_bytes} bytes are needed in {room.directory} and "
+        f"{room.backend.free_bytes(room.directory)} are free"
+        for room in rooms
+    )
+    advice = keeping.advice()
+    return SlotFullError(
+        error.errno or errno.ENOSPC,
+        f"no room for the slot that the next step writes to, beside keeping {keeping.describe()} "
+        f"({error.strerror}): {needs}. Nothing has been changed. Free some space"
+        f"{' (' + advice + ')' if advice else ''}, and call again; what retention keeps is given "
+        f"up by `offload prune {rooms[0].directory}` once this process has ended",
+        error.filename,
+    )

@@ -23,20 +23,24 @@ import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from gds import Backend, StorageError
 from offload.digests import DigestContext
 from offload.errors import StoreBusyError, StoreError
 from offload.free_slots import FreeSlots, Patience, lock_existing, try_lock
 from offload.identity import write_store_id
+from offload.keeping import Keeping, record_of
 from offload.layout import Layout
-from offload.manifest import Manifest, reserved_bytes
+from offload.manifest import MANIFEST_NAME, Manifest, reserved_bytes
 from offload.opening import StoredCheckpoint, find_stored, open_directories, open_stored
 from offload.part_pool import part_bytes
+from offload.pins import drop_unfinished
 from offload.poison import Poison
 from offload.quarantine import lift_quarantine, write_quarantine
+from offload.retention import Record, Retention
 from offload.slot import TRAIN_STATE_NAME, Slot, slot_sizes
-from offload.space import Room, require_room
+from offload.space import FULL, Room, no_room, require_room
 
 # A checkpoint that could not be read may carry any generation. New ones start this far above the
 # highest that could be read, so that it stays older even if it becomes readable again.
@@ -53,7 +57,7 @@ class Store:
         backend: Where the directory is.
         directory: Created (with parents) if missing, as are the others.
         others: Backend and directory of each further drive.
-        keep: Checkpoints to keep.
+        keep: Which checkpoints to keep, besides those that are pinned and the newest.
         fresh: Withdraw the present checkpoints once the first new one is durable.
         train_state_bytes: Reserved in each slot for the train state.
         reader_timeout_s: Seconds to wait for readers of expired checkpoints.
@@ -62,6 +66,7 @@ class Store:
     Raises:
         StoreLockedError: Someone else is writing to it.
         VolatileStoreError: It would not survive a power-off.
+        PinError: With `fresh`, some checkpoint is pinned.
         StoreError: It cannot be created, read or written.
     """
 
@@ -71,7 +76,7 @@ class Store:
         directory: str,
         others: Sequence[tuple[Backend, str]] = (),
         *,
-        keep: int,
+        keep: Retention,
         fresh: bool = False,
         train_state_bytes: int,
         reader_timeout_s: float = 60.0,
@@ -79,11 +84,11 @@ class Store:
     ) -> None:
         self.backend = backend
         self.directory = os.path.abspath(directory)
-        self.keep = keep
         self._train_state_bytes = train_state_bytes
         self._reader_timeout_s = reader_timeout_s
         self._changed = threading.Condition(threading.RLock())
-        self._sealing = False
+        self._incoming: Record | None = None
+        """Of the checkpoint that is being sealed."""
         self._poison = Poison(self.directory)
         self._others = [(other, os.path.abspath(path)) for other, path in others]
         drives = [(backend, self.directory), *self._others]
@@ -95,6 +100,10 @@ class Store:
         self._free = FreeSlots(backend, self.directory, opened.leftover, self._parts, self._poison)
         self.checkpoints = opened.checkpoints
         """All that are usable, oldest first."""
+        self.keeping = Keeping(
+            backend, self.directory, keep, self.checkpoints, self._changed, self._poison
+        )
+        """Which of them are kept."""
         self.refused = opened.refused
         """Paths of directories that look like checkpoints but are not usable, and why."""
         self._quarantined: list[StoredCheckpoint] = []
@@ -104,6 +113,11 @@ class Store:
         self._generation = max(generations, default=0) + _UNREADABLE_GAP * bool(self.refused)
         if fresh:
             self.refused = []  # nobody wants to continue from them
+            try:
+                self.keeping.require_none("fresh=True")
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def directories(self) -> tuple[str, ...]:
@@ -113,13 +127,16 @@ class Store:
     @property
     def newest(self) -> StoredCheckpoint | None:
         """The valid checkpoint of highest generation, or None; not one that was given up."""
-        current = [c for c in self.checkpoints if not c.superseded]
-        return max(current, key=lambda c: c.manifest.generation, default=None)
+        return max(self.keeping.current, key=lambda c: c.manifest.generation, default=None)
 
     @property
     def poisoned(self) -> bool:
         """Whether a rename or sync failed, so that this process recycles nothing more."""
         return bool(self._poison)
+
+    def path_of(self, step: int) -> str:
+        """Return where a checkpoint of a step is, or would be."""
+        return f"{self.directory}/step-{step:08d}"
 
     def find(self, which: int | str) -> StoredCheckpoint:
         """Return the checkpoint with a step number, or with a path or directory name.
@@ -138,21 +155,12 @@ class Store:
         )
 
     def require_space(self, layout: Layout, num_groups: int) -> None:
-        """Check that all slots the retention policy can ever hold will fit.
+        """Check that all slots that the retention policy is sure to need will fit.
 
         Raises:
             StoreFullError: They will not; says how much is missing.
         """
-        slot_bytes = sum(self.slot_sizes(layout, num_groups).values())
-        rooms = [Room(self.backend, self.directory, len(self._free), slot_bytes)]
-        for drive, (backend, directory) in enumerate(self._others, 1):
-            num_free = self._parts.num_free(drive)
-            rooms.append(Room(backend, directory, num_free, part_bytes(layout, drive)))
-        superseded = any(c.superseded for c in self.checkpoints)
-        for room in rooms:
-            require_room(
-                room, keep=self.keep, num_checkpoints=len(self.checkpoints), superseded=superseded
-            )
+        require_room(self._rooms(layout, num_groups), self.keeping, self.checkpoints)
 
     def acquire(self, layout: Layout, num_groups: int) -> Slot:
         """Return a slot to write the next generation into.
@@ -162,7 +170,8 @@ class Store:
 
         Raises:
             StoreBusyError: Readers hold every expired checkpoint.
-            gds.StorageError: No space.
+            SlotFullError: No space; nothing has changed.
+            gds.StorageError: Another failure.
         """
         self._poison.warn_once()
         patience = Patience(self.directory, self._reader_timeout_s)
@@ -173,7 +182,7 @@ class Store:
                     self._generation += 1
                     slot.begin_generation(DigestContext(self.store_id, self._generation))
                     return slot
-                if self._sealing:
+                if self._incoming is not None:
                     self._changed.wait()
                     continue
                 if self._withdraw_expired():
@@ -194,10 +203,10 @@ class Store:
                 self._free.add(slot)
             self._changed.notify_all()
 
-    def begin_seal(self) -> None:
+    def begin_seal(self, manifest: Manifest) -> None:
         """Announce a seal: from now until it ends, `acquire` may wait for it."""
         with self._changed:
-            self._sealing = True
+            self._incoming = record_of(manifest)
 
     def expire(self) -> None:
         """Free a slot for the next step, if more than one checkpoint is durable."""
@@ -209,7 +218,7 @@ class Store:
     def end_seal(self) -> None:
         """Announce that the seal has ended, well or badly."""
         with self._changed:
-            self._sealing = False
+            self._incoming = None
             self._changed.notify_all()
 
     def commit(self, slot: Slot, manifest: Manifest, manifest_data: bytes) -> StoredCheckpoint:
@@ -222,12 +231,15 @@ class Store:
 
         Raises:
             StoreBusyError: Readers hold an older checkpoint of the same step.
+            PinError: An older checkpoint of the same step is pinned.
             gds.StorageError: It could not be made durable. A later process may find it all the
                 same, if nothing but the last sync failed.
         """
-        path = f"{self.directory}/step-{manifest.step:08d}"
+        path = self.path_of(manifest.step)
         replaced = lock_existing(self.backend, path, self._reader_timeout_s)
         try:
+            if replaced is not None:
+                self.keeping.require_replaceable(path)
             with self._poison.on_error("a checkpoint could not be made durable"):
                 slot.sync()
                 slot.manifest.write_bytes(manifest_data, 0)
@@ -242,7 +254,7 @@ class Store:
         checkpoint = StoredCheckpoint(path, manifest, slot)
         with self._changed:
             self.checkpoints.append(checkpoint)
-            self._sealing = False
+            self._incoming = None
             for old in self.checkpoints[:-_MAX_OPEN]:
                 if old.slot is not None:  # a large keep= must not exhaust the file descriptors
                     old.slot.close()
@@ -258,10 +270,38 @@ class Store:
         Raises:
             gds.StorageError: No space; the old one is still there.
         """
+        self._replace(checkpoint, TRAIN_STATE_NAME, data)
+
+    def replace_manifest(self, checkpoint: StoredCheckpoint, manifest: Manifest) -> None:
+        """Replace a checkpoint's manifest by one of the same tensors; as `replace_train_state`."""
+        size_bytes = self.slot_of(checkpoint).manifest.size_bytes
+        self._replace(checkpoint, MANIFEST_NAME, manifest.encode(size_bytes))
+        checkpoint.manifest = manifest
+
+    def _replace(self, checkpoint: StoredCheckpoint, name: str, data: bytes) -> None:
         slot = self.slot_of(checkpoint)
-        file = slot.write_replacement(TRAIN_STATE_NAME, data)
-        with self._poison.on_error("a train state could not be replaced"):
-            slot.replace(TRAIN_STATE_NAME, file)
+        file = slot.write_replacement(name, data)
+        with self._poison.on_error(f"{name} could not be replaced"):
+            slot.replace(name, file)
+
+    def leftovers(self) -> list[str]:
+        """Return the paths of free slots, and of parts that belong to nothing."""
+        with self._changed:
+            return [*self._free.paths(), *self._parts.free_paths()]
+
+    def prune(self) -> None:
+        """Withdraw what nothing keeps and nobody reads, and remove all free slots; durable.
+
+        Raises:
+            gds.StorageError: Something could not be removed, or not be withdrawn durably.
+        """
+        with self._changed:
+            while self._withdraw_expired():
+                pass
+            self._free.drop(len(self._free))
+            self._parts.trim(0)
+            drop_unfinished(self.backend, self.directory)
+            self.backend.sync_dir(self.directory)
 
     def slot_of(self, checkpoint: StoredCheckpoint) -> Slot:
         """Open a checkpoint's files for reading, if they are not open already."""
@@ -301,6 +341,7 @@ class Store:
         """
         with self._changed:
             newest_first = sorted(self.checkpoints, key=lambda c: -c.manifest.generation)
+            self.keeping.require_none_after(checkpoint)
             for newer in newest_first[: newest_first.index(checkpoint)]:
                 if self._poison:
                     raise StoreError(
@@ -331,15 +372,27 @@ class Store:
 
     def _free_slot(self, layout: Layout, num_groups: int) -> Slot | None:
         sizes = self.slot_sizes(layout, num_groups)
-        if not self._poison:
-            self._identify()
-            slot = self._free.take(layout, sizes)
-            if slot is not None:
-                return slot
-        held = sum(not c.superseded for c in self.checkpoints) + self._sealing
-        if held < self.keep + 1 or self._poison:
+        try:
+            if not self._poison:
+                self._identify()
+                slot = self._free.take(layout, sizes)
+                if slot is not None:
+                    return slot
+                if self.keeping.expired(self._incoming):
+                    return None  # one of them is the next slot, as soon as it may be had
             return self._free.create(layout, sizes)
-        return None
+        except StorageError as error:
+            if error.errno not in FULL:
+                raise
+            raise no_room(error, self._rooms(layout, num_groups), self.keeping) from error
+
+    def _rooms(self, layout: Layout, num_groups: int) -> list[Room]:
+        slot_bytes = sum(self.slot_sizes(layout, num_groups).values())
+        rooms = [Room(self.backend, self.directory, len(self._free), slot_bytes)]
+        for drive, (backend, directory) in enumerate(self._others, 1):
+            num_free = self._parts.num_free(drive)
+            rooms.append(Room(backend, directory, num_free, part_bytes(layout, drive)))
+        return rooms
 
     def _identify(self) -> None:
         """Make the store's identity durable before the first part of it is written."""
@@ -349,22 +402,23 @@ class Store:
 
     def _withdraw_expired(self) -> bool:
         """Withdraw the oldest checkpoint that retention can spare and nobody reads."""
-        current = [c for c in self.checkpoints if not c.superseded]
-        num_spare = len(current) + self._sealing - self.keep
-        # The newest durable one always stays, also while its successor is being sealed.
-        return any(self._withdraw(c) for c in current[: max(min(num_spare, len(current) - 1), 0)])
+        # The newest durable one always stays, also while its successor is being sealed. That one
+        # displaces nobody by its metrics before it is durable, either.
+        incoming = self._incoming and replace(self._incoming, metrics={})
+        newest = self.newest
+        return any(self._withdraw(c) for c in self.keeping.expired(incoming) if c is not newest)
 
     def _trim(self) -> None:
         """After a commit: withdraw what retention no longer holds, and remove what is left over."""
         for checkpoint in [c for c in self.checkpoints if c.superseded]:
             self._withdraw(checkpoint)
-        while len(self.checkpoints) > self.keep and self._withdraw_expired():
+        while self._withdraw_expired():
             pass
         self._drop_spare_slots()
 
     def _drop_spare_slots(self) -> None:
         """Leave one free slot, for the next step, and no more than retention has room for."""
-        most = self.keep + 1
+        most = self.keeping.num_slots()
         self._free.drop(min(len(self._free) + len(self.checkpoints) - most, len(self._free) - 1))
         self._parts.trim(most)
 
@@ -380,6 +434,8 @@ class Store:
         if lock is None:
             return False
         try:
+            if self.keeping.is_pinned(checkpoint):  # perhaps only just
+                return False
             slot = None
             if self._parts.are_there(checkpoint.manifest):  # somebody may have removed them
                 slot = open_stored(self.backend, checkpoint, self._parts, writable=True)

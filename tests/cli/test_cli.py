@@ -233,9 +233,10 @@ def test_version_is_printed(run: Run) -> None:
     assert run("--version")[:2] == (0, f"offload {offload.__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["--help", "ls"])
-def test_help_and_ls_import_neither_torch_nor_numpy(trained: Path, command: str) -> None:
-    arguments = ["--help"] if command == "--help" else ["ls", str(trained)]
+@pytest.mark.parametrize("command", ["--help", "ls", "prune"])
+def test_help_ls_and_prune_import_neither_torch_nor_numpy(trained: Path, command: str) -> None:
+    arguments = ["--help"] if command == "--help" else [command, str(trained)]
+    arguments += ["--keep", "2", "--dry-run"] if command == "prune" else []
     program = f"""
 import sys
 from offload.cli import main

@@ -26,6 +26,7 @@ from typing import NoReturn
 
 import torch
 
+from offload.manifest import Manifest
 from offload.seal import SealHandle
 from offload.store import Store
 from tests.crash.training import Model, Reference, backward, optimizer_for, options
@@ -80,9 +81,9 @@ class Child:
     def _watch_seals(self) -> None:
         begin, end, shared = Store.begin_seal, Store.end_seal, self.shared
 
-        def begun(store: Store) -> None:
+        def begun(store: Store, manifest: Manifest) -> None:
             shared[1] = 1
-            begin(store)
+            begin(store, manifest)
 
         def ended(store: Store) -> None:
             end(store)

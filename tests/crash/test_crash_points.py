@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+import offload
 from gds import Backend
-from offload import AdamW, open_checkpoint
+from offload import AdamW, EverySteps, LastK, Retention, list_checkpoints, open_checkpoint
 from tests.crash.crash_backend import CrashBackend, Disk, Image, Operation
 from tests.crash.training import (
     Model,
@@ -64,8 +65,31 @@ class Position:
         return {"step": self.step, "history": self.history, "version": self.version}
 
 
-Allowed = frozenset[Position | None]
-"""What a process may find; None stands for an empty store."""
+@dataclass(frozen=True)
+class Promise:
+    """What a process may find, whenever it comes."""
+
+    newest: frozenset[Position | None] = frozenset({None})
+    """One of these is the newest checkpoint; None stands for an empty store."""
+
+    pins: frozenset[tuple[str, frozenset[int | None]]] = frozenset()
+    """By name: the steps one of which it pins; None for no such pin. A pin has a checkpoint."""
+
+    kept: frozenset[int] = frozenset()
+    """Steps whose checkpoints are there, because retention keeps them for good."""
+
+
+MILESTONES = EverySteps(2)
+
+
+def policy_of(name: str, keep: int) -> int | Retention:
+    """Return what a scenario passes as ``keep=``."""
+    return LastK(keep) | MILESTONES if name == "every second step" else keep
+
+
+def num_extra(name: str, last_step: int) -> int:
+    """Return how many slots a scenario may have at the end, besides `keep` and one."""
+    return {"every second step": last_step // MILESTONES.steps, "pinned": 2}.get(name, 0)
 
 
 @functools.cache
@@ -88,18 +112,22 @@ class Trainer:
         self,
         backend: Backend,
         *,
-        keep: int,
+        keep: int | Retention,
         drives: int = 1,
         history: int = 0,
         with_head: bool = False,
         promised: Position | None = None,
         fresh: bool = False,
         host_memory: int | str = 0,
+        before: Promise = Promise(),
     ) -> None:
         self.backend = backend
         self.history = history
         self.with_head = with_head
         self.promised = promised
+        self.pins = dict(before.pins)
+        self.kept = before.kept
+        self.milestones = range(0) if isinstance(keep, int) else range(0, 100, MILESTONES.steps)
         self.model = Model(history)
         self.optimizer: AdamW = optimizer_for(
             self.model,
@@ -112,7 +140,16 @@ class Trainer:
 
     def note(self, *allowed: Position | None) -> None:
         if isinstance(self.backend, CrashBackend):
-            self.backend.note(frozenset(allowed))
+            promise = Promise(frozenset(allowed), frozenset(self.pins.items()), self.kept)
+            self.backend.note(promise)
+
+    def pin(self, name: str, step: int | None, how: Callable[[], object]) -> None:
+        """Pin a step, or nothing: while that goes on the name may be found on either."""
+        self.pins[name] = self.pins.get(name, frozenset({None})) | {step}
+        self.note(self.promised)
+        how()
+        self.pins[name] = frozenset({step})
+        self.note(self.promised)
 
     def restore(self, step: int | None = None) -> Position | None:
         """Restore, and promise from then on what was restored."""
@@ -129,15 +166,20 @@ class Trainer:
             backward(self.model, step, self.history)
             self.optimizer.step()
 
-    def seal(self, step: int, *, version: int = 0, meanwhile: int = 0) -> None:
+    def seal(
+        self, step: int, *, version: int = 0, meanwhile: int = 0, measured: bool = False
+    ) -> None:
         """Seal, training up to the step `meanwhile` behind it."""
         position = Position(step, self.history, version)
         self.note(self.promised, position)
-        handle = self.optimizer.checkpoint(position.train_state())
+        metrics = {"version": version} if measured else None
+        handle = self.optimizer.checkpoint(position.train_state(), metrics=metrics)
         if meanwhile:
             self.train(step + 1, meanwhile)
         handle.result()
         self.promised = position
+        if step in self.milestones:
+            self.kept |= {step}
         self.note(position)
 
     def close(self) -> None:
@@ -207,10 +249,10 @@ def replaced_train_state(backend: CrashBackend, keep: int, drives: int) -> None:
     trainer = Trainer(backend, keep=keep, drives=drives)
     trainer.train(1, 2)
     for version in range(3):
-        trainer.seal(2, version=version)
+        trainer.seal(2, version=version, measured=True)
     trainer.train(3, 3)
     trainer.seal(3)
-    trainer.seal(3, version=1)
+    trainer.seal(3, version=1, measured=True)
     trainer.train(4, 4)
     trainer.seal(4)
     trainer.close()
@@ -274,6 +316,43 @@ def sealed_twice(backend: CrashBackend, keep: int, drives: int) -> None:
     trainer.close()
 
 
+def pinned(backend: CrashBackend, keep: int, drives: int) -> None:
+    """Names are given, moved and removed, by the process that trains and beside it."""
+    trainer = Trainer(backend, keep=keep, drives=drives)
+    trainer.train(1, 1)
+    trainer.seal(1)
+    trainer.pin("best", 1, lambda: trainer.optimizer.pin("best"))
+    trainer.train(2, 2)
+    trainer.seal(2, meanwhile=3)
+    trainer.pin("other", 2, lambda: offload.pin(f"{STORE}/step-00000002", "other", backend=backend))
+    trainer.seal(3)
+    trainer.pin("best", 3, lambda: trainer.optimizer.pin("best", 3))
+    trainer.train(4, 4)
+    trainer.seal(4)
+    trainer.close()
+    before = Promise(pins=frozenset(trainer.pins.items()))
+    trainer = Trainer(backend, keep=keep, drives=drives, promised=trainer.promised, before=before)
+    assert trainer.restore() == Position(4)
+    trainer.pin("other", None, lambda: offload.unpin(STORE, "other", backend=backend))
+    trainer.pin("best", None, lambda: trainer.optimizer.unpin("best"))
+    trainer.train(5, 5)
+    trainer.seal(5)
+    trainer.close()
+
+
+def every_second_step(backend: CrashBackend, keep: int, drives: int) -> None:
+    """More and more checkpoints have come to stay, beside those that are recycled."""
+    policy = policy_of("every second step", keep)
+    trainer = Trainer(backend, keep=policy, drives=drives)
+    for step in range(1, 4):
+        trainer.train(step, step)
+        trainer.seal(step)
+    trainer.train(4, 4)
+    trainer.seal(4, meanwhile=5)
+    trainer.seal(5)
+    trainer.close()
+
+
 SCENARIOS: dict[str, Callable[[CrashBackend, int, int], None]] = {
     "three checkpoints": three_checkpoints,
     "sealed behind training": sealed_behind_training,
@@ -284,11 +363,13 @@ SCENARIOS: dict[str, Callable[[CrashBackend, int, int], None]] = {
     "started over": started_over,
     "gone back": gone_back,
     "sealed twice": sealed_twice,
+    "pinned": pinned,
+    "every second step": every_second_step,
 }
 CASES = [
     pytest.param(name, keep, 1, id=f"{name.replace(' ', '-')}-keep={keep}")
     for name in SCENARIOS
-    for keep in (1, 2)
+    for keep in ((1, 2) if name != "every second step" else (1,))
 ]
 ON_SEVERAL_DRIVES = [
     pytest.param(name, keep, drives, id=f"{name.replace(' ', '-')}-keep={keep}-drives={drives}")
@@ -311,9 +392,9 @@ def recorded(name: str, keep: int, drives: int) -> tuple[Operation, ...]:
     return tuple(backend.log)
 
 
-def allowed_at(log: Sequence[Operation]) -> Iterator[Allowed]:
+def allowed_at(log: Sequence[Operation]) -> Iterator[Promise]:
     """Yield, for each operation, what may be found after it."""
-    allowed: Allowed = frozenset({None})
+    allowed = Promise()
     for operation in log:
         if operation.kind == "note":
             allowed = operation.label
@@ -321,20 +402,24 @@ def allowed_at(log: Sequence[Operation]) -> Iterator[Allowed]:
 
 
 def check(
-    image: Image, allowed: Allowed, *, keep: int, drives: int, name: str, finish: bool
+    image: Image, allowed: Promise, *, keep: int, drives: int, name: str, finish: bool
 ) -> None:
     """Open what a loss of power has left, as a new process would."""
     backend = image.backend()
     with_head = name == "added group"
-    trainer = Trainer(backend, keep=keep, drives=drives, with_head=with_head)
+    policy = policy_of(name, keep)
+    trainer = Trainer(backend, keep=policy, drives=drives, with_head=with_head)
     position = trainer.restore()
-    assert position in allowed
+    assert position in allowed.newest
+    what_was_to_be_kept_is_there(backend, allowed)
     if position is not None:
         trainer.history = position.history
         snapshot = expected(position, with_head)
         assert same_bits(dict(trainer.model.state_dict()), snapshot.model)
         with open_checkpoint(STORE, backend=backend) as checkpoint:
             assert differences(checkpoint, backend, snapshot) == []
+            if checkpoint.metrics:
+                assert checkpoint.metrics["version"] in (position.version, position.version - 1)
     for path in (f"{STORE}/{n}" for n in backend.list_dir(STORE) if n.startswith(".slot-")):
         whatever_reads_as_a_checkpoint_is_one(path, backend)
     if finish and (position is None or position.version != EDITED):
@@ -346,10 +431,25 @@ def check(
         with open_checkpoint(STORE, backend=backend) as checkpoint:
             assert checkpoint.step == start + 2
             assert differences(checkpoint, backend, final) == []
+        what_was_to_be_kept_is_there(backend, allowed)
         for directory in (STORE, *OTHERS[: drives - 1]):
-            names = set(backend.list_dir(directory)) - {"LOCK", "store.json"}
-            assert len(names) <= keep + 1, names
+            names = set(backend.list_dir(directory)) - {"LOCK", "store.json", "pins"}
+            assert len(names) <= keep + 1 + num_extra(name, start + 2), names
     trainer.close()
+
+
+def what_was_to_be_kept_is_there(backend: Backend, allowed: Promise) -> None:
+    """Every pin has a whole checkpoint of the right step, and so has every milestone."""
+    found = list_checkpoints(STORE, backend=backend)
+    steps = {pin: info.step for info in found for pin in info.pins}
+    for name, any_of in allowed.pins:
+        assert steps.get(name) in any_of, (name, steps)
+    for info in found:
+        if info.pins or info.step in allowed.kept:
+            with open_checkpoint(info.path, backend=backend) as checkpoint:
+                snapshot = expected(Position(info.step), with_head=False)
+                assert differences(checkpoint, backend, snapshot) == []
+    assert allowed.kept <= {info.step for info in found}
 
 
 def whatever_reads_as_a_checkpoint_is_one(path: str, backend: Backend) -> None:
@@ -368,11 +468,11 @@ class Tried:
         self.name = name
         self.keep = keep
         self.drives = drives
-        self.seen: set[tuple[Image, Allowed]] = set()
+        self.seen: set[tuple[Image, Promise]] = set()
         self.num_cuts = 0
         self.num_unsynced = 0
 
-    def check(self, disk: Disk, rng: random.Random, allowed: Allowed, operation: Operation) -> None:
+    def check(self, disk: Disk, rng: random.Random, allowed: Promise, operation: Operation) -> None:
         """Cut the power, and check what is left unless it has been before."""
         self.num_cuts += 1
         self.num_unsynced += disk.num_unsynced > 0
@@ -435,9 +535,17 @@ def test_power_lost_in_the_process_that_follows_a_killed_one(
         renames = set(rng.sample(sorted(renames), KILLS))
     for killed_after in sorted(renames | set(rng.sample(range(len(log)), KILLS))):
         backend = CrashBackend.resumed(log[:killed_after])
-        trainer = Trainer(backend, keep=keep, drives=drives, with_head=name == "added group")
+        before = allowed[killed_after - 1] if killed_after else Promise()
+        trainer = Trainer(
+            backend,
+            keep=policy_of(name, keep),
+            drives=drives,
+            with_head=name == "added group",
+            before=before,
+        )
         found = trainer.restore()
-        assert found in (allowed[killed_after - 1] if killed_after else {None})
+        assert found in before.newest
+        what_was_to_be_kept_is_there(backend, before)
         restored = len(backend.log)
         if found is None or found.version != EDITED:
             trainer.history = found.history if found else 0

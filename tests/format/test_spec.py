@@ -56,7 +56,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 if p.requires_grad:
                     p.grad = torch.full_like(p, 0.1 * (step + 1))
             optimizer.step()
-        return Path(optimizer.checkpoint({"epoch": 1}).result().path)
+        sealed = optimizer.checkpoint({"epoch": 1}, metrics={"loss": 0.5, "tokens": 7}).result()
+        optimizer.pin("best")
+        return Path(sealed.path)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +146,28 @@ def test_groups_and_scalars_are_readable(body: dict[str, Any]) -> None:
     assert body["groups"][0]["betas"] == {"tuple": [0.8, 0.95]}
     assert body["scalars"] == [[["step", "f32", "3.0"]]] * 3
     assert body["optimizer"] == "torch.optim.adamw.AdamW"
+
+
+def test_metrics_are_numbers_by_name(body: dict[str, Any]) -> None:
+    assert body["metrics"] == {"loss": 0.5, "tokens": 7.0}
+
+
+def test_a_pin_names_its_checkpoint(checkpoint: Path, body: dict[str, Any]) -> None:
+    assert [path.name for path in (checkpoint.parent / "pins").iterdir()] == ["best"]
+    raw = (checkpoint.parent / "pins" / "best").read_bytes()
+    assert len(raw) == 512
+    assert raw.endswith(b" \n")
+    document = json.loads(raw)
+    canonical = json.dumps(document["body"], sort_keys=True, separators=(",", ":"))
+    assert document == {
+        "format": 1,
+        "digest": hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest(),
+        "body": {
+            "checkpoint": checkpoint.name,
+            "store_id": body["store_id"],
+            "generation": body["generation"],
+        },
+    }
 
 
 def test_train_state_is_tied_to_its_checkpoint(checkpoint: Path, body: dict[str, Any]) -> None:

@@ -835,6 +835,30 @@ DAMAGE: dict[str, tuple[Callable[[Backend, str], None], str]] = {
         edit_manifest(lambda body: body["parameters"].append(["9.w", "BF16", [1 << 60], 0, []])),
         "contradictory content",
     ),
+    "hostile: metrics that are a list": (
+        edit_manifest(lambda body: body.update(metrics=[["loss", 1.0]])),
+        "contradictory content",
+    ),
+    "hostile: a metric that is text": (
+        edit_manifest(lambda body: body.update(metrics={"loss": "1.0"})),
+        "contradictory content",
+    ),
+    "hostile: a metric that is true": (
+        edit_manifest(lambda body: body.update(metrics={"loss": True})),
+        "contradictory content",
+    ),
+    "hostile: a huge metric": (
+        edit_manifest(lambda body: body.update(metrics={"loss": 10**400})),
+        "contradictory content",
+    ),
+    "hostile: a metric that overflows": (
+        replace_in("manifest.json", b'"lr":0.001', b'"lr":1e999'),
+        "does not match its digest",
+    ),
+    "hostile: too many metrics": (
+        edit_manifest(lambda body: body.update(metrics={str(n): 1.0 for n in range(17)})),
+        "contradictory content",
+    ),
     "hostile: a group that is not there": (
         edit_manifest(lambda body: body["parameters"][0].__setitem__(3, 5)),
         "contradictory content",

@@ -1,0 +1,307 @@
+"""`offload prune`, `pin` and `unpin`, and what `ls` and `show` tell of pins and metrics."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from gds import PosixBackend
+from offload.cli import main
+from offload.errors import StoreLockedError
+from offload.pruning import prune
+from offload.retention import LastK
+
+Result = tuple[int, str, str]
+Run = Callable[..., Result]
+OPTIONS = offload.Options(allow_volatile=True, chunk_bytes=16384, calibrate=False)
+SIX = [f"step-{number:08d}" for number in range(1, 7)]
+LOSSES = [3.0, 1.0, 2.0, 5.0, 4.0, 6.0]
+
+
+def optimizer_in(directory: Path | list[Path], **changes: object) -> offload.AdamW:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 40).bfloat16()
+    arguments = {"model": model, "options": OPTIONS, "keep": 6, **changes}
+    return offload.AdamW(model.parameters(), directory=directory, **arguments)
+
+
+def train(optimizer: offload.AdamW, num_steps: int) -> None:
+    for _ in range(num_steps):
+        step = optimizer.state_dict()["step"]
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.full_like(parameter, step + 1)
+        optimizer.step()
+        optimizer.checkpoint(metrics={"loss": LOSSES[step]}).result()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the checkpoints of steps 1 to 6; the third is pinned as `mine`."""
+    store = tmp_path_factory.mktemp("trained") / "store"
+    with optimizer_in(store) as optimizer:
+        train(optimizer, 6)
+        optimizer.pin("mine", 3)
+    return store
+
+
+@pytest.fixture
+def store(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that store."""
+    return Path(shutil.copytree(trained, tmp_path / "store"))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process; gives its status, standard output and error."""
+
+    def run(*arguments: str | Path) -> Result:
+        monkeypatch.setattr(sys, "argv", ["offload", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        code = exited.value.code
+        streams = capsys.readouterr()
+        return (0 if code is None else int(code)), streams.out, streams.err
+
+    return run
+
+
+def steps(store: Path) -> list[int]:
+    return [int(path.name[5:]) for path in sorted(store.glob("step-*"))]
+
+
+def tree(*stores: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for s in stores for p in s.rglob("*") if p.is_file()}
+
+
+def disk_bytes(store: Path) -> int:
+    return sum(p.stat().st_blocks * 512 for p in store.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ([], [1, 2, 3, 4, 5, 6]),
+        (["--keep", "2"], [3, 5, 6]),
+        (["--keep", "1", "--every", "2"], [2, 3, 4, 6]),
+        (["--every", "4"], [3, 4, 6]),
+        (["--best", "loss"], [2, 3, 6]),
+        (["--best", "loss:max:2", "--best", "loss:min"], [2, 3, 4, 6]),
+        (["--every-seconds", "86400"], [1, 3, 6]),
+        (["--best", "unheard-of"], [3, 6]),
+    ],
+    ids=lambda value: " ".join(map(str, value)) or "nothing",
+)
+def test_prune_leaves_what_the_options_keep_the_pinned_and_the_newest(
+    run: Run, store: Path, options: list[str], left: list[int]
+) -> None:
+    before = tree(store)
+    code, out, _ = run("prune", store, *options, "--dry-run")
+    assert code == 0
+    assert tree(store) == before, "a dry run changes nothing"
+    gone = sorted(set(range(1, 7)) - set(left))
+    for step in gone:
+        assert f"{store}/step-{step:08d}: would be removed" in out
+    size, blocks = sum(map(len, before.values())), disk_bytes(store)
+    code, out, err = run("prune", store, *options, "--json")
+    assert (code, err) == (0, "")
+    assert steps(store) == left
+    report = json.loads(out)
+    assert [Path(c["path"]).name for c in report["checkpoints"]] == [SIX[s - 1] for s in gone]
+    assert [Path(path).name for path in report["kept"]] == [SIX[s - 1] for s in left]
+    assert report["bytes"] == size - sum(map(len, tree(store).values()))
+    assert disk_bytes(store) <= blocks - report["bytes"], "the drive has the space back"
+    for step in left:
+        with offload.open_checkpoint(store / f"step-{step:08d}") as checkpoint:
+            assert checkpoint.verify().ok
+    with optimizer_in(store) as optimizer:
+        assert optimizer.restore().step == 6
+
+
+def test_prune_removes_what_crashes_have_left_behind(run: Run, store: Path) -> None:
+    (store / "step-00000005").rename(store / ".slot-1")  # as a withdrawal that was interrupted
+    (store / ".slot-2").mkdir()
+    (store / ".slot-2" / "master.safetensors").write_bytes(b"half a slot")
+    (store / "pins" / ".mine.1-1.new").write_bytes(b"half a pin")
+    (store / "step-00000004" / "exp_avg.safetensors").unlink()
+    code, out, _ = run("prune", store, "--keep", "1")
+    assert code == 0
+    assert sorted(p.name for p in store.iterdir()) == [
+        "LOCK", "pins", "step-00000003", "step-00000004", "step-00000006",
+    ]  # fmt: skip
+    assert [p.name for p in (store / "pins").iterdir()] == ["mine"]
+    assert f"{store}/.slot-1: removed" in out
+    assert "step-00000004: not usable, and left alone" in out
+    assert "exp_avg.safetensors: missing" in out
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["really", "dry-run"])
+def test_prune_is_refused_while_a_process_trains(run: Run, store: Path, dry: list[str]) -> None:
+    with optimizer_in(store) as optimizer:
+        before = tree(store)
+        code, out, err = run("prune", store, "--keep", "1", *dry)
+        assert (code, out) == (1, "")
+        assert err.count("\n") == 1
+        assert f"{store}: a process is training in this store" in err
+        assert tree(store) == before
+        optimizer.restore()
+    assert run("prune", store, "--keep", "1", *dry)[0] == 0
+
+
+def test_prune_leaves_what_somebody_reads(run: Run, store: Path) -> None:
+    with offload.open_checkpoint(store / "step-00000002") as reader:
+        _, out, _ = run("prune", store, "--keep", "1")
+        assert f"{store}/step-00000002: being read, and left" in out
+        assert steps(store) == [2, 3, 6]
+        assert reader.verify().ok
+    _, out, _ = run("prune", store, "--keep", "1")
+    assert steps(store) == [3, 6]
+
+
+def test_prune_of_several_drives(run: Run, tmp_path: Path) -> None:
+    places = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    with optimizer_in(places) as optimizer:
+        train(optimizer, 4)
+    (places[1] / "part-9").mkdir()
+    (places[1] / "part-9" / "part.json").write_bytes(b" " * 4096)
+    size = sum(map(len, tree(*places).values()))
+    away = places[1].rename(tmp_path / "moved")
+    code, _, err = run("prune", places[0], "--keep", "2")
+    assert code == 1
+    assert f"{places[1]}: a part of this store is not there" in err
+    assert not places[1].exists()
+    assert steps(places[0]) == [1, 2, 3, 4]
+    code, out, _ = run("prune", places[0], "--keep", "2", "--part", away, "--json")
+    assert code == 0
+    assert steps(places[0]) == [3, 4]
+    assert len(list(away.glob("part-*"))) == 2
+    assert json.loads(out)["bytes"] == size - sum(map(len, tree(places[0], away).values()))
+    assert [run("verify", places[0], "--part", away)[0]] == [0]
+
+
+@pytest.mark.parametrize("what", ["missing", "a checkpoint", "something else", "a file"])
+def test_prune_of_what_is_no_store_makes_and_removes_nothing(
+    run: Run, store: Path, tmp_path: Path, what: str
+) -> None:
+    path = tmp_path / "else"
+    if what == "something else":
+        path.mkdir()
+    elif what == "a file":
+        path.write_text("mine")
+    elif what == "a checkpoint":
+        path = store / "step-00000001"
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = run("prune", path, "--keep", "1")
+    assert (code, out) == (1, "")
+    assert str(path) in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--keep", "0"], ["--every", "-1"], ["--every-seconds", "nan"], ["--best", "loss:best"],
+     ["--best", "loss:min:0"], ["--best", "a:min:1:2"], ["--best", "loss:min:two"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_options_that_make_no_sense_are_status_2(run: Run, store: Path, options: list[str]) -> None:
+    assert run("prune", store, *options)[0] == 2
+    assert steps(store) == [1, 2, 3, 4, 5, 6]
+
+
+def test_prune_again_finds_nothing(run: Run, store: Path) -> None:
+    run("prune", store, "--keep", "1")
+    before = tree(store)
+    _, out, _ = run("prune", store, "--keep", "1", "--json")
+    report = json.loads(out)
+    assert (report["bytes"], report["checkpoints"], report["leftovers"]) == (0, [], [])
+    assert tree(store) == before
+
+
+def test_a_second_prune_at_the_same_time_is_refused(store: Path) -> None:
+    backend = PosixBackend()
+    lock = backend.lock(str(store / "LOCK"))
+    with pytest.raises(StoreLockedError):
+        prune(store, LastK(1))
+    lock.release()
+    backend.close()
+    assert [Path(p).name for p in prune(store, LastK(1)).kept] == [SIX[2], SIX[5]]
+
+
+def test_pin_and_unpin(run: Run, store: Path) -> None:
+    code, out, _ = run("pin", store / "step-00000002", "lowest")
+    assert (code, out) == (0, f"{store}/step-00000002: pinned as lowest\n")
+    assert run("pin", store, "last")[1] == f"{store}/step-00000006: pinned as last\n"
+    assert run("pin", store / "step-00000004", "mine")[0] == 0  # moves from step 3
+    listed = json.loads(run("ls", store, "--json")[1])
+    pins = {info["step"]: info["pins"] for info in listed if info["pins"]}
+    assert pins == {2: ["lowest"], 4: ["mine"], 6: ["last"]}
+    assert [info["metrics"]["loss"] for info in listed] == LOSSES
+    run("prune", store, "--keep", "1")
+    assert steps(store) == [2, 4, 6]
+    assert run("unpin", store, "mine")[0] == 0
+    run("prune", store, "--keep", "1")
+    assert steps(store) == [2, 6]
+    code, _, err = run("unpin", store, "mine")
+    assert code == 1
+    assert "there is no pin 'mine' in this store (it has: last, lowest)" in err
+
+
+def test_pin_beside_a_process_that_trains(run: Run, store: Path) -> None:
+    with optimizer_in(store, keep=1) as optimizer:
+        optimizer.restore()
+        assert run("pin", store, "here")[0] == 0
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.checkpoint().result()
+        assert steps(store) == [3, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pin", "step-00000009", "x"], "no checkpoint or store here"),
+        (["pin", "step-00000002", "a/b"], "cannot be the name of a pin"),
+        (["pin", "step-00000002", ".x"], "cannot be the name of a pin"),
+        (["unpin", "nowhere", "x"], "there is no store here"),
+        (["unpin", ".", ".."], "cannot be the name of a pin"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_cannot_be_pinned_is_one_line_and_status_1(
+    run: Run, store: Path, arguments: list[str], message: str
+) -> None:
+    before = tree(store)
+    code, out, err = run(arguments[0], store / arguments[1], *arguments[2:])
+    assert (code, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert tree(store) == before
+
+
+def test_ls_and_show_tell_pins_and_metrics(run: Run, store: Path) -> None:
+    code, out, err = run("ls", store)
+    assert (code, err) == (0, "")
+    assert "mine" in out
+    assert "loss=5" in out.replace("\n", "")
+    assert "step-00000003" in out, "names are not broken"
+    _, out, _ = run("show", store / "step-00000004")
+    assert "metric loss" in out
+    assert json.loads(run("show", store / "step-00000004", "--json")[1])["metrics"] == {"loss": 5.0}
+
+
+def test_ls_says_which_pins_are_of_nothing(run: Run, store: Path) -> None:
+    shutil.rmtree(store / "step-00000003")
+    (store / "pins" / "broken").write_text("?")
+    code, out, err = run("ls", store, "--json")
+    assert code == 0
+    assert len(json.loads(out)) == 5
+    assert "pin mine is of step-00000003" in err
+    assert "pins/broken: cannot be read as a pin" in err
+    (store / "pins" / "broken").unlink()
+    run("prune", store, "--keep", "1")
+    assert steps(store) == [6]
