@@ -849,7 +849,7 @@ DAMAGE: dict[str, tuple[Callable[[Backend, str], None], str]] = {
     ),
     "hostile: a huge metric": (
         edit_manifest(lambda body: body.update(metrics={"loss": 10**400})),
-        "contradictory content",
+        "an integer of 401 digits",
     ),
     "hostile: a metric that overflows": (
         replace_in("manifest.json", b'"lr":0.001', b'"lr":1e999'),
