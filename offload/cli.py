@@ -265,7 +265,11 @@ def _show_list(store: str, found: list[CheckpointInfo]) -> None:
     for info in found:
         usable = "[green]yes[/]" if info.valid else "[red]no[/]"
         created = info.created[:19].replace("T", " ")
-        cells = (_cell(created), f"{info.num_parameters:,}", size(info.bytes))
+        cells: tuple[Text | str, ...] = (
+            _cell(created),
+            f"{info.num_parameters:,}",
+            size(info.bytes),
+        )
         if not info.valid:
             cells = ("-", "-", "-")
         table.add_row(_cell(os.path.basename(info.path)), str(info.step), *cells, usable)
