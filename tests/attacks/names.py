@@ -186,7 +186,12 @@ def attacks() -> Iterator[Attack]:
             make=make,
         )
         yield Attack(
-            f"part-{name}", "names", "{part}", "expected a directory", make=make, num_directories=2
+            f"whole-part-{name}",
+            "names",
+            "{part}",
+            "expected a directory",
+            make=make,
+            num_directories=2,
         )
         yield Attack(
             f"slot-{name}", "names", "{slot}", "expected a directory", make=make, stage="left"

@@ -12,6 +12,7 @@ import torch
 
 import offload
 from offload.cli import main
+from offload.manifest import _body_digest
 
 Result = tuple[int, str, str]
 Run = Callable[..., Result]
@@ -240,6 +241,7 @@ def test_help_ls_and_prune_import_neither_torch_nor_numpy(trained: Path, command
     program = f"""
 import sys
 from offload.cli import main
+from offload.manifest import _body_digest
 sys.argv = ["offload", *{arguments!r}]
 try:
     main()
@@ -251,3 +253,44 @@ finally:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert "heavy: []" in done.stdout
+
+
+def edit_manifest(store: Path, change: Callable[[dict], None]) -> Path:
+    """Change the newest manifest as someone would who knows how to make its digest right."""
+    path = store / "step-00000004" / "manifest.json"
+    document = json.loads(path.read_bytes())
+    change(document["body"])
+    path.write_bytes(json.dumps({**document, "digest": _body_digest(document["body"])}).encode())
+    return path.parent
+
+
+def test_what_a_store_says_is_neither_markup_nor_terminal_control(run: Run, store: Path) -> None:
+    hostile = "[/red]\x1b]2;owned\x07\n[bold]"
+    newest = edit_manifest(store, lambda body: body["groups"][0].update({hostile: hostile}))
+    code, out, err = run("show", newest)
+    assert code == 0, err
+    assert all(c.isprintable() or c == "\n" for c in out)
+    assert r"[/red]\x1b]2;owned\x07\n[bold]" in "".join(
+        line.strip("│ ").split("│")[-1].strip() for line in out.splitlines()
+    )
+
+
+def test_show_json_has_plain_values_for_every_hyperparameter(run: Run, store: Path) -> None:
+    special = {
+        "lr": {"tensor": "0.5", "dtype": "float32", "shape": []},
+        "limit": {"float": "inf"},
+    }
+    newest = edit_manifest(store, lambda body: body["groups"][0].update(special))
+    code, out, err = run("show", newest, "--json")
+    assert code == 0, err
+    (group,) = json.loads(out)["hyperparameters"]
+    assert (group["lr"], group["limit"], group["betas"]) == (0.5, "inf", [0.9, 0.999])
+    assert "Infinity" not in out
+
+
+def test_an_error_is_one_line_whatever_the_name_is(run: Run, tmp_path: Path) -> None:
+    code, _, err = run("show", tmp_path / "a\nb\x1b[2J")
+    assert code == 1
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert r"a\nb\x1b[2J" in err
