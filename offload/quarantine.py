@@ -7,8 +7,15 @@ take its parameters, which may be whole. Removing the file lifts the quarantine.
 
 from __future__ import annotations
 
-from gds import Backend
+import warnings
+from typing import TYPE_CHECKING
+
+from gds import Backend, StorageError
 from offload.poison import Poison
+
+if TYPE_CHECKING:
+    from offload.opening import StoredCheckpoint
+    from offload.slot import Slot
 
 QUARANTINE_NAME = "damaged.txt"
 """The file that marks a checkpoint as one not to be used."""
@@ -41,6 +48,43 @@ def write_quarantine(backend: Backend, path: str, reason: str, poison: Poison) -
             file.close()
     with poison.on_error(_NOT_MARKED):
         backend.sync_dir(path)
+
+
+class Quarantine:
+    """The checkpoints that this process has found damaged.
+
+    Args:
+        backend: Where they are.
+        poison: Of their store.
+    """
+
+    def __init__(self, backend: Backend, poison: Poison) -> None:
+        self._backend = backend
+        self._poison = poison
+        self._checkpoints: list[StoredCheckpoint] = []
+
+    def add(self, checkpoint: StoredCheckpoint, reason: str) -> None:
+        """Mark one durably, or warn that it could not be."""
+        self._checkpoints.append(checkpoint)
+        try:
+            write_quarantine(self._backend, checkpoint.path, reason, self._poison)
+        except StorageError as error:
+            warnings.warn(
+                f"{checkpoint.path} is damaged, and could not be marked as such ({error}): a later "
+                "process will try it again",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def has(self, slot: Slot) -> bool:
+        """Return whether a slot is one of them."""
+        return any(checkpoint.slot is slot for checkpoint in self._checkpoints)
+
+    def close(self) -> None:
+        """Close their files. Idempotent."""
+        for checkpoint in self._checkpoints:
+            if checkpoint.slot is not None:
+                checkpoint.slot.close()
 
 
 def lift_quarantine(backend: Backend, path: str) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -37,7 +36,7 @@ from offload.opening import StoredCheckpoint, find_stored, open_directories, ope
 from offload.part_pool import part_bytes
 from offload.pins import drop_unfinished
 from offload.poison import Poison
-from offload.quarantine import lift_quarantine, write_quarantine
+from offload.quarantine import Quarantine, lift_quarantine
 from offload.retention import Record, Retention
 from offload.slot import TRAIN_STATE_NAME, Slot, slot_sizes
 from offload.space import FULL, Room, no_room, require_room
@@ -106,7 +105,7 @@ class Store:
         """Which of them are kept."""
         self.refused = opened.refused
         """Paths of directories that look like checkpoints but are not usable, and why."""
-        self._quarantined: list[StoredCheckpoint] = []
+        self._quarantine = Quarantine(backend, self._poison)
         for checkpoint in self.checkpoints:
             checkpoint.superseded = fresh
         generations = [c.manifest.generation for c in self.checkpoints]
@@ -194,7 +193,7 @@ class Store:
         with self._changed:
             if any(checkpoint.slot is slot for checkpoint in self.checkpoints):
                 return  # it has been sealed after all
-            if any(checkpoint.slot is slot for checkpoint in self._quarantined):
+            if self._quarantine.has(slot):
                 slot.close()  # nobody writes into evidence
                 return
             if self._poison:
@@ -319,18 +318,9 @@ class Store:
         """
         with self._changed:
             self.checkpoints.remove(checkpoint)
-            self._quarantined.append(checkpoint)
             self.refused.append((checkpoint.path, reason))
             self._parts.claim(checkpoint.path, checkpoint.manifest)
-            try:
-                write_quarantine(self.backend, checkpoint.path, reason, self._poison)
-            except StorageError as error:
-                warnings.warn(
-                    f"{checkpoint.path} is damaged, and could not be marked as such ({error}): a "
-                    "later process will try it again",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            self._quarantine.add(checkpoint, reason)
 
     def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
         """Withdraw, durably, every checkpoint that is newer than the given one.
@@ -362,7 +352,8 @@ class Store:
         """Close all files and let go of the lock. Idempotent."""
         with self._changed:
             self._free.close()
-            for checkpoint in (*self.checkpoints, *self._quarantined):
+            self._quarantine.close()
+            for checkpoint in self.checkpoints:
                 if checkpoint.slot is not None:
                     checkpoint.slot.close()
             for lock in self._locks:
