@@ -590,6 +590,18 @@ class TestPins:
         assert run.steps() == [4]
         run.optimizer.close()
 
+    def test_a_file_in_the_place_of_all_pins_keeps_everything(self) -> None:
+        run = Run(keep=1)
+        run.seal()
+        overwrite(run.backend, f"{STORE}/pins", b"mine")
+        run.seal()
+        assert run.steps() == [1, 2]
+        with pytest.raises(StorageError):
+            run.optimizer.pin("mine")
+        run.optimizer.close()
+        with pytest.warns(RuntimeWarning, match="pins: a file, expected the directory of pins"):
+            Run(run.backend.reopened(), keep=1).optimizer.close()
+
     def test_files_that_nobody_could_have_made_a_pin_are_ignored(self) -> None:
         run = Run(keep=1)
         run.seal()
