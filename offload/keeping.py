@@ -176,7 +176,7 @@ class Keeping:
         """Return what is kept, in words that go after "keeping"."""
         words = describe(self._policy)
         pins = [f"{pin.name!r} ({pin.checkpoint})" for pin in self.pins().pins]
-        return f"{words}, besides what is pinned as {', '.join(pins)}," if pins else words
+        return f"{words} and the pinned {', '.join(pins)}" if pins else words
 
     def advice(self) -> str:
         """Return what could make room, besides removing other things; may be empty."""

@@ -107,8 +107,10 @@ def read_pins(backend: Backend, store: str) -> FoundPins:
     """
     directory = f"{store}/{PINS_NAME}"
     stat = backend.stat(directory)
-    if stat is None or stat.kind != "directory":
+    if stat is None:
         return FoundPins()
+    if stat.kind != "directory":
+        return FoundPins((), (f"{directory}: a {stat.kind}, expected the directory of pins",))
     pins, unreadable = [], []
     for name in backend.list_dir(directory):
         if not _NAME.fullmatch(name):

@@ -79,8 +79,8 @@ def no_room(error: StorageError, rooms: Sequence[Room], keeping: Keeping) -> Slo
     advice = keeping.advice()
     return SlotFullError(
         error.errno or errno.ENOSPC,
-        f"no room for the slot that the next step writes to, beside keeping {keeping.describe()} "
-        f"({error.strerror}): {needs}. Nothing has been changed. Free some space"
+        f"no room for the slot that the next step writes to ({error.strerror}): {needs}. The store "
+        f"keeps {keeping.describe()}. Nothing has been changed. Free some space"
         f"{' (' + advice + ')' if advice else ''}, and call again; what retention keeps is given "
         f"up by `offload prune {rooms[0].directory}` once this process has ended",
         error.filename,

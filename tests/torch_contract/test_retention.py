@@ -590,6 +590,18 @@ class TestPins:
         assert run.steps() == [4]
         run.optimizer.close()
 
+    def test_a_file_in_the_place_of_all_pins_keeps_everything(self) -> None:
+        run = Run(keep=1)
+        run.seal()
+        overwrite(run.backend, f"{STORE}/pins", b"mine")
+        run.seal()
+        assert run.steps() == [1, 2]
+        with pytest.raises(StorageError):
+            run.optimizer.pin("mine")
+        run.optimizer.close()
+        with pytest.warns(RuntimeWarning, match="pins: a file, expected the directory of pins"):
+            Run(run.backend.reopened(), keep=1).optimizer.close()
+
     def test_files_that_nobody_could_have_made_a_pin_are_ignored(self) -> None:
         run = Run(keep=1)
         run.seal()
@@ -653,6 +665,24 @@ class TestRaces:
             assert pinned.verify().ok
         run.optimizer.close()
 
+    def test_while_the_pin_is_written_it_is_passed_over(self) -> None:
+        class Writing(WrapperBackend):
+            meanwhile = staticmethod(lambda: None)
+
+            def create(self, path: str, size_bytes: int) -> Any:
+                if path.startswith(f"{STORE}/pins/"):
+                    self.meanwhile()
+                return super().create(path, size_bytes)
+
+        backend = Writing(MemoryBackend())
+        run = Run(backend, keep=1)
+        path = run.seal()
+        backend.meanwhile = lambda: run.seal()  # after which the first one is to go
+        assert offload.pin(path, "mine", backend=backend) == path
+        run.seal()
+        assert run.steps() == [1, 3]
+        run.optimizer.close()
+
     def test_after_it_is_locked_the_pin_is_refused(self) -> None:
         backend = self.Meeting(MemoryBackend())
         run = Run(backend, keep=1)
@@ -699,7 +729,7 @@ def slot_bytes() -> int:
 
 
 class TestFullDisk:
-    @pytest.mark.parametrize("overlap", [None, "forward"])
+    @pytest.mark.parametrize("overlap", [None, "forward", "backward"])
     @pytest.mark.parametrize("remedy", ["unpin", "free space"])
     def test_during_an_extra_pin_training_can_go_on(self, remedy: str, overlap: Any) -> None:
         size = slot_bytes()
@@ -711,18 +741,27 @@ class TestFullDisk:
         run.seal()
         reference.seal()
         before, names = run.parameters(), everything(backend)
-        run.optimizer.zero_grad()
-        run.backward()
+
+        def compute_gradients() -> None:
+            run.optimizer.zero_grad()
+            run.backward()
+
+        def try_to_step() -> None:
+            if overlap == "backward":
+                compute_gradients()  # which is where the step begins
+            run.optimizer.step()
+
+        if overlap != "backward":
+            compute_gradients()
         for _ in range(2):
             with pytest.raises(StoreFullError, match="no room for the slot") as caught:
-                run.optimizer.step()
+                try_to_step()
             assert isinstance(caught.value, StorageError)
             assert caught.value.errno == errno.ENOSPC
             for said in (
                 f"{size} bytes are needed in {STORE}",
                 f"{backend.free_bytes(STORE)} are free",
-                "keeping 1 checkpoints",
-                f"'best' ({name_of(1)})",
+                f"keeps 1 checkpoints and the pinned 'best' ({name_of(1)}).",
                 f"`offload unpin {STORE} NAME`",
                 f"`offload prune {STORE}`",
                 "call again",
@@ -735,7 +774,7 @@ class TestFullDisk:
             run.optimizer.unpin("best")
         else:
             backend._capacity_bytes = 3 * size + 3000
-        run.optimizer.step()
+        try_to_step()
         reference.step()
         run.optimizer.synchronize()
         assert all(map(torch.equal, run.parameters(), reference.parameters()))
@@ -760,7 +799,7 @@ class TestFullDisk:
         Run(backend, keep=1).optimizer.close()
         backend = backend.reopened()
         backend.create("/other", size).close()
-        with pytest.raises(StoreFullError, match=r"'best' \(step-00000001\), needs 1 more") as full:
+        with pytest.raises(StoreFullError, match=r"'best' \(step-00000001\) needs 1 more") as full:
             Run(backend, keep=1)
         assert f"offload unpin {STORE} NAME" in str(full.value)
 
