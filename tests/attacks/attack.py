@@ -17,7 +17,7 @@ class Attack:
     """One attack on one file of a store."""
 
     name: str
-    """Unique; also that of its file under ``files/<group>/``."""
+    """Unique in its group; also that of its file under ``files/<group>/``."""
 
     group: str
     """What it attacks: ``manifest``, ``header``, ``train_state``, ``part``, ``small`` (files that
@@ -47,6 +47,11 @@ class Attack:
     to the store. ``left``: it is left alone, with a warning. ``ignored``: it counts as missing."""
 
     num_directories: int = 1
+
+    @property
+    def id(self) -> str:
+        """What tells it from all others."""
+        return f"{self.group}/{self.name}"
 
     @property
     def file(self) -> Path:

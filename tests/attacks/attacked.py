@@ -1,8 +1,8 @@
-"""A process that attacks stores: ``python -m tests.attacks.attacked GROUP DIRECTORY``.
+"""A process that attacks stores: ``python -m tests.attacks.attacked GROUP,GROUP DIRECTORY``.
 
-It makes a store, and for every attack of the group a copy with the attack in it. Prints the name of
-each before it begins, so that a hang or a death has one, and at the end JSON: for each attack what
-was wrong with how it was refused, and by how many bytes the process grew at most.
+It makes a store, and for every attack of the groups a copy with the attack in it. Prints the name
+of each before it begins, so that a hang or a death has one, and at the end JSON: for each attack
+what was wrong with how it was refused, and by how many bytes the process grew at most.
 """
 
 from __future__ import annotations
@@ -283,9 +283,9 @@ def mapped_bytes() -> int:
 
 
 def main() -> None:
-    group, directory = sys.argv[1], Path(sys.argv[2])
+    groups, directory = sys.argv[1].split(","), Path(sys.argv[2])
     torch.set_num_threads(1)
-    attacks = [attack for attack in all_attacks() if attack.group == group]
+    attacks = [attack for attack in all_attacks() if attack.group in groups]
     templates = {}
     for number in {attack.num_directories for attack in attacks}:
         templates[number] = directory / f"template-{number}"
@@ -296,16 +296,16 @@ def main() -> None:
     first = peak_bytes()
     kinds: set[tuple[str, str]] = set()
     for attack in attacks:
-        print(f"attack: {attack.name}", flush=True)
+        print(f"attack: {attack.id}", flush=True)
         kind = (attack.target, attack.stage)
         thorough = attack.content is None or kind not in kinds
         kinds.add(kind)
         template = templates[attack.num_directories]
         signal.alarm(TIMEOUT_S)  # a hang is the death of this process
         try:
-            complaints[attack.name] = run(attack, template, directory / "run", thorough=thorough)
+            complaints[attack.id] = run(attack, template, directory / "run", thorough=thorough)
         except Exception as error:  # noqa: BLE001  (one more thing that was wrong)
-            complaints[attack.name] = [f"{type(error).__name__}: {error}"]
+            complaints[attack.id] = [f"{type(error).__name__}: {error}"]
         signal.alarm(0)
     marks = [str(path) for path in directory.rglob("PWNED")]
     grown = peak_bytes() - first
