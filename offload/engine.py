@@ -278,7 +278,7 @@ class Engine(Usable):
         """Start to seal the state, which is in `slot`."""
         flush = self._ring().flush()
         seal = Seal(self.store, slot, captured, self._block_buffers(), flush)
-        self.store.begin_seal()
+        self.store.begin_seal(captured.manifest.step)
         self._working, self._sealed, self._seal = False, None, seal
         seal.start(self._meter.count_seal)
         return seal.handle

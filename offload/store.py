@@ -82,6 +82,7 @@ class Store:
         self._reader_timeout_s = reader_timeout_s
         self._changed = threading.Condition(threading.RLock())
         self._sealing = False
+        self._sealing_step = 0
         self._poison = Poison(self.directory)
         self._others = [(other, os.path.abspath(path)) for other, path in others]
         drives = [(backend, self.directory), *self._others]
@@ -188,10 +189,11 @@ class Store:
                 self._free.add(slot)
             self._changed.notify_all()
 
-    def begin_seal(self) -> None:
+    def begin_seal(self, step: int) -> None:
         """Announce a seal: from now until it ends, `acquire` may wait for it."""
         with self._changed:
             self._sealing = True
+            self._sealing_step = step
 
     def expire(self) -> None:
         """Free a slot for the next step, if more than one checkpoint is durable."""
@@ -319,6 +321,8 @@ class Store:
         """Withdraw the oldest checkpoint that retention can spare and nobody reads."""
         current = [c for c in self.checkpoints if not c.superseded]
         num_spare = len(current) + self._sealing - self.keep
+        if self._sealing and any(c.manifest.step == self._sealing_step for c in current):
+            num_spare -= 1  # the new one takes the place of the one of its step
         # The newest durable one always stays, also while its successor is being sealed.
         return any(self._withdraw(c) for c in current[: max(min(num_spare, len(current) - 1), 0)])
 

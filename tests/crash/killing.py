@@ -80,9 +80,9 @@ class Child:
     def _watch_seals(self) -> None:
         begin, end, shared = Store.begin_seal, Store.end_seal, self.shared
 
-        def begun(store: Store) -> None:
+        def begun(store: Store, step: int) -> None:
             shared[1] = 1
-            begin(store)
+            begin(store, step)
 
         def ended(store: Store) -> None:
             end(store)

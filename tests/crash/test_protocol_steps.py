@@ -332,5 +332,22 @@ def test_a_store_whose_maker_was_killed_is_durable_when_a_checkpoint_is() -> Non
             assert found.step == 1
 
 
+@pytest.mark.parametrize("keep", [2, 3])
+def test_sealing_a_step_again_costs_no_older_checkpoint(keep: int) -> None:
+    """The new one takes the place of the old one of its step: retention has one to spare less."""
+    backend = MemoryBackend()
+    training = Training(backend, keep=keep)
+    for _ in range(keep):
+        training.steps_and_seal()
+    training.optimizer.param_groups[0]["lr"] = 1e-3
+    training.optimizer.checkpoint().result()
+    names = [name for name in backend.list_dir(STORE) if name.startswith("step-")]
+    assert names == [f"step-{step:08d}" for step in range(1, keep + 1)]
+    training.steps_and_seal()
+    names = [name for name in backend.list_dir(STORE) if name.startswith("step-")]
+    assert names == [f"step-{step:08d}" for step in range(2, keep + 2)]
+    training.optimizer.close()
+
+
 def _newest(training: Training) -> offload.Checkpoint:
     return offload.open_checkpoint(STORE, backend=training.backend)
