@@ -42,6 +42,7 @@ bench: $(VENV)/.bench
 	  apt-get install --yes --quiet --no-install-recommends fio; } || \
 	  echo "fio is missing, and only root can install it: its rows are left out" >&2
 	$(BIN)/python -m bench.step --directory $(DIRECTORY) --parameters 64Mi
+	$(BIN)/python -m bench.digests --directory $(DIRECTORY) --parameters 64Mi
 	$(BIN)/python -m bench.overlap --directory $(DIRECTORY) --parameters 64Mi --iterations 2
 	$(BIN)/python -m bench.checkpoint --directory $(DIRECTORY) --parameters 32Mi,64Mi
 	$(BIN)/python -m bench.resume --directory $(DIRECTORY) --parameters 64Mi

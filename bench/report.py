@@ -23,6 +23,7 @@ Run = dict[str, Any]
 _DOCS = Path(__file__).parent.parent / "docs"
 _TITLES = {
     "step": "The step, beside the drive",
+    "digests": "What digests cost in a step",
     "overlap": "The step, behind compute",
     "checkpoint": "Checkpoints",
     "resume": "Resuming",
@@ -156,7 +157,7 @@ def _remarks(one: Run) -> str:
     """Return what a run says beside its ratios."""
     lines = []
     medians = {k: v for k, v in one["medians"].items() if k.endswith("_s")}
-    if one["bench"] in ("step", "overlap", "resume") and len(medians) <= 8:
+    if one["bench"] in ("step", "digests", "overlap", "resume") and len(medians) <= 8:
         times = ", ".join(f"`{k[:-2]}` {v:.3g} s" for k, v in medians.items())
         lines.append(f"Medians of {one['what']}: {times}.")
     if one["bench"] == "overlap" and one["settings"]["overlap"] != "none":

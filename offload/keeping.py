@@ -66,6 +66,10 @@ class Keeping:
         if found.unreadable:
             return []
         current = self.current
+        if (
+            incoming is not None
+        ):  # which takes the place of the one of its own step, if there is one
+            current = [c for c in current if c.manifest.step != incoming.step]
         records = _records(current, found)
         if incoming is not None:
             records.append(incoming)

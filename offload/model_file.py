@@ -134,7 +134,6 @@ def write_model(
         leaves = leaf_digests(buffer.memoryview())
         digests.append(context.digest_leaves(MODEL_ARRAY, index, leaves))
         if known.get(index) != leaves:
-            known.pop(index, None)
             writes[index] = file.write(buffer, image.data_start + start)
             known[index] = leaves
     for write in writes.values():

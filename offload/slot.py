@@ -151,16 +151,15 @@ class Slot:
             part.invalidate()
 
     def sync(self) -> None:
-        """Make all tensor files, the train state and their names durable; not the manifest.
+        """Make all tensor files and the train state durable; neither the manifest nor names.
 
-        Parts are sealed by it: what they say of themselves is durable as well.
+        Parts are sealed by it: what they say of themselves is durable as well, and their names.
         """
         for part, sealed in zip(self.parts, self._sealed_parts(), strict=True):
             part.seal(sealed)
         for name, file in self._files.items():
             if name != MANIFEST_NAME:
                 file.sync()
-        self._backend.sync_dir(self._path)
 
     def close(self) -> None:
         """Close all files. Idempotent."""

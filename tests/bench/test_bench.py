@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import checkpoint, overlap, peers, report, resume, step
+from bench import checkpoint, digests, overlap, peers, report, resume, step
 from bench._fio import Fio, FioMissingError
 from bench._harness import BenchError, Result, scratch
 from bench._model import Stack
@@ -22,6 +22,7 @@ from bench._peer_protocol import Peer, PeerError
 from bench._statistics import MIN_PAIRS, alternate, judge, median_interval
 from bench.replay import Plan, Replay
 from gds import PosixBackend, probe
+from offload.digests import DigestContext
 
 Measured = Callable[..., dict[str, Any]]
 
@@ -95,6 +96,17 @@ def test_step_on_a_drive_that_is_slowed_down(measured: Measured) -> None:
     claim = found["claims"][0]
     assert 0 < claim["bytes_ratio"] < 1
     assert claim["limit"] == 1.15
+
+
+def test_digests(measured: Measured) -> None:
+    before = DigestContext.digest
+    found = measured(digests.main)
+    check(found, rounds=3, claims=2)
+    assert DigestContext.digest is before, "the wrapper was left behind"
+    assert found["facts"]["step_digested_bytes"] == found["facts"]["state_bytes"]
+    assert all(value > 0 for value in found["samples"]["digest_cpu_s"])
+    samples = zip(found["samples"]["digest_cpu_s"], found["samples"]["step_cpu_s"], strict=True)
+    assert all(part <= whole for part, whole in samples)
 
 
 def test_overlap(measured: Measured) -> None:

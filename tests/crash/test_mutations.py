@@ -1,0 +1,54 @@
+"""The mutations of the protocol follow the source: none may rot unnoticed.
+
+Whether tests notice them takes minutes to find out: ``python -m tests.mutation``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.mutation import MUTATIONS
+from tests.mutation.mutation import ROOT, Edit, Mutation, MutationError
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_every_edit_fits_and_is_python(mutation: Mutation) -> None:
+    sources: dict[str, str] = {}
+    for edit in mutation.edits:
+        source = sources.get(edit.file) or (ROOT / edit.file).read_text()
+        sources[edit.file] = edit.apply(source)
+    for file, source in sources.items():
+        compile(source, file, "exec")
+        assert source != (ROOT / file).read_text()
+
+
+def test_tests_that_are_to_notice_exist() -> None:
+    named = {test for mutation in MUTATIONS for test in mutation.tests}
+    for test in named:
+        path, *rest = test.split("::")
+        source = (ROOT / path).read_text()
+        for name in rest:
+            name = name.partition("[")[0]
+            assert f"def {name}(" in source or f"class {name}:" in source, test
+
+
+def test_names_are_given_once() -> None:
+    names = [mutation.name for mutation in MUTATIONS]
+    assert sorted(set(names)) == sorted(names)
+
+
+def test_an_edit_that_does_not_fit_says_so() -> None:
+    for source in ("nothing of it", "twice twice"):
+        with pytest.raises(MutationError, match=r"there (0|2) times, expected once"):
+            Edit("x.py", "twice", "").apply(source)
+
+
+def test_what_is_said_of_the_last_complete_run_is_what_it_found() -> None:
+    found = json.loads((Path(ROOT) / "tests" / "mutation" / "result.json").read_text())
+    needed = found["mutations"] - found["redundant"]
+    assert found["noticed"] == needed
+    guarantees = (ROOT / "docs" / "guarantees.md").read_text()
+    assert f"mutation score: {needed} of {needed}" in guarantees

@@ -1,0 +1,353 @@
+"""Steps of the protocol that only a test of their own notices: what `tests/mutation` showed."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+import offload._verify
+import offload.manifest
+import offload.model_file
+from gds import Backend, Buffer, File, IOFuture, MemoryBackend, StorageError, WrapperBackend
+from gds._wrapper import WrapperFile
+from offload import AdamW
+from offload.digests import DigestContext
+from offload.errors import BrokenOptimizerError, SealError, StoreError
+from offload.model_file import BlockBuffers, ModelImage, write_model
+from offload.seal import Seal
+from offload.tensorfile import build_header
+from tests.crash.crash_backend import CrashBackend, Disk
+from tests.crash.fault_backend import FaultBackend, Kind
+from tests.crash.training import HYPER, Model, Reference, backward, differences, optimizer_for
+from tests.crash.training import options as options_of
+
+STORE = "/run"
+BLOCK_BYTES = 4096
+REUSES_NOTHING = "this process reuses no slot any more"
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (offload.manifest, offload.model_file, offload._verify):
+        monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", BLOCK_BYTES)
+
+
+class Training:
+    """A model and its optimizer, step by step."""
+
+    def __init__(self, backend: Backend, **changes: object) -> None:
+        host_memory = changes.pop("host_memory", 0)
+        directory = changes.pop("directory", STORE)
+        self.backend = backend
+        self.model = Model()
+        settings = options_of(backend, host_memory=host_memory)
+        self.optimizer: AdamW = optimizer_for(self.model, directory, settings, **changes)
+
+    def step(self) -> None:
+        backward(self.model, self.optimizer.state_dict()["step"] + 1)
+        self.optimizer.step()
+
+    def steps_and_seal(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            self.step()
+        self.optimizer.checkpoint().result()
+
+
+class LateFile(WrapperFile):
+    """Writes when it is waited for, and not before: what is in the buffer by then."""
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        return _Late(self.inner, source, offset)  # type: ignore[return-value]
+
+
+class _Late(Future[int]):
+    def __init__(self, file: File, source: Buffer, offset: int) -> None:
+        super().__init__()
+        self._transfer = file, source, offset
+
+    def result(self, timeout: float | None = None) -> int:
+        if not self.done():
+            file, source, offset = self._transfer
+            self.set_result(file.write(source, offset).result())
+        return super().result(timeout)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 5])
+def test_the_bytes_of_the_parameters_are_those_of_when_they_were_copied(
+    num_blocks: int, small_blocks: None
+) -> None:
+    """Transfers end late, and a step overwrites what has been copied at once."""
+    backend = MemoryBackend()
+    values = torch.arange(num_blocks * BLOCK_BYTES // 4, dtype=torch.float32)
+    live = values.clone()
+    header = build_header([("x", "F32", tuple(live.shape))])
+    file = backend.create("/model", header.file_bytes)
+    image = ModelImage(header, {"x": live})
+
+    def step(copied: int) -> None:
+        live[: copied // 4] = -1
+
+    write_model(
+        image,
+        LateFile(file),
+        BlockBuffers(backend, header.file_bytes),
+        DigestContext("store", 1),
+        {},
+        step,
+    )
+    assert bool((live == -1).all())
+    data = file.read_bytes(header.data_start, values.nbytes)
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), values)
+
+
+class GateBackend(WrapperBackend):
+    """Holds back one of the writes to ``model.safetensors``."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBackend())
+        self.num_before = -1
+        self.is_open = threading.Event()
+
+    def wrap_file(self, file: File) -> File:
+        return _GatedFile(file, self)
+
+
+class _GatedFile(WrapperFile):
+    def __init__(self, inner: File, backend: GateBackend) -> None:
+        super().__init__(inner)
+        self._backend = backend
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        if self.path.endswith("model.safetensors"):
+            if self._backend.num_before == 0:
+                assert self._backend.is_open.wait(60)
+            self._backend.num_before -= 1
+        return super().write(source, offset)
+
+
+def test_a_step_returns_when_frozen_parameters_have_been_copied_as_well(
+    small_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = GateBackend()
+    model = torch.nn.Module()
+    model.trained = torch.nn.Parameter(torch.randn(2048).to(torch.bfloat16))
+    model.frozen = torch.nn.Parameter(torch.randn(8192).to(torch.bfloat16), requires_grad=False)
+    optimizer = AdamW(
+        [model.trained], directory=STORE, model=model, options=options_of(backend), **HYPER
+    )
+    model.trained.grad = torch.ones_like(model.trained)
+    optimizer.step()
+    waits = threading.Event()
+    original = Seal.wait_copied
+
+    def watched(seal: Seal, nbytes: int) -> None:
+        if nbytes == seal.data_bytes:
+            waits.set()
+        original(seal, nbytes)
+
+    monkeypatch.setattr(Seal, "wait_copied", watched)
+    backend.num_before = 2  # the trained parameter's block, and the first of the frozen one
+    handle = optimizer.checkpoint()
+    frozen = model.frozen.clone()
+
+    def step_and_edit() -> None:
+        optimizer.step()
+        with torch.no_grad():
+            model.frozen.zero_()
+
+    thread = threading.Thread(target=step_and_edit)
+    thread.start()
+    try:
+        assert waits.wait(20), "the step has returned"
+        assert torch.equal(model.frozen, frozen)
+    finally:
+        backend.is_open.set()
+        thread.join(60)
+    assert handle.result(60).verify().ok
+    assert not model.frozen.any()
+    optimizer.close()
+
+
+def test_state_that_could_not_be_made_durable_is_not_trained_on() -> None:
+    backend = FaultBackend(MemoryBackend())
+    training = Training(backend, keep=2)
+    training.steps_and_seal()
+    training.step()
+    backend.fail("sync", 1, forever=False)
+    with pytest.raises(SealError, match="injected failure of sync"):
+        training.optimizer.checkpoint().result()
+    with pytest.raises(SealError, match="injected failure of sync"):
+        training.optimizer.step()
+    for call in (training.optimizer.step, training.optimizer.checkpoint):
+        with pytest.raises(
+            BrokenOptimizerError, match=r"step 2 could not be made durable.*restore"
+        ):
+            call()
+    assert training.optimizer.restore().step == 1
+    with pytest.warns(RuntimeWarning, match=REUSES_NOTHING):
+        training.steps_and_seal()
+    assert differences(_newest(training), backend, Reference().after(2)) == []
+    training.optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ["sync", "rename", "sync_dir"])
+def test_a_train_state_that_could_not_be_replaced_ends_all_reuse(kind: Kind) -> None:
+    backend = FaultBackend(MemoryBackend())
+    training = Training(backend, keep=1)
+    training.steps_and_seal()
+    training.steps_and_seal()
+    slots = [name for name in backend.list_dir(STORE) if name.startswith(".slot-")]
+    assert len(slots) == 1, "there is one that the next step could have used"
+    backend.fail(kind, 1, forever=False)
+    with pytest.raises(StorageError, match=f"injected failure of {kind}"):
+        training.optimizer.checkpoint({"another": "train state"})
+    with pytest.warns(RuntimeWarning, match=REUSES_NOTHING):
+        training.step()
+    assert len([name for name in backend.list_dir(STORE) if name.startswith(".slot-")]) == 2
+    training.steps_and_seal()
+    assert backend.violations == []
+    training.optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ["rename", "sync_dir", "sync"])
+def test_a_checkpoint_that_could_not_be_withdrawn_ends_all_reuse(kind: Kind) -> None:
+    backend = FaultBackend(MemoryBackend())
+    training = Training(backend, keep=2)
+    training.steps_and_seal()
+    training.steps_and_seal()
+    backend.fail(kind, 1, forever=False)
+    with pytest.raises(StorageError, match=f"injected failure of {kind}"):
+        training.optimizer.restore(1, discard_newer=True)
+    with contextlib.suppress(StoreError):  # it may be there still, and then it stays
+        training.optimizer.restore(1, discard_newer=True)
+    training.optimizer.restore()
+    with pytest.warns(RuntimeWarning, match=REUSES_NOTHING):
+        training.step()
+    assert backend.violations == []
+    training.optimizer.close()
+
+
+def test_resident_state_is_still_to_be_written_after_a_seal_that_failed_before_it() -> None:
+    backend = FaultBackend(MemoryBackend())
+    training = Training(backend, keep=2)
+    training.steps_and_seal()
+    training.steps_and_seal()
+    training.optimizer.close()
+    training = Training(backend, keep=2, host_memory="1GiB")
+    training.optimizer.restore()
+    training.step()
+    backend.fail("open", 1, forever=False)  # of the one that is to make room
+    with pytest.raises(SealError, match="injected failure of open"):
+        training.optimizer.checkpoint().result()
+    with pytest.raises(SealError):
+        training.optimizer.synchronize()
+    training.optimizer.checkpoint().result()
+    assert differences(_newest(training), backend, Reference().after(3)) == []
+    training.steps_and_seal()
+    assert differences(_newest(training), backend, Reference().after(4)) == []
+    training.optimizer.close()
+
+
+def test_what_cannot_be_read_now_is_never_the_newest_again() -> None:
+    """Its generation is not known, so that of the next checkpoint is far above all others."""
+    backend = MemoryBackend()
+    training = Training(backend, keep=3)
+    training.steps_and_seal()
+    training.steps_and_seal()
+    training.optimizer.close()
+    manifest = backend.open(f"{STORE}/step-00000002/manifest.json", writable=True)
+    whole = manifest.read_bytes(0, manifest.size_bytes)
+    manifest.write_bytes(bytes(64), 0)
+
+    training = Training(backend, keep=3)
+    with pytest.warns(RuntimeWarning, match="not using /run/step-00000002"):
+        assert training.optimizer.restore().step == 1
+    training.step()
+    training.steps_and_seal()
+    training.optimizer.close()
+    manifest.write_bytes(whole, 0)
+    manifest.close()
+
+    training = Training(backend, keep=3)
+    assert training.optimizer.restore().step == 3
+    training.optimizer.close()
+
+
+def test_a_history_that_was_given_up_is_gone_when_the_new_one_is_durable() -> None:
+    backend = MemoryBackend()
+    training = Training(backend, keep=3)
+    training.steps_and_seal(4)
+    training.steps_and_seal()
+    training.optimizer.close()
+    training = Training(backend, keep=3, fresh=True)
+    training.step()
+    names = set(backend.list_dir(STORE))
+    assert {"step-00000004", "step-00000005"} <= names
+    training.optimizer.checkpoint().result()
+    names = {name for name in backend.list_dir(STORE) if name.startswith("step-")}
+    assert names == {"step-00000001"}
+    training.optimizer.close()
+
+
+def test_a_leftover_slot_whose_headers_were_lost_is_written_anew() -> None:
+    """Nothing of a free slot is durable but what was synced: its sizes alone may have survived."""
+    backend = MemoryBackend()
+    training = Training(backend, keep=1)
+    training.steps_and_seal()
+    training.steps_and_seal()
+    training.optimizer.close()
+    (slot,) = [name for name in backend.list_dir(STORE) if name.startswith(".slot-")]
+    for name in backend.list_dir(f"{STORE}/{slot}"):
+        if name.endswith(".safetensors"):
+            file = backend.open(f"{STORE}/{slot}/{name}", writable=True)
+            file.write_bytes(bytes(file.size_bytes), 0)
+            file.close()
+    training = Training(backend, keep=1)
+    training.optimizer.restore()
+    training.steps_and_seal()
+    training.optimizer.close()
+    found = _newest(training)
+    assert found.step == 3
+    assert differences(found, backend, Reference().after(3)) == []
+
+
+def test_a_store_whose_maker_was_killed_is_durable_when_a_checkpoint_is() -> None:
+    """The directory was made, and seen by the next process; nobody had synced its name."""
+    backend = CrashBackend()
+    backend.make_dir("/data")
+    backend.sync_dir("/")
+    backend.make_dir("/data/run")
+    training = Training(backend, directory="/data/run")
+    training.steps_and_seal()
+    training.optimizer.close()
+    disk = Disk(backend.log)
+    for seed in range(40):
+        survivor = disk.power_cut(random.Random(seed)).backend()
+        with offload.open_checkpoint("/data/run", backend=survivor) as found:
+            assert found.step == 1
+
+
+@pytest.mark.parametrize("keep", [2, 3])
+def test_sealing_a_step_again_costs_no_older_checkpoint(keep: int) -> None:
+    """The new one takes the place of the old one of its step: retention has one to spare less."""
+    backend = MemoryBackend()
+    training = Training(backend, keep=keep)
+    for _ in range(keep):
+        training.steps_and_seal()
+    training.optimizer.param_groups[0]["lr"] = 1e-3
+    training.optimizer.checkpoint().result()
+    names = [name for name in backend.list_dir(STORE) if name.startswith("step-")]
+    assert names == [f"step-{step:08d}" for step in range(1, keep + 1)]
+    training.steps_and_seal()
+    names = [name for name in backend.list_dir(STORE) if name.startswith("step-")]
+    assert names == [f"step-{step:08d}" for step in range(2, keep + 2)]
+    training.optimizer.close()
+
+
+def _newest(training: Training) -> offload.Checkpoint:
+    return offload.open_checkpoint(STORE, backend=training.backend)

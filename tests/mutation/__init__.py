@@ -1,0 +1,16 @@
+"""Every step of the protocol taken out in turn: a test must notice.
+
+python -m tests.mutation      # see `tests.mutation.__main__`
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutation.mutation import Mutation
+from tests.mutation.opening import OPENING
+from tests.mutation.recycling import RECYCLING
+from tests.mutation.restoring import RESTORING
+from tests.mutation.sealing import SEALING
+
+MUTATIONS: Final[tuple[Mutation, ...]] = (*SEALING, *RECYCLING, *OPENING, *RESTORING)

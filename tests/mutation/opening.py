@@ -1,0 +1,318 @@
+"""Steps of opening a store: what is made durable, locked and checked before it is trusted."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Edit, Mutation, faults, gone, killed, power
+
+_STORE = "offload/store.py"
+_OPENING = "offload/opening.py"
+_IDENTITY = "offload/identity.py"
+_READING = "offload/reading.py"
+_MANIFEST = "offload/manifest.py"
+_PART_FILE = "offload/part_file.py"
+_CHECKPOINT = "offload/checkpoint.py"
+_STEPS = "tests/crash/test_protocol_steps.py"
+_CONCURRENCY = "tests/crash/test_concurrency.py"
+_DRIVES = "tests/crash/test_drives.py"
+_REFUSALS = "tests/torch_contract/test_refusals.py"
+_DAMAGE = f"{_REFUSALS}::TestDamage"
+_LOST = "tests/crash/test_lost_writes.py"
+_STARTED_OVER = power("started-over-keep=1", "started-over-keep=2")
+
+OPENING = (
+    Mutation(
+        "open-no-store-sync",
+        "sync of the store before anything in it is trusted",
+        (gone(_OPENING, "        drives[0][0].sync_dir(drives[0][1])\n"),),
+        killed("three-checkpoints-keep=1", "three-checkpoints-keep=2"),
+    ),
+    Mutation(
+        "open-no-checkpoint-sync",
+        "sync of a checkpoint's directory before it is trusted",
+        (
+            gone(
+                _OPENING,
+                "            backend.sync_dir(path)"
+                "  # a train state may just have been replaced in it\n",
+            ),
+        ),
+        killed("replaced-train-state-keep=1", "replaced-train-state-keep=2"),
+    ),
+    Mutation(
+        "open-no-parent-sync",
+        "sync of the directory in which the store's is made",
+        (
+            gone(
+                _OPENING,
+                "        backend.sync_dir(os.path.dirname(new))\n",
+            ),
+        ),
+        power("three-checkpoints-keep=1"),
+    ),
+    Mutation(
+        "open-no-existing-parent-sync",
+        "sync of the directory in which an earlier process may have made the store's",
+        (Edit(_OPENING, "        backend.sync_dir(os.path.dirname(path))\n", "        pass\n"),),
+        (f"{_STEPS}::test_a_store_whose_maker_was_killed_is_durable_when_a_checkpoint_is",),
+    ),
+    Mutation(
+        "open-shared-lock",
+        "one writer at a time",
+        (
+            Edit(
+                _OPENING,
+                'return backend.lock(f"{directory}/{LOCK_NAME}", create=True)',
+                'return backend.lock(f"{directory}/{LOCK_NAME}", shared=True, create=True)',
+            ),
+        ),
+        (f"{_CONCURRENCY}::TestProcesses::test_a_second_optimizer_is_refused",),
+    ),
+    Mutation(
+        "open-locks-first-only",
+        "one writer at a time on every drive",
+        (
+            Edit(
+                _OPENING,
+                "        for backend, directory in drives:\n",
+                "        for backend, directory in drives[:1]:\n",
+            ),
+        ),
+        (f"{_DRIVES}::TestSharedDirectory",),
+    ),
+    Mutation(
+        "open-files-not-checked",
+        "a checkpoint whose files are not those of its manifest is refused",
+        (
+            gone(
+                _OPENING,
+                "            check_files(backend, path, manifest, other_directories)\n",
+            ),
+        ),
+        (_DAMAGE, f"{_DRIVES}::TestDamage"),
+    ),
+    Mutation(
+        "open-name-not-checked",
+        "a directory is named for the step that its manifest is of",
+        (gone(_OPENING, "            check_name(path, manifest)\n"),),
+        (_LOST,),
+    ),
+    Mutation(
+        "open-number-of-directories",
+        "a store is opened with as many directories as it has",
+        (
+            gone(
+                _OPENING,
+                "            _check_number_of_directories(path, manifest, drives)\n",
+            ),
+        ),
+        (f"{_DRIVES}::TestDirectories",),
+    ),
+    Mutation(
+        "open-by-step",
+        "order: the newest checkpoint is that of the highest generation",
+        (
+            Edit(
+                _STORE,
+                "key=lambda c: c.manifest.generation, default=None)",
+                "key=lambda c: c.manifest.step, default=None)",
+            ),
+        ),
+        (f"{_CONCURRENCY}::TestReaders",),
+    ),
+    Mutation(
+        "expire-by-step",
+        "order: the oldest checkpoint is that of the lowest generation",
+        (
+            Edit(
+                _OPENING,
+                "checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.generation)",
+                "checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.step)",
+            ),
+        ),
+        (*_STARTED_OVER, f"{_CONCURRENCY}::TestReaders"),
+    ),
+    Mutation(
+        "read-by-step",
+        "order: a reader's newest checkpoint is that of the highest generation",
+        (
+            Edit(
+                _READING,
+                "(manifest.generation, checkpoint))",
+                "(manifest.step, checkpoint))",
+            ),
+        ),
+        (*_STARTED_OVER, f"{_CONCURRENCY}::TestReaders"),
+    ),
+    Mutation(
+        "fresh-forgets-to-give-up",
+        "what fresh=True gives up is not the newest any more",
+        (
+            Edit(
+                _STORE,
+                "            checkpoint.superseded = fresh\n",
+                "            checkpoint.superseded = False\n",
+            ),
+        ),
+        _STARTED_OVER,
+    ),
+    Mutation(
+        "unreadable-claims-nothing",
+        "a directory that cannot be read may own any part",
+        (gone(_OPENING, "        claims[path] = None\n"),),
+        (f"{_DRIVES}::TestUnreadableManifest",),
+    ),
+    Mutation(
+        "identity-not-written",
+        "a store on several drives is named before a part of it is written",
+        (
+            gone(
+                _STORE,
+                "            write_store_id("
+                "self.backend, self.directory, self.store_id, self._poison)\n",
+            ),
+        ),
+        (f"{_DRIVES}::TestOrder",),
+    ),
+    Mutation(
+        "identity-no-sync",
+        "sync of store.json",
+        (gone(_IDENTITY, "            file.sync()\n"),),
+        (f"{_DRIVES}::TestOrder",),
+    ),
+    Mutation(
+        "identity-no-dir-sync",
+        "sync of the name of store.json",
+        (gone(_IDENTITY, "            backend.sync_dir(directory)\n"),),
+        (f"{_DRIVES}::TestOrder",),
+    ),
+    Mutation(
+        "identity-found-not-synced",
+        "sync of a store.json that an earlier process may not have synced",
+        (Edit(_IDENTITY, "        file.sync()\n    finally:", "    finally:"),),
+        (f"{_DRIVES}::TestOrder",),
+    ),
+    Mutation(
+        "identity-failed-sync-forgotten",
+        "poison after a store could not be named",
+        (
+            Edit(
+                _IDENTITY,
+                '        with poison.on_error("a store\'s identity could not be made durable"):\n',
+                "        if poison is not None:\n",
+            ),
+        ),
+        faults("sync-once-keep=1-drives=2", "sync_dir-once-keep=1-drives=2"),
+    ),
+    Mutation(
+        "header-not-compared",
+        "the header of every tensor file is that of the manifest",
+        (
+            Edit(
+                _READING,
+                "        if found == expected.encoded:\n            return\n",
+                "        if found or not found:\n            return\n",
+            ),
+        ),
+        (_DAMAGE,),
+    ),
+    Mutation(
+        "size-not-checked",
+        "every tensor file has the size that the manifest asks for",
+        (
+            Edit(
+                _READING,
+                'if stat.kind != "file" or stat.size_bytes != expected.file_bytes:',
+                'if stat.kind != "file":',
+            ),
+        ),
+        (_DAMAGE,),
+    ),
+    Mutation(
+        "manifest-digest-not-checked",
+        "a manifest is what its digest says",
+        (
+            Edit(
+                _MANIFEST,
+                'if not isinstance(body, dict) or document.get("digest") != _body_digest(body):',
+                "if not isinstance(body, dict):",
+            ),
+        ),
+        (_DAMAGE, _LOST),
+    ),
+    Mutation(
+        "part-of-another-generation",
+        "a part is the one that was sealed with the checkpoint",
+        (Edit(_READING, "    if found.digest != reference.digest:\n", "    if False:\n"),),
+        (f"{_DRIVES}::TestDamage",),
+    ),
+    Mutation(
+        "part-digest-not-checked",
+        "what a part says of itself is what its digest says",
+        (
+            Edit(
+                _PART_FILE, '        if part.digest != document["digest"]:\n', "        if False:\n"
+            ),
+        ),
+        (f"{_DRIVES}::TestDamage",),
+    ),
+    Mutation(
+        "part-files-not-checked",
+        "the files of a part have the headers of the manifest",
+        (
+            Edit(
+                _READING,
+                "    for name, header in manifest.layout.array_headers[drive].items():\n",
+                "    for name, header in {}.items():\n",
+            ),
+        ),
+        (f"{_DRIVES}::TestDamage",),
+    ),
+    Mutation(
+        "train-state-of-another",
+        "a train state belongs to its checkpoint",
+        (
+            Edit(
+                _CHECKPOINT,
+                "            if dict(header) != train_state_header(self.manifest):\n",
+                "            if False:\n",
+            ),
+        ),
+        (_DAMAGE, _LOST),
+    ),
+    Mutation(
+        "read-what-is-recycled",
+        "a reader makes sure that the name is still that of what it has locked",
+        (
+            Edit(
+                _CHECKPOINT,
+                "        if before is None or after is None or after.inode != before.inode:\n",
+                "        if False:\n",
+            ),
+        ),
+        (f"{_CONCURRENCY}::TestReaders",),
+    ),
+    Mutation(
+        "read-without-lock",
+        "a reader keeps what it reads from being recycled",
+        (
+            Edit(
+                _CHECKPOINT,
+                "            lock = backend.lock(found, shared=True)\n",
+                "            lock = None\n",
+            ),
+        ),
+        (f"{_CONCURRENCY}::TestReaders",),
+    ),
+    Mutation(
+        "volatile-accepted",
+        "a store in memory is refused",
+        (
+            Edit(
+                _OPENING,
+                "        if capabilities.volatile and not allow_volatile:\n",
+                "        if False:\n",
+            ),
+        ),
+        (f"{_REFUSALS}::TestDirectories::test_in_memory",),
+    ),
+)

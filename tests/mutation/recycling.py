@@ -1,0 +1,492 @@
+"""Steps of taking a checkpoint back, and of using its slot and its parts again."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Edit, Mutation, faults, gone, killed, power
+
+_STORE = "offload/store.py"
+_SLOT = "offload/slot.py"
+_FREE = "offload/free_slots.py"
+_PARTS = "offload/parts.py"
+_POOL = "offload/part_pool.py"
+_STEPS = "tests/crash/test_protocol_steps.py"
+_CONCURRENCY = "tests/crash/test_concurrency.py"
+_DRIVES = "tests/crash/test_drives.py"
+
+_THREE = power("three-checkpoints-keep=1")
+_DRIVES_2 = power("three-checkpoints-keep=1-drives=2")
+_WITHDRAWN = """\
+                self.backend.rename(checkpoint.path, name)
+                self.checkpoints.remove(checkpoint)
+                if slot is not None:
+                    slot.renamed(name)
+                self.backend.sync_dir(self.directory)
+                if slot is not None:
+                    slot.invalidate()
+"""
+
+RECYCLING = (
+    Mutation(
+        "withdraw-no-store-sync",
+        "sync of the store after a checkpoint has lost its name",
+        (
+            Edit(
+                _STORE,
+                _WITHDRAWN,
+                _WITHDRAWN.replace("                self.backend.sync_dir(self.directory)\n", ""),
+            ),
+        ),
+        _THREE,
+    ),
+    Mutation(
+        "withdraw-manifest-stays",
+        "the manifest of a slot is made invalid before it is rewritten",
+        (Edit(_STORE, _WITHDRAWN, _WITHDRAWN.replace("slot.invalidate()", "pass")),),
+        _THREE,
+    ),
+    Mutation(
+        "withdraw-manifest-before-name",
+        "order: the name is taken back durably, then the manifest is made invalid",
+        (
+            Edit(
+                _STORE,
+                _WITHDRAWN,
+                """\
+                if slot is not None:
+                    slot.invalidate()
+                self.backend.rename(checkpoint.path, name)
+                self.checkpoints.remove(checkpoint)
+                if slot is not None:
+                    slot.renamed(name)
+                self.backend.sync_dir(self.directory)
+""",
+            ),
+        ),
+        _THREE,
+    ),
+    Mutation(
+        "withdraw-in-use",
+        "a checkpoint that is read is passed over",
+        (
+            Edit(
+                _STORE,
+                "lock = try_lock(self.backend, checkpoint.path)",
+                "lock = self.backend.lock(checkpoint.path, shared=True)",
+            ),
+        ),
+        (f"{_CONCURRENCY}::TestReaders",),
+    ),
+    Mutation(
+        "withdraw-after-failed-sync",
+        "nothing is withdrawn any more when a sync or rename has failed",
+        (
+            Edit(
+                _STORE,
+                """\
+        if self._poison:
+            return False
+        if self.backend.stat(checkpoint.path) is None:""",
+                "        if self.backend.stat(checkpoint.path) is None:",
+            ),
+        ),
+        faults("sync-once-keep=1", "sync_dir-once-keep=1", "sync-once-keep=2"),
+    ),
+    Mutation(
+        "withdraw-failed-sync-forgotten",
+        "poison after a sync or rename of a withdrawal has failed",
+        (
+            Edit(
+                _STORE,
+                'with self._poison.on_error("a checkpoint could not be withdrawn"):',
+                "if True:",
+            ),
+        ),
+        (f"{_STEPS}::test_a_checkpoint_that_could_not_be_withdrawn_ends_all_reuse",),
+    ),
+    Mutation(
+        "withdraw-the-last",
+        "the newest durable checkpoint stays while its successor is sealed",
+        (
+            Edit(
+                _STORE,
+                "current[: max(min(num_spare, len(current) - 1), 0)]",
+                "current[: max(num_spare, 0)]",
+            ),
+        ),
+        _THREE,
+    ),
+    Mutation(
+        "withdraw-the-newest",
+        "order: the oldest checkpoint is withdrawn first",
+        (Edit(_STORE, "for c in current[: max(", "for c in current[::-1][: max("),),
+        _THREE,
+    ),
+    Mutation(
+        "withdraw-more-than-expired",
+        "as many checkpoints stay as retention asks for",
+        (
+            Edit(
+                _STORE,
+                "num_spare = len(current) + self._sealing - self.keep",
+                "num_spare = len(current) + self._sealing - self.keep + 1",
+            ),
+        ),
+        (f"{_CONCURRENCY}::test_the_newest_are_kept_and_nothing_else_grows",),
+    ),
+    Mutation(
+        "one-slot-too-many",
+        "no slot is made beyond those that retention has room for",
+        (Edit(_STORE, "if held < self.keep + 1 or", "if held < self.keep + 2 or"),),
+        (
+            f"{_CONCURRENCY}::test_there_is_never_more_than_one_slot_to_work_in",
+            *power("sealed-behind-training-keep=1"),
+        ),
+    ),
+    Mutation(
+        "fresh-withdraws-nothing",
+        "the history that was given up is withdrawn when the new one is durable",
+        (
+            Edit(
+                _STORE,
+                "for checkpoint in [c for c in self.checkpoints if c.superseded]:",
+                "for checkpoint in list[StoredCheckpoint]():",
+            ),
+        ),
+        (f"{_STEPS}::test_a_history_that_was_given_up_is_gone_when_the_new_one_is_durable",),
+    ),
+    Mutation(
+        "going-back-withdraws-nothing",
+        "going back withdraws what is newer",
+        (
+            gone(
+                "offload/engine.py",
+                "        self.store.withdraw_newer(found)"
+                "  # now that the older one has proved to be readable\n",
+            ),
+        ),
+        power("gone-back-keep=2"),
+    ),
+    Mutation(
+        "free-slot-after-failed-sync",
+        "no free slot is used any more when a sync or rename has failed",
+        (
+            Edit(
+                _STORE,
+                "        if not self._poison:\n            self._identify()\n",
+                "        if True:\n            self._identify()\n",
+            ),
+        ),
+        (f"{_STEPS}::test_a_train_state_that_could_not_be_replaced_ends_all_reuse",),
+    ),
+    Mutation(
+        "sealed-slot-given-back",
+        "a slot that is a checkpoint after all is not taken for a free one",
+        (
+            gone(
+                _STORE,
+                """\
+            if any(checkpoint.slot is slot for checkpoint in self.checkpoints):
+                return  # it has been sealed after all
+""",
+            ),
+        ),
+        (
+            f"{_CONCURRENCY}::TestFailedSeal",
+            *faults("sync_dir-once-keep=1", "rename-once-keep=1", "sync-once-keep=1"),
+        ),
+        redundant="a guard against bugs: only an exception that is no StorageError, and is raised "
+        "behind the commit, leads there",
+    ),
+    Mutation(
+        "invalid-manifest-not-synced",
+        "sync of the invalid manifest before data is written",
+        (
+            gone(
+                _SLOT,
+                "        self.manifest.sync()\n",
+            ),
+        ),
+        _THREE,
+    ),
+    Mutation(
+        "parts-stay-valid",
+        "what parts say of themselves is overwritten before they are",
+        (
+            gone(
+                _SLOT,
+                "        for part in self.parts:\n            part.invalidate()\n",
+            ),
+        ),
+        (f"{_DRIVES}::TestOrder", *_DRIVES_2),
+    ),
+    Mutation(
+        "leftover-slot-stays-valid",
+        "a slot that an earlier process left is made invalid before it is rewritten",
+        (
+            Edit(
+                _SLOT,
+                "    slot.invalidate()\n    _write_headers(slot)\n    return slot\n",
+                "    _write_headers(slot)\n    return slot\n",
+            ),
+        ),
+        killed("three-checkpoints-keep=1", "two-processes-keep=1"),
+    ),
+    Mutation(
+        "leftover-slot-of-any-size",
+        "a slot that an earlier process left is used only if its files have their sizes",
+        (
+            Edit(
+                _SLOT,
+                'if stat is None or stat.kind != "file" or stat.size_bytes != size:',
+                'if stat is None or stat.kind != "file":',
+            ),
+        ),
+        power("three-checkpoints-keep=1", "added-group-keep=1"),
+    ),
+    Mutation(
+        "leftover-slot-with-other-files",
+        "a slot that an earlier process left is used only if its files are just those of a slot",
+        (
+            Edit(
+                _SLOT,
+                "    if set(backend.list_dir(path)) != set(sizes):\n        return None\n",
+                "",
+            ),
+        ),
+        power("three-checkpoints-keep=1", "replaced-train-state-keep=1", "added-group-keep=1"),
+    ),
+    Mutation(
+        "leftover-slot-keeps-headers",
+        "the headers of a slot that an earlier process left are written anew",
+        (
+            Edit(
+                _SLOT,
+                "    slot.invalidate()\n    _write_headers(slot)\n    return slot\n",
+                "    slot.invalidate()\n    return slot\n",
+            ),
+        ),
+        (f"{_STEPS}::test_a_leftover_slot_whose_headers_were_lost_is_written_anew",),
+    ),
+    Mutation(
+        "free-slot-of-another-layout",
+        "a free slot is used only for the layout that it has",
+        (
+            Edit(
+                _FREE,
+                "if candidate.layout == layout and candidate.sizes == sizes and complete:",
+                "if complete:",
+            ),
+        ),
+        power("added-group-keep=1", "added-group-keep=2"),
+    ),
+    Mutation(
+        "free-slot-without-parts",
+        "a free slot is used only if its parts are there",
+        (Edit(_FREE, "candidate.sizes == sizes and complete:", "candidate.sizes == sizes:"),),
+        (f"{_DRIVES}::TestByHand",),
+    ),
+    Mutation(
+        "leftover-slot-that-is-read",
+        "a slot that somebody still reads, under its former name, is passed over",
+        (
+            Edit(
+                _FREE,
+                "        lock = try_lock(self._backend, path)\n        try:\n",
+                "        lock = self._backend.lock(path, shared=True)\n        try:\n",
+            ),
+        ),
+        (f"{_CONCURRENCY}::TestReaders",),
+    ),
+    Mutation(
+        "doubtful-slot-removed",
+        "a slot that may be a checkpoint by now is not removed",
+        (Edit(_FREE, "        if not slot.in_doubt:\n", "        if True:\n"),),
+        faults("sync_dir-once-keep=1", "sync_dir-for-ever-keep=1"),
+    ),
+    Mutation(
+        "ready-failed-sync-forgotten",
+        "poison after a free slot could not be made ready",
+        (
+            Edit(
+                _FREE,
+                "                    with self._poison.on_error(_NOT_READY):\n"
+                "                        adopted = adopt_slot(",
+                "                    if True:\n                        adopted = adopt_slot(",
+            ),
+        ),
+        faults("sync-once-keep=1", "sync-once-keep=2"),
+    ),
+    Mutation(
+        "part-no-data-sync",
+        "sync of a part's data before what it says of itself",
+        (
+            gone(
+                _PARTS,
+                "        for file in self._files.values():\n"
+                "            if file is not own:\n"
+                "                file.sync()\n",
+            ),
+        ),
+        _DRIVES_2,
+    ),
+    Mutation(
+        "part-sealed-before-data",
+        "order: what a part says of itself is written when its data is durable",
+        (
+            gone(
+                _PARTS,
+                "        for file in self._files.values():\n"
+                "            if file is not own:\n"
+                "                file.sync()\n",
+            ),
+            Edit(
+                _PARTS,
+                "        own.sync()\n",
+                "        own.sync()\n"
+                "        for file in self._files.values():\n"
+                "            file.sync()\n",
+            ),
+        ),
+        (f"{_DRIVES}::TestOrder", *_DRIVES_2),
+    ),
+    Mutation(
+        "part-no-own-sync",
+        "sync of what a part says of itself",
+        (gone(_PARTS, "        own.sync()\n"),),
+        _DRIVES_2,
+    ),
+    Mutation(
+        "part-no-names-sync",
+        "sync of the names in a part",
+        (gone(_PARTS, "        self._backend.sync_dir(self.path)\n"),),
+        _DRIVES_2,
+    ),
+    Mutation(
+        "part-no-name-sync",
+        "sync of the name of a part",
+        (gone(_PARTS, "            self._backend.sync_dir(self.directory)\n"),),
+        _DRIVES_2,
+    ),
+    Mutation(
+        "parts-not-sealed",
+        "parts are sealed",
+        (
+            Edit(
+                _SLOT,
+                "            part.seal(sealed)\n",
+                "            del sealed\n",
+            ),
+        ),
+        _DRIVES_2,
+    ),
+    Mutation(
+        "parts-sealed-last",
+        "order: parts are sealed before the rename that makes them a checkpoint's",
+        (
+            Edit(
+                _SLOT,
+                "        for part, sealed in zip(self.parts, self._sealed_parts(), strict=True):\n"
+                "            part.seal(sealed)\n        for name",
+                "        for name",
+            ),
+            Edit(
+                _STORE,
+                "                    self._rename_into_place("
+                "slot, path, exchange=replaced is not None)\n",
+                "                    self._rename_into_place("
+                "slot, path, exchange=replaced is not None)\n"
+                "                for part, sealed in zip(slot.parts, slot._sealed_parts()):\n"
+                "                    part.seal(sealed)\n",
+            ),
+        ),
+        (f"{_DRIVES}::TestOrder", *_DRIVES_2),
+    ),
+    Mutation(
+        "part-invalid-not-synced",
+        "sync of a part that is made invalid, before data is written",
+        (gone(_PARTS, "        self._files[PART_FILE_NAME].sync()\n"),),
+        (f"{_DRIVES}::TestOrder", *_DRIVES_2),
+    ),
+    Mutation(
+        "free-part-stays-valid",
+        "a part that was found is made invalid before it is rewritten",
+        (gone(_PARTS, "        part.invalidate()\n"),),
+        (f"{_DRIVES}::TestOrder",),
+    ),
+    Mutation(
+        "free-part-of-any-size",
+        "a part that was found is used only if its files fit",
+        (Edit(_PARTS, "stat.size_bytes == sizes[name]\n", "True\n"),),
+        (*power("added-group-keep=1-drives=2"), _DRIVES),
+    ),
+    Mutation(
+        "parts-of-checkpoints-not-taken",
+        "parts that checkpoints have are not free",
+        (
+            Edit(
+                _POOL,
+                "set[int]().union(*map(part_numbers, manifests))",
+                "set[int]()",
+            ),
+        ),
+        power("two-processes-keep=1-drives=2"),
+    ),
+    Mutation(
+        "parts-of-refused-not-kept",
+        "parts that a refused checkpoint names are kept",
+        (
+            Edit(
+                _POOL,
+                "        claimed = self._taken.union(*(numbers or () for numbers in"
+                " self._claims.values()))\n        unknown",
+                "        claimed = self._taken\n        unknown",
+            ),
+        ),
+        (f"{_DRIVES}::TestUnreadableManifest",),
+    ),
+    Mutation(
+        "parts-of-unreadable-not-kept",
+        "sealed parts are kept as long as a manifest cannot be read",
+        (
+            Edit(
+                _POOL,
+                "owner == self._store_id and not unknown",
+                "owner == self._store_id",
+            ),
+        ),
+        (f"{_DRIVES}::TestUnreadableManifest",),
+    ),
+    Mutation(
+        "parts-of-other-stores-taken",
+        "parts that are sealed for another store are kept",
+        (
+            Edit(
+                _POOL,
+                "if owner is None or (owner == self._store_id and not unknown):",
+                "if owner is None or not unknown:",
+            ),
+        ),
+        (f"{_DRIVES}::TestSharedDirectory",),
+    ),
+    Mutation(
+        "free-part-after-failed-sync",
+        "no part is used again when a sync or rename has failed",
+        (Edit(_POOL, "if candidates and not self._poison:", "if candidates:"),),
+        (f"{_DRIVES}::test_after_a_failed_sync_no_part_is_reused",),
+    ),
+    Mutation(
+        "parts-removed-after-failed-sync",
+        "no part is removed when a sync or rename has failed",
+        (
+            Edit(
+                _POOL,
+                "        if self._poison:\n            return\n        keep = num_slots",
+                "        keep = num_slots",
+            ),
+        ),
+        (
+            f"{_DRIVES}::test_after_a_failed_sync_no_part_is_reused",
+            *faults("sync-once-keep=1-drives=2"),
+        ),
+    ),
+)

@@ -1,0 +1,253 @@
+"""Steps of a restore, and of the steps after it: what is checked, forgotten and waited for."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Edit, Mutation, faults, gone, power
+
+_SLOT = "offload/slot.py"
+_OPENING = "offload/opening.py"
+_RESUME = "offload/resume.py"
+_MODEL = "offload/model_file.py"
+_STREAMER = "offload/streamer.py"
+_ENGINE = "offload/engine.py"
+_USABLE = "offload/usable.py"
+_CONCURRENCY = "tests/crash/test_concurrency.py"
+_REFUSALS = "tests/torch_contract/test_refusals.py"
+_DAMAGE = f"{_REFUSALS}::TestDamage"
+_RESUMING = f"{_REFUSALS}::TestResuming"
+_LOST = "tests/crash/test_lost_writes.py"
+_OVERLAP = "tests/numerics/test_overlap.py"
+_RESIDENT = "tests/numerics/test_resident.py"
+_IDENTITY = "tests/numerics/test_resume_identity.py"
+_INTERRUPTED = "tests/crash/test_interrupted.py"
+
+RESTORING = (
+    Mutation(
+        "restore-parameters-unchecked",
+        "parameters are compared with their digests when they are restored",
+        (Edit(_MODEL, "            if found != expected[index]:\n", "            if False:\n"),),
+        (_DAMAGE, _LOST),
+    ),
+    Mutation(
+        "first-pass-unchecked",
+        "state is compared with its digests in the first step after a restore",
+        (gone(_STREAMER, "                self._check(frame)\n"),),
+        (f"{_INTERRUPTED}::test_damaged_state_is_not_trained_on",),
+    ),
+    Mutation(
+        "first-pass-believed",
+        "what an earlier process wrote is not believed",
+        (Edit(_OPENING, "    slot.unchecked = True\n", "    slot.unchecked = False\n"),),
+        (f"{_INTERRUPTED}::test_damaged_state_is_not_trained_on",),
+    ),
+    Mutation(
+        "digest-of-any-generation",
+        "a digest speaks for one generation of one store",
+        (
+            Edit(
+                "offload/digests.py",
+                'f"{self.store_id}/{self.generation}/{array}/{chunk}"',
+                'f"{array}/{chunk}"',
+            ),
+        ),
+        ("tests/format/test_spec.py",),
+    ),
+    Mutation(
+        "digest-of-any-chunk",
+        "a digest speaks for one chunk of one array",
+        (
+            Edit(
+                "offload/digests.py",
+                'f"{self.store_id}/{self.generation}/{array}/{chunk}"',
+                'f"{self.store_id}/{self.generation}"',
+            ),
+        ),
+        ("tests/format/test_spec.py",),
+    ),
+    Mutation(
+        "restore-train-state-unread",
+        "the train state is read and checked before anything is changed",
+        (
+            gone(
+                _ENGINE,
+                "        _ = checkpoint.train_state"
+                "  # read and checked before anything is changed\n",
+            ),
+        ),
+        (_LOST, _DAMAGE),
+    ),
+    Mutation(
+        "restore-half-way-goes-on",
+        "a restore that failed half way leaves an optimizer that refuses to go on",
+        (gone(_ENGINE, '        self._broken = f"restoring {found.path} failed half way"\n'),),
+        (_DAMAGE, *faults("read-once-keep=1")),
+    ),
+    Mutation(
+        "going-back-before-reading",
+        "order: newer checkpoints are withdrawn when the older one has proved readable",
+        (
+            gone(
+                _ENGINE,
+                "        self.store.withdraw_newer(found)"
+                "  # now that the older one has proved to be readable\n",
+            ),
+            Edit(
+                _ENGINE,
+                '        self._broken = f"restoring {found.path} failed half way"\n',
+                '        self._broken = f"restoring {found.path} failed half way"\n'
+                "        self.store.withdraw_newer(found)\n",
+            ),
+        ),
+        (_RESUMING,),
+    ),
+    Mutation(
+        "going-back-unasked",
+        "an older checkpoint is restored only with discard_newer=True",
+        (
+            Edit(
+                _RESUME,
+                "    if found is not newest and found is not None and not discard_newer:\n",
+                "    if False:\n",
+            ),
+        ),
+        (_RESUMING,),
+    ),
+    Mutation(
+        "undecided-goes-on",
+        "nothing is stepped or sealed beside checkpoints that nobody has decided about",
+        (Edit(_USABLE, "        if not self._decided:\n", "        if False:\n"),),
+        (_RESUMING,),
+    ),
+    Mutation(
+        "refused-in-silence",
+        "a checkpoint that is not used is named, and why",
+        (
+            Edit(
+                _RESUME,
+                'warnings.warn(f"not using {path}: {reason}", RuntimeWarning, stacklevel=4)',
+                "del path, reason",
+            ),
+        ),
+        (_DAMAGE,),
+    ),
+    Mutation(
+        "torn-step-goes-on",
+        "a step that failed half way leaves an optimizer that refuses to go on",
+        (
+            gone(
+                _ENGINE,
+                '        self._broken = f"step {state_pass.step} failed half way ({error!r})"\n',
+            ),
+        ),
+        faults("write-once-keep=1", "read-once-keep=1"),
+    ),
+    Mutation(
+        "failed-transfer-unheeded",
+        "a transfer that failed behind a step leaves an optimizer that refuses to go on",
+        (Edit(_USABLE, "        if self._transfer_error is not None:\n", "        if False:\n"),),
+        faults("write-once-keep=1", "write-once-keep=2"),
+    ),
+    Mutation(
+        "failed-write-unnoticed",
+        "the error of a write that nobody waits for is kept",
+        (gone(_STREAMER, "                self._error = self._error or error\n"),),
+        faults("write-once-keep=1", "write-once-keep=2"),
+    ),
+    Mutation(
+        "flush-after-failed-write",
+        "no seal begins when a write before it has failed",
+        (
+            Edit(
+                _STREAMER,
+                "            self.raise_error()\n            pending =",
+                "            pending =",
+            ),
+        ),
+        (*faults("write-once-keep=1"), f"{_CONCURRENCY}::TestFailedSeal", _RESIDENT),
+    ),
+    Mutation(
+        "flush-forgets-pending",
+        "a seal waits for the writes that are in progress",
+        (
+            Edit(
+                _STREAMER,
+                "[f for frame in self._writing.values() for f in frame.futures]",
+                "list[IOFuture]()",
+            ),
+        ),
+        (_OVERLAP, *faults("write-once-keep=1", "write-once-keep=2")),
+    ),
+    Mutation(
+        "flush-not-frozen",
+        "resident state does not change while a seal is about to write it",
+        (
+            Edit(
+                _STREAMER,
+                "        busy = chunk in self._flushing or chunk in self._writing\n",
+                "        busy = False\n",
+            ),
+        ),
+        (_OVERLAP, _RESIDENT, *power("resident-state-keep=1")),
+    ),
+    Mutation(
+        "read-before-written",
+        "a chunk is read again only when its write has ended",
+        (
+            Edit(
+                _STREAMER,
+                "            if chunk in self._writing:\n"
+                "                break  # the end of that write comes back here\n",
+                "",
+            ),
+        ),
+        (_OVERLAP,),
+    ),
+    Mutation(
+        "read-ahead-of-another-slot",
+        "what was read ahead from another slot is dropped",
+        (Edit(_STREAMER, "            if source is self._source:\n", "            if True:\n"),),
+        (_OVERLAP, *power("sealed-behind-training-keep=1"), _IDENTITY),
+    ),
+    Mutation(
+        "restore-keeps-memory",
+        "a restore forgets what was read ahead, and what is resident",
+        (
+            Edit(
+                _ENGINE,
+                "        self._memory.reset()\n        self._memory.drop()\n        sealed",
+                "        sealed",
+            ),
+        ),
+        (f"{_RESIDENT}::test_a_restore_in_the_same_process_forgets_what_was_in_memory", _IDENTITY),
+    ),
+    Mutation(
+        "source-released-while-written",
+        "a slot is free again when the last transfer has ended",
+        (gone(_ENGINE, "            self._ring().synchronize()\n"),),
+        ("tests/numerics/test_added_parameters.py", _OVERLAP, *power("added-group-keep=1")),
+    ),
+    Mutation(
+        "written-digests-of-old-content",
+        "what is known of a slot's content is forgotten when it is written anew",
+        (
+            gone(
+                _SLOT,
+                "        self.digests = {name: [None] * self.layout.num_chunks"
+                " for name in self.layout.array_names}\n",
+            ),
+        ),
+        (*power("three-checkpoints-keep=1"), _IDENTITY),
+    ),
+    Mutation(
+        "poison-tells-nobody",
+        "a failed sync is remembered",
+        (
+            Edit(
+                "offload/poison.py",
+                '            self.reason = self.reason or f"{what} ({error})"\n            raise\n',
+                "            del error, what\n            raise\n",
+            ),
+        ),
+        faults("sync-once-keep=1", "sync_dir-once-keep=1"),
+    ),
+)

@@ -1,0 +1,489 @@
+"""Steps of a seal: what must be on the drive before the rename, and when the rename counts."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Edit, Mutation, faults, gone, power
+
+_STORE = "offload/store.py"
+_SLOT = "offload/slot.py"
+_SEAL = "offload/seal.py"
+_MODEL = "offload/model_file.py"
+_RESEAL = "offload/reseal.py"
+_ENGINE = "offload/engine.py"
+_STEPS = "tests/crash/test_protocol_steps.py"
+_CONCURRENCY = "tests/crash/test_concurrency.py"
+_BEHIND = f"{_CONCURRENCY}::TestSealBehindTraining"
+_OVERLAP = "tests/numerics/test_overlap.py"
+_RESIDENT = "tests/numerics/test_resident.py"
+_RESUME = "tests/numerics/test_resume_identity.py"
+
+_THREE = power("three-checkpoints-keep=1")
+_COMMIT = """\
+                slot.sync()
+                slot.manifest.write_bytes(manifest_data, 0)
+                slot.manifest.sync()
+                self.backend.sync_dir(slot.path)
+                with self._changed:
+                    self._rename_into_place(slot, path, exchange=replaced is not None)
+"""
+
+SEALING = (
+    Mutation(
+        "seal-no-data-sync",
+        "sync of a slot's files before its manifest",
+        (gone(_STORE, "                slot.sync()\n"),),
+        _THREE,
+    ),
+    Mutation(
+        "seal-no-manifest-sync",
+        "sync of the manifest before the rename",
+        (gone(_STORE, "                slot.manifest.sync()\n"),),
+        _THREE,
+    ),
+    Mutation(
+        "seal-no-slot-dir-sync",
+        "sync of a slot's names before the rename",
+        (gone(_STORE, "                self.backend.sync_dir(slot.path)\n"),),
+        _THREE,
+    ),
+    Mutation(
+        "seal-manifest-before-data",
+        "order: the manifest is written when the data is durable",
+        (
+            Edit(
+                _STORE,
+                """\
+                slot.sync()
+                slot.manifest.write_bytes(manifest_data, 0)
+                slot.manifest.sync()
+""",
+                """\
+                slot.manifest.write_bytes(manifest_data, 0)
+                slot.manifest.sync()
+                slot.sync()
+""",
+            ),
+        ),
+        _THREE,
+    ),
+    Mutation(
+        "seal-rename-before-syncs",
+        "order: the rename comes last",
+        (
+            Edit(
+                _STORE,
+                _COMMIT,
+                """\
+                slot.manifest.write_bytes(manifest_data, 0)
+                with self._changed:
+                    self._rename_into_place(slot, path, exchange=replaced is not None)
+                slot.sync()
+                slot.manifest.sync()
+                self.backend.sync_dir(slot.path)
+""",
+            ),
+        ),
+        _THREE,
+    ),
+    Mutation(
+        "seal-no-store-sync",
+        "sync of the store after the rename: the commit",
+        (
+            Edit(
+                _STORE,
+                """\
+            slot.renamed(path)
+            self.backend.sync_dir(self.directory)
+            slot.in_doubt = False
+""",
+                """\
+            slot.renamed(path)
+            slot.in_doubt = False
+""",
+            ),
+        ),
+        _THREE,
+    ),
+    Mutation(
+        "exchange-no-store-sync",
+        "sync of the store after two names have been exchanged",
+        (
+            Edit(
+                _STORE,
+                """\
+            old.path = working
+        self.backend.sync_dir(self.directory)
+""",
+                """\
+            old.path = working
+""",
+            ),
+        ),
+        power("sealed-twice-keep=1", "sealed-twice-keep=2"),
+    ),
+    Mutation(
+        "exchange-in-two-renames",
+        "atomicity: an older checkpoint of the same step is there until its successor is",
+        (
+            Edit(
+                _STORE,
+                "        self.backend.exchange(working, path)\n",
+                """\
+        self.backend.rename(path, f"{working}9")
+        self.backend.rename(working, path)
+        self.backend.rename(f"{working}9", working)
+""",
+            ),
+        ),
+        power("sealed-twice-keep=1", "sealed-twice-keep=2"),
+    ),
+    Mutation(
+        "seal-not-in-doubt",
+        "a slot whose rename may have happened is not removed",
+        (gone(_STORE, "        slot.in_doubt = True\n"),),
+        faults("sync_dir-once-keep=1", "sync_dir-for-ever-keep=1"),
+    ),
+    Mutation(
+        "seal-failed-sync-forgotten",
+        "poison after a sync or rename of a seal has failed",
+        (
+            Edit(
+                _STORE,
+                'with self._poison.on_error("a checkpoint could not be made durable"):',
+                "if True:",
+            ),
+        ),
+        faults("sync-once-keep=1", "sync_dir-once-keep=1", "sync-once-keep=2"),
+    ),
+    Mutation(
+        "seal-replaces-what-is-read",
+        "a checkpoint of the same step is not replaced while it is read",
+        (
+            Edit(
+                _STORE,
+                "replaced = lock_existing(self.backend, path, self._reader_timeout_s)",
+                "replaced = self.backend.lock(path, shared=True)"
+                " if self.backend.stat(path) else None",
+            ),
+        ),
+        (f"{_CONCURRENCY}::TestReaders",),
+    ),
+    Mutation(
+        "seal-model-not-synced",
+        "sync of model.safetensors",
+        (
+            Edit(
+                _SLOT,
+                "            if name != MANIFEST_NAME:\n",
+                "            if name not in (MANIFEST_NAME, MODEL_NAME):\n",
+            ),
+        ),
+        _THREE,
+    ),
+    Mutation(
+        "seal-train-state-not-synced",
+        "sync of train_state.safetensors",
+        (
+            Edit(
+                _SLOT,
+                "            if name != MANIFEST_NAME:\n",
+                "            if name not in (MANIFEST_NAME, TRAIN_STATE_NAME):\n",
+            ),
+        ),
+        _THREE,
+    ),
+    Mutation(
+        "seal-masters-not-synced",
+        "sync of master.safetensors",
+        (
+            Edit(
+                _SLOT,
+                "            if name != MANIFEST_NAME:\n",
+                '            if name not in (MANIFEST_NAME, "master.safetensors"):\n',
+            ),
+        ),
+        _THREE,
+    ),
+    Mutation(
+        "seal-moments-not-synced",
+        "sync of exp_avg_sq.safetensors",
+        (
+            Edit(
+                _SLOT,
+                "            if name != MANIFEST_NAME:\n",
+                '            if name not in (MANIFEST_NAME, "exp_avg_sq.safetensors"):\n',
+            ),
+        ),
+        _THREE,
+    ),
+    Mutation(
+        "train-state-no-sync",
+        "sync of a new train state before it takes the old one's name",
+        (
+            Edit(
+                _SLOT,
+                "            file.sync()\n            self._backend.rename(file.path",
+                "            self._backend.rename(file.path",
+            ),
+        ),
+        power("replaced-train-state-keep=1"),
+    ),
+    Mutation(
+        "train-state-no-dir-sync",
+        "sync of the directory after a train state was replaced",
+        (
+            Edit(
+                _SLOT,
+                '/{name}")\n            self._backend.sync_dir(self._path)\n',
+                '/{name}")\n',
+            ),
+        ),
+        power("replaced-train-state-keep=1"),
+    ),
+    Mutation(
+        "train-state-in-place",
+        "atomicity: a train state is replaced by a rename",
+        (
+            Edit(
+                _SLOT,
+                '            self._backend.rename(file.path, f"{self._path}/{name}")\n',
+                "            self._files[name] = self._backend.open(\n"
+                '                f"{self._path}/{name}", writable=True\n'
+                "            )\n"
+                "            data = file.read_bytes(0, file.size_bytes)\n"
+                "            self._files[name].write_bytes(data, 0)\n"
+                "            self._files[name].sync()\n"
+                "            self._backend.remove(file.path)\n",
+            ),
+        ),
+        power("replaced-train-state-keep=1"),
+    ),
+    Mutation(
+        "train-state-failed-sync-forgotten",
+        "poison after a sync or rename of a train state has failed",
+        (
+            Edit(
+                _STORE,
+                'with self._poison.on_error("a train state could not be replaced"):',
+                "if True:",
+            ),
+        ),
+        (f"{_STEPS}::test_a_train_state_that_could_not_be_replaced_ends_all_reuse",),
+    ),
+    Mutation(
+        "seal-no-train-state",
+        "the train state is written",
+        (gone(_SEAL, "        slot.train_state.write_bytes(self._train_state, 0)\n"),),
+        _THREE,
+    ),
+    Mutation(
+        "seal-no-wait-for-writes",
+        "all writes of the state have ended before anything is synced",
+        (gone(_SEAL, "        self._flush.wait()\n"),),
+        (_OVERLAP,),
+    ),
+    Mutation(
+        "seal-no-flush",
+        "state that is only in memory is written",
+        (gone(_SEAL, "        self._flush.start(slot)\n"),),
+        (
+            f"{_STEPS}::test_resident_state_is_still_to_be_written_after_a_seal_that_failed_before_it",
+        ),
+    ),
+    Mutation(
+        "seal-edit-unnoticed",
+        "a parameter that changes while it is copied fails the seal",
+        (Edit(_SEAL, "            if tensor._version != version:\n", "            if False:\n"),),
+        (_OVERLAP, _BEHIND),
+    ),
+    Mutation(
+        "seal-buffers-by-reference",
+        "buffers are captured by value",
+        (
+            Edit(
+                _ENGINE,
+                "[item.captured() for item in stored], SealHandle(step)",
+                "list(stored), SealHandle(step)",
+            ),
+        ),
+        (_BEHIND, _OVERLAP),
+    ),
+    Mutation(
+        "seal-hyperparameters-by-reference",
+        "hyper-parameters are captured by value",
+        (Edit(_SEAL, "{key: copy.deepcopy(value) for", "{key: value for"),),
+        (_BEHIND,),
+    ),
+    Mutation(
+        "failed-seal-model-believed",
+        "after a failed seal nothing is known of the model file",
+        (gone(_SEAL, "            self.slot.model_leaves.clear()\n"),),
+        (*faults("write-once-keep=1", "write-once-keep=2"), f"{_CONCURRENCY}::TestFailedSeal"),
+    ),
+    Mutation(
+        "failed-seal-flush-lost",
+        "after a failed seal state in memory is still to be written",
+        (gone(_SEAL, "            self._flush.abandon()\n"),),
+        (
+            f"{_STEPS}::test_resident_state_is_still_to_be_written_after_a_seal_that_failed_before_it",
+        ),
+    ),
+    Mutation(
+        "model-no-wait-for-writes",
+        "the last writes of the parameters have ended before the sync",
+        (
+            Edit(
+                _MODEL,
+                "    for write in writes.values():\n        write.result()\n    return digests\n",
+                "    return digests\n",
+            ),
+        ),
+        (f"{_STEPS}::test_the_bytes_of_the_parameters_are_those_of_when_they_were_copied",),
+    ),
+    Mutation(
+        "model-buffer-reused-too-early",
+        "a buffer is filled again only when its write has ended",
+        (
+            Edit(
+                _MODEL,
+                "        if previous is not None:\n            previous.result()\n",
+                "        del previous\n",
+            ),
+        ),
+        (f"{_STEPS}::test_the_bytes_of_the_parameters_are_those_of_when_they_were_copied",),
+    ),
+    Mutation(
+        "model-published-too-early",
+        "order: parameters may change when they have been copied, not before",
+        (
+            Edit(
+                _MODEL,
+                "        image.gather(start, stop, data)\n        copied(stop)\n",
+                "        copied(stop)\n        image.gather(start, stop, data)\n",
+            ),
+        ),
+        (f"{_STEPS}::test_the_bytes_of_the_parameters_are_those_of_when_they_were_copied",),
+    ),
+    Mutation(
+        "step-no-wait-for-copy",
+        "a step waits until the seal has copied the parameters that it overwrites",
+        (
+            gone(
+                "offload/state_pass.py",
+                "                if seal is not None:\n"
+                "                    seal.wait_copied(model_stops[chunk])\n",
+            ),
+        ),
+        (_OVERLAP, _BEHIND),
+    ),
+    Mutation(
+        "step-no-wait-for-frozen",
+        "a step returns when the seal has copied everything",
+        (
+            Edit(
+                "offload/state_pass.py",
+                "            seal.wait_copied(seal.data_bytes)\n",
+                "            pass\n",
+            ),
+        ),
+        (f"{_STEPS}::test_a_step_returns_when_frozen_parameters_have_been_copied_as_well",),
+    ),
+    Mutation(
+        "seal-slot-still-written",
+        "the step after a seal writes another slot",
+        (
+            Edit(
+                _ENGINE,
+                "self._working, self._sealed, self._seal = False, None, seal",
+                "self._sealed, self._seal = None, seal",
+            ),
+        ),
+        _THREE,
+    ),
+    Mutation(
+        "two-seals-in-flight",
+        "a checkpoint waits for the seal before it",
+        (
+            Edit(
+                _ENGINE,
+                "        self._collect_seal(wait=True)\n        encoded = encode(train_state)\n",
+                "        encoded = encode(train_state)\n",
+            ),
+        ),
+        (_BEHIND, f"{_CONCURRENCY}::TestFailedSeal"),
+    ),
+    Mutation(
+        "seal-same-generation",
+        "every slot that is written gets a generation of its own",
+        (gone(_STORE, "                    self._generation += 1\n"),),
+        (*_THREE, *power("started-over-keep=1")),
+    ),
+    Mutation(
+        "seal-generations-start-anew",
+        "generations go on from the highest that is there",
+        (Edit(_STORE, "max(generations, default=0) + _UNREADABLE_GAP", "0 + _UNREADABLE_GAP"),),
+        power("two-processes-keep=2"),
+    ),
+    Mutation(
+        "seal-no-gap-after-unreadable",
+        "new generations are above those that cannot be read now",
+        (Edit(_STORE, " + _UNREADABLE_GAP * bool(self.refused)\n", "\n"),),
+        (f"{_STEPS}::test_what_cannot_be_read_now_is_never_the_newest_again",),
+    ),
+    Mutation(
+        "reseal-hyperparameters-ignored",
+        "a step that was sealed is sealed again if its hyper-parameters differ",
+        (
+            Edit(
+                _RESEAL,
+                "    if saved != [encode_group(i, group) for i, group in enumerate(groups)]:\n",
+                "    if False:\n",
+            ),
+        ),
+        (_RESUME,),
+    ),
+    Mutation(
+        "reseal-parameters-ignored",
+        "a step that was sealed is sealed again if its parameters differ",
+        (
+            Edit(
+                _RESEAL,
+                "    return tuple(digest_model(image, buffers, slot.context))"
+                " == manifest.model_digests\n",
+                "    return True\n",
+            ),
+        ),
+        power("sealed-twice-keep=1"),
+    ),
+    Mutation(
+        "reseal-train-state-kept",
+        "a train state that differs is replaced",
+        (Edit(_RESEAL, "    if present != encoded:\n", "    if False:\n"),),
+        (f"{_RESUME}::test_sealing_the_same_step_again_replaces_the_train_state",),
+    ),
+    Mutation(
+        "sealing-not-announced",
+        "a step that needs a slot waits for the seal in flight",
+        (
+            Edit(
+                _STORE, "            self._sealing = True\n", "            self._sealing = False\n"
+            ),
+        ),
+        (
+            f"{_CONCURRENCY}::test_there_is_never_more_than_one_slot_to_work_in",
+            *power("sealed-behind-training-keep=1"),
+        ),
+    ),
+    Mutation(
+        "failed-durability-trained-on",
+        "state that could not be made durable is not trained on",
+        (
+            Edit(
+                _ENGINE,
+                "            elif self.store.poisoned:\n",
+                "            elif False:\n",
+            ),
+        ),
+        (f"{_STEPS}::test_state_that_could_not_be_made_durable_is_not_trained_on",),
+    ),
+)
