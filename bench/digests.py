@@ -35,7 +35,7 @@ from bench._model import make_gradients, make_parameters
 from bench._statistics import median, ratios
 from bench._streamed import Streamed, exact_state_bytes
 from gds import PosixBackend
-from offload.digests import DigestContext
+from offload import digests
 
 _LIMIT = 0.05
 """Of the time of a step on the CPU path."""
@@ -49,13 +49,13 @@ class DigestClock:
     digested_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def timed(self, digest: Callable[..., str]) -> Callable[..., str]:
+    def timed(self, digest: Callable[[memoryview], bytes]) -> Callable[[memoryview], bytes]:
         """Return the function with its time added up here, whichever thread calls it."""
 
         @wraps(digest)
-        def wrapper(context: DigestContext, array: str, chunk: int, data: memoryview) -> str:
+        def wrapper(data: memoryview) -> bytes:
             started = time.thread_time()
-            found = digest(context, array, chunk, data)
+            found = digest(data)
             spent = time.thread_time() - started
             with self._lock:
                 self.cpu_s += spent
@@ -69,12 +69,12 @@ class DigestClock:
 def clock_on_digests() -> Iterator[DigestClock]:
     """Yield a clock that runs while state is digested, in any thread of this process."""
     clock = DigestClock()
-    original = DigestContext.digest
-    DigestContext.digest = clock.timed(original)  # type: ignore[method-assign]
+    original = digests.leaf_digests
+    digests.leaf_digests = clock.timed(original)
     try:
         yield clock
     finally:
-        DigestContext.digest = original  # type: ignore[method-assign]
+        digests.leaf_digests = original
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

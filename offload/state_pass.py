@@ -89,7 +89,7 @@ class StatePass:
                 raise
             if updated is not None:
                 updated(chunk)
-            streamer.put(frame, self.target)
+            streamer.put(frame, self.target, self.updater.pool.map)
         scalars = self.updater.finish()
         if seal is not None:
             # From here on the user may also change what no step does: frozen parameters.

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gds import Backend, IOFuture
+from offload.digests import Run, digest_arrays
 from offload.errors import DamagedError
 from offload.frame import Frame, frame_bytes
 from offload.layout import Layout
@@ -127,10 +128,15 @@ class Streamer:
             raise
         return frame
 
-    def put(self, frame: Frame, target: Slot) -> None:
+    def put(self, frame: Frame, target: Slot, run: Run) -> None:
         """Digest a frame's chunk and start writing it; the frame comes back when that has ended.
 
         A resident chunk stays, and is written by the next `Flush`.
+
+        Args:
+            frame: From `take`.
+            target: Where to.
+            run: Spreads the digests over threads.
         """
         if frame.chunk in self._resident:
             with self._changed:
@@ -138,19 +144,19 @@ class Streamer:
                 self._held.add(frame.chunk)
                 self._dirty.add(frame.chunk)
             return
-        self._write(frame, target)
+        self._write(frame, target, run)
 
-    def _write(self, frame: Frame, target: Slot) -> None:
+    def _write(self, frame: Frame, target: Slot, run: Run) -> None:
         chunk = frame.chunk
-        transfers = []
         try:
             self.raise_error()
-            for name in self.layout.array_names:
-                buffer, offset = frame.buffer(self.layout, name, chunk)
-                digest = target.context.digest(name, chunk, buffer.memoryview())
+            transfers = [
+                (name, *frame.buffer(self.layout, name, chunk)) for name in self.layout.array_names
+            ]
+            data = {name: buffer.memoryview() for name, buffer, _ in transfers}
+            for name, digest in digest_arrays(target.context, chunk, data, run).items():
                 target.digests[name][chunk] = digest
-                if buffer.nbytes:
-                    transfers.append((name, buffer, offset))
+            transfers = [transfer for transfer in transfers if transfer[1].nbytes]
         except BaseException:
             self.discard(frame)
             raise
@@ -348,7 +354,7 @@ class Flush:
         """Digest the resident chunks and start writing them, each free to change once written."""
         while self._chunks:
             frame = self._streamer._resident[self._chunks[0]]
-            self._streamer._write(frame, target)
+            self._streamer._write(frame, target, _one_by_one)  # the pool is training's
             self._pending += frame.futures
             self._chunks.popleft()
 
@@ -368,6 +374,12 @@ class Flush:
             streamer._flushing.difference_update(self._chunks)
             streamer._dirty.update(self._chunks)
             streamer._changed.notify_all()
+
+
+def _one_by_one(
+    function: Callable[[memoryview], bytes], items: Sequence[memoryview]
+) -> list[bytes]:
+    return [function(item) for item in items]
 
 
 def _spread(num: int, layout: Layout) -> list[int]:

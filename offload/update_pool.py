@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -22,6 +22,7 @@ UPDATE_THREAD = "offload-update"
 """Prefix of the threads' names."""
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class BlockContext:
@@ -100,6 +101,16 @@ class UpdatePool:
             raise
         for future in futures:
             future.result()
+
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """Call a function for every item, as `run` does, and return the results in order."""
+        results: list[Result | None] = [None] * len(items)
+
+        def call(_: BlockContext, number: int) -> None:
+            results[number] = function(items[number])
+
+        self.run(call, range(len(items)))
+        return cast("list[Result]", results)
 
     def close(self) -> None:
         """Let the threads end. Idempotent."""

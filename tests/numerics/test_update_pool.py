@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import offload.update_pool
+from offload.digests import LEAF_BYTES, DigestContext, digest_arrays
 from offload.rules import UpdateRule
 from offload.update_pool import UPDATE_THREAD, BlockContext, UpdatePool
 
@@ -100,3 +102,24 @@ def test_an_interrupt_is_raised_when_all_have_stopped(
     assert 2 <= len(begun) < 50
     pool.run(lambda _context, item: ended.append(item), [100, 101])
     assert {100, 101} <= set(ended)
+
+
+def test_results_come_in_the_order_of_the_items(pool: UpdatePool) -> None:
+    def slower_at_first(item: int) -> int:
+        time.sleep(0.004 / item)
+        return item * item
+
+    assert pool.map(slower_at_first, range(1, 20)) == [n * n for n in range(1, 20)]
+    assert pool.map(slower_at_first, [3]) == [9]
+    assert pool.map(slower_at_first, []) == []
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, LEAF_BYTES, 8 * LEAF_BYTES, 21 * LEAF_BYTES + 17])
+def test_digests_on_threads_are_those_of_one_call(pool: UpdatePool, nbytes: int) -> None:
+    context = DigestContext("0" * 32, 7)
+    arrays = {
+        name: memoryview(random.Random(name).randbytes(nbytes + more))
+        for more, name in enumerate(("master", "exp_avg", "exp_avg_sq"))
+    }
+    found = digest_arrays(context, 5, arrays, pool.map)
+    assert found == {name: context.digest(name, 5, data) for name, data in arrays.items()}
