@@ -70,7 +70,7 @@ def clock_on_digests() -> Iterator[DigestClock]:
     """Yield a clock that runs while state is digested, in any thread of this process."""
     clock = DigestClock()
     original = digests.leaf_digests
-    digests.leaf_digests = clock.timed(original)
+    digests.leaf_digests = clock.timed(original)  # type: ignore[assignment]
     try:
         yield clock
     finally:
