@@ -1,8 +1,8 @@
 """A process that attacks stores: ``python -m tests.attacks.attacked 0/6 DIRECTORY``.
 
-It makes a store, and for every sixth attack from the first a copy with the attack in it. Prints the
-name of each before it begins, so that a hang or a death has one, and at the end JSON: for each attack
-what was wrong with how it was refused, and by how many bytes the process grew at most.
+It makes a store, and for every sixth attack from the first a copy with the attack in it. Prints
+the name of each before it begins, so that a hang or a death has one, and at the end JSON: for each
+attack what was wrong with how it was refused, and by how many bytes the process grew at most.
 """
 
 from __future__ import annotations
