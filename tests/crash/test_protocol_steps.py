@@ -214,6 +214,17 @@ def test_a_train_state_that_could_not_be_replaced_ends_all_reuse(kind: Kind) -> 
     training.optimizer.close()
 
 
+def test_a_store_that_could_not_be_named_reuses_nothing() -> None:
+    backend = FaultBackend(MemoryBackend())
+    training = Training(backend, directory=[STORE, "/other"])
+    backend.fail_if(lambda kind, path: kind == "sync" and path.endswith("/store.json"))
+    with pytest.raises(StorageError, match="injected failure of sync"):
+        training.step()
+    with pytest.warns(RuntimeWarning, match=REUSES_NOTHING):
+        training.optimizer.step()
+    training.optimizer.close()
+
+
 @pytest.mark.parametrize("kind", ["rename", "sync_dir", "sync"])
 def test_a_checkpoint_that_could_not_be_withdrawn_ends_all_reuse(kind: Kind) -> None:
     backend = FaultBackend(MemoryBackend())

@@ -33,10 +33,9 @@ import safetensors.torch  # noqa: F401  (with torch: imported once, for all fork
 import torch._dynamo  # noqa: F401  (which an optimizer imports, and takes seconds)
 
 from tests.mutation import MUTATIONS
-from tests.mutation.mutation import ROOT, Mutation, MutationError
+from tests.mutation.mutation import RESULT, ROOT, Mutation, MutationError
 
 _COPIED: Final = ("offload", "gds", "tests", "bench", "pyproject.toml")
-_RESULT: Final = ROOT / "tests" / "mutation" / "result.json"
 _TIMEOUT_S: Final = 300.0
 _IMPORT: Final = re.compile(r"^from (tests\.[\w.]+) import", re.MULTILINE)
 
@@ -301,7 +300,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--share", default="1/1", help="of the mutations, for several runs at once: 1/2, 2/2")
     add("--scratch", default="/var/tmp/offload-mutation", help="where to work (%(default)s)")
     add("--timeout", type=float, default=_TIMEOUT_S, help="seconds for one (%(default)s)")
-    add("--output", default=str(_RESULT), help="file for the result of a complete run")
+    add("--output", default=str(RESULT), help="file for the result of a complete run")
     return parser.parse_args(arguments)
 
 

@@ -10,6 +10,10 @@ ROOT: Final = Path(__file__).parent.parent.parent
 """Of the checkout."""
 
 
+RESULT: Final = ROOT / "tests" / "mutation" / "result.json"
+"""Of the last complete run."""
+
+
 class MutationError(Exception):
     """A mutation does not fit the source any more; the message says which, and how."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutation.mutation import Edit, Mutation, faults, gone, killed, power
+from tests.mutation.mutation import Edit, Mutation, gone, killed, power
 
 _STORE = "offload/store.py"
 _OPENING = "offload/opening.py"
@@ -153,7 +153,7 @@ OPENING = (
                 "            checkpoint.superseded = False\n",
             ),
         ),
-        _STARTED_OVER,
+        (f"{_STEPS}::test_a_history_that_was_given_up_is_gone_when_the_new_one_is_durable",),
     ),
     Mutation(
         "unreadable-claims-nothing",
@@ -201,7 +201,7 @@ OPENING = (
                 "        if poison is not None:\n",
             ),
         ),
-        faults("sync-once-keep=1-drives=2", "sync_dir-once-keep=1-drives=2"),
+        (f"{_STEPS}::test_a_store_that_could_not_be_named_reuses_nothing",),
     ),
     Mutation(
         "header-not-compared",
