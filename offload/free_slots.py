@@ -15,6 +15,7 @@ from offload.layout import Layout
 from offload.part_pool import PartPool
 from offload.poison import Poison
 from offload.slot import Slot, adopt_slot, create_slot, remove_slot
+from offload.space import saying_what_is_free
 
 _NOT_READY = "a free slot could not be made ready"
 
@@ -102,7 +103,9 @@ class FreeSlots:
         """Make a new slot, for the caller; raises `gds.StorageError` if there is no space."""
         parts = self._parts.take(layout)
         try:
-            slot = create_slot(self._backend, self.unused_path(), layout, sizes)
+            path = self.unused_path()
+            with saying_what_is_free(self._backend, path, sum(sizes.values()), "a slot"):
+                slot = create_slot(self._backend, path, layout, sizes)
         except BaseException:
             self._parts.remove(parts)
             raise

@@ -24,6 +24,7 @@ from offload.part_file import PART_FILE_NAME, part_name, part_number
 from offload.parts import Part, adopt_part, create_part, open_part, part_sizes, remove_part
 from offload.poison import Poison
 from offload.reading import read_part
+from offload.space import saying_what_is_free
 
 Claims = Mapping[str, frozenset[int] | None]
 """By path of a directory named like a checkpoint that is not usable: the numbers that its manifest
@@ -107,7 +108,10 @@ class PartPool:
                         if part is None:  # it was made for another layout
                             remove_part(backend, f"{directory}/{name}")
                 if part is None:
-                    part = create_part(backend, directory, name, layout, drive)
+                    path = f"{directory}/{name}"
+                    needed_bytes = part_bytes(layout, drive)
+                    with saying_what_is_free(backend, path, needed_bytes, "part of a slot"):
+                        part = create_part(backend, directory, name, layout, drive)
                     made.append(part)
                 parts.append(part)
         except BaseException:

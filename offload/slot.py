@@ -16,6 +16,7 @@ from offload.layout import Layout, array_file_name
 from offload.manifest import MANIFEST_NAME, invalid_manifest
 from offload.part_file import PartReference, SealedPart, content_digest
 from offload.parts import Part
+from offload.space import saying_what_is_free
 
 LOCK_NAME = "LOCK"
 """In the store itself, not in a slot."""
@@ -122,7 +123,8 @@ class Slot:
         path = f"{self._path}/{name}.new"
         if self._backend.stat(path) is not None:
             self._backend.remove(path)
-        file = self._backend.create(path, len(data))
+        with saying_what_is_free(self._backend, path, len(data), name):
+            file = self._backend.create(path, len(data))
         try:
             file.write_bytes(data, 0)
         except BaseException:
