@@ -178,7 +178,7 @@ def workers_that_end(directory: str) -> None:
     pids = []
     for end in (sys.exit, lambda: os._exit(0), gc.collect, optimizer.close, _close_all):
         if (pid := os.fork()) == 0:
-            signal.alarm(20)
+            signal.alarm(60)  # hanging would be the end of it
             end()
             del model, optimizer, handle, later
             sys.exit()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.crash.children import Children, Ended
 from tests.crash.training import Model, Reference, differences, optimizer_for, options
 from tests.kernel import endings
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 100.0
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +48,23 @@ class Program:
         self.directory = directory
         (directory / "overlap").write_text(json.dumps(overlap))
 
-    def run(self, work: Callable[[str], None], status: int) -> list[str]:
-        """Return the lines that it has printed, but for tracebacks."""
+    def run(
+        self, work: Callable[[str], None], status: int, named: Collection[str] = ()
+    ) -> list[str]:
+        """Return the lines that it has printed.
+
+        Args:
+            work: What it does.
+            status: What it must end with.
+            named: Errors that nobody caught in it, if there are any.
+        """
         pid = self._children.start(work, self.directory)
         ended: Ended = self._children.wait(pid, self.directory, TIMEOUT_S)
         assert ended.status is not None, f"it hangs: {ended.output}"
         assert os.waitstatus_to_exitcode(ended.status) == status, ended.output
-        assert ("Traceback" in ended.output) == (status in (1, -signal.SIGINT)), ended.output
+        errors = re.findall(r"^([\w.]*Error|KeyboardInterrupt)\b", ended.output, re.MULTILINE)
+        assert set(errors) <= set(named), ended.output
+        assert ("Traceback" in ended.output) == bool(errors), ended.output
         return ended.output.splitlines()
 
     def newest(self) -> int:
@@ -90,7 +101,7 @@ def program(
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_checkpoint_is_there(work: Callable[[str], None], status: int, program: Program) -> None:
-    program.run(work, status)
+    program.run(work, status, {1: ["RuntimeError"], -2: ["KeyboardInterrupt"]}.get(status, []))
     assert program.newest() == 2
 
 
@@ -113,7 +124,9 @@ def test_closing_ends_and_waits_for_the_seal(
 
 
 def test_training_on_a_daemon_thread_does_not_keep_a_program_from_ending(program: Program) -> None:
-    program.run(endings.trains_on_a_daemon_thread, 0)
+    # The thread may find out that everything is closed, and say so.
+    named = ["offload.errors.OffloadError", "gds._errors.StorageError"]
+    program.run(endings.trains_on_a_daemon_thread, 0, named)
     assert program.newest() >= 2
 
 
