@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import stat as stat_module
+import struct
 import weakref
 from collections.abc import Iterator
 from typing import Final, Literal
@@ -19,6 +20,11 @@ from gds._backend import Stat
 from gds._errors import LockHeldError, StorageError
 
 _LOCK_ATTEMPTS: Final = 100
+
+# From linux/fs.h; the flags are a long to the kernel's name for the call, and an int to the call.
+_GET_FLAGS: Final = 0x80086601
+_SET_FLAGS: Final = 0x40086602
+_NO_COPY_ON_WRITE: Final = 0x00800000
 
 
 @contextlib.contextmanager
@@ -207,6 +213,19 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
+
+
+def overwrite_in_place(fd: int) -> None:
+    """Have an empty file overwritten in place by a file system that would copy on write (btrfs).
+
+    Otherwise an overwrite would take new space, and could fail on a full disk although the file's
+    own was reserved. File systems that do not know the flag overwrite in place anyway.
+    """
+    with contextlib.suppress(OSError):
+        flags = bytearray(8)
+        fcntl.ioctl(fd, _GET_FLAGS, flags)
+        (present,) = struct.unpack_from("=i", flags)
+        fcntl.ioctl(fd, _SET_FLAGS, struct.pack("=q", present | _NO_COPY_ON_WRITE))
 
 
 def _open_to_lock(path: str, create: bool) -> int:

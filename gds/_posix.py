@@ -17,7 +17,7 @@ from gds import probe
 from gds._backend import ALIGNMENT, Capabilities, Counters
 from gds._buffers import HostBuffer
 from gds._errors import StorageError
-from gds._names import PosixNames, reporting
+from gds._names import PosixNames, overwrite_in_place, reporting
 from gds._pool import Meter, Part, TransferPool, check_threads
 from gds._posix_file import PosixFile
 from gds._transfer import Descriptors, Direction, check_request_bytes
@@ -140,6 +140,7 @@ class PosixBackend(PosixNames):
         try:
             with reporting(f"reserve {size_bytes} bytes", path):
                 if size_bytes:
+                    overwrite_in_place(fd)
                     os.posix_fallocate(fd, 0, size_bytes)
             return self._opened(path, fd, flags)
         except BaseException:

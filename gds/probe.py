@@ -146,6 +146,9 @@ def direct_io(directory: str) -> DirectIO:
     try:
         return _probe(directory, filesystem)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # Too full to try, but files that are there can be used: each is tried when opened.
+            return DirectIO(True, ALIGNMENT, ALIGNMENT)
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         return no_direct_io(f"no file can be made here to try it: {error.strerror}")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from gds import Backend, LockHeldError
 from gds._backend import Lock
 from offload.errors import StoreBusyError
+from offload.full_disk import saying_what_is_free
 from offload.layout import Layout
 from offload.part_pool import PartPool
 from offload.poison import Poison
@@ -108,7 +109,9 @@ class FreeSlots:
         """Make a new slot, for the caller; raises `gds.StorageError` if there is no space."""
         parts = self._parts.take(layout)
         try:
-            slot = create_slot(self._backend, self.unused_path(), layout, sizes)
+            path = self.unused_path()
+            with saying_what_is_free(self._backend, path, sum(sizes.values()), "a slot"):
+                slot = create_slot(self._backend, path, layout, sizes)
         except BaseException:
             self._parts.remove(parts)
             raise

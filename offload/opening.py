@@ -22,6 +22,7 @@ from offload.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     StoreError,
+    StoreFullError,
     StoreLockedError,
     VolatileStoreError,
 )
@@ -189,12 +190,26 @@ def _lock_directory(backend: Backend, directory: str, *, allow_volatile: bool) -
             directory,
         ) from error
     except StorageError as error:
+        if error.errno == errno.ENOSPC:
+            raise StoreFullError(
+                error.errno,
+                f"there is no space, not even for an empty store ({error.strerror}): "
+                f"{_free_bytes(backend, directory)} bytes are free; free some, or choose another "
+                "directory",
+                directory,
+            ) from error
         raise StoreError(
             error.errno,
             f"cannot keep a store here ({error.strerror}); choose a directory that you can create "
             "files in",
             directory,
         ) from error
+
+
+def _free_bytes(backend: Backend, directory: str) -> int:
+    while backend.stat(directory) is None:
+        directory = os.path.dirname(directory)
+    return backend.free_bytes(directory)
 
 
 def _look_around(

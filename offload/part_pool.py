@@ -18,6 +18,7 @@ from itertools import count
 
 from gds import Backend, StorageError
 from offload.errors import CheckpointError
+from offload.full_disk import saying_what_is_free
 from offload.layout import Layout
 from offload.manifest import Manifest
 from offload.part_file import PART_FILE_NAME, part_name, part_number
@@ -116,7 +117,10 @@ class PartPool:
                         if part is None:  # it was made for another layout
                             remove_part(backend, f"{directory}/{name}")
                 if part is None:
-                    part = create_part(backend, directory, name, layout, drive)
+                    path = f"{directory}/{name}"
+                    needed_bytes = part_bytes(layout, drive)
+                    with saying_what_is_free(backend, path, needed_bytes, "part of a slot"):
+                        part = create_part(backend, directory, name, layout, drive)
                     made.append(part)
                 parts.append(part)
         except BaseException:

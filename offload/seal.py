@@ -16,7 +16,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -65,6 +65,12 @@ class SealHandle:
             TimeoutError: It is still being sealed.
         """
         return self._future.result(timeout)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "SealHandle cannot be copied or pickled: the checkpoint is being made by this process. "
+            "Call result(), and send result().path"
+        )
 
     def __repr__(self) -> str:
         return f"SealHandle(step={self.step}, done={self.done()})"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from gds import Backend, File
 from offload.digests import DigestContext
+from offload.full_disk import saying_what_is_free
 from offload.layout import Layout, array_file_name
 from offload.manifest import MANIFEST_NAME, invalid_manifest
 from offload.part_file import PartReference, SealedPart, content_digest
@@ -122,7 +123,8 @@ class Slot:
         path = f"{self._path}/{name}.new"
         if self._backend.stat(path) is not None:
             self._backend.remove(path)
-        file = self._backend.create(path, len(data))
+        with saying_what_is_free(self._backend, path, len(data), name):
+            file = self._backend.create(path, len(data))
         try:
             file.write_bytes(data, 0)
         except BaseException:

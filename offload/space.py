@@ -11,9 +11,6 @@ from offload.errors import SlotFullError, StoreFullError
 from offload.keeping import Keeping
 from offload.opening import StoredCheckpoint
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Numbers of the errors that say that there is no space."""
-
 
 @dataclass(frozen=True, slots=True)
 class Room:

@@ -28,6 +28,7 @@ from gds import Backend, StorageError
 from offload.digests import DigestContext
 from offload.errors import StoreBusyError, StoreError
 from offload.free_slots import FreeSlots, Patience, lock_existing, try_lock
+from offload.full_disk import FULL
 from offload.identity import write_store_id
 from offload.keeping import Keeping, record_of
 from offload.layout import Layout
@@ -39,7 +40,7 @@ from offload.poison import Poison
 from offload.quarantine import Quarantine, lift_quarantine
 from offload.retention import Record, Retention
 from offload.slot import TRAIN_STATE_NAME, Slot, slot_sizes
-from offload.space import FULL, Room, no_room, require_room
+from offload.space import Room, no_room, require_room
 
 # A checkpoint that could not be read may carry any generation. New ones start this far above the
 # highest that could be read, so that it stays older even if it becomes readable again.

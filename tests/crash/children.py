@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -389,11 +389,15 @@ class Ended:
 
 
 class Children:
-    """The tests' side: starts the server, and asks it for children."""
+    """The tests' side: starts the server, and asks it for children.
 
-    def __init__(self) -> None:
+    Args:
+        module: Defines what they can do, and calls `serve`.
+    """
+
+    def __init__(self, module: str = "tests.crash.children") -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.children"],
+            [sys.executable, "-m", module],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -426,8 +430,12 @@ class Children:
         return self._server.stdout.readline().strip()
 
 
-def serve() -> None:
-    """Fork children on request. A child returns from here as well, and ends like any program."""
+def serve(works: Mapping[str, Callable[[str], None]]) -> None:
+    """Fork children on request. A child returns from here as well, and ends like any program.
+
+    Args:
+        works: What a child can be asked to do, by name.
+    """
     torch.set_num_threads(1)
     Reference().after(1)  # the first optimizer of a process imports a second's worth of modules
     for line in sys.stdin:
@@ -439,7 +447,7 @@ def serve() -> None:
                     os.dup2(output, 1)
                     os.dup2(output, 2)
                     warnings.simplefilter("error")
-                    globals()[name](directory)
+                    works[name](directory)
                     return
                 print(pid, flush=True)
             case ["wait", pid, timeout_s]:
@@ -459,4 +467,4 @@ def _status(pid: int, timeout_s: float) -> int | None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(globals())

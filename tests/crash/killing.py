@@ -3,7 +3,7 @@
 Run as a program, because its parent process must be one that is safe to fork: it has imported
 torch, uses one thread, and has opened no store.
 
-    python -m tests.crash.killing DIRECTORY KEEP NUM_KILLS SEED
+    python -m tests.crash.killing DIRECTORY KEEP DRIVES NUM_KILLS SEED
 
 Prints one JSON object: how many children were killed, in which phase, and at which steps the
 survivors went on.
@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +33,7 @@ from offload.store import Store
 from tests.crash.training import Model, Reference, backward, optimizer_for, options
 
 SEAL_EVERY = 3
+SHARES = (1, 1, 2)
 STEPS_OF_A_LIFE = 9
 """The longest life lasts as long as opening, restoring and so many steps take on this machine."""
 
@@ -45,8 +47,10 @@ _MESSAGE = struct.Struct("=cq")
 class Child:
     """What a forked child does; it tells its parent by a pipe and by two bytes of shared memory."""
 
-    def __init__(self, directory: str, keep: int, last_step: int, pipe: int, shared: mmap.mmap):
-        self.directory = directory
+    def __init__(
+        self, directories: Sequence[str], keep: int, last_step: int, pipe: int, shared: mmap.mmap
+    ):
+        self.directories = directories
         self.keep = keep
         self.last_step = last_step
         self.pipe = pipe
@@ -57,7 +61,8 @@ class Child:
         self._watch_seals()
         model = Model()
         self.shared[0] = OPENING
-        optimizer = optimizer_for(model, self.directory, options(), keep=self.keep)
+        settings = options(shares=SHARES[: len(self.directories)])
+        optimizer = optimizer_for(model, self.directories, settings, keep=self.keep)
         self.shared[0] = RESTORING
         found = optimizer.restore()
         step = found.step if found else 0
@@ -96,10 +101,17 @@ class Child:
 
 
 class Killer:
-    """Forks children one after the other and kills them."""
+    """Forks children one after the other and kills them.
 
-    def __init__(self, directory: str, keep: int, seed: int) -> None:
-        self.directory = directory
+    Args:
+        directory: Of the store.
+        keep: Checkpoints to keep.
+        drives: How many directories the store has; the others are beside the first.
+        seed: Of the moments at which they are killed.
+    """
+
+    def __init__(self, directory: str, keep: int, drives: int, seed: int) -> None:
+        self.directories = [directory, *(f"{directory}-{k}" for k in range(1, drives))]
         self.keep = keep
         self.rng = random.Random(seed)
         self.longest_life_s = 0.0
@@ -116,7 +128,7 @@ class Killer:
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            _exit_with(Child(self.directory, self.keep, last_step, writing, shared))
+            _exit_with(Child(self.directories, self.keep, last_step, writing, shared))
         os.close(writing)
         if kill:
             time.sleep(self.rng.uniform(0, self.longest_life_s))
@@ -154,20 +166,22 @@ def _exit_with(child: Child) -> NoReturn:
 
 def main() -> None:
     """Kill, let the last child reach the end, and compare with an undisturbed run."""
-    directory, keep, num_kills, seed = sys.argv[1], *map(int, sys.argv[2:])
+    directory, keep, drives, num_kills, seed = sys.argv[1], *map(int, sys.argv[2:])
     torch.set_num_threads(1)
     Reference().after(1)  # the first optimizer of a process imports a second's worth of modules
-    killer = Killer(f"{directory}/killed", keep, seed)
+    killer = Killer(f"{directory}/killed", keep, drives, seed)
     for number in range(2):
         started = time.monotonic()
-        Killer(f"{directory}/measured{number}", keep, seed).live(STEPS_OF_A_LIFE, kill=False)
+        Killer(f"{directory}/measured{number}", keep, drives, seed).live(
+            STEPS_OF_A_LIFE, kill=False
+        )
         killer.longest_life_s = time.monotonic() - started
     num_killed = 0
     while num_killed < num_kills:
         num_killed += killer.live(1 << 40, kill=True)
     last_step = killer.acknowledged + STEPS_AFTER_LAST_KILL
     killer.live(last_step, kill=False)
-    undisturbed = Killer(f"{directory}/undisturbed", keep, seed)
+    undisturbed = Killer(f"{directory}/undisturbed", keep, drives, seed)
     undisturbed.live(last_step, kill=False)
     result = {
         "killed": num_killed,
@@ -176,7 +190,7 @@ def main() -> None:
         "last_step": last_step,
         "acknowledged": killer.acknowledged,
         "restored": killer.restored,
-        "left": sorted(p.name for p in Path(killer.directory).iterdir()),
+        "left": [sorted(p.name for p in Path(d).iterdir()) for d in killer.directories],
     }
     print(json.dumps(result))
 

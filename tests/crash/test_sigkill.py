@@ -21,37 +21,52 @@ SEED = int(os.environ.get("KILL_SEED", "20260711"))
 NUM_KILLS = int(os.environ.get("NUM_KILLS", "120"))
 
 
-@pytest.mark.parametrize("keep", [1, 2], ids="keep={}".format)
+@pytest.mark.parametrize(
+    ("keep", "drives", "num_kills"),
+    [(1, 1, NUM_KILLS), (2, 1, NUM_KILLS), (1, 3, NUM_KILLS // 2), (2, 2, NUM_KILLS // 2)],
+    ids=["keep=1", "keep=2", "keep=1-drives=3", "keep=2-drives=2"],
+)
 def test_killed_at_random_moments(
-    keep: int, tmp_path: Path, record_property: Callable[[str, object], None]
+    keep: int,
+    drives: int,
+    num_kills: int,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    command = [sys.executable, "-m", "tests.crash.killing", tmp_path, keep, NUM_KILLS, SEED]
+    command = [sys.executable, "-m", "tests.crash.killing", tmp_path, keep, drives, num_kills, SEED]
     ended = subprocess.run(
         [str(part) for part in command], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     result = json.loads(ended.stdout)
-    print(f"KILL_SEED={SEED}, keep={keep}: {result}")
+    print(f"KILL_SEED={SEED}, keep={keep}, drives={drives}: {result}")
     record_property("kills", result["killed"])
 
-    assert result["killed"] == NUM_KILLS == sum(result["phases"].values())
+    assert result["killed"] == num_kills == sum(result["phases"].values())
     assert result["phases"].get("stepping"), "kills must hit steps"
     assert result["sealing"], "kills must hit seals in progress"
     restored = result["restored"]
     assert all(earlier <= later for earlier, later in pairwise(restored))
-    assert len(set(restored)) > NUM_KILLS // 10, "the run must have got on between the kills"
-    assert len(result["left"]) <= 1 + keep + 1, "LOCK, and keep + 1 slots"
+    assert len(set(restored)) > num_kills // 10, "the run must have got on between the kills"
+    first, *others = result["left"]
+    assert len(first) <= 1 + (drives > 1) + keep + 1, "LOCK, store.json, and keep + 1 slots"
+    assert all(len(other) <= 1 + keep + 1 for other in others), "LOCK, and a part of each slot"
 
     last_step = result["last_step"]
     assert result["acknowledged"] == last_step
     name = f"step-{last_step:08d}"
-    checkpoint = tmp_path / "killed" / name
-    with open_checkpoint(checkpoint) as found:
+    with (
+        open_checkpoint(tmp_path / "killed" / name) as found,
+        open_checkpoint(tmp_path / "undisturbed" / name) as undisturbed,
+    ):
         assert found.train_state == {"step": last_step}
         assert differences(found, PosixBackend(), Reference().after(last_step)) == []
-        files = found.files
-    for file in files:
-        if file != "manifest.json" and file != "train_state.safetensors":
-            same = (tmp_path / "undisturbed" / name / file).read_bytes()
-            assert (checkpoint / file).read_bytes() == same, f"{file} differs"
+        assert len(found.parts) == drives - 1
+        for place, other in zip(
+            (found.path, *found.parts), (undisturbed.path, *undisturbed.parts), strict=True
+        ):
+            for file in Path(place).glob("*.safetensors"):
+                if file.name != "train_state.safetensors":  # it names the store
+                    same = Path(other, file.name).read_bytes()
+                    assert file.read_bytes() == same, f"{file} differs"

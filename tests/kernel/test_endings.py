@@ -1,0 +1,161 @@
+"""However a program ends: it ends, and what was sealed, or asked for, is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import pytest
+
+from gds import PosixBackend
+from offload import open_checkpoint
+from tests.crash.children import Children, Ended
+from tests.crash.training import Model, Reference, differences, optimizer_for, options
+from tests.kernel import endings
+
+TIMEOUT_S = 100.0
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Children]:
+    server = Children("tests.kernel.endings")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+@pytest.fixture(params=[None, "forward"], ids=["waited-for", "overlap=forward"])
+def overlap(request: pytest.FixtureRequest) -> str | None:
+    return request.param
+
+
+class Program:
+    """Runs one program, and looks at what it leaves."""
+
+    def __init__(
+        self, children: Children, reference: Reference, directory: Path, overlap: str | None
+    ) -> None:
+        self._children = children
+        self._reference = reference
+        self.directory = directory
+        (directory / "overlap").write_text(json.dumps(overlap))
+
+    def run(
+        self, work: Callable[[str], None], status: int, named: Collection[str] = ()
+    ) -> list[str]:
+        """Return the lines that it has printed.
+
+        Args:
+            work: What it does.
+            status: What it must end with.
+            named: Errors that nobody caught in it, if there are any.
+        """
+        pid = self._children.start(work, self.directory)
+        ended: Ended = self._children.wait(pid, self.directory, TIMEOUT_S)
+        assert ended.status is not None, f"it hangs: {ended.output}"
+        assert os.waitstatus_to_exitcode(ended.status) == status, ended.output
+        errors = re.findall(r"^([\w.]*Error|KeyboardInterrupt)\b", ended.output, re.MULTILINE)
+        assert set(errors) <= set(named), ended.output
+        assert ("Traceback" in ended.output) == bool(errors), ended.output
+        return ended.output.splitlines()
+
+    def newest(self) -> int:
+        """Check the newest checkpoint, and that the store can be opened; returns its step."""
+        with open_checkpoint(self.directory / "run") as found:
+            assert found.train_state == {"step": found.step}
+            assert differences(found, PosixBackend(), self._reference.after(found.step)) == []
+        with optimizer_for(Model(), f"{self.directory}/run", options()) as optimizer:
+            restored = optimizer.restore()
+            assert restored is not None
+            assert restored.step == found.step
+        return found.step
+
+
+@pytest.fixture
+def program(
+    children: Children, reference: Reference, tmp_path: Path, overlap: str | None
+) -> Program:
+    return Program(children, reference, tmp_path, overlap)
+
+
+@pytest.mark.parametrize(
+    ("work", "status"),
+    [
+        (endings.ends_at_once, 0),
+        (endings.ends_by_an_error, 1),
+        (endings.calls_exit, 3),
+        (endings.trains_on_a_thread_that_exits, 0),
+        (endings.calls_os_exit_once_acknowledged, 7),
+        (endings.calls_os_exit_while_sealing, 7),
+        (endings.interrupted_while_sealing, -signal.SIGINT),
+        (endings.garbage_when_the_interpreter_ends, 0),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_checkpoint_is_there(work: Callable[[str], None], status: int, program: Program) -> None:
+    program.run(work, status, {1: ["RuntimeError"], -2: ["KeyboardInterrupt"]}.get(status, []))
+    assert program.newest() == 2
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (endings.interrupted_and_closed, ["interrupted", "closed"]),
+        (endings.closed_twice, ["True"]),
+        (endings.closed_in_an_exit_handler, ["closed"]),
+        (endings.dropped, ["2"]),
+        (endings.a_model_outlives_the_optimizer, ["True"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_closing_ends_and_waits_for_the_seal(
+    work: Callable[[str], None], said: list[str], program: Program
+) -> None:
+    assert program.run(work, 0) == said
+    assert program.newest() == 2
+
+
+def test_training_on_a_daemon_thread_does_not_keep_a_program_from_ending(program: Program) -> None:
+    # The thread may find out that everything is closed, and say so.
+    named = ["offload.errors.OffloadError", "gds._errors.StorageError"]
+    program.run(endings.trains_on_a_daemon_thread, 0, named)
+    assert program.newest() >= 2
+
+
+class TestForks:
+    def test_workers_end_as_they_like(self, program: Program) -> None:
+        lines = program.run(endings.workers_that_end, 0)
+        assert lines == ["worker: 0"] * 5 + ["3", "went on to 4"]
+        assert program.newest() == 4
+
+    def test_use_in_a_forked_process_is_refused_with_the_remedy(self, program: Program) -> None:
+        lines = program.run(endings.a_forked_process_steps, 0)
+        assert lines[0] == "worker: 0"
+        for call, line in zip(
+            ("step", "checkpoint", "restore", "synchronize"), lines[1:-1], strict=True
+        ):
+            assert line.startswith(f"{call}: OffloadError: this optimizer was made in another pro")
+            assert "fork workers before constructing it" in line
+        assert lines[-1] == "went on to 3"
+        assert program.newest() == 3
+
+    def test_workers_of_data_loaders_do_no_harm(self, program: Program) -> None:
+        assert program.run(endings.data_loaders_with_workers, 0) == ["went on to 11"]
+        assert program.newest() == 11
+
+    def test_a_pickle_is_refused_with_the_remedy(self, program: Program) -> None:
+        lines = program.run(endings.pickled, 0)
+        assert lines[0].startswith("optimizer: TypeError: AdamW cannot be copied or pickled")
+        assert "To move a run, copy the directory" in lines[0]
+        assert lines[1].startswith("handle: TypeError: SealHandle cannot be copied or pickled")
+        assert "result().path" in lines[1]
+        assert lines[2:] == ["went on to 3"]
+        assert program.newest() == 3
