@@ -217,14 +217,15 @@ def bench(
     except StopSignal as stop:
         typer.secho("stopped; the scratch file is removed", fg="red", err=True)
         raise typer.Exit(128 + stop.number) from None
-    if plot is not None:
-        draw(report, plot)
     if as_json:
         _print_json(report.to_json())
-        return
-    from rich.console import Console
+    else:
+        from rich.console import Console
 
-    report.show(Console())
+        console = Console()
+        report.show(console if console.is_terminal else Console(width=160))
+    if plot is not None:
+        draw(report, plot)
 
 
 def _file_bytes(place: str, wanted: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gds._backend import Backend, Buffer, File, IOFuture
+from gds._buffers import HUGE_PAGE_BYTES
 from gds._errors import RefusedError
 from gds.bench.target import Target
 from gds.bench.workload import Workload
@@ -274,8 +275,9 @@ def _check(workload: Workload, target: Target, *, verify: bool) -> None:
 
 
 def _slots(backend: Backend, workload: Workload, target: Target) -> list[Buffer]:
-    """Return a buffer for each request in flight, parts of one, so that all lie on huge pages."""
-    memory = backend.allocate(workload.in_flight * workload.size)
+    """Return a buffer for each request in flight, parts of one: whole huge pages."""
+    wanted = workload.in_flight * workload.size
+    memory = backend.allocate(-(-wanted // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
     slots = [memory.slice(n * workload.size, workload.size) for n in range(workload.in_flight)]
     for number, slot in enumerate(slots):  # touched, and with contents that no drive compresses
         offset = number * workload.size

@@ -103,7 +103,8 @@ class Report:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False)
         for name in varied:
             table.add_column(name, no_wrap=True)
-        for title in ("GB/s", "IOPS", "mean ms", "p50 ms", "p99 ms", "CPU", "sync s"):
+        spread = ["from-to"] if any(len(point.runs) > 1 for point in self.points) else []
+        for title in ("GB/s", *spread, "IOPS", "mean ms", "p50 ms", "p99 ms", "CPU", "sync s"):
             table.add_column(title, justify="right", no_wrap=True)
         for row, point in zip(rows, self.points, strict=True):
             table.add_row(*(row[name] for name in varied), *_numbers(point))
@@ -128,30 +129,38 @@ def size_text(nbytes: int) -> str:
     return str(nbytes)
 
 
-def state_text(run: Run) -> str:
-    """Say whether the page cache was used, and how much of the file it held before."""
-    how = "bypassed" if run.direct else "used"
-    if run.cached_before is None:
-        return f"{how}, contents not known"
-    return f"{how}, held {run.cached_before:.0%}"
+def state_text(workload: Workload, runs: Sequence[Run]) -> str:
+    """Say how the page cache was prepared, and the most that it held of the file before a pass."""
+    known = [run.cached_before for run in runs if run.cached_before is not None]
+    return f"{workload.cache}, held {max(known):.0%}" if known else f"{workload.cache}, not known"
+
+
+def plot_axis(workloads: Sequence[Workload]) -> str:
+    """Return what a figure has on its x axis: the first number that differs.
+
+    Raises:
+        RefusedError: None does.
+    """
+    for name in ("size", "threads", "depth", "mix"):
+        if len({getattr(workload, name) for workload in workloads}) > 1:
+            return name
+    raise RefusedError("--plot needs --sweep of size, threads, depth or mix")
 
 
 def plot(report: Report, path: str) -> None:
     """Draw GB/s over what was swept, one line for each combination of the rest.
 
     Raises:
-        RefusedError: There is no matplotlib, or nothing was swept.
+        RefusedError: There is no matplotlib, or no number was swept.
     """
-    varied = [
+    workloads = [point.workload for point in report.points]
+    axis = plot_axis(workloads)
+    figure, axes = new_figure()
+    rest = [
         name
         for name in _AXES
-        if len({getattr(point.workload, name) for point in report.points}) > 1
+        if name != axis and len({getattr(workload, name) for workload in workloads}) > 1
     ]
-    axis = next((name for name in varied if name in ("size", "threads", "depth", "mix")), None)
-    if axis is None:
-        raise RefusedError("--plot needs --sweep of size, threads, depth or mix")
-    figure, axes = new_figure()
-    rest = [name for name in varied if name != axis]
     lines: dict[str, list[Point]] = {}
     for point in report.points:
         label = ", ".join(f"{name} {_value(point.workload, name)}" for name in rest)
@@ -198,18 +207,17 @@ def _settings(point: Point) -> dict[str, str]:
         "size": size_text(workload.size),
         "threads": str(workload.threads),
         "depth": str(workload.in_flight),
-        "cache": f"{workload.cache} ({state_text(point.runs[-1])})",
+        "page cache": state_text(workload, point.runs),
     }
 
 
 def _numbers(point: Point) -> Sequence[str]:
     rates = [run.bytes_per_s / 1e9 for run in point.runs]
-    rate = f"{median(rates):.3f}"
-    if len(rates) > 1:
-        rate += f" ({min(rates):.3f}-{max(rates):.3f})"
+    spread = [f"{min(rates):.3f}-{max(rates):.3f}"] if len(rates) > 1 else []
     latencies = (point.middle(f"latency_{name}_s") for name in ("mean", "p50", "p99"))
     return (
-        rate,
+        f"{median(rates):.3f}",
+        *spread,
         f"{point.middle('iops'):.0f}",
         *(f"{seconds * 1e3:.3f}" for seconds in latencies),
         f"{point.middle('cpu_cores'):.2f}",

@@ -13,7 +13,7 @@ from gds._errors import RefusedError
 from gds.bench.compare import compare
 from gds.bench.fio import FioError, FioRunner
 from gds.bench.measure import OpenBackend, measure
-from gds.bench.report import Point, Report, new_figure
+from gds.bench.report import Point, Report, new_figure, plot_axis
 from gds.bench.statistics import MIN_PAIRS
 from gds.bench.target import Target, target_at
 from gds.bench.workload import Workload
@@ -39,7 +39,7 @@ class Plan:
     allow_volatile: bool = False
     allow_small: bool = False
     plot: bool = False
-    """Whether a figure will be drawn: without matplotlib nothing is measured."""
+    """Whether a figure will be drawn: nothing is measured where that cannot be done."""
 
 
 def run(
@@ -65,7 +65,8 @@ def run(
     system = system or System()
     make = backend or partial(open_backend, no_driver=system.library_error("libcuda.so.1"))
     _check_paths(plan, make)
-    if plan.plot:
+    if plan.plot:  # rather now than when everything has been measured
+        plot_axis(plan.workloads)
         new_figure()
     directory = plan.place if os.path.isdir(plan.place) else os.path.dirname(plan.place) or "."
     notes: list[str] = []
