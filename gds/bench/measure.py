@@ -127,7 +127,7 @@ def measure(
         WrongDataError: A block was read that holds something else than was written there.
         StorageError: A transfer failed.
     """
-    _check(workload, target, verify=verify)
+    check_allowed(workload, target, verify=verify)
     generator = np.random.default_rng(seed)
     latencies = array("d")
     elapsed_s = sync_s = user_s = system_s = 0.0
@@ -259,7 +259,8 @@ class _Pass:
             self.verified_bytes += self._size
 
 
-def _check(workload: Workload, target: Target, *, verify: bool) -> None:
+def check_allowed(workload: Workload, target: Target, *, verify: bool) -> None:
+    """Raise `RefusedError` for what must not be done with a file that is not ours."""
     if target.made:
         return
     if workload.writes:

@@ -12,7 +12,7 @@ from gds import probe
 from gds._errors import RefusedError
 from gds.bench.compare import compare
 from gds.bench.fio import FioError, FioRunner
-from gds.bench.measure import OpenBackend, measure
+from gds.bench.measure import OpenBackend, check_allowed, measure
 from gds.bench.report import Point, Report, new_figure, plot_axis
 from gds.bench.statistics import MIN_PAIRS
 from gds.bench.target import Target, target_at
@@ -81,6 +81,8 @@ def run(
         workloads = [
             dataclasses.replace(each, file_bytes=target.size_bytes) for each in plan.workloads
         ]
+        for workload in workloads:  # all of them, before the first is measured
+            check_allowed(workload, target, verify=plan.verify)
         points = [Point(workload) for workload in workloads]
         _measure_all(plan, points, target, make, say)
         report = _report(plan, points, target, system)

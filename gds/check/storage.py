@@ -92,7 +92,7 @@ def storage_findings(system: System, storage: Storage) -> list[Finding]:
     found = [_filesystem(storage), _mount(storage)]
     if storage.block:
         found.append(_device(system, storage))
-    found += [_told(storage), _direct(storage), _access(storage)]
+    found += [_told(storage), _direct(storage), _gds(storage), _access(storage)]
     return found
 
 
@@ -111,16 +111,7 @@ def _filesystem(storage: Storage) -> Finding:
     if mount.filesystem == "unknown":
         why = "/proc/self/mountinfo does not tell which one it is"
         return Finding("storage", what, value, "limits", why)
-    if mount.filesystem in LOCAL_GDS_FILESYSTEMS | REMOTE_GDS_FILESYSTEMS:
-        return Finding("storage", what, value, "ok")
-    return Finding(
-        "storage",
-        what,
-        value,
-        "limits",
-        "GPUDirect Storage does not support it; POSIX I/O is not concerned",
-        "for GDS: ext4 or XFS on a local NVMe drive",
-    )
+    return Finding("storage", what, value, "ok")
 
 
 def _mount(storage: Storage) -> Finding:
@@ -204,6 +195,14 @@ def _direct(storage: Storage) -> Finding:
         direct.found.reason,
         "use a directory on a local drive with ext4 or XFS",
     )
+
+
+def _gds(storage: Storage) -> Finding:
+    what, refusal = "GDS here", storage.gds_refusal
+    if not refusal:
+        return Finding("storage", what, "nothing speaks against it", "ok")
+    do = "for GDS: ext4 or XFS on a local NVMe drive, mounted with data=ordered"
+    return Finding("storage", what, "no", "limits", f"{refusal}; POSIX I/O is not concerned", do)
 
 
 def _access(storage: Storage) -> Finding:

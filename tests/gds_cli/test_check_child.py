@@ -14,6 +14,7 @@ from gds.check.storage import examine_storage
 
 STUB = Path(__file__).parent / "cuda_stub.c"
 TIMEOUT_S = 60.0
+LONGER_S = (1.0, 4.0, 16.0, 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -80,18 +81,17 @@ def test_a_cufile_that_does_wrong_is_found_out(libraries, drive, fault, reads, w
 
 def test_a_cufile_that_spins_is_killed(libraries, drive):
     system = Stubbed(libraries, "spin")
-    path = drive / "file"
-    child = system.child(
-        cuda_child.__file__,
-        ["cufile", str(path)],
-        timeout_s=2.0,
-        environment={"CUFILE_ALLOW_COMPAT_MODE": "false"},
-    )
-    assert child.status is None
-    lines = [json.loads(line) for line in child.output.splitlines()]
-    if lines[-1] == {"stage": "cuFileHandleRegister"}:
-        return
-    pytest.skip(f"this machine is too busy: in 2 s it came to {lines[-1:]}")
+    arguments = ["cufile", str(drive / "file")]
+    environment = {"CUFILE_ALLOW_COMPAT_MODE": "false"}
+    for timeout_s in LONGER_S:  # until a busy machine has come to where it spins
+        child = system.child(
+            cuda_child.__file__, arguments, timeout_s=timeout_s, environment=environment
+        )
+        assert child.status is None
+        if '"cuFileHandleRegister"' in child.output:
+            break
+    last = child.output.splitlines()[-1]
+    assert json.loads(last) == {"stage": "cuFileHandleRegister"}
 
 
 def test_a_driver_that_fails_is_no_driver(libraries, drive):
@@ -119,10 +119,11 @@ def test_a_child_that_never_ends_is_gone_afterwards(tmp_path):
         "print(os.getpid(), flush=True)\n"
         "while True: pass\n"
     )
-    child = System().child(str(script), [], timeout_s=3.0)
-    assert child.status is None
-    if not child.output:
-        pytest.skip("this machine is too busy to start Python within 3 s")
+    for timeout_s in LONGER_S:
+        child = System().child(str(script), [], timeout_s=timeout_s)
+        assert child.status is None
+        if child.output:
+            break
     assert not os.path.exists(f"/proc/{int(child.output)}")
 
 

@@ -208,6 +208,8 @@ def test_a_file_system_that_gds_cannot_use_is_named(
     found = check(machine, tmp_path)
     assert found.reads.path == "compat"
     assert words in found.reads.why_not["gds"]
+    assert verdict(found, "GDS here")[0] == "limits"
+    assert words in verdict(found, "GDS here")[2]
 
 
 def test_network_file_systems_are_left_to_cufile(machine, tmp_path):
