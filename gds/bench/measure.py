@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gds._backend import Backend, Buffer, File, IOFuture
+from gds._backend import ALIGNMENT, Backend, Buffer, File, IOFuture
 from gds._buffers import HUGE_PAGE_BYTES
 from gds._errors import RefusedError
+from gds.bench.stamps import Words
 from gds.bench.target import Target
 from gds.bench.workload import Workload
 from gds.paths import PathName
@@ -231,7 +232,7 @@ class _Pass:
         if self._verify and not is_read:
             generations = self._target.generations_of(offset, self._size)
             generations += 1
-            self._target.stamps.fill(buffer.memoryview(), offset, generations)
+            _fill(buffer, self._target, offset, generations)
         begun_s = time.perf_counter()
         move = self._file.read if is_read else self._file.write
         future = move(buffer, offset)
@@ -253,9 +254,8 @@ class _Pass:
         future, offset, is_read = pending
         future.result()
         if self._verify and is_read:
-            view = self._slots[slot].memoryview()
             generations = self._target.generations_of(offset, self._size)
-            self._target.stamps.check(view, offset, generations, self._target.path)
+            _compare(self._slots[slot], self._target, offset, generations)
             self.verified_bytes += self._size
 
 
@@ -282,9 +282,20 @@ def _slots(backend: Backend, workload: Workload, target: Target) -> list[Buffer]
     slots = [memory.slice(n * workload.size, workload.size) for n in range(workload.in_flight)]
     for number, slot in enumerate(slots):  # touched, and with contents that no drive compresses
         offset = number * workload.size
-        generations = np.zeros(workload.size // 4096, dtype=np.uint64)
-        target.stamps.fill(slot.memoryview(), offset, generations)
+        generations = np.zeros(workload.size // ALIGNMENT, dtype=np.uint64)
+        _fill(slot, target, offset, generations)
     return slots
+
+
+# For memory of a device these two are where a copy through the host belongs.
+
+
+def _fill(buffer: Buffer, target: Target, offset: int, generations: Words) -> None:
+    target.stamps.fill(buffer.memoryview(), offset, generations)
+
+
+def _compare(buffer: Buffer, target: Target, offset: int, generations: Words) -> None:
+    target.stamps.check(buffer.memoryview(), offset, generations, target.path)
 
 
 def _order(workload: Workload, generator: np.random.Generator) -> _Order:
