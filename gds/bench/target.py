@@ -203,8 +203,16 @@ def _created(
         finally:
             if ours:
                 # Before anything waits for a drive that may be sick.
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+                try:
+                    _remove(path)
+                except StopSignal:  # the first one, and there is no second
+                    _remove(path)
+                    raise
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _check_size(nbytes: int, place: str, *, allow_small: bool) -> None:

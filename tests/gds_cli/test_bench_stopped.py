@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gds.bench import target as module
+
 TIMEOUT_S = 120.0
 
 
@@ -50,3 +52,28 @@ def test_the_scratch_file_is_removed(drive, number, rw, when):
     assert out == ""
     assert list(drive.iterdir()) == [mine]
     assert mine.read_bytes() == b"stays"
+
+
+def test_a_signal_during_the_removal_does_not_prevent_it(drive, monkeypatch):
+    real = os.unlink
+    calls = []
+
+    def unlink(path):
+        calls.append(path)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.getpid()  # the handler has run by now
+        real(path)
+
+    monkeypatch.setattr(module.os, "unlink", unlink)
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(module.StopSignal) as caught,
+        module.stopping(),
+        module.target_at(str(drive), 1 << 20, seed=0, allow_small=True),
+    ):
+        assert len(list(drive.iterdir())) == 1
+    assert caught.value.number == signal.SIGTERM
+    assert len(calls) == 2
+    assert list(drive.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
