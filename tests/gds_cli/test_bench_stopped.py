@@ -24,9 +24,14 @@ def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
-    ("rw", "when"), [("randmixed", "requests of"), ("read", "writing a scratch file")]
+    ("number", "rw", "when"),
+    [
+        (signal.SIGINT, "randmixed", "requests of"),
+        (signal.SIGTERM, "randmixed", "requests of"),
+        (signal.SIGHUP, "read", "writing a scratch file"),
+    ],
+    ids=["interrupted", "terminated", "hung-up-while-filling"],
 )
 def test_the_scratch_file_is_removed(drive, number, rw, when):
     mine = drive / "mine"
