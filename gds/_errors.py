@@ -31,6 +31,14 @@ class LockHeldError(StorageError, BlockingIOError):
     """Another process (or another handle in this one) holds a conflicting lock."""
 
 
+class RefusedError(ValueError):
+    """What was asked for is not done here: the message says what, why, and what to do instead."""
+
+
+class WrongDataError(StorageError):
+    """A read returned other bytes than were written there."""
+
+
 def _rebuild(errno: int, message: str, path: str, offset: int | None) -> StorageError:
     error = StorageError(errno, "", path, offset=offset)
     error.strerror = message

@@ -44,6 +44,9 @@ class Mount:
     volatile: bool
     """Whether its contents are lost at power-off, synced or not."""
 
+    options: tuple[str, ...] = ()
+    """Those of the mount, then those of the file system."""
+
 
 @dataclass(frozen=True, slots=True)
 class DirectIO:
@@ -99,7 +102,8 @@ def find_mount(table: str, path: str, mount_id: int | None = None) -> Mount:
         volatile = filesystem in MEMORY_FILESYSTEMS or (
             filesystem == "overlay" and "volatile" in options  # this option ignores every sync
         )
-        mount = Mount(filesystem, point, _unescape(tail[1]), volatile)
+        everything = (*fields[5].split(","), *options) if len(fields) > 5 else tuple(options)
+        mount = Mount(filesystem, point, _unescape(tail[1]), volatile, everything)
         if mount_id is not None and fields[0] == str(mount_id):
             return mount
         inside = point == "/" or path == point or path.startswith(point + "/")

@@ -43,6 +43,30 @@ def test_the_longest_and_last_mount_point_holds_a_path(path, filesystem, volatil
     assert (found.filesystem, found.volatile) == (filesystem, volatile)
 
 
+def test_options_are_those_of_the_mount_and_of_the_file_system():
+    table = "30 1 0:30 / /data ro,noatime shared:1 - ext4 /dev/vdb rw,data=journal"
+    assert probe.find_mount(table, "/data/x").options == ("ro", "noatime", "rw", "data=journal")
+    assert probe.find_mount("30 1 0:30 / /data - ext4 /dev/vdb", "/data").options == ()
+
+
+def test_the_page_cache_is_counted_as_it_fills_and_empties(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(1 << 20))
+    if probe.mount_of(str(path)).volatile:
+        pytest.skip("the file is in memory for good")
+    with path.open("rb") as file:
+        fd = file.fileno()
+        if _libc.cached_bytes(fd, 1 << 20) is None:
+            pytest.skip("the kernel does not tell")
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        assert _libc.cached_bytes(fd, 1 << 20) == 0
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        os.pread(fd, 256 << 10, 0)
+        assert _libc.cached_bytes(fd, 1 << 20) == 256 << 10
+        assert _libc.cached_bytes(fd, 128 << 10) == 128 << 10
+
+
 def test_the_kernels_mount_id_decides():
     assert probe.find_mount(TABLE, "/dev/shm/x", mount_id=32).filesystem == "tmpfs"
     assert probe.find_mount(TABLE, "/dev/shm/x", mount_id=999).filesystem == "ext4"

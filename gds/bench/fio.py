@@ -1,0 +1,140 @@
+"""fio as a child process: its engine, its buffers on huge pages, its report."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from gds._errors import RefusedError
+
+_POLL_S: Final = 0.02
+
+
+class FioError(RefusedError):
+    """fio did not do what it was asked for."""
+
+
+class FioMissingError(FioError):
+    """There is no fio on this machine."""
+
+
+class FioRunner:
+    """Runs fio in a directory, with memory like that of `gds`.
+
+    Its memory comes from malloc, which glibc (2.35 and newer) then asks the kernel to put on huge
+    pages. That needs no reserved pages, and is what `gds` does for its own buffers; whether it
+    worked is read from ``/proc`` while fio runs, and reported.
+    """
+
+    def __init__(self, directory: str) -> None:
+        """Find fio, and the asynchronous engine that works in `directory`.
+
+        Raises:
+            FioMissingError: It is not installed.
+            FioError: It runs with neither io_uring nor libaio.
+        """
+        path = shutil.which("fio")
+        if path is None:
+            raise FioMissingError("fio is not installed (apt-get install fio)")
+        self._path = path
+        self._directory = directory
+        self.engine = self._choose_engine()
+
+    def run(self, arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
+        """Run fio on files of the directory.
+
+        Args:
+            arguments: Jobs and their options.
+
+        Returns:
+            fio's report, and how many bytes of its memory were on huge pages at the most.
+
+        Raises:
+            FioError: It failed.
+        """
+        process = subprocess.Popen(
+            [
+                self._path,
+                "--output-format=json",
+                "--name=global",
+                "--thread",
+                "--mem=malloc",
+                *arguments,
+            ],
+            cwd=self._directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+        )
+        watch = _HugePages(process.pid)
+        try:
+            out, error = process.communicate()
+        except BaseException:  # an interrupt must not leave fio writing to a file that goes away
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            huge_bytes = watch.stop()
+        begin = out.find("{")
+        if process.returncode != 0 or begin < 0:
+            raise FioError(f"fio failed ({process.returncode}): {(error or out).strip()[-300:]}")
+        report: dict[str, Any] = json.loads(out[begin:])
+        return report, huge_bytes
+
+    def _choose_engine(self) -> str:
+        said = ""
+        name = f".gds-bench-fio-{os.getpid()}"
+        for engine in ("io_uring", "libaio"):
+            try:
+                self.run(
+                    [
+                        "--direct=1",
+                        f"--ioengine={engine}",
+                        f"--filename={name}",
+                        "--size=64k",
+                        "--name=probe",
+                        "--rw=write",
+                    ]
+                )
+            except FioError as error:
+                said = str(error)
+                continue
+            finally:
+                Path(self._directory, name).unlink(missing_ok=True)
+            return engine
+        raise FioError(f"fio runs here with neither io_uring nor libaio: {said}")
+
+
+class _HugePages:
+    """Watches how much of a process's memory is on huge pages; keeps the largest figure."""
+
+    def __init__(self, pid: int) -> None:
+        self._path = Path(f"/proc/{pid}/smaps_rollup")
+        self._largest = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """Return the most bytes seen."""
+        self._ended.set()
+        self._thread.join()
+        return self._largest
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_POLL_S):
+            try:
+                text = self._path.read_text()
+            except OSError:
+                continue
+            found = re.search(r"^AnonHugePages:\s+(\d+) kB", text, re.MULTILINE)
+            if found:
+                self._largest = max(self._largest, int(found[1]) << 10)

@@ -1,0 +1,318 @@
+"""One workload, run through a backend: rates, latencies, processor time, and the data checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import resource
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gds._backend import ALIGNMENT, Backend, Buffer, File, IOFuture
+from gds._buffers import HUGE_PAGE_BYTES
+from gds._errors import RefusedError
+from gds.bench.stamps import Words
+from gds.bench.target import Target
+from gds.bench.workload import Workload
+from gds.paths import PathName
+
+OpenBackend: TypeAlias = Callable[[PathName, int], Backend]
+"""Makes a backend for a path that runs so many transfers at once."""
+
+_Order: TypeAlias = list[tuple[int, bool]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one run of a workload gave."""
+
+    num_requests: int
+    bytes_read: int
+    bytes_written: int
+
+    elapsed_s: float
+    """Seconds from the start of the first request to the end of the last, of each pass; neither
+    syncs nor what is done with the page cache between passes."""
+
+    sync_s: float
+    """Seconds that making it durable took after each pass; 0 where nothing was written."""
+
+    latency_mean_s: float
+    """Seconds from the start of a request to its end, waiting for a thread of the backend
+    included: that is only where depth exceeds threads."""
+
+    latency_p50_s: float
+    latency_p99_s: float
+    latency_max_s: float
+
+    cpu_user_s: float
+    """Processor seconds of this process during `elapsed_s`, all threads."""
+
+    cpu_system_s: float
+
+    direct: bool
+    """Whether the transfers bypassed the page cache."""
+
+    cached_before: float | None
+    """Share of the file that the page cache held before a pass, the largest; None: not known."""
+
+    verified_bytes: int
+    """Bytes that were compared with what was written; 0 where that was not asked for."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes moved, in both directions."""
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Rate of the transfers, reads and writes together, syncs not counted."""
+        return self.num_bytes / self.elapsed_s if self.elapsed_s else math.inf
+
+    @property
+    def durable_bytes_per_s(self) -> float:
+        """The same, with the syncs."""
+        whole_s = self.elapsed_s + self.sync_s
+        return self.num_bytes / whole_s if whole_s else math.inf
+
+    @property
+    def iops(self) -> float:
+        """Requests per second."""
+        return self.num_requests / self.elapsed_s if self.elapsed_s else math.inf
+
+    @property
+    def cpu_cores(self) -> float:
+        """Processor seconds per second: 1 is one core, all of the time."""
+        used_s = self.cpu_user_s + self.cpu_system_s
+        return used_s / self.elapsed_s if self.elapsed_s else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON values; keys are only ever added."""
+        return {
+            **dataclasses.asdict(self),
+            "bytes_per_s": self.bytes_per_s,
+            "durable_bytes_per_s": self.durable_bytes_per_s,
+            "iops": self.iops,
+            "cpu_cores": self.cpu_cores,
+        }
+
+
+def measure(
+    workload: Workload,
+    target: Target,
+    open_backend: OpenBackend,
+    *,
+    verify: bool = False,
+    seed: int = 0,
+) -> Run:
+    """Run a workload once.
+
+    Args:
+        workload: What to do.
+        target: With which file.
+        open_backend: Makes the backend, which is closed afterwards.
+        verify: Compare what is read with what was written, and read back what was written. Takes
+            processor time beside the transfers, so rates are lower than without.
+        seed: Of the random order.
+
+    Raises:
+        RefusedError: This target does not take such a workload.
+        WrongDataError: A block was read that holds something else than was written there.
+        StorageError: A transfer failed.
+    """
+    check_allowed(workload, target, verify=verify)
+    generator = np.random.default_rng(seed)
+    latencies = array("d")
+    elapsed_s = sync_s = user_s = system_s = 0.0
+    cached: float | None = None
+    passes = verified = 0
+    with closing(open_backend(workload.path, workload.threads)) as backend:
+        file = backend.open(target.path, writable=workload.writes)
+        slots = _slots(backend, workload, target)
+        while passes < workload.passes or elapsed_s < workload.seconds:
+            order = _order(workload, generator)
+            found = _prepare_cache(workload, target)
+            cached = found if cached is None else max(cached, found or 0.0)
+            one = _Pass(workload, file, target, slots, verify=verify)
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            elapsed_s += one.run(order)
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            user_s += after.ru_utime - before.ru_utime
+            system_s += after.ru_stime - before.ru_stime
+            latencies.extend(one.latencies)
+            verified += one.verified_bytes
+            passes += 1
+            if workload.writes:
+                started_s = time.perf_counter()
+                file.sync()
+                sync_s += time.perf_counter() - started_s
+        direct = file.direct
+        if verify and workload.writes:
+            target.drop_cache()
+            again = _Pass(workload, file, target, slots, verify=True)
+            again.run([(block, True) for block in range(workload.num_requests)])
+            verified += again.verified_bytes
+    ordered = np.sort(np.frombuffer(latencies))
+    num_reads = workload.num_reads * passes
+    num_writes = workload.num_requests * passes - num_reads
+    return Run(
+        num_requests=num_reads + num_writes,
+        bytes_read=num_reads * workload.size,
+        bytes_written=num_writes * workload.size,
+        elapsed_s=elapsed_s,
+        sync_s=sync_s,
+        latency_mean_s=float(ordered.mean()),
+        latency_p50_s=percentile(ordered, 50),
+        latency_p99_s=percentile(ordered, 99),
+        latency_max_s=float(ordered[-1]),
+        cpu_user_s=user_s,
+        cpu_system_s=system_s,
+        direct=direct,
+        cached_before=cached,
+        verified_bytes=verified,
+    )
+
+
+def percentile(ordered: Sequence[float] | np.ndarray[Any, Any], percent: float) -> float:
+    """Return the smallest value that so many per cent of all do not exceed.
+
+    Args:
+        ordered: Ascending; at least one.
+        percent: More than 0, up to 100.
+    """
+    return float(ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1])
+
+
+class _Pass:
+    """Every request of a workload, once."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        file: File,
+        target: Target,
+        slots: Sequence[Buffer],
+        *,
+        verify: bool,
+    ) -> None:
+        self._size = workload.size
+        self._file = file
+        self._target = target
+        self._slots = slots
+        self._verify = verify
+        self._free: SimpleQueue[int] = SimpleQueue()
+        self._pending: list[tuple[IOFuture, int, bool] | None] = [None] * len(slots)
+        self._ended_s = [0.0] * len(slots)
+        self.latencies = array("d")
+        self.verified_bytes = 0
+
+    def run(self, order: _Order) -> float:
+        """Run requests for blocks, reads where True; returns the seconds to the end of the last."""
+        for slot in range(len(self._slots)):
+            self._free.put(slot)
+        started_s = time.perf_counter()
+        for block, is_read in order:
+            slot = self._free.get()
+            self._settle(slot)
+            self._start(slot, block * self._size, is_read=is_read)
+        for _ in self._slots:
+            self._settle(self._free.get())
+        return max(self._ended_s) - started_s
+
+    def _start(self, slot: int, offset: int, *, is_read: bool) -> None:
+        buffer = self._slots[slot]
+        if self._verify and not is_read:
+            generations = self._target.generations_of(offset, self._size)
+            generations += 1
+            _fill(buffer, self._target, offset, generations)
+        begun_s = time.perf_counter()
+        move = self._file.read if is_read else self._file.write
+        future = move(buffer, offset)
+        self._pending[slot] = (future, offset, is_read)
+        future.add_done_callback(partial(self._ended, slot, begun_s))
+
+    def _ended(self, slot: int, begun_s: float, _: IOFuture) -> None:
+        # On the transfer's thread.
+        now_s = time.perf_counter()
+        self.latencies.append(now_s - begun_s)
+        self._ended_s[slot] = now_s
+        self._free.put(slot)
+
+    def _settle(self, slot: int) -> None:
+        """Take note of what became of the slot's last request."""
+        pending, self._pending[slot] = self._pending[slot], None
+        if pending is None:
+            return
+        future, offset, is_read = pending
+        future.result()
+        if self._verify and is_read:
+            generations = self._target.generations_of(offset, self._size)
+            _compare(self._slots[slot], self._target, offset, generations)
+            self.verified_bytes += self._size
+
+
+def check_allowed(workload: Workload, target: Target, *, verify: bool) -> None:
+    """Raise `RefusedError` for what must not be done with a file that is not ours."""
+    if target.made:
+        return
+    if workload.writes:
+        raise RefusedError(
+            f"{target.path} is not ours, and gds bench only reads such files: name a directory, "
+            "and a scratch file is made there"
+        )
+    if verify:
+        raise RefusedError(
+            f"nobody knows what {target.path} should hold: --verify takes a directory, where a "
+            "scratch file is made"
+        )
+
+
+def _slots(backend: Backend, workload: Workload, target: Target) -> list[Buffer]:
+    """Return a buffer for each request in flight, parts of one: whole huge pages."""
+    wanted = workload.in_flight * workload.size
+    memory = backend.allocate(-(-wanted // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
+    slots = [memory.slice(n * workload.size, workload.size) for n in range(workload.in_flight)]
+    for number, slot in enumerate(slots):  # touched, and with contents that no drive compresses
+        offset = number * workload.size
+        generations = np.zeros(workload.size // ALIGNMENT, dtype=np.uint64)
+        _fill(slot, target, offset, generations)
+    return slots
+
+
+# For memory of a device these two are where a copy through the host belongs.
+
+
+def _fill(buffer: Buffer, target: Target, offset: int, generations: Words) -> None:
+    target.stamps.fill(buffer.memoryview(), offset, generations)
+
+
+def _compare(buffer: Buffer, target: Target, offset: int, generations: Words) -> None:
+    target.stamps.check(buffer.memoryview(), offset, generations, target.path)
+
+
+def _order(workload: Workload, generator: np.random.Generator) -> _Order:
+    """Return block and direction of every request of a pass."""
+    count = workload.num_requests
+    blocks = generator.permutation(count) if workload.random else np.arange(count)
+    is_read = np.arange(count) < workload.num_reads
+    if workload.reads and workload.writes:
+        is_read = generator.permutation(is_read)
+    return list(zip(blocks.tolist(), is_read.tolist(), strict=True))
+
+
+def _prepare_cache(workload: Workload, target: Target) -> float | None:
+    """Bring the page cache into the state to be measured; returns which share it holds."""
+    if workload.cache == "cold":
+        target.sync()
+        target.drop_cache()
+    elif workload.cache == "warm":
+        target.warm_cache()
+    return target.cached()

@@ -1,0 +1,173 @@
+"""A call of `gds bench`: the file, every workload, the repetitions, and fio beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from gds import probe
+from gds._errors import RefusedError
+from gds.bench.compare import compare
+from gds.bench.fio import FioError, FioRunner
+from gds.bench.measure import OpenBackend, check_allowed, measure
+from gds.bench.report import Point, Report, new_figure, plot_axis
+from gds.bench.statistics import MIN_PAIRS
+from gds.bench.target import Target, target_at
+from gds.bench.workload import Workload
+from gds.check.system import System
+from gds.paths import PATHS, open_backend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to measure, and how."""
+
+    place: str
+    """A directory, or a file, which is only read."""
+
+    workloads: Sequence[Workload]
+    """At least one; all of one file size."""
+
+    repeat: int = 1
+    verify: bool = False
+    compare_fio: bool = False
+    pairs: int = MIN_PAIRS
+    seed: int = 0
+    allow_volatile: bool = False
+    allow_small: bool = False
+    plot: bool = False
+    """Whether a figure will be drawn: nothing is measured where that cannot be done."""
+
+
+def run(
+    plan: Plan,
+    *,
+    system: System | None = None,
+    backend: OpenBackend | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Measure everything; a scratch file is gone afterwards.
+
+    Args:
+        plan: What to do.
+        system: The machine; None is this one.
+        backend: Makes backends; None takes those of `gds.paths`.
+        say: Called with lines for people about what goes on.
+
+    Raises:
+        RefusedError: Something of the plan is not possible here; nothing was measured then.
+        WrongDataError: A block did not hold what was written to it.
+        OSError: The drive failed, or there is no such place.
+    """
+    system = system or System()
+    make = backend or partial(open_backend, no_driver=system.library_error("libcuda.so.1"))
+    _check_paths(plan, make)
+    if plan.plot:  # rather now than when everything has been measured
+        plot_axis(plan.workloads)
+        new_figure()
+    directory = plan.place if os.path.isdir(plan.place) else os.path.dirname(plan.place) or "."
+    notes: list[str] = []
+    with target_at(
+        plan.place,
+        plan.workloads[0].file_bytes,
+        seed=plan.seed,
+        allow_volatile=plan.allow_volatile,
+        allow_small=plan.allow_small,
+        say=say,
+    ) as target:
+        workloads = [
+            dataclasses.replace(each, file_bytes=target.size_bytes) for each in plan.workloads
+        ]
+        for workload in workloads:  # all of them, before the first is measured
+            check_allowed(workload, target, verify=plan.verify)
+        points = [Point(workload) for workload in workloads]
+        _measure_all(plan, points, target, make, say)
+        report = _report(plan, points, target, system)
+        if plan.compare_fio:
+            try:
+                runner = FioRunner(directory)
+                for workload in workloads:
+                    report.comparisons.append(
+                        compare(
+                            workload,
+                            target,
+                            runner,
+                            make,
+                            pairs=plan.pairs,
+                            seed=plan.seed,
+                            say=say,
+                        )
+                    )
+            except FioError as error:
+                notes.append(f"not compared with fio: {error}")
+        report.notes = notes + _remarks(report)
+    return report
+
+
+def _check_paths(plan: Plan, make: OpenBackend) -> None:
+    """Refuse what has no backend or no direct I/O, before a file is written."""
+    for name in dict.fromkeys(workload.path for workload in plan.workloads):
+        make(name, 1).close()
+    if not os.path.isdir(plan.place) or (
+        probe.mount_of(plan.place).volatile and not plan.allow_volatile  # said soon
+    ):
+        return
+    if any(workload.path == "direct" for workload in plan.workloads):
+        found = probe.direct_io(plan.place)
+        if not found.supported:
+            raise RefusedError(
+                f"no direct I/O in {plan.place} ({found.reason}): --path buffered measures the "
+                "page cache and what is behind it"
+            )
+
+
+def _measure_all(
+    plan: Plan,
+    points: Sequence[Point],
+    target: Target,
+    make: OpenBackend,
+    say: Callable[[str], None],
+) -> None:
+    """Run every point as often as asked for, back and forth, so that a drift is fair to all."""
+    for number in range(plan.repeat):
+        for point in points if number % 2 == 0 else reversed(points):
+            workload = point.workload
+            say(f"{workload.rw} {workload.path}, requests of {workload.size} bytes")
+            seed = plan.seed + number
+            point.runs.append(measure(workload, target, make, verify=plan.verify, seed=seed))
+
+
+def _report(plan: Plan, points: list[Point], target: Target, system: System) -> Report:
+    mount = probe.mount_of(plan.place)
+    return Report(
+        place=plan.place,
+        made=target.made,
+        file_bytes=target.size_bytes,
+        filesystem=mount.filesystem,
+        source=mount.source,
+        kernel=system.kernel(),
+        cores=len(os.sched_getaffinity(0)),
+        verify=plan.verify,
+        points=points,
+    )
+
+
+def _remarks(report: Report) -> list[str]:
+    """Return what a reader has to know of the numbers."""
+    found = []
+    if report.verify:
+        found.append(
+            "Every block that was read was compared with what was written there: all were right. "
+            "The comparison took processor time; measure speed without --verify."
+        )
+    runs = [(point.workload, run) for point in report.points for run in point.runs]
+    if any(not run.direct and (run.cached_before or 0) > 0.5 for w, run in runs if w.reads):
+        found.append("Reads came from the page cache in part or wholly: no drive was measured.")
+    if any(not run.direct for workload, run in runs if workload.writes):
+        found.append("Writes through the page cache are not on the drive before the sync.")
+    if any(PATHS[w.path].memory == "host" and w.cache == "as-is" for w, _ in runs):
+        found.append("The page cache was left as it was: see how much of the file it held.")
+    return found

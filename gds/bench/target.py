@@ -1,0 +1,234 @@
+"""The file that is measured: a scratch file that goes away whatever happens, or the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import signal
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Final
+
+import numpy as np
+
+from gds import _libc, probe
+from gds._backend import ALIGNMENT, IOFuture
+from gds._errors import RefusedError, StorageError
+from gds._names import reporting
+from gds._posix import PosixBackend
+from gds.bench.stamps import Stamps, Words
+
+PREFIX: Final = ".gds-bench-"
+LEAST_FILE_BYTES: Final = 256 << 20
+_PIECE_BYTES: Final = 8 << 20
+_IN_FLIGHT: Final = 2
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignal(BaseException):
+    """A signal asked this process to end; raised in its main thread."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[None]:
+    """Run the body so that SIGINT, SIGTERM and SIGHUP raise `StopSignal` in it, the first time.
+
+    Later ones are ignored, so that they cannot interrupt the removal of a scratch file. Without
+    effect in other threads than the main one.
+    """
+
+    def stop(number: int, _: FrameType | None) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise StopSignal(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Target:
+    """A file, and what is known of its contents and of the page cache."""
+
+    def __init__(self, path: str, *, made: bool, seed: int) -> None:
+        """Open `path` for advice to the kernel; nothing is transferred through this."""
+        self.path = path
+        self.made = made
+        """Whether it is our scratch file; otherwise it is only read."""
+        self.stamps = Stamps(seed)
+        with reporting("open", path):
+            # Without O_NONBLOCK, opening a pipe would wait for its other end.
+            self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        found = os.fstat(self._fd)
+        self.size_bytes = found.st_size
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            raise RefusedError(f"{path} is neither a directory nor a regular file")
+        self.generations: Words = np.zeros(self.size_bytes // ALIGNMENT, dtype=np.uint64)
+        """How often each block of 4 KiB has been rewritten."""
+
+    def generations_of(self, offset: int, nbytes: int) -> Words:
+        """Return the generations of a range, to be read or changed."""
+        return self.generations[offset // ALIGNMENT : (offset + nbytes) // ALIGNMENT]
+
+    def sync(self) -> None:
+        """Wait until everything is on the drive."""
+        if self.made:
+            with reporting("sync", self.path):
+                os.fdatasync(self._fd)
+
+    def drop_cache(self) -> None:
+        """Ask the kernel to forget what its page cache holds of the file; clean pages only."""
+        with reporting("drop the page cache", self.path):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def warm_cache(self) -> None:
+        """Read the file into the page cache."""
+        with reporting("read", self.path):
+            offset = 0
+            while piece := os.pread(self._fd, _PIECE_BYTES, offset):
+                offset += len(piece)
+
+    def cached(self) -> float | None:
+        """Return the share of the file that the page cache holds; None if that is not known."""
+        found = _libc.cached_bytes(self._fd, self.size_bytes)
+        return None if found is None else min(found / max(self.size_bytes, 1), 1.0)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def target_at(
+    place: str,
+    file_bytes: int,
+    *,
+    seed: int,
+    allow_volatile: bool = False,
+    allow_small: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Iterator[Target]:
+    """Provide the file to measure: a new one in a directory, gone afterwards, or an existing file.
+
+    The new one is written completely, since the first write to reserved space costs about twice a
+    later one, and space that was never written is not really read.
+
+    Args:
+        place: A directory, or a file, which is only read.
+        file_bytes: Length of a new file; of an existing one all of it is taken.
+        seed: Of the contents.
+        allow_volatile: Accept a file system in memory.
+        allow_small: Accept a file of less than `LEAST_FILE_BYTES`.
+        say: Called with a line for people before what takes time.
+
+    Raises:
+        RefusedError: What would be measured is not a drive, or the space does not suffice.
+        OSError: There is no such place, or its device fails.
+    """
+    with reporting("measure", place):
+        is_directory = stat.S_ISDIR(os.stat(place).st_mode)
+    mount = probe.mount_of(place)
+    if mount.volatile and not allow_volatile:
+        raise RefusedError(
+            f"{place} is in memory ({mount.filesystem}), and a drive is to be measured; "
+            "--allow-volatile measures it all the same"
+        )
+    if not is_directory:
+        target = Target(place, made=False, seed=seed)
+        with contextlib.closing(target):
+            _check_size(target.size_bytes, place, allow_small=allow_small)
+            yield target
+        return
+    _check_size(file_bytes, place, allow_small=allow_small)
+    if file_bytes % ALIGNMENT:
+        raise RefusedError(f"the file size {file_bytes} is no multiple of {ALIGNMENT} bytes")
+    _check_space(place, file_bytes)
+    path = os.path.join(place, f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}")
+    with _created(path, place, file_bytes, seed, say) as target:
+        yield target
+
+
+@contextlib.contextmanager
+def _created(
+    path: str, directory: str, file_bytes: int, seed: int, say: Callable[[str], None]
+) -> Iterator[Target]:
+    """Make a scratch file and fill it; remove it at the end, however that comes."""
+    ours = True
+    with contextlib.ExitStack() as stack:
+        try:
+            backend = PosixBackend(direct=probe.direct_io(directory).supported)
+            stack.callback(backend.close)
+            try:
+                file = backend.create(path, file_bytes)
+            except StorageError as error:
+                ours = error.errno != errno.EEXIST
+                raise
+            target = Target(path, made=True, seed=seed)
+            stack.callback(target.close)
+            say(f"writing a scratch file of {file_bytes >> 20} MiB")
+            memory = backend.allocate(_IN_FLIGHT * _PIECE_BYTES)
+            slots = [memory.slice(n * _PIECE_BYTES, _PIECE_BYTES) for n in range(_IN_FLIGHT)]
+            pending: deque[IOFuture] = deque()
+            for number, offset in enumerate(range(0, file_bytes, _PIECE_BYTES)):
+                if len(pending) == _IN_FLIGHT:
+                    pending.popleft().result()
+                nbytes = min(_PIECE_BYTES, file_bytes - offset)
+                part = slots[number % _IN_FLIGHT].slice(0, nbytes)
+                target.stamps.fill(part.memoryview(), offset, target.generations_of(offset, nbytes))
+                pending.append(file.write(part, offset))
+            for future in pending:
+                future.result()
+            file.sync()
+            file.close()
+            target.drop_cache()
+            yield target
+        finally:
+            if ours:
+                # Before anything waits for a drive that may be sick.
+                try:
+                    _remove(path)
+                except StopSignal:  # the first one, and there is no second
+                    _remove(path)
+                    raise
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _check_size(nbytes: int, place: str, *, allow_small: bool) -> None:
+    if nbytes < LEAST_FILE_BYTES and not allow_small:
+        raise RefusedError(
+            f"{place}: a file of {nbytes / (1 << 20):g} MiB is so small that caches of the drive "
+            f"would be measured: take at least {LEAST_FILE_BYTES >> 20} MiB, or --allow-small"
+        )
+
+
+def _check_space(directory: str, file_bytes: int) -> None:
+    with reporting("measure", directory):
+        space = os.statvfs(directory)
+    free = space.f_bavail * space.f_frsize
+    if file_bytes > free * 0.9:
+        raise RefusedError(
+            f"{directory}: {file_bytes >> 20} MiB are needed and {free >> 20} MiB are free: take "
+            "a smaller --file-size"
+        )

@@ -1,0 +1,194 @@
+"""What is to be measured: one workload, and sweeps over several. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+from gds._backend import ALIGNMENT
+from gds._errors import RefusedError
+from gds.paths import PATHS, PathName
+
+Pattern = Literal["read", "write", "mixed", "randread", "randwrite", "randmixed"]
+Cache = Literal["cold", "warm", "as-is"]
+
+PATTERNS: Final[tuple[Pattern, ...]] = get_args(Pattern)
+CACHES: Final[tuple[Cache, ...]] = get_args(Cache)
+
+_MOST_BUFFER_BYTES: Final = 4 << 30
+_MOST_THREADS: Final = 256
+_MOST_POINTS: Final = 1000
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Requests of one size, to every block of a file once a pass; checked when it is made."""
+
+    rw: Pattern = "read"
+    """What is done, in fio's words but for ``mixed``: reads and writes, in the order of the file or
+    in random order."""
+
+    path: PathName = "direct"
+    """Which way the bytes take."""
+
+    size: int = 1 << 20
+    """Bytes of a request; a multiple of 4096."""
+
+    threads: int = 2
+    """Requests that the backend runs at once, in each direction."""
+
+    depth: int | None = None
+    """Requests that are started and not yet waited for; None is as many as there are threads."""
+
+    mix: int = 50
+    """Per cent of reads where both are done."""
+
+    cache: Cache = "cold"
+    """What is done with the page cache before each pass: what it holds of the file is dropped, the
+    file is read into it, or nothing."""
+
+    passes: int = 1
+    """How often each block is moved, at least."""
+
+    seconds: float = 0.0
+    """How long to go on with further passes, at least; waits and syncs between them not counted."""
+
+    file_bytes: int = 1 << 30
+    """Length of the file; what is left of it after whole requests is not touched."""
+
+    def __post_init__(self) -> None:
+        """Raise `RefusedError` for what cannot be measured."""
+        for name, value, known in (
+            ("rw", self.rw, PATTERNS),
+            ("path", self.path, tuple(PATHS)),
+            ("cache", self.cache, CACHES),
+        ):
+            if value not in known:
+                raise RefusedError(f"{name} is {value!r}, not one of {', '.join(known)}")
+        if self.size < ALIGNMENT or self.size % ALIGNMENT:
+            raise RefusedError(
+                f"size is {self.size} bytes: requests are multiples of {ALIGNMENT}, which is what "
+                "direct I/O takes everywhere"
+            )
+        if self.size > self.file_bytes:
+            raise RefusedError(
+                f"size is {self.size} bytes, more than the file has ({self.file_bytes})"
+            )
+        for name, count in (("threads", self.threads), ("depth", self.in_flight)):
+            if not 1 <= count <= _MOST_THREADS:
+                raise RefusedError(f"{name} is {count}, not 1 to {_MOST_THREADS}")
+        if self.in_flight * self.size > _MOST_BUFFER_BYTES:
+            raise RefusedError(
+                f"{self.in_flight} requests of {self.size} bytes need buffers of more than "
+                f"{_MOST_BUFFER_BYTES >> 30} GiB: take a smaller size or depth"
+            )
+        if not 1 <= self.mix <= 99:
+            raise RefusedError(f"mix is {self.mix} per cent of reads, not 1 to 99")
+        if self.passes < 1 or self.seconds < 0:
+            raise RefusedError("passes is at least 1, and seconds is not negative")
+
+    @property
+    def in_flight(self) -> int:
+        """Most requests that are started and not yet waited for."""
+        return self.threads if self.depth is None else self.depth
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of one pass."""
+        return self.file_bytes // self.size
+
+    @property
+    def random(self) -> bool:
+        """Whether the blocks come in random order."""
+        return self.rw.startswith("rand")
+
+    @property
+    def reads(self) -> bool:
+        """Whether anything is read."""
+        return not self.rw.endswith("write")
+
+    @property
+    def writes(self) -> bool:
+        """Whether anything is written."""
+        return not self.rw.endswith("read")
+
+    @property
+    def num_reads(self) -> int:
+        """Reads of one pass; the rest are writes."""
+        if not self.writes:
+            return self.num_requests
+        return round(self.num_requests * self.mix / 100) if self.reads else 0
+
+
+def parse_size(text: str) -> int:
+    """Return bytes; ``64K``, ``1M``, ``1MiB`` and ``2G`` are powers of 1024.
+
+    Raises:
+        RefusedError: It is none of these.
+    """
+    found = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise RefusedError(f"{text!r} is no size: write 4096, 64K, 1M or 1G")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def parse_sweep(text: str) -> tuple[str, list[Any]]:
+    """Return what is varied, and its values.
+
+    ``size=64K..16M`` doubles from the first to the last, ``threads=1,3,4`` lists them.
+
+    Raises:
+        RefusedError: It names nothing that can be varied, or no values.
+    """
+    name, separator, values = text.partition("=")
+    if not separator or name not in (*_NUMBERS, *_WORDS):
+        raise RefusedError(
+            f"--sweep {text}: write one of {', '.join((*_NUMBERS, *_WORDS))}, '=', and values such "
+            "as 64K..16M or 1,2,4"
+        )
+    first, dots, last = values.partition("..")
+    if name in _WORDS:
+        if dots:
+            raise RefusedError(f"--sweep {text}: {name} has no order: list values with commas")
+        return name, [value.strip() for value in values.split(",")]
+    parse = _NUMBERS[name]
+    if not dots:
+        return name, [parse(value) for value in values.split(",")]
+    value, end = parse(first), parse(last)
+    if not 0 < value <= end:
+        raise RefusedError(f"--sweep {text}: the range is empty")
+    doubled = []
+    while value <= end:
+        doubled.append(value)
+        value *= 2
+    return name, doubled
+
+
+def expand(base: Workload, sweeps: Sequence[tuple[str, list[Any]]]) -> list[Workload]:
+    """Return the base with every combination of the values that are swept, the last one fastest.
+
+    Raises:
+        RefusedError: There are too many, or one of them cannot be measured.
+    """
+    names = [name for name, _ in sweeps]
+    if len(set(names)) < len(names):
+        raise RefusedError("--sweep varies the same thing twice")
+    points = list(itertools.product(*(values for _, values in sweeps)))
+    if len(points) > _MOST_POINTS:
+        raise RefusedError(f"the sweeps have {len(points)} points, more than {_MOST_POINTS}")
+    return [dataclasses.replace(base, **dict(zip(names, point, strict=True))) for point in points]
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise RefusedError(f"{text!r} is no number")
+    return int(text)
+
+
+_NUMBERS: Final = {"size": parse_size, "threads": _count, "depth": _count, "mix": _count}
+_WORDS: Final = ("rw", "path", "cache")

@@ -1,0 +1,97 @@
+"""Which path would be used for reads and for writes, and why not a better one. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from gds.check.gpu import Gpu
+from gds.check.storage import Storage
+from gds.paths import PATHS, PathName
+
+Direction = Literal["read", "write"]
+Directions = Literal["both", "read", "write"]
+Requirement = Literal["gds", "compat", "direct", "any"]
+
+CONSIDERED: Final[tuple[PathName, ...]] = ("gds", "compat", "direct", "buffered")
+"""Best first. POSIX is the last two of them."""
+
+NOTHING: Final = 1
+"""Exit status where no path is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What would be used in one direction."""
+
+    path: PathName | None
+    """None where nothing is left."""
+
+    why_not: dict[PathName, str]
+    """For every path that is not usable: why."""
+
+    direct: bool
+    """Whether the page cache is bypassed."""
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status that stands for the path."""
+        return PATHS[self.path].exit_status if self.path else NOTHING
+
+    def meets(self, requirement: Requirement) -> bool:
+        """Say whether this is at least what was required."""
+        if self.path is None:
+            return False
+        if requirement == "direct":
+            return self.direct
+        if requirement == "any":
+            return True
+        return CONSIDERED.index(self.path) <= CONSIDERED.index(requirement)
+
+
+def choose(direction: Direction, storage: Storage, gpu: Gpu) -> Choice:
+    """Return the best path that works in one direction, and why the others do not."""
+    access = _no_access(direction, storage)
+    reasons: dict[PathName, str] = {
+        "gds": _no_gds(direction, storage, gpu),
+        "compat": _no_compat(gpu),
+        "direct": "" if storage.direct.found.supported else storage.direct.found.reason,
+        "buffered": "",
+    }
+    why_not = {name: access or reason for name, reason in reasons.items() if access or reason}
+    usable = [name for name in CONSIDERED if name not in why_not]
+    path = usable[0] if usable else None
+    direct = path is not None and path != "buffered" and storage.direct.found.supported
+    return Choice(path, why_not, direct)
+
+
+def _no_access(direction: Direction, storage: Storage) -> str:
+    if direction == "read" and not storage.readable:
+        return "this user may not read here"
+    if direction == "write" and "ro" in storage.mount.options:
+        return "mounted read-only"
+    if direction == "write" and not storage.writable:
+        return "this user may not write here"
+    return ""
+
+
+def _no_gds(direction: Direction, storage: Storage, gpu: Gpu) -> str:
+    works = gpu.cufile.reads if direction == "read" else gpu.cufile.writes
+    if works:
+        if gpu.kvikio:
+            return ""
+        return "cuFile works, but kvikio is not installed"
+    if gpu.no_driver:
+        return f"no CUDA driver: {gpu.no_driver}"
+    reasons = [gpu.cufile.reason]
+    if not gpu.nvidia_fs and gpu.p2pdma:
+        reasons.append("nvidia-fs is not loaded")
+    if storage.gds_refusal:
+        reasons.append(storage.gds_refusal)
+    return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+
+
+def _no_compat(gpu: Gpu) -> str:
+    if gpu.no_driver:
+        return f"no CUDA driver: {gpu.no_driver}"
+    return "" if gpu.kvikio else "kvikio is not installed"

@@ -1,0 +1,340 @@
+"""GPU, driver, nvidia-fs, cuFile and KvikIO: facts first, then what they mean."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gds.check import cuda_child
+from gds.check.finding import Finding
+from gds.check.machine import GIB, kernel_version
+from gds.check.storage import Storage
+from gds.check.system import Child, System
+
+KVIKIO: Final = ("kvikio-cu13", "kvikio-cu12", "kvikio")
+CUFILE: Final = ("nvidia-cufile", "nvidia-cufile-cu13", "nvidia-cufile-cu12")
+_P2PDMA_SINCE: Final = (6, 2)
+_TRUE: Final = frozenset({"1", "true", "on", "yes"})
+
+
+@dataclass(frozen=True, slots=True)
+class CuFile:
+    """What became of the attempt to move GPU memory with cuFile, its own fallbacks off."""
+
+    reads: bool
+    writes: bool
+
+    reason: str
+    """Why not, or not all of it; empty where both work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The configuration of cuFile."""
+
+    path: str
+    """Empty where there is none."""
+
+    options: dict[str, Any]
+    """What ``properties`` says."""
+
+    problem: str
+    """Why it cannot be used; empty where it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What there is for device memory."""
+
+    no_driver: str
+    """Why the CUDA driver cannot be used; empty where it can."""
+
+    cuda: str
+    """Newest CUDA version that the driver supports; empty if not known."""
+
+    driver: str
+    """Version of the kernel module; empty if not known."""
+
+    open_driver: bool
+    devices: tuple[str, ...]
+    nvidia_fs: str
+    """Version of nvidia-fs; empty where it is not loaded."""
+
+    p2pdma: str
+    """Why transfers without nvidia-fs (PCI peer-to-peer) are not on; empty where they are."""
+
+    config: Config
+    kvikio: str
+    cufile_version: str
+    udev: bool
+    modules: bool
+    cufile: CuFile
+
+
+def examine_gpu(system: System, storage: Storage, *, timeout_s: float) -> Gpu:
+    """Look for everything that moves device memory.
+
+    Args:
+        system: The machine.
+        storage: Where a file can be made for the attempt.
+        timeout_s: Seconds for each of the two child processes.
+    """
+    error = system.library_error("libcuda.so.1")
+    version = ""
+    devices: tuple[str, ...] = ()
+    if not error:
+        child = system.child(cuda_child.__file__, ["devices"], timeout_s=timeout_s)
+        said = _said(child)
+        error = _failure(child, said, timeout_s)
+        number = said.get("version", 0)
+        version = f"{number // 1000}.{number % 1000 // 10}" if number else ""
+        devices = tuple(
+            f"{device['name']} ({device['bytes'] / GIB:.0f} GiB)"
+            for device in said.get("devices", ())
+        )
+        if not error and not devices:
+            error = "the driver sees no device"
+    module = system.text("/proc/driver/nvidia/version") or ""
+    found = re.search(r"(\d+\.\d+(?:\.\d+)?)", module)
+    open_driver = "Open Kernel Module" in module
+    config = _config(system)
+    return Gpu(
+        no_driver=error,
+        cuda=version,
+        driver=found[1] if found else "",
+        open_driver=open_driver,
+        devices=devices,
+        nvidia_fs=_nvidia_fs(system),
+        p2pdma=_no_p2pdma(system, config, open_driver=open_driver),
+        config=config,
+        kvikio=_version(system, KVIKIO),
+        cufile_version=_version(system, CUFILE),
+        udev=system.exists("/run/udev"),
+        modules=system.exists("/proc/modules"),
+        cufile=_try_cufile(system, storage, error, timeout_s),
+    )
+
+
+def gpu_findings(gpu: Gpu) -> list[Finding]:
+    """Return what concerns device memory."""
+    return [
+        _driver(gpu),
+        _devices(gpu),
+        _module(gpu),
+        _peer(gpu),
+        _configuration(gpu),
+        _packages(gpu),
+        _surroundings(gpu),
+        _attempt(gpu),
+    ]
+
+
+def _driver(gpu: Gpu) -> Finding:
+    kind = "open" if gpu.open_driver else "proprietary"
+    module = f"kernel module {gpu.driver} ({kind})" if gpu.driver else "no kernel module"
+    if gpu.no_driver:
+        return Finding(
+            "gpu",
+            "driver",
+            module,
+            "missing",
+            gpu.no_driver,
+            "install the NVIDIA driver; in a container: --gpus all",
+        )
+    value = f"{module}, CUDA {gpu.cuda or 'of unknown version'}"
+    return Finding("gpu", "driver", value, "ok")
+
+
+def _devices(gpu: Gpu) -> Finding:
+    if gpu.devices:
+        return Finding("gpu", "devices", ", ".join(gpu.devices), "ok")
+    return Finding("gpu", "devices", "none", "missing", gpu.no_driver or "the driver sees none")
+
+
+def _module(gpu: Gpu) -> Finding:
+    if gpu.nvidia_fs:
+        return Finding("gpu", "nvidia-fs", gpu.nvidia_fs, "ok")
+    why = "the module is not loaded: cuFile would copy through the host"
+    if not gpu.p2pdma:
+        return Finding("gpu", "nvidia-fs", "not loaded", "ok", "PCI peer-to-peer stands in for it")
+    do = "install nvidia-gds and modprobe nvidia-fs; in a container: on the host"
+    return Finding("gpu", "nvidia-fs", "not loaded", "missing", why, do)
+
+
+def _peer(gpu: Gpu) -> Finding:
+    if not gpu.p2pdma:
+        return Finding("gpu", "PCI peer-to-peer", "switched on", "ok")
+    if gpu.nvidia_fs:
+        return Finding("gpu", "PCI peer-to-peer", "off", "ok", "nvidia-fs does not need it")
+    why = f"instead of nvidia-fs: {gpu.p2pdma}"
+    return Finding("gpu", "PCI peer-to-peer", "off", "limits", why)
+
+
+def _configuration(gpu: Gpu) -> Finding:
+    config = gpu.config
+    what, value = "cuFile configuration", config.path or "none, defaults"
+    if config.problem:
+        return Finding("gpu", what, value, "limits", config.problem, f"correct {config.path}")
+    if config.options:
+        shown = ", ".join(
+            f"{name}={json.dumps(config.options[name])}"
+            for name in ("allow_compat_mode", "force_compat_mode", "use_pci_p2pdma")
+            if name in config.options
+        )
+        value += f" ({shown})" if shown else ""
+    if config.options.get("force_compat_mode") is True:
+        why = "force_compat_mode makes cuFile copy through the host"
+        return Finding("gpu", what, value, "limits", why, f"set it to false in {config.path}")
+    return Finding("gpu", what, value, "ok")
+
+
+def _packages(gpu: Gpu) -> Finding:
+    what = "kvikio"
+    cufile = f", cuFile {gpu.cufile_version}" if gpu.cufile_version else ""
+    if gpu.kvikio:
+        return Finding("gpu", what, f"{gpu.kvikio}{cufile}", "ok")
+    return Finding(
+        "gpu",
+        what,
+        f"not installed{cufile}",
+        "missing",
+        "device memory is moved through it",
+        "pip install 'ssd-offload[gpu]'",
+    )
+
+
+def _surroundings(gpu: Gpu) -> Finding:
+    absent = [
+        path
+        for path, there in (("/run/udev", gpu.udev), ("/proc/modules", gpu.modules))
+        if not there
+    ]
+    if not absent:
+        return Finding("gpu", "surroundings", "/run/udev and /proc/modules are there", "ok")
+    reasons = []
+    if not gpu.udev:
+        reasons.append("without /run/udev, KvikIO takes its compatibility mode")
+    if not gpu.modules:
+        reasons.append("without /proc/modules, opening a file with cuFile can spin for ever")
+    do = "" if gpu.udev else "in a container: --volume /run/udev:/run/udev:ro"
+    value = f"no {' and no '.join(absent)}"
+    return Finding("gpu", "surroundings", value, "limits", "; ".join(reasons), do)
+
+
+def _attempt(gpu: Gpu) -> Finding:
+    works = gpu.cufile
+    if works.reads and works.writes:
+        return Finding("gpu", "cuFile tried", "reads and writes GPU memory directly", "ok")
+    value = "reads only" if works.reads else "writes only" if works.writes else "no"
+    return Finding("gpu", "cuFile tried", value, "missing", works.reason)
+
+
+def _nvidia_fs(system: System) -> str:
+    text = system.text("/proc/driver/nvidia-fs/version")
+    if text is not None:
+        found = re.search(r"\d+(?:\.\d+)+", text)
+        return found[0] if found else "loaded"
+    return "loaded" if system.exists("/proc/driver/nvidia-fs") else ""
+
+
+def _no_p2pdma(system: System, config: Config, *, open_driver: bool) -> str:
+    """Say why PCI peer-to-peer transfers are not on; empty where they are."""
+    if kernel_version(system.kernel()) < _P2PDMA_SINCE:
+        return "it needs kernel 6.2 or newer"
+    if not open_driver:
+        return "it needs NVIDIA's open kernel module"
+    wanted = system.environment("CUFILE_USE_PCIP2PDMA")
+    on = wanted.lower() in _TRUE if wanted else config.options.get("use_pci_p2pdma") is True
+    return "" if on else "switched on by use_pci_p2pdma in cufile.json or CUFILE_USE_PCIP2PDMA=true"
+
+
+def _config(system: System) -> Config:
+    path = system.environment("CUFILE_ENV_PATH_JSON") or "/etc/cufile.json"
+    text = system.text(path)
+    if text is None:
+        if system.environment("CUFILE_ENV_PATH_JSON"):
+            return Config(path, {}, "CUFILE_ENV_PATH_JSON names a file that cannot be read")
+        return Config("", {}, "")
+    try:
+        # It is JSON with comments, which may hold slashes of their own; strings come first.
+        plain = re.sub(
+            r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', lambda m: m[1] or "", text, flags=re.DOTALL
+        )
+        content = json.loads(re.sub(r",(\s*[}\]])", r"\1", plain))
+    except (ValueError, RecursionError) as error:
+        return Config(path, {}, f"it is not JSON: {error}")
+    options = content.get("properties", {}) if isinstance(content, dict) else None
+    if not isinstance(options, dict):
+        return Config(path, {}, "it has no object 'properties'")
+    return Config(path, options, "")
+
+
+def _version(system: System, names: tuple[str, ...]) -> str:
+    return next((found for name in names if (found := system.version(name))), "")
+
+
+def _try_cufile(system: System, storage: Storage, no_driver: str, timeout_s: float) -> CuFile:
+    """Let a child process move device memory, unless it is clear that it cannot."""
+    reason = ""
+    if no_driver:
+        reason = f"no CUDA driver: {no_driver}"
+    elif storage.gds_refusal:
+        reason = storage.gds_refusal
+    elif not storage.writable:
+        reason = "not tried: no file can be made here"
+    if reason:
+        return CuFile(False, False, reason)
+    path = os.path.join(storage.directory, f".gds-check-{secrets.token_hex(8)}")
+    environment = {
+        # Otherwise cuFile answers by copying through the host, and nobody can tell.
+        "CUFILE_ALLOW_COMPAT_MODE": "false",
+        "CUFILE_LOGFILE_PATH": "cufile.log",  # in the child's directory, which goes away
+        "CUFILE_LOGGING_LEVEL": "ERROR",
+    }
+    try:
+        child = system.child(
+            cuda_child.__file__,
+            ["cufile", os.path.abspath(path)],
+            timeout_s=timeout_s,
+            environment=environment,
+        )
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    said = _said(child)
+    reads, writes = said.get("reads") is True, said.get("writes") is True
+    reason = _failure(child, said, timeout_s)
+    if not reason and not (reads and writes):
+        reason = "it moved other bytes than it should have"
+    return CuFile(reads, writes, reason)
+
+
+def _said(child: Child) -> dict[str, Any]:
+    """Return what a child reported, later lines over earlier ones."""
+    merged: dict[str, Any] = {}
+    for line in child.output.splitlines():
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                merged |= value
+    return merged
+
+
+def _failure(child: Child, said: dict[str, Any], timeout_s: float) -> str:
+    """Say why a child did not come to its end; empty where it did."""
+    stage = said.get("stage", "start")
+    if child.status is None:
+        return f"no answer within {timeout_s:g} s of {stage}: killed"
+    if "error" in said:
+        return f"{stage}: {said['error']}"
+    if child.status < 0:
+        return f"died of signal {-child.status} in {stage}"
+    if child.status or not said.get("done"):
+        last = child.error.strip().splitlines()[-1:] or [f"status {child.status}"]
+        return f"{stage}: {last[0]}"
+    return ""

@@ -1,0 +1,257 @@
+"""The file system, its mount and its drives, and what direct I/O there is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from gds import probe
+from gds._backend import ALIGNMENT
+from gds.check.finding import Finding
+from gds.check.machine import GIB
+from gds.check.system import Direct, System
+
+LOCAL_GDS_FILESYSTEMS: Final = frozenset({"ext4", "xfs"})
+REMOTE_GDS_FILESYSTEMS: Final = frozenset({"nfs", "nfs4", "lustre", "wekafs", "gpfs", "beegfs"})
+"""Those for which NVIDIA documents GPUDirect Storage, with a client that supports it."""
+
+_MOST_LEVELS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """A block device that has no other below it."""
+
+    name: str
+    rotational: bool
+    nvme: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What holds a directory."""
+
+    directory: str
+    mount: probe.Mount
+
+    block: str
+    """Name of the block device under the file system; empty if there is none or it is not known."""
+
+    mapped: bool
+    """Whether the device mapper (LVM, dm-crypt) lies between."""
+
+    drives: tuple[Drive, ...]
+    direct: Direct
+    readable: bool
+    writable: bool
+    free_bytes: int
+
+    @property
+    def gds_refusal(self) -> str:
+        """Why GPUDirect Storage cannot work here, as far as can be told without it; else empty."""
+        kind = self.mount.filesystem
+        if not self.direct.found.supported:
+            return f"there is no direct I/O: {self.direct.found.reason}"
+        if kind in REMOTE_GDS_FILESYSTEMS:
+            return ""
+        if kind not in LOCAL_GDS_FILESYSTEMS:
+            return f"{kind} is no file system that it supports (ext4, XFS; some network ones)"
+        if kind == "ext4" and "data=journal" in self.mount.options:
+            return "ext4 with data=journal copies all data through the page cache"
+        if self.mapped:
+            return f"{self.block} is a device mapper's, which it does not look through"
+        if self.drives and not all(drive.nvme for drive in self.drives):
+            names = ", ".join(drive.name for drive in self.drives if not drive.nvme)
+            return f"{names} is no NVMe drive"
+        return ""
+
+
+def examine_storage(system: System, directory: str) -> Storage:
+    """Look at what holds a directory; raises `OSError` if it is not there."""
+    number = system.device(directory)
+    table = system.text("/proc/self/mountinfo") or ""
+    mount = probe.find_mount(table, os.path.realpath(directory), system.mount_id(directory))
+    block = _block_device(system, number, mount.source)
+    below = _drives(system, block) if block else ()
+    return Storage(
+        directory=directory,
+        mount=mount,
+        block=block,
+        mapped=any(name.startswith("dm-") for name in _levels(system, block)) if block else False,
+        drives=below,
+        direct=system.direct(directory),
+        readable=system.readable(directory),
+        writable=system.writable(directory),
+        free_bytes=system.free_bytes(directory),
+    )
+
+
+def storage_findings(system: System, storage: Storage) -> list[Finding]:
+    """Return what concerns the directory."""
+    found = [_filesystem(storage), _mount(storage)]
+    if storage.block:
+        found.append(_device(system, storage))
+    found += [_told(storage), _direct(storage), _gds(storage), _access(storage)]
+    return found
+
+
+def _filesystem(storage: Storage) -> Finding:
+    mount = storage.mount
+    what, value = "file system", f"{mount.filesystem} on {mount.source or 'an unknown source'}"
+    if mount.volatile:
+        return Finding(
+            "storage",
+            what,
+            value,
+            "limits",
+            "it keeps files in memory, or ignores every sync: they are lost at power-off",
+            "use a directory on a drive",
+        )
+    if mount.filesystem == "unknown":
+        why = "/proc/self/mountinfo does not tell which one it is"
+        return Finding("storage", what, value, "limits", why)
+    return Finding("storage", what, value, "ok")
+
+
+def _mount(storage: Storage) -> Finding:
+    options = storage.mount.options
+    shown = ",".join(dict.fromkeys(options)) or "not known"
+    value = f"{storage.mount.mount_point or 'not known'} ({shown})"
+    for option, why, do in (
+        ("ro", "mounted read-only: nothing can be written", "mount it with rw"),
+        (
+            "data=journal",
+            "all data goes through the journal and the page cache, and is written twice",
+            "mount it with data=ordered",
+        ),
+        ("sync", "every write waits until it is durable", "mount it without sync"),
+    ):
+        if option in options:
+            return Finding("storage", "mount", value, "limits", why, do)
+    return Finding("storage", "mount", value, "ok")
+
+
+def _device(system: System, storage: Storage) -> Finding:
+    queue = f"{_block_folder(system, storage.block)}/queue"
+    if not system.exists(queue):  # of a partition: its disk's
+        queue = f"{os.path.dirname(_block_folder(system, storage.block))}/queue"
+
+    def limit(name: str) -> str:
+        return (system.text(f"{queue}/{name}") or "").strip() or "?"
+
+    scheduler = limit("scheduler")
+    if "[" in scheduler:
+        scheduler = scheduler.partition("[")[2].partition("]")[0]
+    names = "+".join(drive.name for drive in storage.drives) or storage.block
+    below = "" if names == storage.block else f" on {names}"
+    value = (
+        f"{storage.block}{below}, blocks of {limit('logical_block_size')} bytes, at most "
+        f"{limit('max_sectors_kb')} KiB a request, {limit('nr_requests')} requests, scheduler "
+        f"{scheduler}, cache {limit('write_cache')}"
+    )
+    if any(drive.rotational and not _virtual(drive.name) for drive in storage.drives):
+        why = "a rotating disk: random requests wait for its head"
+        return Finding("storage", "device", value, "limits", why, "use an SSD")
+    return Finding("storage", "device", value, "ok")
+
+
+def _virtual(name: str) -> bool:
+    """Say whether a drive is a hypervisor's, which says "rotational" of whatever it has."""
+    return name.startswith(("vd", "xvd"))
+
+
+def _told(storage: Storage) -> Finding:
+    told = storage.direct.told
+    what = "alignment told"
+    if told is None:
+        return Finding(
+            "storage",
+            what,
+            "nothing",
+            "limits",
+            "neither kernel (6.1 and newer do) nor file system tells: the block size is taken",
+        )
+    if not all(told):
+        why = "the kernel says that files here take no direct transfers"
+        return Finding("storage", what, "no direct I/O", "limits", why)
+    value = f"memory {told[0]} bytes, offset and length {told[1]} bytes"
+    if max(told) > ALIGNMENT:
+        why = f"layouts here align to {ALIGNMENT} bytes, which is not enough"
+        return Finding("storage", what, value, "limits", why)
+    return Finding("storage", what, value, "ok")
+
+
+def _direct(storage: Storage) -> Finding:
+    direct = storage.direct
+    what, value = "direct I/O", f"{direct.tried} tried"
+    if direct.found.supported:
+        return Finding("storage", what, f"works ({value})", "ok")
+    return Finding(
+        "storage",
+        what,
+        f"no ({value})",
+        "limits",
+        direct.found.reason,
+        "use a directory on a local drive with ext4 or XFS",
+    )
+
+
+def _gds(storage: Storage) -> Finding:
+    what, refusal = "GDS here", storage.gds_refusal
+    if not refusal:
+        return Finding("storage", what, "nothing speaks against it", "ok")
+    do = "for GDS: ext4 or XFS on a local NVMe drive, mounted with data=ordered"
+    return Finding("storage", what, "no", "limits", f"{refusal}; POSIX I/O is not concerned", do)
+
+
+def _access(storage: Storage) -> Finding:
+    free = f"{storage.free_bytes / GIB:.1f} GiB free"
+    if storage.readable and storage.writable:
+        return Finding("storage", "access", f"read and write, {free}", "ok")
+    can = "read only" if storage.readable else "write only" if storage.writable else "none"
+    why = f"this user may not {'write' if storage.readable else 'read'} here, or it is read-only"
+    return Finding("storage", "access", f"{can}, {free}", "limits", why, "change the permissions")
+
+
+def _block_folder(system: System, name: str) -> str:
+    return system.resolved(f"/sys/class/block/{name}")
+
+
+def _block_device(system: System, number: tuple[int, int], source: str) -> str:
+    """Return the name of a block device, by number or by what is mounted; empty for none."""
+    by_number = f"/sys/dev/block/{number[0]}:{number[1]}"
+    if system.exists(by_number):
+        return os.path.basename(system.resolved(by_number))
+    if source.startswith("/dev/"):  # btrfs has a device number of its own
+        for path in (source, system.resolved(source)):
+            name = os.path.basename(path)
+            if system.exists(f"/sys/class/block/{name}"):
+                return name
+    return ""
+
+
+def _levels(system: System, name: str, level: int = 0) -> tuple[str, ...]:
+    """Return a block device and all below it, each after those above."""
+    slaves = system.names(f"{_block_folder(system, name)}/slaves")
+    if level == _MOST_LEVELS:
+        return (name,)
+    below = [found for slave in slaves for found in _levels(system, slave, level + 1)]
+    return (name, *dict.fromkeys(below))
+
+
+def _drives(system: System, name: str) -> tuple[Drive, ...]:
+    """Return the drives under a block device."""
+    found = {}
+    for device in _levels(system, name):
+        folder = _block_folder(system, device)
+        if system.names(f"{folder}/slaves"):
+            continue
+        if system.exists(f"{folder}/partition"):
+            folder = os.path.dirname(folder)  # the disk stands for its partition
+            if system.names(f"{folder}/slaves"):
+                continue
+        name = os.path.basename(folder)
+        rotational = (system.text(f"{folder}/queue/rotational") or "").strip() == "1"
+        found[name] = Drive(name, rotational, name.startswith("nvme"))
+    return tuple(found.values())

@@ -1,0 +1,261 @@
+"""The command ``gds``: what a directory can do, and how fast it does it.
+
+Nothing heavy is imported before a command runs, and torch never is on a path of the host.
+
+Exit status of ``gds check``: 0 GPUDirect Storage for reads and writes, or what ``--require`` asks
+for; 3 KvikIO's compatibility mode; 4 POSIX with direct I/O; 5 POSIX through the page cache; 1 for
+an error, or where nothing is usable. Of ``gds bench``: 0; 1 for an error, a refusal, or data that
+came back wrong. Both: 2 for wrong usage, 128 + N after signal N.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gds._errors import RefusedError
+
+if TYPE_CHECKING:
+    from gds.check.choice import Directions, Requirement
+
+app = typer.Typer(
+    name="gds", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import importlib.metadata
+
+        try:
+            version = importlib.metadata.version("ssd-offload")
+        except importlib.metadata.PackageNotFoundError:  # run from its sources
+            version = "(not installed)"
+        typer.echo(f"gds {version}")
+        raise typer.Exit
+
+
+@app.callback()
+def gds(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Find out what a drive, a file system and a GPU can do together, and how fast."""
+
+
+class Required(StrEnum):
+    """What `gds check` can ask for."""
+
+    gds = "gds"
+    compat = "compat"
+    direct = "direct"
+    any = "any"
+
+
+class Wanted(StrEnum):
+    """Directions that `gds check` can be about."""
+
+    both = "both"
+    read = "read"
+    write = "write"
+
+
+@app.command()
+def check(
+    directory: Annotated[str, typer.Argument(help="Where the data is to lie.", show_default=False)],
+    require: Annotated[
+        Required | None,
+        typer.Option(
+            help="Exit with 0 if what would be used is at least this; direct means past the page "
+            "cache.",
+            show_default=False,
+        ),
+    ] = None,
+    wanted: Annotated[
+        Wanted, typer.Option("--for", help="Judge by reads, by writes, or by both.")
+    ] = Wanted.both,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that cuFile has to answer, in its own process.")
+    ] = 10.0,
+    as_json: Json = False,
+) -> None:
+    """Say which path reads and writes would take in a directory, and why not a better one."""
+    from gds.check.examine import examine
+    from gds.check.report import show
+
+    found = examine(directory, cufile_timeout_s=timeout)
+    requirement: Requirement | None = require.value if require else None
+    directions: Directions = wanted.value
+    if as_json:
+        _print_json(found.to_json(requirement, directions))
+    else:
+        show(found)
+    raise typer.Exit(found.exit_status(requirement, directions))
+
+
+class Pattern(StrEnum):
+    """What `gds bench` can do with a file."""
+
+    read = "read"
+    write = "write"
+    mixed = "mixed"
+    randread = "randread"
+    randwrite = "randwrite"
+    randmixed = "randmixed"
+
+
+class PathOption(StrEnum):
+    """The paths by name; those of a GPU are refused where there is none."""
+
+    gds = "gds"
+    compat = "compat"
+    bounce = "bounce"
+    direct = "direct"
+    buffered = "buffered"
+
+
+class Cache(StrEnum):
+    """What is done with the page cache before each pass."""
+
+    cold = "cold"
+    warm = "warm"
+    as_is = "as-is"
+
+
+@app.command()
+def bench(
+    place: Annotated[
+        str,
+        typer.Argument(
+            help="A directory: a scratch file is made in it and removed. Or a file: it is only "
+            "read.",
+            show_default=False,
+        ),
+    ],
+    rw: Annotated[Pattern, typer.Option(help="What to do; mixed is both at once.")] = Pattern.read,
+    path: Annotated[PathOption, typer.Option(help="Which way.")] = PathOption.direct,
+    size: Annotated[str, typer.Option(help="Of a request.")] = "1M",
+    threads: Annotated[int, typer.Option(help="Requests that run at once.")] = 2,
+    depth: Annotated[
+        int | None, typer.Option(help="Requests in flight; as many as threads if not given.")
+    ] = None,
+    mix: Annotated[int, typer.Option(help="Per cent of reads where both are done.")] = 50,
+    file_size: Annotated[str, typer.Option(help="Of the scratch file.")] = "1G",
+    passes: Annotated[int, typer.Option(help="How often to move every block.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Go on for so long, in whole passes.")] = 0.0,
+    cache: Annotated[
+        Cache, typer.Option(help="The page cache before each pass: emptied, filled, or left.")
+    ] = Cache.cold,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(help="size=64K..16M doubles; rw=read,write lists. May be repeated."),
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Measure everything so often.")] = 1,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every block with what was written.")
+    ] = False,
+    compare_fio: Annotated[
+        bool, typer.Option("--compare-fio", help="Alternate with fio and print the ratio.")
+    ] = False,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of that comparison.")] = 11,
+    plot: Annotated[
+        str | None, typer.Option(help="Draw a sweep into this file; needs matplotlib.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of contents and random order.")] = 0,
+    allow_volatile: Annotated[
+        bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
+    ] = False,
+    allow_small: Annotated[
+        bool, typer.Option("--allow-small", help="Accept a file that a drive's cache holds.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure rate, latency and processor time of reads and writes."""
+    from gds.bench.report import plot as draw
+    from gds.bench.run import Plan, run
+    from gds.bench.target import StopSignal, stopping
+    from gds.bench.workload import Workload, expand, parse_size, parse_sweep
+
+    base = Workload(
+        rw=rw.value,
+        path=path.value,
+        size=parse_size(size),
+        threads=threads,
+        depth=depth,
+        mix=mix,
+        cache=cache.value,
+        passes=passes,
+        seconds=seconds,
+        file_bytes=_file_bytes(place, parse_size(file_size)),
+    )
+    plan = Plan(
+        place=place,
+        workloads=expand(base, [parse_sweep(text) for text in sweep or ()]),
+        repeat=repeat,
+        verify=verify,
+        compare_fio=compare_fio,
+        pairs=pairs,
+        seed=seed,
+        allow_volatile=allow_volatile,
+        allow_small=allow_small,
+        plot=plot is not None,
+    )
+    try:
+        with stopping():
+            report = run(plan, say=lambda line: typer.secho(line, dim=True, err=True))
+    except StopSignal as stop:
+        typer.secho("stopped; the scratch file is removed", fg="red", err=True)
+        raise typer.Exit(128 + stop.number) from None
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        from rich.console import Console
+
+        console = Console()
+        report.show(console if console.is_terminal else Console(width=160))
+    if plot is not None:
+        draw(report, plot)
+
+
+def _file_bytes(place: str, wanted: int) -> int:
+    """Return the length of an existing file, or what was asked for a new one."""
+    return os.path.getsize(place) if os.path.isfile(place) else wanted
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def main() -> None:
+    """Run the command line; an expected error is one line on standard error, status 1."""
+    try:
+        app()
+    except BrokenPipeError:
+        # Whoever read our output has enough. Keep the interpreter from flushing into the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (RefusedError, OSError) as error:
+        typer.secho(f"error: {_message(error)}", fg="red", err=True)
+        sys.exit(1)
+
+
+def _message(error: Exception) -> str:
+    """Return an error's text, without the number that `OSError` puts before it."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fspath(error.filename)}: {error.strerror}"
+    return str(error)
+
+
+if __name__ == "__main__":
+    main()

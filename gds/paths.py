@@ -1,0 +1,84 @@
+"""The ways a byte can take between a drive and memory: one table, which every command reads.
+
+A path that moves device memory has no `make` as long as there is no backend for it. The KvikIO
+backend plugs in here and nowhere else: `make` of ``gds`` and ``compat`` becomes its constructor
+(compatibility mode off and on), that of ``bounce`` the POSIX backend with page-locked buffers and a
+copy; `gds bench` then measures them, and `gds check` stops saying that nothing uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from gds._backend import Backend
+from gds._errors import RefusedError
+from gds._posix import PosixBackend
+
+PathName = Literal["gds", "compat", "bounce", "direct", "buffered"]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPath:
+    """One way, and who takes it."""
+
+    name: PathName
+
+    title: str
+    """For people."""
+
+    memory: Literal["host", "device"]
+    """Where the other end is."""
+
+    exit_status: int
+    """Of `gds check` where this is what would be used."""
+
+    make: Callable[[int], Backend] | None
+    """Makes a backend that runs so many transfers at once; None while there is none."""
+
+
+def _direct(threads: int) -> Backend:
+    return PosixBackend(read_threads=threads, write_threads=threads, direct=True)
+
+
+def _buffered(threads: int) -> Backend:
+    return PosixBackend(read_threads=threads, write_threads=threads, direct=False)
+
+
+PATHS: Final[dict[PathName, TransferPath]] = {
+    path.name: path
+    for path in (
+        TransferPath("gds", "GPUDirect Storage: between drive and GPU memory", "device", 0, None),
+        TransferPath("compat", "KvikIO in compatibility mode, through the host", "device", 3, None),
+        TransferPath("bounce", "POSIX into host memory, then a copy", "device", 4, None),
+        TransferPath("direct", "POSIX with O_DIRECT, past the page cache", "host", 4, _direct),
+        TransferPath("buffered", "POSIX through the page cache", "host", 5, _buffered),
+    )
+}
+"""Best first, for who has a GPU."""
+
+
+def open_backend(name: PathName, threads: int, *, no_driver: str = "") -> Backend:
+    """Return a new backend that takes the path `name`.
+
+    Args:
+        name: Of the path.
+        threads: Transfers that it runs at once, in each direction.
+        no_driver: Why there is no CUDA driver; empty where there is one.
+
+    Raises:
+        RefusedError: Nothing here takes that path; says why.
+    """
+    path = PATHS[name]
+    if path.memory == "device" and no_driver:
+        raise RefusedError(
+            f"path {name!r} moves memory of a GPU, and there is no CUDA driver here: {no_driver}"
+        )
+    if path.make is None:
+        usable = ", ".join(path.name for path in PATHS.values() if path.make)
+        raise RefusedError(
+            f"path {name!r} moves memory of a GPU, and this version has no backend for it; "
+            f"there are: {usable}"
+        )
+    return path.make(threads)
