@@ -138,6 +138,7 @@ def bench(
     place: Annotated[
         str,
         typer.Argument(
+            metavar="DIRECTORY|FILE",
             help="A directory: a scratch file is made in it and removed. Or a file: it is only "
             "read.",
             show_default=False,
