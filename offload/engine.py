@@ -364,6 +364,7 @@ class Engine(Usable):
             chunks=chunks,
             seal=self._seal,
             meter=self._meter,
+            run=self._pool.map,
         )
 
     def _order(self) -> Sequence[int]:

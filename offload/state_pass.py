@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from offload.digests import Run
 from offload.rules import Scalars
 from offload.seal import Seal
 from offload.slot import Slot
@@ -27,6 +28,7 @@ class StatePass:
         chunks: In the order in which to update them.
         seal: One in flight, which still copies parameters that the update changes.
         meter: Counts seconds.
+        run: Spreads the digests of a chunk over threads.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class StatePass:
         chunks: Sequence[int],
         seal: Seal | None,
         meter: Meter,
+        run: Run,
     ) -> None:
         self.step = step
         self.source = source
@@ -52,6 +55,7 @@ class StatePass:
         self.updater = updater
         self._seal = seal
         self._meter = meter
+        self._run_many = run
 
     def is_needed(self, chunk: int) -> bool:
         """Return whether anything is to be done to a chunk: it is stepped, or moves."""
@@ -89,7 +93,7 @@ class StatePass:
                 raise
             if updated is not None:
                 updated(chunk)
-            streamer.put(frame, self.target, self.updater.pool.map)
+            streamer.put(frame, self.target, self._run_many)
         scalars = self.updater.finish()
         if seal is not None:
             # From here on the user may also change what no step does: frozen parameters.

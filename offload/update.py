@@ -83,7 +83,7 @@ class ChunkUpdater:
         step: int,
         seed: int = 0,
     ) -> None:
-        self.pool = pool
+        self._pool = pool
         self._layout = layout
         # By value: a scheduler may change a tensor in place while the step is still going on.
         self._hyper = [
@@ -121,13 +121,13 @@ class ChunkUpdater:
                 is stored in, updated in place. Ranges of parameters that have no state yet may
                 hold anything; they are initialised.
         """
-        self.pool.run(self._update, list(self._blocks(chunk, arrays)))
+        self._pool.run(self._update, list(self._blocks(chunk, arrays)))
 
     def finish(self) -> list[Scalars | None]:
         """Return the scalar state of each parameter after the step."""
         missing = {k for k in self._keys if k.has_gradient and k not in self._stepped}
         # only empty parameters have those: torch counts their steps all the same
-        self.pool.run(self._update_nothing, [_Block(key, [], 0, {}) for key in missing])
+        self._pool.run(self._update_nothing, [_Block(key, [], 0, {}) for key in missing])
         return [self._stepped.get(key, key.scalars) for key in self._keys]
 
     def _blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[_Block]:
