@@ -14,7 +14,8 @@ from gds._backend import File
 from gds._wrapper import WrapperFile
 from offload import AdamW, Checkpoint, list_checkpoints, load_parameters, open_checkpoint
 from offload.errors import BrokenOptimizerError, CheckpointError, DamagedError
-from offload.quarantine import QUARANTINE_NAME
+from offload.poison import Poison
+from offload.quarantine import QUARANTINE_NAME, read_quarantine, write_quarantine
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.training import (
@@ -296,6 +297,105 @@ def test_where_it_cannot_be_marked(kind: str) -> None:
         optimizer.close()
     with open_checkpoint(STORE, backend=inner) as newest:
         assert newest.step == 3
+
+
+@pytest.mark.parametrize("kind", ["sync", "sync_dir"])
+def test_after_a_mark_that_could_not_be_made_durable_nothing_is_reused(kind: str) -> None:
+    inner = MemoryBackend()
+    store_with(inner)
+    damage(inner, "model")
+    backend = FaultBackend(inner)
+    model = Model()
+    optimizer = optimizer_for(model, STORE, options(backend))
+    backend.fail_if(lambda found, path: found == kind and path.startswith(NEWEST))
+    with warned("could not be marked"):
+        optimizer.restore()
+    with warned("this process reuses no slot any more"):
+        train(model, optimizer, 2)
+    optimizer.close()
+
+
+def test_the_mark_is_durable_when_restore_returns() -> None:
+    backend = CrashBackend()
+    store_with(backend)
+    damage(backend, "model")
+    optimizer = optimizer_for(Model(), STORE, options(backend))
+    with warned("is quarantined"):
+        optimizer.restore()
+    disk = Disk(backend.log)
+    rng = random.Random(SEED)
+    for _ in range(40):
+        reason = read_quarantine(disk.power_cut(rng).backend(), NEWEST)
+        assert reason is not None, "a later process would try it again"
+        assert f"{NEWEST}/model.safetensors" in reason
+    optimizer.close()
+
+
+def test_a_mark_that_another_process_has_just_made_is_made_durable() -> None:
+    """It may have been killed before it has synced the directory."""
+    backend = CrashBackend()
+    store_with(backend)
+    mark = backend.create(f"{NEWEST}/{QUARANTINE_NAME}", 1)
+    mark.sync()
+    mark.close()
+    write_quarantine(backend, NEWEST, "damaged", Poison(STORE))
+    disk = Disk(backend.log)
+    rng = random.Random(SEED)
+    for _ in range(40):
+        assert read_quarantine(disk.power_cut(rng).backend(), NEWEST) is not None
+
+
+@pytest.mark.parametrize("directories", [1, 2])
+def test_its_files_stay_as_they_are(directories: int) -> None:
+    """Somebody may want to look at it: it is written to no more, nor is what it has elsewhere."""
+    backend = MemoryBackend()
+    where = [STORE, OTHER][:directories]
+    store_with(backend, where)
+    damage(backend, "exp_avg")
+    paths = [NEWEST]
+    if directories == 2:
+        with open_checkpoint(NEWEST, backend=backend) as found:
+            paths += found.parts
+    model = Model()
+    optimizer = optimizer_for(model, where, options(backend), keep=2)
+    assert optimizer.restore().step == 2
+    before = contents(backend, paths)
+    with pytest.raises(DamagedError):
+        train(model, optimizer, 3)
+    with warned("not using", NEWEST):
+        optimizer.restore()
+    train(model, optimizer, 2)
+    for step in (3, 4, 5, 6):
+        train(model, optimizer, step)
+        optimizer.checkpoint({"step": step}).result()
+    after = contents(backend, paths)
+    assert after.pop(f"{NEWEST}/{QUARANTINE_NAME}")
+    assert after == before
+    optimizer.close()
+
+
+def contents(backend: Backend, directories: list[str]) -> dict[str, bytes]:
+    """Return the files in some directories, by path."""
+    found = {}
+    for path in (f"{d}/{name}" for d in directories for name in backend.list_dir(d)):
+        file = backend.open(path)
+        found[path] = file.read_bytes(0, file.size_bytes)
+        file.close()
+    return found
+
+
+def test_a_mark_made_beside_the_training_does_not_outlive_its_checkpoint() -> None:
+    """`offload verify --quarantine` marks one that this process then takes back and rewrites."""
+    backend = MemoryBackend()
+    model = Model()
+    optimizer = optimizer_for(model, STORE, options(backend), keep=1)
+    for step in (1, 2, 3, 4):
+        train(model, optimizer, step)
+        sealed = optimizer.checkpoint({"step": step}).result()
+        with open_checkpoint(STORE, backend=backend) as newest:
+            assert newest.step == step
+        write_quarantine(backend, sealed.path, "damaged", Poison(STORE))
+    optimizer.close()
 
 
 @pytest.mark.parametrize("name", ["model", "exp_avg"])

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from typing import Final
 
+from tests.mutation.keeping import KEEPING
 from tests.mutation.mutation import Mutation
 from tests.mutation.opening import OPENING
+from tests.mutation.quarantining import QUARANTINING
 from tests.mutation.recycling import RECYCLING
 from tests.mutation.restoring import RESTORING
 from tests.mutation.sealing import SEALING
 
-MUTATIONS: Final[tuple[Mutation, ...]] = (*SEALING, *RECYCLING, *OPENING, *RESTORING)
+MUTATIONS: Final[tuple[Mutation, ...]] = (
+    *SEALING,
+    *RECYCLING,
+    *KEEPING,
+    *OPENING,
+    *RESTORING,
+    *QUARANTINING,
+)

@@ -250,7 +250,9 @@ OPENING = (
         "what a part says of itself is what its digest says",
         (
             Edit(
-                _PART_FILE, '        if part.digest != document["digest"]:\n', "        if False:\n"
+                _PART_FILE,
+                '    if part.digest != document.get("digest"):\n',
+                "    if False:\n",
             ),
         ),
         (f"{_DRIVES}::TestDamage",),

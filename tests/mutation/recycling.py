@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutation import Edit, Mutation, faults, gone, killed, power
 
 _STORE = "offload/store.py"
+_RETENTION = "offload/retention.py"
 _SLOT = "offload/slot.py"
 _FREE = "offload/free_slots.py"
 _PARTS = "offload/parts.py"
@@ -23,6 +24,7 @@ _WITHDRAWN = """\
                 self.backend.sync_dir(self.directory)
                 if slot is not None:
                     slot.invalidate()
+                    lift_quarantine(self.backend, name)  # a reader may have found it damaged
 """
 
 RECYCLING = (
@@ -59,6 +61,8 @@ RECYCLING = (
                 if slot is not None:
                     slot.renamed(name)
                 self.backend.sync_dir(self.directory)
+                if slot is not None:
+                    lift_quarantine(self.backend, name)
 """,
             ),
         ),
@@ -109,26 +113,30 @@ RECYCLING = (
         (
             Edit(
                 _STORE,
-                "current[: max(min(num_spare, len(current) - 1), 0)]",
-                "current[: max(num_spare, 0)]",
+                "for c in self.keeping.expired(incoming) if c is not newest)",
+                "for c in self.keeping.expired(incoming))",
             ),
         ),
         _THREE,
     ),
     Mutation(
         "withdraw-the-newest",
-        "order: the oldest checkpoint is withdrawn first",
-        (Edit(_STORE, "for c in current[: max(", "for c in current[::-1][: max("),),
-        _THREE,
+        "order: of those that are more than retention asks for the oldest go",
+        (
+            Edit(
+                _RETENTION, "for record in records[-self.k :]}", "for record in records[: self.k]}"
+            ),
+        ),
+        (f"{_CONCURRENCY}::test_the_newest_are_kept_and_nothing_else_grows",),
     ),
     Mutation(
         "withdraw-more-than-expired",
         "as many checkpoints stay as retention asks for",
         (
             Edit(
-                _STORE,
-                "num_spare = len(current) + self._sealing - self.keep",
-                "num_spare = len(current) + self._sealing - self.keep + 1",
+                _RETENTION,
+                "for record in records[-self.k :]}",
+                "for record in records[max(len(records) - self.k + 1, 0) :]}",
             ),
         ),
         (f"{_CONCURRENCY}::test_the_newest_are_kept_and_nothing_else_grows",),
@@ -136,7 +144,7 @@ RECYCLING = (
     Mutation(
         "one-slot-too-many",
         "no slot is made beyond those that retention has room for",
-        (Edit(_STORE, "if held < self.keep + 1 or", "if held < self.keep + 2 or"),),
+        (Edit(_STORE, "if self.keeping.expired(self._incoming):", "if False:"),),
         (
             f"{_CONCURRENCY}::test_there_is_never_more_than_one_slot_to_work_in",
             *power("sealed-behind-training-keep=1"),
@@ -172,8 +180,8 @@ RECYCLING = (
         (
             Edit(
                 _STORE,
-                "        if not self._poison:\n            self._identify()\n",
-                "        if True:\n            self._identify()\n",
+                "            if not self._poison:\n                self._identify()\n",
+                "            if True:\n                self._identify()\n",
             ),
         ),
         (f"{_STEPS}::test_a_train_state_that_could_not_be_replaced_ends_all_reuse",),
@@ -391,10 +399,9 @@ RECYCLING = (
             ),
             Edit(
                 _STORE,
+                "                    self._rename_into_place(slot, path, exchange=in_the_way)\n",
                 "                    self._rename_into_place("
-                "slot, path, exchange=replaced is not None)\n",
-                "                    self._rename_into_place("
-                "slot, path, exchange=replaced is not None)\n"
+                "slot, path, exchange=in_the_way)\n"
                 "                for part, sealed in zip(slot.parts, slot._sealed_parts()):\n"
                 "                    part.seal(sealed)\n",
             ),

@@ -37,7 +37,10 @@ RESTORING = (
     Mutation(
         "first-pass-believed",
         "what an earlier process wrote is not believed",
-        (Edit(_OPENING, "    slot.unchecked = True\n", "    slot.unchecked = False\n"),),
+        (
+            Edit(_OPENING, "    slot.unchecked = True\n", "    slot.unchecked = False\n"),
+            Edit(_ENGINE, "        slot.unchecked = True  #", "        #"),
+        ),
         (f"{_INTERRUPTED}::test_damaged_state_is_not_trained_on",),
     ),
     Mutation(

@@ -24,7 +24,8 @@ _COMMIT = """\
                 slot.manifest.sync()
                 self.backend.sync_dir(slot.path)
                 with self._changed:
-                    self._rename_into_place(slot, path, exchange=replaced is not None)
+                    in_the_way = self.backend.stat(path) is not None
+                    self._rename_into_place(slot, path, exchange=in_the_way)
 """
 
 SEALING = (
@@ -76,7 +77,8 @@ SEALING = (
                 """\
                 slot.manifest.write_bytes(manifest_data, 0)
                 with self._changed:
-                    self._rename_into_place(slot, path, exchange=replaced is not None)
+                    in_the_way = self.backend.stat(path) is not None
+                    self._rename_into_place(slot, path, exchange=in_the_way)
                 slot.sync()
                 slot.manifest.sync()
                 self.backend.sync_dir(slot.path)
@@ -264,7 +266,7 @@ SEALING = (
         (
             Edit(
                 _STORE,
-                'with self._poison.on_error("a train state could not be replaced"):',
+                'with self._poison.on_error(f"{name} could not be replaced"):',
                 "if True:",
             ),
         ),
@@ -311,7 +313,7 @@ SEALING = (
     Mutation(
         "seal-hyperparameters-by-reference",
         "hyper-parameters are captured by value",
-        (Edit(_SEAL, "{key: copy.deepcopy(value) for", "{key: value for"),),
+        (Edit(_SEAL, "{k: copy.deepcopy(v) for", "{k: v for"),),
         (_BEHIND,),
     ),
     Mutation(
@@ -466,7 +468,9 @@ SEALING = (
         "a step that needs a slot waits for the seal in flight",
         (
             Edit(
-                _STORE, "            self._sealing = True\n", "            self._sealing = False\n"
+                _STORE,
+                "            self._incoming = record_of(manifest)\n",
+                "            del manifest\n",
             ),
         ),
         (

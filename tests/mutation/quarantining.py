@@ -1,0 +1,250 @@
+"""Steps of giving up a checkpoint that was found damaged, also for later processes."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Edit, Mutation, gone
+
+_QUARANTINE = "offload/quarantine.py"
+_STORE = "offload/store.py"
+_READING = "offload/reading.py"
+_OPENING = "offload/opening.py"
+_ENGINE = "offload/engine.py"
+_RESUME = "offload/resume.py"
+_STREAMER = "offload/streamer.py"
+_TESTS = "tests/crash/test_quarantine.py"
+_DURABLE = f"{_TESTS}::test_the_mark_is_durable_when_restore_returns"
+_NOT_DURABLE = f"{_TESTS}::test_after_a_mark_that_could_not_be_made_durable_nothing_is_reused"
+_AT_ONCE = f"{_TESTS}::test_restore_takes_the_one_before"
+_FIRST_STEP = f"{_TESTS}::test_state_that_the_first_step_finds_damaged"
+_LATER = f"{_TESTS}::test_later_processes_do_not_try_it_again"
+
+QUARANTINING = (
+    Mutation(
+        "quarantine-no-sync",
+        "sync of the file that marks a checkpoint",
+        (
+            gone(
+                _QUARANTINE,
+                "            with poison.on_error(_NOT_MARKED):\n                file.sync()\n",
+            ),
+        ),
+        (_DURABLE,),
+    ),
+    Mutation(
+        "quarantine-no-dir-sync",
+        "sync of the name of the file that marks a checkpoint",
+        (
+            gone(
+                _QUARANTINE,
+                "    with poison.on_error(_NOT_MARKED):\n        backend.sync_dir(path)\n",
+            ),
+        ),
+        (_DURABLE,),
+    ),
+    Mutation(
+        "quarantine-found-not-synced",
+        "sync of the name of a mark that is there already, of a process that may have died",
+        (
+            Edit(
+                _QUARANTINE,
+                "    if backend.stat(mark) is None:\n        data",
+                "    if backend.stat(mark) is not None:\n        return\n"
+                "    if True:\n        data",
+            ),
+        ),
+        (f"{_TESTS}::test_a_mark_that_another_process_has_just_made_is_made_durable",),
+    ),
+    Mutation(
+        "quarantine-failed-sync-forgotten",
+        "poison after the mark could not be synced",
+        (
+            Edit(
+                _QUARANTINE,
+                "            with poison.on_error(_NOT_MARKED):\n                file.sync()\n",
+                "            file.sync()\n",
+            ),
+        ),
+        (f"{_NOT_DURABLE}[sync]",),
+    ),
+    Mutation(
+        "quarantine-failed-dir-sync-forgotten",
+        "poison after the name of the mark could not be synced",
+        (
+            Edit(
+                _QUARANTINE,
+                "    with poison.on_error(_NOT_MARKED):\n        backend.sync_dir(path)\n",
+                "    backend.sync_dir(path)\n",
+            ),
+        ),
+        (f"{_NOT_DURABLE}[sync_dir]",),
+    ),
+    Mutation(
+        "quarantine-not-written",
+        "a checkpoint that was found damaged is marked",
+        (
+            Edit(
+                _QUARANTINE,
+                "write_quarantine(self._backend, checkpoint.path, reason, self._poison)",
+                "pass",
+            ),
+        ),
+        (f"{_AT_ONCE}[model]",),
+    ),
+    Mutation(
+        "quarantine-unread",
+        "the mark is read",
+        (Edit(_READING, "    if reason is not None:\n", "    if False:\n"),),
+        (f"{_LATER}[model]",),
+    ),
+    Mutation(
+        "quarantine-unread-at-opening",
+        "the mark is read where training goes on",
+        (
+            Edit(
+                _OPENING,
+                "        except (CheckpointError, StorageError) as error:\n"
+                "            refused.append((path, str(error)))\n"
+                "        else:\n",
+                "        except (CheckpointError, StorageError) as error:\n"
+                "            if 'quarantined' not in str(error):\n"
+                "                refused.append((path, str(error)))\n"
+                "                continue\n"
+                "        if True:\n",
+            ),
+        ),
+        (f"{_LATER}[model]",),
+    ),
+    Mutation(
+        "quarantine-unread-by-readers",
+        "the mark is read by readers",
+        (
+            Edit(
+                _READING,
+                "    reason = read_quarantine(backend, path)\n",
+                "    reason = read_quarantine(backend, path) if need_parts and parts is not None"
+                " else None\n",
+            ),
+        ),
+        (f"{_LATER}[model]",),
+    ),
+    Mutation(
+        "quarantine-not-refused",
+        "a checkpoint that was given up is named when the next one is chosen",
+        (
+            gone(
+                _STORE,
+                "            self.refused.append((checkpoint.path, reason))\n",
+            ),
+        ),
+        (f"{_TESTS}::test_when_none_is_left", f"{_FIRST_STEP}[master-None-1]"),
+    ),
+    Mutation(
+        "quarantine-parts-not-claimed",
+        "parts of a damaged checkpoint are not free",
+        (
+            gone(
+                _STORE,
+                "            self._parts.claim(checkpoint.path, checkpoint.manifest)\n",
+            ),
+        ),
+        (
+            f"{_TESTS}::test_its_files_stay_as_they_are[2]",
+            f"{_TESTS}::test_its_place_is_taken_when_training_comes_to_its_step_again",
+        ),
+    ),
+    Mutation(
+        "quarantine-claim-never-released",
+        "parts of a damaged checkpoint are free when its place has been taken",
+        (gone(_STORE, "        self._parts.release_claim(path)\n"),),
+        (
+            f"{_TESTS}::test_its_place_is_taken_when_training_comes_to_its_step_again",
+            "tests/crash/test_drives.py::TestUnreadableManifest",
+        ),
+    ),
+    Mutation(
+        "quarantined-slot-given-back",
+        "the slot of a damaged checkpoint is not a free one",
+        (
+            gone(
+                _STORE,
+                "            if self._quarantine.has(slot):\n"
+                "                slot.close()  # nobody writes into evidence\n"
+                "                return\n",
+            ),
+        ),
+        (f"{_TESTS}::test_its_files_stay_as_they_are",),
+    ),
+    Mutation(
+        "quarantine-not-lifted",
+        "the mark is removed from a slot that is used again",
+        (
+            gone(
+                _STORE,
+                "                    lift_quarantine(self.backend, name)"
+                "  # a reader may have found it damaged\n",
+            ),
+        ),
+        (f"{_TESTS}::test_a_mark_made_beside_the_training_does_not_outlive_its_checkpoint",),
+    ),
+    Mutation(
+        "restore-no-fallback",
+        "restore() goes on from the checkpoint before a damaged one",
+        (
+            Edit(
+                _RESUME,
+                "    if which is not None or newest is None:\n",
+                "    if newest is None or newest is not None:\n",
+            ),
+        ),
+        (f"{_AT_ONCE}[model]",),
+    ),
+    Mutation(
+        "restore-falls-back-unasked",
+        "one that was asked for is not replaced by another",
+        (
+            Edit(
+                _RESUME,
+                "    if which is not None or newest is None:\n",
+                "    if newest is None:\n",
+            ),
+        ),
+        (f"{_TESTS}::test_one_that_was_asked_for_is_not_replaced_by_another",),
+    ),
+    Mutation(
+        "restored-state-believed",
+        "what this process wrote is not believed either when it goes back to it",
+        (Edit(_ENGINE, "        slot.unchecked = True  #", "        #"),),
+        (f"{_TESTS}::test_one_that_this_process_wrote_is_checked_when_it_goes_back_to_it",),
+    ),
+    Mutation(
+        "stored-state-believed",
+        "what is opened is marked as not checked",
+        (Edit(_OPENING, "    slot.unchecked = True\n", "    slot.unchecked = False\n"),),
+        ("tests/crash/test_interrupted.py::test_damaged_state_is_not_trained_on",),
+        redundant="state is read from a slot that was opened only after a restore, which marks it",
+    ),
+    Mutation(
+        "verify-always-ignored",
+        "with verify='always' every read is checked",
+        (
+            Edit(
+                _STREAMER,
+                "        if not (source.unchecked or self._verify_reads):\n",
+                "        if not source.unchecked:\n",
+            ),
+        ),
+        (f"{_TESTS}::TestVerifyAlways",),
+    ),
+    Mutation(
+        "first-pass-damage-not-quarantined",
+        "a checkpoint whose state the first step finds damaged is given up",
+        (
+            Edit(
+                _ENGINE,
+                "            self.store.quarantine(checkpoint, str(error))\n",
+                "            del checkpoint\n",
+            ),
+        ),
+        (f"{_FIRST_STEP}[master-None-1]",),
+    ),
+)
