@@ -204,6 +204,15 @@ class Streamer:
             self._release(frame)
             self._pump()
 
+    def keep(self, frame: Frame) -> None:
+        """Give back a taken frame that has not been changed: a resident chunk stays as it is."""
+        with self._changed:
+            if self._resident.get(frame.chunk) is frame:
+                self._held.add(frame.chunk)
+            else:
+                self._free.append(frame)
+            self._pump()
+
     def flush(self) -> Flush:
         """Return what a seal of the present target must see through; dirty chunks freeze now.
 
