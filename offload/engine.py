@@ -270,7 +270,7 @@ class Engine(Usable):
         self._collect_seal(wait=True, errors=False)
         self._resume(found, groups, parameters=False)
 
-    def materialize(self) -> MaterializedState:
+    def materialize(self, groups: Groups) -> MaterializedState:
         """Read the present state into memory, as FP32, through the ring; changes nothing.
 
         Raises:
@@ -278,14 +278,17 @@ class Engine(Usable):
             DamagedError: What was read is not what was written.
         """
         self._require_usable()
-        table = self._table
-        held = MaterializedState(table.trainables, table.scalars)
-        if table.layout is None:
-            return held  # no parameter has state
-        held.allocate([kept_arrays(t.spec, table.layout) for t in table.trainables])
-        streamer, chunks = self._ring(), range(table.layout.num_chunks)
+        self._relayout(groups)
+        table, layout = self._table, self._layout()
+        held = MaterializedState(
+            table.trainables,
+            table.scalars,
+            [kept_arrays(t.spec, layout) for t in table.trainables],
+            [self._rule.initial_state(group) for group in groups],
+        )
+        streamer, chunks = self._ring(), range(layout.num_chunks)
         live = FlatTensors([t.tensor for t in table.trainables], writable=False)
-        decoder = StateDecoder(table.layout, table.scalars, live)
+        decoder = StateDecoder(layout, table.scalars, live)
         streamer.begin(self._state, chunks)
         for chunk in chunks:
             frame = streamer.take(chunk)

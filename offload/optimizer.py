@@ -280,7 +280,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _materialize(self) -> None:
         with self._exclusive("materialized") as engine, torch.no_grad():
             engine.join()
-            self._materialized = engine.materialize()
+            self._materialized = engine.materialize(self.param_groups)
         self.state.clear()
         self.state.update(self._materialized.state)
 

@@ -7,6 +7,7 @@ are live in 16 bits. torch's `load_state_dict` leaves it alone.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,26 +34,31 @@ class MaterializedState:
     Args:
         trainables: In element-space order.
         scalars: Of each; None for one that has no state yet.
+        arrays: Of each, the names of the state arrays that are kept.
+        initial: Of each parameter group, the state that torch's constructor makes.
     """
 
-    def __init__(self, trainables: Sequence[Trainable], scalars: Sequence[Scalars | None]) -> None:
+    def __init__(
+        self,
+        trainables: Sequence[Trainable],
+        scalars: Sequence[Scalars | None],
+        arrays: Sequence[Sequence[str]],
+        initial: Sequence[Mapping[str, Any]],
+    ) -> None:
         self.state: dict[torch.Tensor, dict[str, Any]] = {}
         self.masters: dict[torch.Tensor, torch.Tensor] = {}
         self._trainables = trainables
-        for trainable, values in zip(trainables, scalars, strict=True):
-            parameter = trainable.tensor
-            if values is not None:
-                self.state[parameter] = write_scalars(values)
-            if has_master(trainable.spec):
-                self.masters[parameter] = torch.empty(parameter.shape, dtype=torch.float32)
-
-    def allocate(self, arrays: Sequence[Sequence[str]]) -> None:
-        """Make room for the arrays of each parameter that has state."""
-        for trainable, names in zip(self._trainables, arrays, strict=True):
-            state = self.state.get(trainable.tensor)
-            if state is not None:
-                shape = trainable.spec.shape
+        for trainable, values, names in zip(trainables, scalars, arrays, strict=True):
+            parameter, shape = trainable.tensor, trainable.spec.shape
+            if values is None:
+                state = unstepped_state(initial[trainable.spec.group], shape)
+            else:
+                state = write_scalars(values)
                 state.update({name: torch.empty(shape, dtype=torch.float32) for name in names})
+            if state:  # torch has no entry of an SGD without momentum
+                self.state[parameter] = state
+            if has_master(trainable.spec):
+                self.masters[parameter] = torch.empty(shape, dtype=torch.float32)
 
     @property
     def visit(self) -> Visit:
@@ -74,6 +80,16 @@ def number_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor,
         for parameter in group["params"]:
             numbers.setdefault(parameter, len(numbers))
     return numbers
+
+
+def unstepped_state(initial: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return what torch has of a parameter that was never stepped: nothing, or a constant."""
+    return {
+        name: torch.full(shape, value.item(), dtype=value.dtype)
+        if isinstance(value, torch.Tensor) and value.dim()
+        else copy.deepcopy(value)
+        for name, value in initial.items()
+    }
 
 
 def read_state_dict(
