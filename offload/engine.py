@@ -293,7 +293,8 @@ class Engine(Usable):
         for chunk in chunks:
             frame = streamer.take(chunk)
             try:
-                decoder.decode(chunk, frame.tensors(), held.visit)
+                for block in decoder.blocks(chunk, frame.tensors()):
+                    held.copy(*block)
             finally:
                 streamer.keep(frame)
         streamer.begin(self._state, self._order())
@@ -375,7 +376,7 @@ class Engine(Usable):
         Everything that can be too large fails here, before a checkpoint is withdrawn.
         """
         store_id = self.store.store_id
-        manifest = describe_seal(self._rule, store_id, slot, groups, self._table, step)
+        manifest = describe_seal(self._rule, store_id, slot, groups, self._table, stored, step)
         packed = pack_encoded(
             encoded,
             capacity_bytes=slot.train_state.size_bytes,

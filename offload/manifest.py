@@ -81,6 +81,10 @@ class Manifest:
     parts: tuple[PartReference, ...] = ()
     """Where the state on each drive but the first is."""
 
+    order: tuple[tuple[int, ...], ...] | None = None
+    """For each parameter group its parameters, as positions in `Layout.model`, in the order in
+    which the optimizer was given them: torch's state dicts go by it. None where it is not known."""
+
     def encode(self, reserved_bytes: int) -> bytes:
         """Return the file's content, padded to exactly `reserved_bytes`.
 
@@ -112,6 +116,7 @@ class Manifest:
             "digests": {name: list(values) for name, values in self.digests.items()},
             "model_digests": list(self.model_digests),
             "parts": [asdict(part) for part in self.parts],
+            "order": None if self.order is None else [list(group) for group in self.order],
         }
         document = {"format": FORMAT_VERSION, "digest": _body_digest(body), "body": body}
         text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
@@ -307,6 +312,11 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
     ]
     if [part.digest for part in parts] != expected:
         raise ValueError("the parts on other drives are not those of its digests")
+    order = body.get("order")  # older stores have none
+    if order is not None:
+        order = tuple(tuple(_count(position) for position in group) for group in order)
+        if len(order) != len(groups) or any(p >= len(model) for group in order for p in group):
+            raise ValueError("the order of parameters is not that of its groups")
     return Manifest(
         store_id=store_id,
         generation=generation,
@@ -320,6 +330,7 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
         digests=digests,
         model_digests=model_digests,
         parts=parts,
+        order=order,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
@@ -17,10 +17,10 @@ from offload.update_pool import BlockMemory
 STATE_BLOCK_ELEMENTS = 512 << 10
 """Elements that are decoded or encoded at a time: 2 MiB of each array. A multiple of 32."""
 
-Visit: TypeAlias = Callable[[int, int, Mapping[str, torch.Tensor]], object]
-"""Called with the index of a parameter in the layout, the first element of a block, and the block:
-flat FP32 values of each state array and of the master, to be copied before the call returns. Of a
-parameter that has no state there is only the master; of an FP32 one, which is its own, none."""
+Block: TypeAlias = tuple[int, int, dict[str, torch.Tensor]]
+"""The index of a parameter in the layout, the first element of a block of it, and the block: flat
+FP32 values of each state array and of the master, to be used before the next block is asked for. Of
+a parameter that has no state there is only the master; of an FP32 one, which is its own, none."""
 
 
 class Live(Protocol):
@@ -90,11 +90,11 @@ class StateDecoder:
         self._memory = BlockMemory()
         self._coder = StateCoder(layout.state_dtype, 0, 0)
 
-    def decode(self, chunk: int, arrays: Mapping[str, torch.Tensor], visit: Visit) -> None:
+    def blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[Block]:
         """Decode one chunk, given just its range of each state array, as it is stored."""
         for piece in cut_pieces(self._layout, chunk):
             stored = stored_block(self._layout, chunk, piece, arrays)
-            visit(piece.parameter, piece.start, self._decode(piece, stored))
+            yield piece.parameter, piece.start, self._decode(piece, stored)
 
     def _decode(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         spec = self._layout.parameters[piece.parameter]

@@ -18,7 +18,7 @@ from offload.errors import MismatchError
 from offload.formats import MASTER
 from offload.parameters import Trainable
 from offload.rules import Rule, Scalars, UpdateRule, read_scalars, write_scalars
-from offload.state_decoding import Visit, has_master
+from offload.state_decoding import has_master
 from offload.state_filling import HeldTensor, ParameterState, TensorSource
 from offload.state_reference import check_groups
 
@@ -60,12 +60,8 @@ class MaterializedState:
             if has_master(trainable.spec):
                 self.masters[parameter] = torch.empty(shape, dtype=torch.float32)
 
-    @property
-    def visit(self) -> Visit:
-        """What copies blocks to where they belong."""
-        return self._copy
-
-    def _copy(self, index: int, start: int, values: Mapping[str, torch.Tensor]) -> None:
+    def copy(self, index: int, start: int, values: Mapping[str, torch.Tensor]) -> None:
+        """Copy a block to where it belongs; see `state_decoding.Block`."""
         parameter = self._trainables[index].tensor
         for name, block in values.items():
             whole = self.masters if name == MASTER else self.state[parameter]
