@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from offload import cli_exchange
 from offload.demo.report import size
 from offload.errors import CheckpointError, OffloadError
 
@@ -252,6 +253,9 @@ def _progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]
             bar.update(task, completed=done, total=total)
 
         yield update
+
+
+cli_exchange.register(app, _progress)
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
