@@ -44,8 +44,26 @@ def measure_export(kind: str, directory: str) -> dict[str, int]:
             raise RuntimeError("the kernel does not reset the peak of memory")
         export_checkpoint(opened, target, kind)
         peak = resident_bytes("VmHWM")
+    found = {"state": state, "peak_above": peak - before}
+    if kind != "safetensors":  # which is not a format that is imported
+        found["import_peak_above"] = measure_import(str(target), f"{directory}/again")
     if target.is_dir():
         shutil.rmtree(target)
     else:
         target.unlink()
-    return {"state": state, "peak_above": peak - before}
+    return found
+
+
+def measure_import(source: str, directory: str) -> int:
+    from offload.foreign_files import open_foreign
+    from offload.importing import import_checkpoint
+
+    before = resident_bytes("VmRSS")
+    reset_peak()
+    options = offload.Options(chunk_bytes=CHUNK_BYTES)
+    made = import_checkpoint(open_foreign(source), directory, options=options, step=1)
+    peak = resident_bytes("VmHWM")
+    if made.num_parameters == 0:
+        raise RuntimeError("nothing was imported")
+    shutil.rmtree(directory)
+    return peak - before

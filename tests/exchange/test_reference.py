@@ -37,7 +37,7 @@ def make_optimizer(
     )
 
 
-def step(model: torch.nn.Module, optimizer: offload.OffloadedOptimizer, seed: int) -> None:
+def give_and_step(model: torch.nn.Module, optimizer: offload.OffloadedOptimizer, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
@@ -76,7 +76,7 @@ def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
 def test_it_is_builtins_only_and_by_value(lr) -> None:
     model, backend = make_model(), MemoryBackend()
     with make_optimizer(model, backend, lr=lr) as optimizer:
-        step(model, optimizer, 1)
+        give_and_step(model, optimizer, 1)
         reference = optimizer.state_dict()
         assert all(type(value) in BUILTINS for value in values(reference))
         assert len(str(reference)) < 2000
@@ -84,7 +84,7 @@ def test_it_is_builtins_only_and_by_value(lr) -> None:
         optimizer.param_groups[0]["betas"] = (0.5, 0.5)
         if isinstance(lr, torch.Tensor):
             optimizer.param_groups[0]["lr"].fill_(7.0)
-        step(model, optimizer, 2)
+        give_and_step(model, optimizer, 2)
         assert reference == before
 
 
@@ -102,14 +102,14 @@ def test_loading_it_where_it_was_made_reads_and_writes_nothing_any_number_of_tim
                 before.bytes_read,
                 before.bytes_written,
             )
-            step(model, optimizer, number)
+            give_and_step(model, optimizer, number)
         assert optimizer.state_dict()["step"] == 3
 
 
 def test_making_one_makes_no_checkpoint() -> None:
     model, backend = make_model(), MemoryBackend()
     with make_optimizer(model, backend) as optimizer:
-        step(model, optimizer, 1)
+        give_and_step(model, optimizer, 1)
         optimizer.state_dict()
         optimizer.synchronize()
         assert not [n for n in backend.list_dir("/store") if n.startswith("step-")]
@@ -132,12 +132,12 @@ def test_another_process_goes_on_from_the_sealed_checkpoint_that_it_names() -> N
     model, backend = make_model(), MemoryBackend()
     with make_optimizer(model, backend) as optimizer:
         for number in range(3):
-            step(model, optimizer, number)
+            give_and_step(model, optimizer, number)
         optimizer.checkpoint()
         reference = saved(optimizer.state_dict())
         weights = copy.deepcopy(model.state_dict())
-        step(model, optimizer, 3)
-        step(model, optimizer, 4)
+        give_and_step(model, optimizer, 3)
+        give_and_step(model, optimizer, 4)
         expected = parameters(model)
     other, reopened = make_model(seed=9), backend.reopened()
     with make_optimizer(other, reopened, lr=5.0) as optimizer:
@@ -149,8 +149,8 @@ def test_another_process_goes_on_from_the_sealed_checkpoint_that_it_names() -> N
         other.load_state_dict(weights)
         optimizer.load_state_dict(reference)  # where it is now
         assert optimizer.param_groups[0]["lr"] == 0.01
-        step(other, optimizer, 3)
-        step(other, optimizer, 4)
+        give_and_step(other, optimizer, 3)
+        give_and_step(other, optimizer, 4)
         assert_same(parameters(other), expected)
 
 
@@ -158,30 +158,30 @@ def test_what_is_loaded_at_construction_time_decides_nothing() -> None:
     """accelerate's `prepare()` loads what `state_dict()` gave it, before anybody restores."""
     model, backend = make_model(), MemoryBackend()
     with make_optimizer(model, backend) as optimizer:
-        step(model, optimizer, 1)
+        give_and_step(model, optimizer, 1)
         optimizer.checkpoint()
     with make_optimizer(model, backend.reopened()) as optimizer:
         optimizer.load_state_dict(optimizer.state_dict())
         with pytest.raises(NotRestoredError):
-            step(model, optimizer, 2)
+            give_and_step(model, optimizer, 2)
         optimizer.restore()
-        step(model, optimizer, 2)
+        give_and_step(model, optimizer, 2)
 
 
 class TestRefusals:
     def test_a_state_that_has_moved_on(self) -> None:
         model, backend = make_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
-            step(model, optimizer, 1)
+            give_and_step(model, optimizer, 1)
             stale = optimizer.state_dict()
-            step(model, optimizer, 2)
+            give_and_step(model, optimizer, 2)
             with pytest.raises(MismatchError, match=r"step 1 of store .* is at step 2"):
                 optimizer.load_state_dict(stale)
 
     def test_another_store(self) -> None:
         model, backend = make_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
-            step(model, optimizer, 1)
+            give_and_step(model, optimizer, 1)
             optimizer.checkpoint()
             reference = optimizer.state_dict()
         other = make_model()
@@ -196,7 +196,7 @@ class TestRefusals:
         references = []
         with make_optimizer(model, backend, keep=2) as optimizer:
             for number in range(3):
-                step(model, optimizer, number)
+                give_and_step(model, optimizer, number)
                 optimizer.checkpoint().result()
                 references.append(optimizer.state_dict())
         with make_optimizer(model, backend.reopened()) as optimizer:
@@ -210,13 +210,13 @@ class TestRefusals:
     def test_the_same_step_of_a_history_that_was_given_up(self) -> None:
         model, backend = make_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
-            step(model, optimizer, 1)
+            give_and_step(model, optimizer, 1)
             optimizer.checkpoint().result()
-            step(model, optimizer, 2)
+            give_and_step(model, optimizer, 2)
             optimizer.checkpoint().result()
             given_up = optimizer.state_dict()
             optimizer.restore(1, discard_newer=True)
-            step(model, optimizer, 99)
+            give_and_step(model, optimizer, 99)
             optimizer.checkpoint().result()
             assert optimizer.state_dict()["step"] == given_up["step"] == 2
             with pytest.raises(MismatchError, match="generation"):
@@ -225,7 +225,7 @@ class TestRefusals:
     def test_one_that_was_made_before_the_checkpoint(self) -> None:
         model, backend = make_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
-            step(model, optimizer, 1)
+            give_and_step(model, optimizer, 1)
             early = optimizer.state_dict()
             optimizer.checkpoint().result()
             optimizer.load_state_dict(early)  # this process knows that it is the same state
