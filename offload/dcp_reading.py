@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from offload.dcp_files import boxes
 from offload.errors import CheckpointError
-from offload.pt_file import StoredTensor, read_structure
+from offload.pt_file import StoredTensor, read_structure, scratch_tensor
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -130,14 +130,18 @@ class BoxedTensor:
         """Return elements in row-major order."""
         if stop > start and len(self._boxes) == 1:
             return self._tensor(0).read(start, stop)
-        parts = [torch.empty(0, dtype=self.dtype)]
-        if stop > start:
-            for offsets, sizes in boxes(self.shape, start, stop):
-                parts.append(self._box(offsets, sizes).reshape(-1))
-        return torch.cat(parts)
+        if stop <= start:
+            return torch.empty(0, dtype=self.dtype)
+        out = scratch_tensor(stop - start, self.dtype)
+        at = 0
+        for offsets, sizes in boxes(self.shape, start, stop):
+            length = math.prod(sizes)
+            self._read_box(offsets, out[at : at + length].view(sizes))
+            at += length
+        return out
 
-    def _box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        out = torch.empty(sizes, dtype=self.dtype)
+    def _read_box(self, offsets: tuple[int, ...], out: torch.Tensor) -> None:
+        sizes = tuple(out.shape)
         for number, (begin, extent, _) in enumerate(self._boxes):
             first = [max(a, b) for a, b in zip(offsets, begin, strict=True)]
             last = [
@@ -155,7 +159,6 @@ class BoxedTensor:
             for dim, (a, n, o) in enumerate(zip(first, common, offsets, strict=True)):
                 target = target.narrow(dim, a - o, n)
             target.copy_(flat.as_strided(common, strides))
-        return out
 
     def _tensor(self, number: int) -> StoredTensor:
         if self._opened is None or self._opened[0] != number:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import mmap
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -76,6 +77,14 @@ def write_tensor(file: File, offset: int, tensor: torch.Tensor) -> None:
         file.write_bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), offset)
 
 
+def scratch_tensor(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return flat memory of its own mapping, which goes back to the system when it is let go of.
+
+    The heap would keep it where small objects that stay are made in between.
+    """
+    return torch.frombuffer(mmap.mmap(-1, num_elements * dtype.itemsize), dtype=dtype)
+
+
 class StoredTensor:
     """A tensor of a file that is read range by range; a `TensorSource`.
 
@@ -106,14 +115,15 @@ class StoredTensor:
         return whole.reshape(-1)[start:stop]
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
-        data = bytearray((stop - start) * self._itemsize)
+        out = scratch_tensor(stop - start, self.dtype)
+        data = memoryview(out.view(torch.uint8).numpy())
         with open(self._path, "rb") as file:
             file.seek(self._offset + start * self._itemsize)
             if file.readinto(data) != len(data):
                 raise CheckpointError(
                     f"{self._path}: ends before byte {self._offset + stop * self._itemsize}"
                 )
-        return torch.frombuffer(data, dtype=self.dtype)
+        return out
 
 
 def read_structure(path: str, start: int = 0, stop: int | None = None) -> Any:

@@ -47,4 +47,3 @@ def test_peak_memory(store, kind) -> None:
     assert found["peak_above"] < LIMIT_BYTES
     if kind != "safetensors":
         assert found["import_peak_above"] < LIMIT_BYTES
-    print(found)
