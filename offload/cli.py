@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload import cli_retention
+from offload import cli_exchange, cli_retention
 from offload.cli_options import Json, Parts
 from offload.cli_options import print_json as _print_json
 from offload.demo.report import size
@@ -249,6 +249,9 @@ def _progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]
             bar.update(task, completed=done, total=total)
 
         yield update
+
+
+cli_exchange.register(app, _progress)
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -48,6 +48,11 @@ class DigestContext:
         return root.hexdigest()
 
 
+def one_by_one(function: Callable[[memoryview], bytes], items: Sequence[memoryview]) -> list[bytes]:
+    """Call a function for every item, here: the simplest `Run`."""
+    return [function(item) for item in items]
+
+
 def digest_arrays(
     context: DigestContext, chunk: int, arrays: Mapping[str, memoryview], run: Run
 ) -> dict[str, str]:

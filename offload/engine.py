@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ import torch
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.drives import Drives
 from offload.errors import DamagedError, OffloadError
+from offload.flat_tensors import FlatTensors
 from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
@@ -40,7 +42,11 @@ from offload.retention import Retention
 from offload.rules import Scalars, UpdateRule
 from offload.seal import Captured, Seal, SealHandle, describe_seal
 from offload.slot import Slot
-from offload.state_pass import StatePass
+from offload.state_decoding import StateDecoder, kept_arrays
+from offload.state_dicts import MaterializedState, num_steps, read_state_dict
+from offload.state_filling import ParameterState, StateFiller
+from offload.state_pass import ChunkWork, StatePass
+from offload.state_reference import Position, load_groups
 from offload.stats import Meter, Stats, collect_stats
 from offload.store import Store
 from offload.streamer import Streamer
@@ -108,6 +114,7 @@ class Engine(Usable):
             self._drives.close()
             raise
         super().__init__(store, decided=fresh or not (store.checkpoints or store.refused))
+        self._run = uuid.uuid4().hex
         self.num_steps = 0
         self._state: Slot | None = None
         self._working = False
@@ -212,8 +219,15 @@ class Engine(Usable):
                     raise DamagedError(f"{error}; {self._remedy()}") from error
                 found = older
 
-    def _resume(self, found: StoredCheckpoint, groups: Groups) -> Checkpoint:
+    def _resume(
+        self, found: StoredCheckpoint, groups: Groups, *, parameters: bool = True
+    ) -> Checkpoint:
         """Make a checkpoint the present state.
+
+        Args:
+            found: One of the store's.
+            groups: Of the optimizer.
+            parameters: Whether parameters, buffers and hyper-parameters are loaded, too.
 
         Raises:
             DamagedError: It is not what was written; the model may hold parts of it.
@@ -230,9 +244,10 @@ class Engine(Usable):
         self._forget()
         slot = self.store.slot_of(found)
         self._table.adopt(found.manifest.layout, trainables, found.manifest.scalars)
-        self._meter.restore_bytes = load_checkpoint(
-            found, slot, stored, self._block_buffers(), groups
-        )
+        if parameters:
+            self._meter.restore_bytes = load_checkpoint(
+                found, slot, stored, self._block_buffers(), groups
+            )
         slot.unchecked = True  # also if this process wrote it: the first pass reads it again
         self.store.withdraw_newer(found)  # now that the older one has proved to be readable
         self.num_steps = found.manifest.step
@@ -247,6 +262,80 @@ class Engine(Usable):
         self.join()
         self._collect_seal(wait=True)
         self.store.keeping.pin(name, which)
+
+    @property
+    def position(self) -> Position:
+        """Where the present state is."""
+        slot = self._state
+        sealing = self._seal is not None and self._seal.slot is slot and not self._working
+        return Position(
+            self.store.store_id,
+            self.num_steps,
+            slot.context.generation if slot is not None else 0,
+            self._run,
+            sealed=slot is not None and (sealing or self._sealed is not None),
+        )
+
+    def adopt(self, groups: Groups, found: StoredCheckpoint) -> None:
+        """Make the state of a checkpoint the present one, and leave the parameters as they are.
+
+        Raises:
+            MismatchError: Model or optimizer differ from the checkpoint's.
+        """
+        self._require_alive()
+        self._collect_seal(wait=True, errors=False)
+        self._resume(found, groups, parameters=False)
+
+    def materialize(self, groups: Groups) -> MaterializedState:
+        """Read the present state into memory, as FP32, through the ring; changes nothing.
+
+        Raises:
+            gds.StorageError: A transfer failed.
+            DamagedError: What was read is not what was written.
+        """
+        self._require_usable()
+        self._relayout(groups)
+        table, layout = self._table, self._layout()
+        held = MaterializedState(
+            table.trainables,
+            table.scalars,
+            [kept_arrays(t.spec, layout) for t in table.trainables],
+            [self._rule.initial_state(group) for group in groups],
+        )
+        streamer, chunks = self._ring(), range(layout.num_chunks)
+        live = FlatTensors([t.tensor for t in table.trainables], writable=False)
+        decoder = StateDecoder(layout, table.scalars, live)
+        streamer.begin(self._state, chunks)
+        for chunk in chunks:
+            frame = streamer.take(chunk)
+            try:
+                for block in decoder.blocks(chunk, frame.tensors()):
+                    held.copy(*block)
+            finally:
+                streamer.keep(frame)
+        streamer.begin(self._state, self._order())
+        return held
+
+    def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> None:
+        """Stream a torch state dict into the store; see `OffloadedOptimizer.load_state_dict`."""
+        self._require_usable()
+        merged, states = read_state_dict(state_dict, groups, self._rule)
+        layout, trainables = self._table.describe(merged)
+        self._collect_seal(wait=True)
+        self._relayout(merged)
+        found = [states.get(t.tensor, ParameterState()) for t in trainables]
+        steps = num_steps([state.scalars for state in found])
+        live = FlatTensors([t.tensor for t in trainables], writable=True)
+        work = StateFiller(
+            layout,
+            found,
+            live,
+            step=self.num_steps if steps is None else steps,
+            seed=self._options.rounding_seed,
+        )
+        self._run_pass(self._new_pass(merged, work, self._order(), source=None))
+        self.num_steps = self.num_steps if steps is None else steps
+        load_groups(groups, merged)
 
     def synchronize(self) -> None:
         """Wait until every transfer and seal that was started has ended; raises their errors."""
@@ -305,7 +394,7 @@ class Engine(Usable):
         """
         store_id = self.store.store_id
         manifest = describe_seal(
-            self._rule, store_id, slot, groups, self._table, step, metrics or {}
+            self._rule, store_id, slot, groups, self._table, stored, step, metrics or {}
         )
         packed = pack_encoded(
             encoded,
@@ -325,7 +414,9 @@ class Engine(Usable):
 
     def _stream(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> None:
         """Read, update and write every chunk that needs it; all of them if the state moves."""
-        state_pass = self._begin_pass(groups, gradients)
+        self._run_pass(self._begin_pass(groups, gradients))
+
+    def _run_pass(self, state_pass: StatePass) -> None:
         try:
             scalars = state_pass.run()
         except BaseException as error:
@@ -349,17 +440,24 @@ class Engine(Usable):
             seed=self._options.rounding_seed,
         )
         chunks = self._order()
+        if self._working:
+            chunks = [c for c in chunks if updater.touched(c)]
+        return self._new_pass(groups, updater, chunks, source=self._state)
+
+    def _new_pass(
+        self, groups: Groups, work: ChunkWork, chunks: Sequence[int], *, source: Slot | None
+    ) -> StatePass:
+        """Choose the slot that a pass writes: the working one, or a new one."""
         if self._working and self._state is not None:
             target = self._state
-            chunks = [c for c in chunks if updater.touched(c)]
         else:
             with self._meter.timed("wait_seal_s"):
                 target, self._reserved = self._target(groups), None
         return StatePass(
             self._ring(),
-            updater,
+            work,
             step=self.num_steps + 1,
-            source=self._state,
+            source=source,
             target=target,
             chunks=chunks,
             seal=self._seal,

@@ -11,6 +11,7 @@ import torch
 from offload.errors import OverlapError
 from offload.layout import Layout
 from offload.state_pass import StatePass
+from offload.update import ChunkUpdater
 
 
 class GradientSchedule:
@@ -50,7 +51,10 @@ class GradientSchedule:
     def give(self, number: int, gradient: torch.Tensor) -> None:
         """Hand over the final gradient of a parameter."""
         with self._changed:
-            self._pass.updater.give(number, gradient)
+            updater = self._pass.updater
+            if not isinstance(updater, ChunkUpdater):
+                raise TypeError(f"a pass of gradients is a step, not a {type(updater).__name__}")
+            updater.give(number, gradient)
             if self._num_left[number]:
                 self._bytes[number] = gradient.nbytes
                 self._held_bytes += gradient.nbytes

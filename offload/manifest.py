@@ -84,6 +84,10 @@ class Manifest:
     parts: tuple[PartReference, ...] = ()
     """Where the state on each drive but the first is."""
 
+    order: tuple[tuple[int, ...], ...] | None = None
+    """For each parameter group its parameters, as positions in `Layout.model`, in the order in
+    which the optimizer was given them: torch's state dicts go by it. None where it is not known."""
+
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the caller had measured, by name; finite."""
 
@@ -142,6 +146,7 @@ class Manifest:
             "digests": {name: list(values) for name, values in self.digests.items()},
             "model_digests": list(self.model_digests),
             "parts": [asdict(part) for part in self.parts],
+            "order": None if self.order is None else [list(group) for group in self.order],
         }
         if self.metrics:
             body["metrics"] = dict(self.metrics)
@@ -265,6 +270,16 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
     if [part.digest for part in parts] != expected:
         raise ValueError("the parts on other drives are not those of its digests")
     _ = layout.array_headers  # a name that no header can hold is found here, not when it is used
+    order = body.get("order")  # older stores have none
+    if order is not None:
+        order = tuple(
+            tuple(fields.count(position) for position in fields.items(group))
+            for group in fields.items(order)
+        )
+        if len(order) != len(groups) or any(
+            position >= len(layout.model) for group in order for position in group
+        ):
+            raise ValueError("the order of parameters is not that of its groups")
     return Manifest(
         store_id=store_id,
         generation=generation,
@@ -279,6 +294,7 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
         model_digests=model_digests,
         parts=parts,
         metrics=check_metrics(body.get("metrics", {})),
+        order=order,
     )
 
 

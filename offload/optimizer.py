@@ -22,11 +22,19 @@ from offload.options import Options, Overlap
 from offload.retention import Retention, as_retention
 from offload.rules import UpdateRule
 from offload.seal import SEAL_THREAD, SealHandle
+from offload.state_dicts import MASTERS, MaterializedState, number_parameters
 from offload.state_pass import STEP_THREAD
+from offload.state_reference import (
+    check_groups,
+    find_referenced,
+    is_reference,
+    load_groups,
+    read_reference,
+    reference_to,
+)
 from offload.stats import Stats
 from offload.update_pool import UPDATE_THREAD
 
-_REFERENCE_FORMAT = "offload-reference-1"
 CheckpointName: TypeAlias = int | str | os.PathLike[str] | Checkpoint
 """How a user says which checkpoint: by step number, path, or itself."""
 
@@ -85,6 +93,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "pass the one whose parameters() you gave"
             )
         self._engine: Engine | None = None
+        self._materialized: MaterializedState | None = None
         self._running = ""
         rule = UpdateRule(optimizer_class, hyper)
         super().__init__(params, dict(rule.defaults))
@@ -135,6 +144,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 This step was not taken; make room as it says, and call it again.
             gds.StorageError: Reading or writing failed half way; call `restore`.
         """
+        if self._materialized is not None:
+            raise OffloadError("step() is not possible within materialized(): leave it first")
         loss = None
         if closure is not None:
             self._live_engine().require_closures()
@@ -265,43 +276,113 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a small reference to the state, not the state itself: builtins only.
+        """Return a small reference to the state, not the state itself: builtins only, by value.
 
-        It holds the position (store and step) and the hyper-parameters. Checkpoints are made by
-        `checkpoint`.
+        It names where the state is, and holds the hyper-parameters. It makes nothing durable: call
+        `checkpoint` first if it is to be loaded by another process. Within `materialized` it is
+        the state itself; see `full_state_dict`.
         """
         engine = self._live_engine()
         engine.join()
-        groups = super().state_dict()["param_groups"]
-        return {
-            "format": _REFERENCE_FORMAT,
-            "store": engine.store.store_id,
-            "step": engine.num_steps,
-            "state": {},
-            "param_groups": groups,
-        }
+        torch_dict = super().state_dict()
+        if self._materialized is not None:
+            numbers = number_parameters(self.param_groups)
+            masters = self._materialized.masters.items()
+            torch_dict[MASTERS] = {numbers[p]: m for p, m in masters if p in numbers}
+            return torch_dict
+        return reference_to(engine.position, torch_dict)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Accept a reference to where the optimizer already is; reads nothing.
+    def full_state_dict(self) -> dict[str, Any]:
+        """Read all state into memory: the state dict of the wrapped class, for other programs.
+
+        ``state`` and ``param_groups`` are as torch would have them with FP32 parameters;
+        ``master`` has, by the same numbers, the FP32 values of parameters that are live in 16 bits.
+        Takes as many bytes of host memory; ``offload export`` does not.
 
         Raises:
-            MismatchError: It is anything else. To continue from a checkpoint, call `restore`.
+            gds.StorageError: It cannot be read.
+            DamagedError: It is not what was written.
         """
-        engine = self._live_engine()
-        engine.join()
-        position = (_REFERENCE_FORMAT, engine.store.store_id, engine.num_steps)
-        found = tuple(state_dict.get(key) for key in ("format", "store", "step"))
-        if found != position:
-            raise MismatchError(
-                f"load_state_dict() got a state dict of (format, store, step) {found}, and this "
-                f"optimizer is at {position}. Its state is on disk: call restore() to continue "
-                "from a checkpoint"
-            )
-        saved = state_dict["param_groups"]
-        if len(saved) != len(self.param_groups):
-            raise ValueError("loaded state dict has a different number of parameter groups")
-        for group, values in zip(self.param_groups, saved, strict=True):
-            group.update({k: v for k, v in values.items() if k not in ("params", "param_names")})
+        with self.materialized():
+            return self.state_dict()
+
+    @contextmanager
+    def materialized(self) -> Iterator[None]:
+        """Hold the whole state in memory, where programs that know torch's optimizers look for it.
+
+        Meanwhile `state` has FP32 tensors, `state_dict` returns them, and `step` is refused.
+        Changes made to the tensors are lost; `load_state_dict` is how to change the state.
+        """
+        if self._materialized is not None:
+            raise OffloadError("materialized() is active already: leave the one before first")
+        try:
+            self._materialize()
+            yield
+        finally:
+            self._materialized = None
+            self.state.clear()
+
+    def _materialize(self) -> None:
+        with self._exclusive("materialized") as engine, torch.no_grad():
+            engine.join()
+            self._materialized = engine.materialize(self.param_groups)
+        self.state.clear()
+        self.state.update(self._materialized.state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a reference, or a state dict of the wrapped class.
+
+        A reference is loaded in no time if it names the present state, or the newest checkpoint of
+        this store: its state becomes the present one, with the reference's hyper-parameters.
+        Parameters are not touched, as in torch; `restore` reads them too.
+
+        A torch state dict (or a `full_state_dict`) is streamed into the store: FP32 state as it is,
+        never in the parameters' dtype. Its tensors may be on any device, or memory-mapped. If it
+        has ``master``, the live 16-bit parameters become what those round to; otherwise masters
+        begin as the live parameters. Checkpoints of the store stay; call `checkpoint` after it.
+
+        Raises:
+            ValueError: Numbers of groups or parameters differ, as torch says it.
+            MismatchError: The reference names something else, or the dict is of another class,
+                other shapes or other names. Nothing has been changed.
+            NotRestoredError: The store has checkpoints, and nobody has said what is to become of
+                them.
+        """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        if is_reference(state_dict):
+            self._load_reference(state_dict)
+        else:
+            self._load_tensors(state_dict)
+        for loaded in self._optimizer_load_state_dict_post_hooks.values():
+            loaded(self)
+
+    def _load_reference(self, reference: dict[str, Any]) -> None:
+        with self._exclusive("load_state_dict") as engine:
+            engine.join()
+            wanted, groups = read_reference(reference)
+            present = engine.position
+            if not present.is_same_as(wanted):
+                found = find_referenced(engine.store, wanted, present)
+                check_groups(self.param_groups, groups)
+                engine.adopt(self.param_groups, found)
+            check_groups(self.param_groups, groups)
+            load_groups(self.param_groups, groups)
+
+    def _load_tensors(self, state_dict: dict[str, Any]) -> None:
+        with self._exclusive("load_state_dict") as engine, torch.no_grad():
+            engine.join()
+            if not {"state", "param_groups"} <= state_dict.keys():
+                raise MismatchError(
+                    "load_state_dict() got a dict with the keys "
+                    f"{sorted(map(str, state_dict))}, expected a state dict of "
+                    f"{type(self).__name__}, or of torch with 'state' and 'param_groups'"
+                )
+            engine.load_tensors(self.param_groups, state_dict)
+        if self._materialized is not None:
+            self._materialize()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -127,6 +127,13 @@ class UpdateRule:
             return None
         return {**group, "fused": True} if self.rule(group).arrays else None
 
+    def initial_state(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state that the constructor alone makes of one FP32 element; most make none."""
+        parameter = torch.zeros(1, dtype=torch.float32)
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        instance = self.optimizer_class([{**options, "params": [parameter]}], **self._hyper)
+        return dict(instance.state[parameter]) if parameter in instance.state else {}
+
     def stepper(self) -> Stepper:
         """Return what runs the step; one for each thread."""
         return Stepper(self.optimizer_class, self._hyper, self._step)

@@ -23,6 +23,7 @@ import torch
 from offload._manifest_fields import NOT_HYPERPARAMETERS
 from offload.checkpoint import Checkpoint
 from offload.errors import SealError
+from offload.layout import Layout
 from offload.manifest import Manifest, num_model_blocks
 from offload.model_file import BlockBuffers, ModelImage, write_model
 from offload.parameters import Stored
@@ -255,6 +256,7 @@ def describe_seal(
     slot: Slot,
     groups: Sequence[Mapping[str, Any]],
     table: ParameterTable,
+    stored: Sequence[Stored],
     step: int,
     metrics: Mapping[str, float],
 ) -> Manifest:
@@ -282,6 +284,17 @@ def describe_seal(
         model_digests=(_NO_DIGEST,) * num_model_blocks(layout),
         parts=slot.part_references,
         metrics=metrics,
+        order=_parameter_order(groups, stored, layout),
     )
     manifest.encode(slot.manifest.size_bytes)
     return manifest
+
+
+def _parameter_order(
+    groups: Sequence[Mapping[str, Any]], stored: Sequence[Stored], layout: Layout
+) -> tuple[tuple[int, ...], ...] | None:
+    positions = {tensor.name: position for position, tensor in enumerate(layout.model)}
+    known = {item.tensor: positions[item.spec.name] for item in stored}
+    if any(p not in known for group in groups for p in group["params"]):
+        return None  # a frozen parameter that is not the model's
+    return tuple(tuple(known[p] for p in group["params"]) for group in groups)

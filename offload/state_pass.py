@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
 
 from offload.digests import Run
 from offload.rules import Scalars
@@ -10,10 +13,25 @@ from offload.seal import Seal
 from offload.slot import Slot
 from offload.stats import Meter
 from offload.streamer import Streamer
-from offload.update import ChunkUpdater
 
 STEP_THREAD = "offload-step"
 """Name of threads that run a pass beside the model."""
+
+
+class ChunkWork(Protocol):
+    """What is done to the chunks of a pass: a step, or filling them with other state."""
+
+    def touched(self, chunk: int) -> bool:
+        """Return whether there is anything to do to a chunk, even if the state does not move."""
+        ...
+
+    def update(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Change a chunk in place, given just its range of each state array, as it is stored."""
+        ...
+
+    def finish(self) -> list[Scalars | None]:
+        """Return the scalar state of each parameter after the pass."""
+        ...
 
 
 class StatePass:
@@ -34,7 +52,7 @@ class StatePass:
     def __init__(
         self,
         streamer: Streamer,
-        updater: ChunkUpdater,
+        updater: ChunkWork,
         *,
         step: int,
         source: Slot | None,

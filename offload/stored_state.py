@@ -14,7 +14,7 @@ import torch
 from offload import blocks8, codecs
 from offload.formats import BLOCK_ELEMENTS, scale_name
 from offload.layout import Piece
-from offload.update_pool import BlockContext
+from offload.update_pool import BlockMemory
 
 
 class StateCoder:
@@ -31,9 +31,14 @@ class StateCoder:
         self._seed = seed
         self._step = step
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is stored is the FP32 values themselves."""
+        return self._state_dtype == "float32"
+
     def load(
         self,
-        context: BlockContext,
+        context: BlockMemory,
         name: str,
         stored: Mapping[str, torch.Tensor],
         pieces: Sequence[Piece],
@@ -50,7 +55,7 @@ class StateCoder:
             new: Whether there is nothing stored yet; the result may then hold anything.
         """
         values = stored[name]
-        if self._state_dtype == "float32":
+        if self.is_exact:
             return values
         out = context.buffer(name, torch.float32, len(values))
         if new:
@@ -70,7 +75,7 @@ class StateCoder:
 
     def store(
         self,
-        context: BlockContext,
+        context: BlockMemory,
         name: str,
         values: torch.Tensor,
         stored: Mapping[str, torch.Tensor],

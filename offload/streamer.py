@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from gds import Backend, IOFuture
-from offload.digests import Run, digest_arrays
+from offload.digests import Run, digest_arrays, one_by_one
 from offload.errors import DamagedError
 from offload.frame import Frame, frame_bytes
 from offload.layout import Layout
@@ -128,7 +128,7 @@ class Streamer:
             raise
         return frame
 
-    def put(self, frame: Frame, target: Slot, run: Run) -> None:
+    def put(self, frame: Frame, target: Slot, run: Run = one_by_one) -> None:
         """Digest a frame's chunk and start writing it; the frame comes back when that has ended.
 
         A resident chunk stays, and is written by the next `Flush`.
@@ -208,6 +208,15 @@ class Streamer:
         """Give back a taken frame without writing it; what it holds is lost."""
         with self._changed:
             self._release(frame)
+            self._pump()
+
+    def keep(self, frame: Frame) -> None:
+        """Give back a taken frame that has not been changed: a resident chunk stays as it is."""
+        with self._changed:
+            if self._resident.get(frame.chunk) is frame:
+                self._held.add(frame.chunk)
+            else:
+                self._free.append(frame)
             self._pump()
 
     def flush(self) -> Flush:
@@ -354,7 +363,7 @@ class Flush:
         """Digest the resident chunks and start writing them, each free to change once written."""
         while self._chunks:
             frame = self._streamer._resident[self._chunks[0]]
-            self._streamer._write(frame, target, _one_by_one)  # the pool is training's
+            self._streamer._write(frame, target, one_by_one)  # the pool is training's
             self._pending += frame.futures
             self._chunks.popleft()
 
@@ -374,12 +383,6 @@ class Flush:
             streamer._flushing.difference_update(self._chunks)
             streamer._dirty.update(self._chunks)
             streamer._changed.notify_all()
-
-
-def _one_by_one(
-    function: Callable[[memoryview], bytes], items: Sequence[memoryview]
-) -> list[bytes]:
-    return [function(item) for item in items]
 
 
 def _spread(num: int, layout: Layout) -> list[int]:

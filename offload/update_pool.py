@@ -25,11 +25,10 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class BlockContext:
-    """What one thread needs to update a block."""
+class BlockMemory:
+    """Memory for one block, used again for the next one."""
 
-    def __init__(self, rule: UpdateRule) -> None:
-        self.stepper: Stepper = rule.stepper()
+    def __init__(self) -> None:
         self.scratch = Scratch()
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
@@ -39,6 +38,14 @@ class BlockContext:
         if tensor is None or len(tensor) < num_elements:
             tensor = self._buffers[name, dtype] = torch.empty(num_elements, dtype=dtype)
         return tensor[:num_elements]
+
+
+class BlockContext(BlockMemory):
+    """What one thread needs to update a block."""
+
+    def __init__(self, rule: UpdateRule) -> None:
+        super().__init__()
+        self.stepper: Stepper = rule.stepper()
 
 
 def default_num_threads() -> int:

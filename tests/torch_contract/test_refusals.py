@@ -695,14 +695,12 @@ class TestAnotherModel:
         model, backend = make_model(), MemoryBackend()
         optimizer = make_optimizer(model, backend)
         step(model, optimizer)
-        plain = torch.optim.AdamW(make_model().parameters()).state_dict()
         stale = {**optimizer.state_dict(), "step": 9}
-        for foreign in (plain, stale):
-            with (
-                nothing_changes(backend, model, optimizer),
-                pytest.raises(MismatchError, match=r"call restore\(\)"),
-            ):
-                optimizer.load_state_dict(foreign)
+        with (
+            nothing_changes(backend, model, optimizer),
+            pytest.raises(MismatchError, match=r"call restore\(\)"),
+        ):
+            optimizer.load_state_dict(stale)
         optimizer.close()
 
 

@@ -1,0 +1,199 @@
+"""Streaming a checkpoint's state out of its store as FP32, in a bounded ring, digests checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+
+from offload.checkpoint import Checkpoint
+from offload.digests import DigestContext
+from offload.errors import DamagedError
+from offload.formats import MASTER
+from offload.layout import Layout
+from offload.manifest import MODEL_BLOCK_BYTES
+from offload.model_file import MODEL_ARRAY
+from offload.parameters import DTYPE_CODES
+from offload.parts import open_part
+from offload.rules import Scalars, write_scalars
+from offload.slot import Slot, open_slot
+from offload.state_decoding import Block, StateDecoder, has_master, kept_arrays
+from offload.stats import Meter
+from offload.streamer import Streamer
+
+Progress: TypeAlias = Callable[[int, int], object]
+"""Called with the bytes done so far and the bytes in all."""
+
+MODEL_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+"""torch dtypes of what ``model.safetensors`` holds."""
+
+_RING_CHUNKS = 3
+
+
+class CheckpointStream:
+    """What an export reads. Made by `open_stream`.
+
+    Args:
+        checkpoint: Open, and locked against recycling.
+        slot: Its files.
+        progress: Called after each block.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, slot: Slot, progress: Progress | None) -> None:
+        self.checkpoint = checkpoint
+        self.manifest = checkpoint.manifest
+        self.layout: Layout = checkpoint.manifest.layout
+        self._slot = slot
+        self._progress = progress
+        self._done_bytes = 0
+        header = self.layout.model_header
+        self._model_bytes = header.file_bytes - header.data_start
+        self._total_bytes = self._model_bytes + sum(
+            4 * p.num_elements * len(self.exported_arrays(i))
+            for i, p in enumerate(self.layout.parameters)
+        )
+
+    def exported_arrays(self, index: int) -> tuple[str, ...]:
+        """Return the FP32 arrays of a parameter that `blocks` gives: the master, then its state."""
+        spec = self.layout.parameters[index]
+        names: tuple[str, ...] = (MASTER,) if has_master(spec) else ()
+        if self.manifest.scalars[index] is not None:
+            names += kept_arrays(spec, self.layout)
+        return names
+
+    def scalars(self, index: int) -> dict[str, Any]:
+        """Return fresh objects for the scalar state of a parameter, as torch has them."""
+        values: Scalars | None = self.manifest.scalars[index]
+        return write_scalars(values) if values is not None else {}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return torch's parameter groups: hyper-parameters, names, and numbers in their order."""
+        layout, out, number = self.layout, [], 0
+        for hyper, members in zip(self.manifest.groups, self._members(), strict=True):
+            group = {k: v for k, v in hyper.items() if k not in ("params", "param_names")}
+            group["params"] = list(range(number, number + len(members)))
+            group["param_names"] = [layout.model[position].name for position in members]
+            number += len(members)
+            out.append(group)
+        return out
+
+    def _members(self) -> list[list[int]]:
+        if self.manifest.order is not None:
+            return [list(group) for group in self.manifest.order]
+        positions = {tensor.name: i for i, tensor in enumerate(self.layout.model)}
+        members: list[list[int]] = [[] for _ in self.manifest.groups]
+        for spec in self.layout.parameters:
+            members[spec.group].append(positions[spec.name])
+        return members
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the FP32 state block by block, as the next step would see it.
+
+        Raises:
+            DamagedError: What was read is not what was written.
+        """
+        streamer = Streamer(
+            self.checkpoint.backend, self.layout, _RING_CHUNKS, Meter(), verify_reads=True
+        )
+        decoder = StateDecoder(self.layout, self.manifest.scalars, _StoredParameters(self._slot))
+        chunks = range(self.layout.num_chunks)
+        streamer.begin(self._slot, chunks)
+        try:
+            for chunk in chunks:
+                frame = streamer.take(chunk)
+                try:
+                    for block in decoder.blocks(chunk, frame.tensors()):
+                        yield block
+                        self._advance(sum(values.nbytes for values in block[2].values()))
+                finally:
+                    streamer.discard(frame)
+        finally:
+            streamer.reset()
+
+    def model_blocks(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the data of ``model.safetensors``, each piece with its first byte.
+
+        Raises:
+            DamagedError: What was read is not what was written.
+        """
+        data_start = self.layout.model_header.data_start
+        for index, start in enumerate(range(0, self._model_bytes, MODEL_BLOCK_BYTES)):
+            stop = min(start + MODEL_BLOCK_BYTES, self._model_bytes)
+            data = self._slot.model.read_bytes(data_start + start, stop - start)
+            found = self._slot.context.digest(MODEL_ARRAY, index, memoryview(data))
+            if found != self.manifest.model_digests[index]:
+                raise DamagedError(
+                    f"{self._slot.model.path}: bytes {data_start + start} to {data_start + stop} "
+                    f"are damaged: their digest is {found}, expected "
+                    f"{self.manifest.model_digests[index]}"
+                )
+            yield start, data
+            self._advance(len(data))
+
+    def read_model(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return bytes of one tensor of the model; not compared with digests."""
+        header = self.layout.model_header
+        at = header.data_start + header.entries[name].start
+        return _bytes_of(self._slot, at + start, stop - start)
+
+    def _advance(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        if self._progress is not None:
+            self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
+
+
+@contextmanager
+def open_stream(
+    checkpoint: Checkpoint, progress: Progress | None = None
+) -> Iterator[CheckpointStream]:
+    """Open the files of a checkpoint for streaming.
+
+    Raises:
+        gds.StorageError: One cannot be opened.
+    """
+    backend, manifest = checkpoint.backend, checkpoint.manifest
+    slot = open_slot(backend, checkpoint.path, manifest.layout, writable=False)
+    try:
+        slot.parts = tuple(
+            open_part(
+                backend,
+                os.path.dirname(path),
+                os.path.basename(path),
+                manifest.layout,
+                drive,
+                writable=False,
+            )
+            for drive, path in enumerate(checkpoint.parts, 1)
+        )
+        slot.begin_generation(DigestContext(manifest.store_id, manifest.generation))
+        slot.digests = {name: list(digests) for name, digests in manifest.digests.items()}
+        yield CheckpointStream(checkpoint, slot, progress)
+    finally:
+        slot.close()
+
+
+class _StoredParameters:
+    """The parameters as ``model.safetensors`` has them."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+
+    def view(self, index: int, start: int, stop: int) -> torch.Tensor:
+        """Read elements of a parameter."""
+        layout = self._slot.layout
+        spec, header = layout.parameters[index], layout.model_header
+        dtype = MODEL_DTYPES[spec.dtype]
+        at = header.data_start + header.entries[spec.name].start + start * dtype.itemsize
+        return _bytes_of(self._slot, at, (stop - start) * dtype.itemsize).view(dtype)
+
+    def finish(self, index: int, num_elements: int) -> None:
+        """Nothing is kept."""
+
+
+def _bytes_of(slot: Slot, offset: int, nbytes: int) -> torch.Tensor:
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(slot.model.read_bytes(offset, nbytes)), dtype=torch.uint8)

@@ -1,0 +1,173 @@
+"""Checkpoints of other programs, as `importing.Foreign`: opened, not read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from offload.errors import CheckpointError, MismatchError
+from offload.importing import Foreign
+from offload.parameters import DTYPE_CODES
+from offload.pt_file import StoredTensor, read_structure
+from offload.state_dicts import MASTERS
+from offload.tensorfile import TensorFileError, read_header
+
+_MODEL_KEYS = ("model", "model_state_dict", "state_dict")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+
+def open_foreign(path: str, model: str | None = None) -> Foreign:
+    """Find out what a file or directory is, and open it.
+
+    - A file of `torch.save` with a model's and an optimizer's state dicts, or the latter alone.
+    - A directory with ``optimizer.pt`` and ``model.safetensors``, of the Hugging Face Trainer.
+    - A directory of `torch.distributed.checkpoint`.
+
+    Args:
+        path: Where it is.
+        model: A file with the model, where it is in another one: safetensors, or of `torch.save`.
+
+    Raises:
+        CheckpointError: It is none of these, is damaged, or holds what would have to be executed.
+    """
+    if os.path.isdir(path):
+        if os.path.exists(f"{path}/.metadata"):
+            from offload.dcp_reading import read_dcp
+
+            return _from_structure(path, read_dcp(path), model)
+        if os.path.exists(f"{path}/optimizer.pt"):
+            return _open_hf(path, model)
+        raise CheckpointError(
+            f"{path}: holds neither an optimizer.pt nor the .metadata of a distributed checkpoint"
+        )
+    if not os.path.exists(path):
+        raise CheckpointError(f"{path}: there is nothing here")
+    return _from_structure(path, read_structure(path), model)
+
+
+def _from_structure(path: str, found: Any, model: str | None) -> Foreign:
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected state dicts")
+    optimizer: Any = found
+    if not {"state", "param_groups"} <= found.keys():
+        optimizer = next((found[k] for k in _OPTIMIZER_KEYS if k in found), None)
+    if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
+        raise CheckpointError(
+            f"{path}: no optimizer's state dict in it: it has {sorted(map(str, found))[:8]}, "
+            f"expected 'state' and 'param_groups', or one of {', '.join(_OPTIMIZER_KEYS)}"
+        )
+    masters = optimizer.get(MASTERS) or found.get(MASTERS) or {}
+    step = found.get("step")
+    out = Foreign(path, {}, optimizer, masters, step=step if type(step) is int else None)
+    if model is not None:
+        return _with_model(out, model)
+    tensors = next((found[k] for k in _MODEL_KEYS if k in found and found is not optimizer), None)
+    if not isinstance(tensors, Mapping):
+        raise CheckpointError(
+            f"{path}: no model's state dict in it (one of {', '.join(_MODEL_KEYS)}): say which "
+            "file has it"
+        )
+    return _with_tensors(out, tensors)
+
+
+def _open_hf(path: str, model: str | None) -> Foreign:
+    optimizer = read_structure(f"{path}/optimizer.pt")
+    out = _from_structure(path, optimizer, model or _model_file(path))
+    if os.path.exists(f"{path}/master.safetensors"):
+        masters, _ = open_safetensors(f"{path}/master.safetensors")
+        numbers = {
+            name: number
+            for group in out.optimizer["param_groups"]
+            for number, name in zip(group["params"], group.get("param_names", ()), strict=False)
+        }
+        if masters.keys() - numbers.keys():
+            raise MismatchError(
+                f"{path}: master.safetensors has parameters that optimizer.pt does not name"
+            )
+        out.masters = {numbers[name]: source for name, source in masters.items()}
+    if os.path.exists(f"{path}/trainer_state.json"):
+        with open(f"{path}/trainer_state.json", encoding="utf-8") as file:
+            step = json.load(file).get("global_step")
+        out.step = step if type(step) is int and step >= 0 else None
+    return out
+
+
+def _model_file(path: str) -> str:
+    names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+    for name in names:
+        if os.path.exists(f"{path}/{name}"):
+            return f"{path}/{name}"
+    raise CheckpointError(f"{path}: has none of {', '.join(names)}")
+
+
+def _with_model(foreign: Foreign, path: str) -> Foreign:
+    if path.endswith(".index.json"):
+        with open(path, encoding="utf-8") as file:
+            shards = sorted(set(json.load(file)["weight_map"].values()))
+        tensors: dict[str, StoredTensor] = {}
+        for shard in shards:
+            if os.path.basename(shard) != shard:
+                raise CheckpointError(f"{path}: names a file outside its directory: {shard!r:.80}")
+            tensors.update(open_safetensors(f"{os.path.dirname(path)}/{shard}")[0])
+        foreign.model = tensors
+    elif path.endswith(".safetensors"):
+        foreign.model, foreign.aliases = open_safetensors(path)
+    else:
+        found = read_structure(path)
+        found = next((found[k] for k in _MODEL_KEYS if k in found), found)
+        return _with_tensors(foreign, found)
+    return foreign
+
+
+def _with_tensors(foreign: Foreign, found: Mapping[str, Any]) -> Foreign:
+    """Take the tensors of a model's state dict, tied ones once."""
+    model: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in found.items():
+        if not hasattr(tensor, "read"):
+            continue  # extra state, which is not a tensor
+        key = getattr(tensor, "place", None)
+        if key is not None and key in first:
+            aliases[name] = first[key]
+            continue
+        if key is not None:
+            first[key] = name
+        model[name] = tensor
+    foreign.model, foreign.aliases, foreign.is_ordered = model, aliases, True
+    return foreign
+
+
+def open_safetensors(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Open a safetensors file: its tensors, and other names of tied ones.
+
+    Raises:
+        CheckpointError: It is not one, or is damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+
+            def read(offset: int, length: int) -> bytes:
+                file.seek(offset)
+                return file.read(length)
+
+            header = read_header(read, os.path.getsize(path), path)
+    except (TensorFileError, OSError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
+    tensors = {}
+    for entry in header.entries.values():
+        if entry.dtype not in _DTYPES:
+            raise CheckpointError(f"{path}: {entry.name!r} is {entry.dtype}, which torch lacks")
+        shape = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="meta")
+        tensors[entry.name] = StoredTensor(path, header.data_start + entry.start, shape)
+    aliases = {
+        alias: name
+        for alias, name in header.metadata.items()
+        if name in tensors and alias not in tensors
+    }
+    return tensors, aliases

@@ -1,0 +1,250 @@
+"""torch's own state dict, to and from a store: what other programs read and write.
+
+The dictionary is that of the wrapped class: ``state`` by number, with FP32 arrays and scalars, and
+``param_groups``. Beside them is `MASTERS`, by the same numbers: the FP32 values of parameters that
+are live in 16 bits. torch's `load_state_dict` leaves it alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offload.errors import MismatchError
+from offload.formats import MASTER
+from offload.parameters import Trainable
+from offload.rules import Rule, Scalars, UpdateRule, read_scalars, write_scalars
+from offload.state_decoding import has_master
+from offload.state_filling import HeldTensor, ParameterState, TensorSource
+from offload.state_reference import check_groups
+
+MASTERS = "master"
+"""Key of a full state dict: FP32 parameters by number."""
+
+_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class MaterializedState:
+    """The whole state in memory, in torch's own form.
+
+    Args:
+        trainables: In element-space order.
+        scalars: Of each; None for one that has no state yet.
+        arrays: Of each, the names of the state arrays that are kept.
+        initial: Of each parameter group, the state that torch's constructor makes.
+    """
+
+    def __init__(
+        self,
+        trainables: Sequence[Trainable],
+        scalars: Sequence[Scalars | None],
+        arrays: Sequence[Sequence[str]],
+        initial: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+        self.masters: dict[torch.Tensor, torch.Tensor] = {}
+        self._trainables = trainables
+        for trainable, values, names in zip(trainables, scalars, arrays, strict=True):
+            parameter, shape = trainable.tensor, trainable.spec.shape
+            if values is None:
+                state = unstepped_state(initial[trainable.spec.group], shape)
+            else:
+                state = write_scalars(values)
+                state.update({name: torch.empty(shape, dtype=torch.float32) for name in names})
+            if state:  # torch has no entry of an SGD without momentum
+                self.state[parameter] = state
+            if has_master(trainable.spec):
+                self.masters[parameter] = torch.empty(shape, dtype=torch.float32)
+
+    def copy(self, index: int, start: int, values: Mapping[str, torch.Tensor]) -> None:
+        """Copy a block to where it belongs; see `state_decoding.Block`."""
+        parameter = self._trainables[index].tensor
+        for name, block in values.items():
+            whole = self.masters if name == MASTER else self.state[parameter]
+            tensor = whole[parameter] if name == MASTER else whole[name]  # type: ignore[index]
+            tensor.view(-1)[start : start + len(block)].copy_(block)
+
+
+def number_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
+    """Return torch's number of each parameter: in the order of groups, counted from 0."""
+    numbers: dict[torch.Tensor, int] = {}
+    for group in groups:
+        for parameter in group["params"]:
+            numbers.setdefault(parameter, len(numbers))
+    return numbers
+
+
+def unstepped_state(initial: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return what torch has of a parameter that was never stepped: nothing, or a constant."""
+    return {
+        name: torch.full(shape, value.item(), dtype=value.dtype)
+        if isinstance(value, torch.Tensor) and value.dim()
+        else copy.deepcopy(value)
+        for name, value in initial.items()
+    }
+
+
+def read_state_dict(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    rule: UpdateRule,
+) -> tuple[list[dict[str, Any]], dict[torch.Tensor, ParameterState]]:
+    """Check a torch state dict against an optimizer, and say what is where in it.
+
+    Args:
+        state_dict: Of the wrapped class, or a full one; tensors of any device, also memory-mapped.
+        groups: Of the optimizer, which it is for.
+        rule: Says what the optimizer keeps.
+
+    Returns:
+        The groups with the dict's hyper-parameters, and the state of each parameter that has any.
+
+    Raises:
+        ValueError: torch's own complaints about numbers of groups and parameters.
+        MismatchError: Names, shapes, dtypes or the kind of state differ; names the parameter.
+    """
+    saved = state_dict["param_groups"]
+    check_groups(groups, saved)
+    merged, states = [], {}
+    masters = state_dict.get(MASTERS) or {}
+    known = set()
+    for index, (group, values) in enumerate(zip(groups, saved, strict=True)):
+        _check_names(index, group, values)
+        hyper = {k: v for k, v in values.items() if k not in ("params", "param_names")}
+        own = {k: group[k] for k in ("params", "param_names") if k in group}
+        options = {**rule.defaults, **{k: v for k, v in group.items() if k not in own}, **hyper}
+        merged.append({**options, **own})
+        kept = rule.rule(merged[-1])
+        template = scalar_template(rule, merged[-1], kept)
+        for position, (parameter, number) in enumerate(
+            zip(group["params"], values["params"], strict=True)
+        ):
+            known.add(number)
+            at = f"state of parameter {number} (group {index}, position {position})"
+            found = state_dict["state"].get(number, {})
+            if not isinstance(found, Mapping):
+                raise MismatchError(f"load_state_dict(): {at} is a {type(found).__name__}")
+            if parameter.requires_grad or found or number in masters:
+                states[parameter] = read_parameter_state(
+                    at,
+                    found,
+                    None if parameter.dtype == torch.float32 else masters.get(number),
+                    tuple(parameter.shape),
+                    kept,
+                    template,
+                )
+    for number in (*state_dict["state"], *masters):
+        if number not in known:
+            raise MismatchError(
+                f"load_state_dict(): there is state of {number!r:.60}, which is in none of the "
+                "dict's param_groups"
+            )
+    return merged, states
+
+
+def read_parameter_state(
+    at: str,
+    found: Mapping[str, Any],
+    master: Any,
+    shape: tuple[int, ...],
+    kept: Rule,
+    template: Scalars,
+) -> ParameterState:
+    """Check what a torch state dict has of one parameter.
+
+    Args:
+        at: Which it is, for messages.
+        found: Its entry in ``state``, with tensors or `TensorSource`s.
+        master: Its FP32 values, likewise; None for an FP32 parameter, or if there are none.
+        shape: Of the parameter.
+        kept: What the optimizer keeps of it.
+        template: Its scalar state after some step, for the kinds of the values.
+
+    Raises:
+        MismatchError: It is not what the optimizer keeps.
+    """
+    present = {name: value for name, value in found.items() if value is not None}
+    expected = {*kept.arrays, *kept.scalars}
+    if present and present.keys() != expected:
+        raise MismatchError(
+            f"load_state_dict(): {at} has {sorted(present)}, and this optimizer keeps "
+            f"{sorted(expected)}: it was made by another class, or with other flags (momentum, "
+            "amsgrad, ...)"
+        )
+    out = ParameterState()
+    if master is not None:
+        out.master = _source(f"the master of {at}", master, shape)
+    if present or (not expected and out.master is not None):
+        out.scalars = tuple(
+            (name, kind, _number(f"{name!r} of the {at}", present[name], kind))
+            for name, kind, _ in template
+        )
+        out.arrays = {n: _source(f"{n!r} of the {at}", present[n], shape) for n in kept.arrays}
+    return out
+
+
+def scalar_template(rule: UpdateRule, group: Mapping[str, Any], kept: Rule) -> Scalars:
+    """Return the scalar state of a parameter after its first step, for names and kinds."""
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    tiny = torch.zeros(1, dtype=torch.float32)
+    with torch.no_grad():
+        state = rule.stepper().create(tiny, torch.zeros_like(tiny), options)
+    return read_scalars(state, kept)
+
+
+def num_steps(scalars: Sequence[Scalars | None]) -> int | None:
+    """Return the optimizer steps that state has seen, if its scalars tell: the largest ``step``."""
+    steps = [int(v) for s in scalars if s is not None for name, _, v in s if name == "step"]
+    return max(steps, default=None)
+
+
+def _check_names(index: int, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse a group whose parameters have other names, where both sides say them."""
+    mine, theirs = group.get("param_names"), saved.get("param_names")
+    if mine is None or theirs is None:
+        return
+    for position, (own, other) in enumerate(zip(mine, theirs, strict=False)):
+        if own != other:
+            raise MismatchError(
+                f"load_state_dict(): parameter {position} of group {index} is {other!r} in the "
+                f"dict and {own!r} here. State goes by position, as in torch: construct the "
+                "optimizer with the parameters in the same order, or remove param_names from the "
+                "dict's groups if only the names have changed"
+            )
+
+
+def _source(what: str, value: Any, shape: tuple[int, ...]) -> TensorSource:
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or hasattr(value, "full_tensor"):
+            raise MismatchError(
+                f"load_state_dict(): {what} is a {value.layout} {type(value).__name__}, expected "
+                "a dense tensor: gather shards first"
+            )
+        value = HeldTensor(value)
+    elif not hasattr(value, "read"):
+        raise MismatchError(
+            f"load_state_dict(): {what} is a {type(value).__name__}, expected a tensor"
+        )
+    source: TensorSource = value
+    if source.shape != shape or source.dtype not in _STATE_DTYPES:
+        raise MismatchError(
+            f"load_state_dict(): {what} is {source.dtype} of shape {list(source.shape)}, expected "
+            f"float32 of shape {list(shape)}"
+        )
+    return source
+
+
+def _number(what: str, value: Any, kind: str) -> float | int:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    elif hasattr(value, "read") and math.prod(value.shape) == 1:
+        value = value.read(0, 1).item()
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise MismatchError(f"load_state_dict(): {what} is {value!r:.60}, expected one number")
+    if kind == "int" and not float(value).is_integer():
+        raise MismatchError(f"load_state_dict(): {what} is {value!r:.60}, expected a whole number")
+    return int(value) if kind == "int" else float(value)

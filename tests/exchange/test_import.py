@@ -1,0 +1,323 @@
+"""Imports of other programs' checkpoints: `restore` goes on with the bits of plain torch."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import offload
+from offload.errors import CheckpointError, MismatchError, StoreError
+from offload.foreign_files import open_foreign
+from offload.importing import import_checkpoint
+from tests.exchange.test_export import SETTINGS, export, sealed
+from tests.numerics.pairs import CASES
+from tests.numerics.reference import assert_same_bits, assert_same_parameters
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+OPTIONS = offload.Options(chunk_bytes=8192, ring_chunks=2)
+KINDS = ("pt", "hf", "dcp")
+
+
+class Net(torch.nn.Module):
+    """Two groups, a buffer, a tied weight and a frozen parameter."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = torch.nn.Embedding(50, 24)
+        self.body = torch.nn.Sequential(*[torch.nn.Linear(24, 24) for _ in range(11)])
+        self.norm = torch.nn.LayerNorm(24)
+        self.head = torch.nn.Linear(24, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.randn(24))
+        self.to(dtype)
+
+
+def groups(model: torch.nn.Module, *, named: bool) -> list[dict[str, Any]]:
+    pairs = list(model.named_parameters())
+    decay = [(n, p) for n, p in pairs if p.dim() > 1]
+    rest = [(n, p) for n, p in pairs if p.dim() <= 1]
+    out = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return out if named else [{**g, "params": [p for _, p in g["params"]]} for g in out]
+
+
+def give(model: torch.nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def trained(
+    dtype: torch.dtype = torch.float32, *, named: bool = True, steps: int = 3, **hyper: Any
+) -> tuple[Net, torch.optim.Optimizer]:
+    model = Net(dtype)
+    optimizer = torch.optim.AdamW(groups(model, named=named), lr=0.01, **hyper)
+    for step in range(steps):
+        give(model, step)
+        optimizer.step()
+    return model, optimizer
+
+
+def save(model: Net, optimizer: torch.optim.Optimizer, path: Path, kind: str) -> Path:
+    if kind == "pt":
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    elif kind == "hf":
+        path.mkdir()
+        safetensors.torch.save_model(model, path / "model.safetensors")
+        torch.save(optimizer.state_dict(), path / "optimizer.pt")
+        (path / "trainer_state.json").write_text('{"global_step": 3}')
+    else:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optim": state}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def resumed(store: Path, dtype: torch.dtype, **settings: Any) -> tuple[Net, Any]:
+    model = Net(dtype, seed=77)
+    optimizer = offload.AdamW(
+        groups(model, named=True),
+        lr=9.0,
+        model=model,
+        directory=settings.pop("directory", store),
+        options=settings.pop("options", OPTIONS),
+    )
+    found = optimizer.restore()
+    assert found.step == 3
+    assert found.verify().ok
+    return model, optimizer
+
+
+def assert_goes_on(
+    plain: torch.nn.Module, theirs: torch.optim.Optimizer, mine: torch.nn.Module, own: Any
+) -> None:
+    for step in range(3, 7):
+        for model, optimizer in ((plain, theirs), (mine, own)):
+            give(model, step)
+            optimizer.step()
+    assert_same_parameters(mine.named_parameters(), plain.named_parameters())
+    assert_same_bits(mine.table, plain.table, "buffer")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp32_training_goes_on_with_the_same_bits(tmp_path, kind) -> None:
+    model, optimizer = trained()
+    path = save(model, optimizer, tmp_path / "theirs", kind)
+    told: list[tuple[int, int]] = []
+    import_checkpoint(
+        open_foreign(str(path)),
+        tmp_path / "store",
+        options=OPTIONS,
+        progress=lambda a, b: told.append((a, b)),
+        tied={"head.weight": "embed.weight"} if kind == "dcp" else None,
+    )
+    assert told[-1][0] == told[-1][1]
+    mine, own = resumed(tmp_path / "store", torch.float32)
+    assert own.param_groups[0]["lr"] == 0.01
+    assert_goes_on(model, optimizer, mine, own)
+    own.close()
+
+
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_fp32_parameters_become_the_masters_of_16_bit_ones(tmp_path, master) -> None:
+    model, optimizer = trained()
+    path = save(model, optimizer, tmp_path / "theirs.pt", "pt")
+    options = offload.Options(chunk_bytes=8192, ring_chunks=2, master=master)
+    import_checkpoint(
+        open_foreign(str(path)), tmp_path / "store", dtype=torch.bfloat16, options=options
+    )
+    model.table.data = model.table.bfloat16()
+    mine = Net(torch.bfloat16, seed=9)
+    mine.table = mine.table.float()  # --dtype is for what the optimizer has
+    own = offload.AdamW(
+        groups(mine, named=True), model=mine, directory=tmp_path / "store", options=options
+    )
+    own.restore()
+    full = own.full_state_dict()
+    numbers = [p for g in optimizer.param_groups for p in g["params"]]
+    for number, parameter in enumerate(numbers):
+        assert_same_bits(full["master"][number], parameter.detach(), "master")
+    for step in range(3, 6):
+        give(mine, step)
+        for p, q in zip(model.parameters(), mine.parameters(), strict=True):
+            p.grad = q.grad.float()
+        optimizer.step()
+        own.step()
+    full = own.full_state_dict()
+    for number, parameter in enumerate(numbers):
+        assert_same_bits(full["master"][number], parameter.detach(), "master")
+    own.close()
+
+
+def test_16_bit_parameters_without_masters_begin_as_they_are(tmp_path) -> None:
+    model, optimizer = trained(torch.bfloat16)
+    path = save(model, optimizer, tmp_path / "theirs.pt", "pt")
+    import_checkpoint(open_foreign(str(path)), tmp_path / "store", options=OPTIONS)
+    mine, own = resumed(tmp_path / "store", torch.bfloat16)
+    full, plain = own.full_state_dict(), optimizer.state_dict()
+    assert_same_parameters(mine.named_parameters(), model.named_parameters())
+    for number, state in plain["state"].items():
+        assert_same_bits(full["state"][number]["exp_avg"], state["exp_avg"].float(), "exp_avg")
+    own.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_round_trip_of_our_own_exports(tmp_path, kind, settings) -> None:
+    """Every stored format, mixed dtypes, all kinds of parameters; blocks of 8 bits aside, exact."""
+    pair, path = sealed(tmp_path, CASES["adamw"], settings)
+    full = pair.optimizer.full_state_dict()
+    export(path, tmp_path / "export", kind)
+    import_checkpoint(
+        open_foreign(str(tmp_path / "export")),
+        [tmp_path / "a", tmp_path / "b"],
+        options=offload.Options(
+            chunk_bytes=8192,
+            ring_chunks=2,
+            shares=(1, 1),
+            **{k: v for k, v in settings.items() if k != "host_memory"},
+        ),
+        step=3,
+        frozen=["frozen"],
+        tied={"tied_again.weight": "tied.weight"} if kind == "dcp" else None,
+    )
+    pair.directory = [str(tmp_path / "a"), str(tmp_path / "b")]
+    before, parameters = pair.optimizer, pair.live
+    pair.reopen()
+    assert pair.optimizer is not before
+    found = pair.optimizer.restore()
+    assert found.step == 3
+    assert found.verify().ok
+    assert_same_parameters(pair.live.named_parameters(), parameters.named_parameters())
+    if "int8" not in settings.values():
+        again = pair.optimizer.full_state_dict()
+        assert again["param_groups"] == full["param_groups"]
+        for number, state in full["state"].items():
+            for name, value in state.items():
+                assert_same_bits(again["state"][number][name], value, f"{name} of {number}")
+        for number, master in full["master"].items():
+            assert_same_bits(again["master"][number], master, f"master of {number}")
+    if settings.keys() <= {"host_memory"}:
+        for step in range(4, 8):
+            pair.step(step)
+        pair.assert_same_parameters()
+    pair.optimizer.close()
+
+
+def test_numbers_alone_with_a_list_of_names(tmp_path) -> None:
+    model, optimizer = trained(named=False)
+    path = save(model, optimizer, tmp_path / "theirs", "hf")
+    with pytest.raises(MismatchError, match="give their names"):
+        import_checkpoint(open_foreign(str(path)), tmp_path / "store", options=OPTIONS)
+    assert not (tmp_path / "store").exists()
+    names = [n for g in groups(model, named=True) for n, _ in g["params"]]
+    import_checkpoint(open_foreign(str(path)), tmp_path / "store", names=names, options=OPTIONS)
+    mine, own = resumed(tmp_path / "store", torch.float32)
+    assert_goes_on(model, optimizer, mine, own)
+    own.close()
+
+
+def test_a_plain_checkpoint_of_one_group_needs_no_names(tmp_path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 9))
+    optimizer = torch.optim.Adam(model.parameters())
+    give(model, 1)
+    optimizer.step()
+    state = {"model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict()}
+    torch.save(state, tmp_path / "theirs.pt")
+    import_checkpoint(
+        open_foreign(str(tmp_path / "theirs.pt")), tmp_path / "s", torch.optim.Adam, options=OPTIONS
+    )
+    other = copy.deepcopy(model)
+    own = offload.Adam(other.parameters(), model=other, directory=tmp_path / "s", options=OPTIONS)
+    own.restore()
+    give(model, 2)
+    give(other, 2)
+    optimizer.step()
+    own.step()
+    assert_same_parameters(other.named_parameters(), model.named_parameters())
+    own.close()
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("kind", ["pt", "dcp"])
+    def test_a_pickle_that_would_run_something(self, tmp_path, kind) -> None:
+        model, optimizer = trained(steps=1)
+        path = save(model, optimizer, tmp_path / "theirs", kind)
+        evil = Evil(tmp_path / "made")
+        if kind == "pt":
+            torch.save({"model": {}, "optimizer": optimizer.state_dict(), "more": evil}, path)
+        else:
+            (path / ".metadata").write_bytes(pickle.dumps(evil))
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            open_foreign(str(path))
+        assert not evil.path.exists()
+
+    def test_a_store_that_has_checkpoints(self, tmp_path) -> None:
+        model, optimizer = trained()
+        path = save(model, optimizer, tmp_path / "theirs.pt", "pt")
+        foreign = open_foreign(str(path))
+        import_checkpoint(foreign, tmp_path / "store", options=OPTIONS)
+        with pytest.raises(StoreError, match="has checkpoints already"):
+            import_checkpoint(foreign, tmp_path / "store", options=OPTIONS, step=8)
+        import_checkpoint(foreign, tmp_path / "store", options=OPTIONS, step=8, fresh=True)
+        assert [c.step for c in offload.list_checkpoints(tmp_path / "store")] == [8]
+
+    @pytest.mark.parametrize(
+        ("cls", "message"),
+        [(torch.optim.SGD, "another class"), (torch.optim.Adam, "decoupled_weight_decay")],
+    )
+    def test_another_class(self, tmp_path, cls, message) -> None:
+        model, optimizer = trained()
+        path = save(model, optimizer, tmp_path / "theirs.pt", "pt")
+        with pytest.raises(MismatchError, match=message):
+            import_checkpoint(open_foreign(str(path)), tmp_path / "store", cls, options=OPTIONS)
+
+    def test_names_and_shapes_that_do_not_fit(self, tmp_path) -> None:
+        model, optimizer = trained(named=False)
+        foreign = open_foreign(str(save(model, optimizer, tmp_path / "theirs.pt", "pt")))
+        names = [n for g in groups(model, named=True) for n, _ in g["params"]]
+        for wrong, message in (
+            (names[:-1], "26 parameters|parameters, and"),
+            ([*names[:-1], "nose"], "'nose'"),
+            ([names[1], names[0], *names[2:]], "expected float32 of shape"),
+            ([names[0], names[0], *names[2:]], "in two groups"),
+        ):
+            with pytest.raises(MismatchError, match=message):
+                import_checkpoint(foreign, tmp_path / "store", names=wrong, options=OPTIONS)
+        assert not (tmp_path / "store").exists()
+
+    @pytest.mark.parametrize("content", [b"", b"PK\x03\x04nonsense", b"\x80\x02]q\x00."])
+    def test_what_is_no_checkpoint(self, tmp_path, content) -> None:
+        (tmp_path / "theirs.pt").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"theirs\.pt"):
+            open_foreign(str(tmp_path / "theirs.pt"))
+        with pytest.raises(CheckpointError, match="nothing here"):
+            open_foreign(str(tmp_path / "gone.pt"))
+
+    def test_a_file_that_was_cut_short_after_it_was_opened(self, tmp_path) -> None:
+        model, optimizer = trained()
+        path = save(model, optimizer, tmp_path / "theirs.pt", "pt")
+        foreign = open_foreign(str(path))
+        os.truncate(path, 4000)
+        with pytest.raises(CheckpointError, match="ends before byte"):
+            import_checkpoint(foreign, tmp_path / "store", options=OPTIONS)
+        assert not (tmp_path / "store").exists()

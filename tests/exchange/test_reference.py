@@ -1,0 +1,271 @@
+"""`state_dict()` is a small reference, and `load_state_dict()` of one is exact or refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from gds import MemoryBackend
+from offload.errors import MismatchError, NotRestoredError
+from tests.numerics.reference import bits
+
+BUILTINS = (str, int, float, bool, type(None))
+
+
+def make_model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 33), torch.nn.Linear(33, 7)).bfloat16()
+    return model.append(torch.nn.Linear(7, 3))
+
+
+def make_optimizer(
+    model: torch.nn.Module, backend: MemoryBackend, **settings: Any
+) -> offload.OffloadedOptimizer:
+    return offload.AdamW(
+        model.parameters(),
+        lr=settings.pop("lr", 0.01),
+        directory=settings.pop("directory", "/store"),
+        model=model,
+        options=offload.Options(chunk_bytes=4096, backend=backend, allow_volatile=True),
+        **settings,
+    )
+
+
+def give_and_step(model: torch.nn.Module, optimizer: offload.OffloadedOptimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    optimizer.step()
+
+
+def values(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from values(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from values(item)
+    else:
+        yield value
+
+
+def saved(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Send a state dict through a file, as libraries do, and read it as they do."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def parameters(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [bits(p).clone() for p in model.parameters()]
+
+
+def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+def test_it_is_builtins_only_and_by_value(lr) -> None:
+    model, backend = make_model(), MemoryBackend()
+    with make_optimizer(model, backend, lr=lr) as optimizer:
+        give_and_step(model, optimizer, 1)
+        reference = optimizer.state_dict()
+        assert all(type(value) in BUILTINS for value in values(reference))
+        assert len(str(reference)) < 2000
+        before = copy.deepcopy(reference)
+        optimizer.param_groups[0]["betas"] = (0.5, 0.5)
+        if isinstance(lr, torch.Tensor):
+            optimizer.param_groups[0]["lr"].fill_(7.0)
+        give_and_step(model, optimizer, 2)
+        assert reference == before
+
+
+def test_loading_it_where_it_was_made_reads_and_writes_nothing_any_number_of_times() -> None:
+    model, backend = make_model(), MemoryBackend()
+    with make_optimizer(model, backend) as optimizer:
+        for number in range(3):
+            reference = saved(optimizer.state_dict())
+            optimizer.synchronize()
+            before = optimizer.stats()
+            for _ in range(2):
+                optimizer.load_state_dict(reference)
+            after = optimizer.stats()
+            assert (after.bytes_read, after.bytes_written) == (
+                before.bytes_read,
+                before.bytes_written,
+            )
+            give_and_step(model, optimizer, number)
+        assert optimizer.state_dict()["step"] == 3
+
+
+def test_making_one_makes_no_checkpoint() -> None:
+    model, backend = make_model(), MemoryBackend()
+    with make_optimizer(model, backend) as optimizer:
+        give_and_step(model, optimizer, 1)
+        optimizer.state_dict()
+        optimizer.synchronize()
+        assert not [n for n in backend.list_dir("/store") if n.startswith("step-")]
+
+
+def test_hyper_parameters_come_with_it_also_a_tensor() -> None:
+    model, backend = make_model(), MemoryBackend()
+    with make_optimizer(model, backend, lr=torch.tensor(0.25)) as optimizer:
+        reference = saved(optimizer.state_dict())
+        optimizer.param_groups[0].update(lr=3.0, betas=(0.1, 0.2))
+        optimizer.load_state_dict(reference)
+        lr = optimizer.param_groups[0]["lr"]
+        assert isinstance(lr, torch.Tensor)
+        assert (lr.dtype, lr.item()) == (torch.float32, 0.25)
+        assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_another_process_goes_on_from_the_sealed_checkpoint_that_it_names() -> None:
+    """As a library does that saves and loads the model itself: the state alone is adopted."""
+    model, backend = make_model(), MemoryBackend()
+    with make_optimizer(model, backend) as optimizer:
+        for number in range(3):
+            give_and_step(model, optimizer, number)
+        optimizer.checkpoint()
+        reference = saved(optimizer.state_dict())
+        weights = copy.deepcopy(model.state_dict())
+        give_and_step(model, optimizer, 3)
+        give_and_step(model, optimizer, 4)
+        expected = parameters(model)
+    other, reopened = make_model(seed=9), backend.reopened()
+    with make_optimizer(other, reopened, lr=5.0) as optimizer:
+        before = parameters(other)
+        optimizer.load_state_dict(reference)
+        assert_same(parameters(other), before)  # torch does not touch parameters either
+        read = optimizer.stats().bytes_read
+        assert read == 0
+        other.load_state_dict(weights)
+        optimizer.load_state_dict(reference)  # where it is now
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        give_and_step(other, optimizer, 3)
+        give_and_step(other, optimizer, 4)
+        assert_same(parameters(other), expected)
+
+
+def test_what_is_loaded_at_construction_time_decides_nothing() -> None:
+    """accelerate's `prepare()` loads what `state_dict()` gave it, before anybody restores."""
+    model, backend = make_model(), MemoryBackend()
+    with make_optimizer(model, backend) as optimizer:
+        give_and_step(model, optimizer, 1)
+        optimizer.checkpoint()
+    with make_optimizer(model, backend.reopened()) as optimizer:
+        optimizer.load_state_dict(optimizer.state_dict())
+        with pytest.raises(NotRestoredError):
+            give_and_step(model, optimizer, 2)
+        optimizer.restore()
+        give_and_step(model, optimizer, 2)
+
+
+class TestRefusals:
+    def test_a_state_that_has_moved_on(self) -> None:
+        model, backend = make_model(), MemoryBackend()
+        with make_optimizer(model, backend) as optimizer:
+            give_and_step(model, optimizer, 1)
+            stale = optimizer.state_dict()
+            give_and_step(model, optimizer, 2)
+            with pytest.raises(MismatchError, match=r"step 1 of store .* is at step 2"):
+                optimizer.load_state_dict(stale)
+
+    def test_another_store(self) -> None:
+        model, backend = make_model(), MemoryBackend()
+        with make_optimizer(model, backend) as optimizer:
+            give_and_step(model, optimizer, 1)
+            optimizer.checkpoint()
+            reference = optimizer.state_dict()
+        other = make_model()
+        with (
+            make_optimizer(other, MemoryBackend(), directory="/other") as optimizer,
+            pytest.raises(MismatchError, match="/other"),
+        ):
+            optimizer.load_state_dict(reference)
+
+    def test_a_checkpoint_that_is_not_the_newest_or_is_gone(self) -> None:
+        model, backend = make_model(), MemoryBackend()
+        references = []
+        with make_optimizer(model, backend, keep=2) as optimizer:
+            for number in range(3):
+                give_and_step(model, optimizer, number)
+                optimizer.checkpoint().result()
+                references.append(optimizer.state_dict())
+        with make_optimizer(model, backend.reopened()) as optimizer:
+            with pytest.raises(MismatchError, match=r"restore\(2, discard_newer=True\)"):
+                optimizer.load_state_dict(references[1])
+            with pytest.raises(MismatchError, match="was never sealed, or has been withdrawn"):
+                optimizer.load_state_dict(references[0])
+            optimizer.load_state_dict(references[2])
+            assert optimizer.state_dict()["step"] == 3
+
+    def test_the_same_step_of_a_history_that_was_given_up(self) -> None:
+        model, backend = make_model(), MemoryBackend()
+        with make_optimizer(model, backend) as optimizer:
+            give_and_step(model, optimizer, 1)
+            optimizer.checkpoint().result()
+            give_and_step(model, optimizer, 2)
+            optimizer.checkpoint().result()
+            given_up = optimizer.state_dict()
+            optimizer.restore(1, discard_newer=True)
+            give_and_step(model, optimizer, 99)
+            optimizer.checkpoint().result()
+            assert optimizer.state_dict()["step"] == given_up["step"] == 2
+            with pytest.raises(MismatchError, match="generation"):
+                optimizer.load_state_dict(given_up)
+
+    def test_one_that_was_made_before_the_checkpoint(self) -> None:
+        model, backend = make_model(), MemoryBackend()
+        with make_optimizer(model, backend) as optimizer:
+            give_and_step(model, optimizer, 1)
+            early = optimizer.state_dict()
+            optimizer.checkpoint().result()
+            optimizer.load_state_dict(early)  # this process knows that it is the same state
+        with (
+            make_optimizer(model, backend.reopened()) as optimizer,
+            pytest.raises(MismatchError, match=r"call checkpoint\(\) before state_dict\(\)"),
+        ):
+            optimizer.load_state_dict(early)
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"format": "offload-reference-1"}, {"step": "3"}, {"generation": True}, {"run": 0}],
+        ids=str,
+    )
+    def test_another_format(self, change) -> None:
+        model, backend = make_model(), MemoryBackend()
+        with make_optimizer(model, backend) as optimizer:
+            reference = {**optimizer.state_dict(), **change}
+            with pytest.raises(MismatchError, match=r"load_state_dict\(\) got a reference"):
+                optimizer.load_state_dict(reference)
+
+    def test_other_parameter_groups(self) -> None:
+        model, backend = make_model(), MemoryBackend()
+        with make_optimizer(model, backend) as optimizer:
+            reference = optimizer.state_dict()
+            two = {**reference, "param_groups": reference["param_groups"] * 2}
+            with pytest.raises(ValueError, match="different number of parameter groups"):
+                optimizer.load_state_dict(two)
+            short = copy.deepcopy(reference)
+            short["param_groups"][0]["params"].pop()
+            with pytest.raises(ValueError, match="doesn't match the size"):
+                optimizer.load_state_dict(short)
+
+
+def test_hooks_see_what_is_saved_and_loaded() -> None:
+    model, backend = make_model(), MemoryBackend()
+    seen = []
+    with make_optimizer(model, backend) as optimizer:
+        optimizer.register_state_dict_post_hook(lambda _, sd: {**sd, "note": 5})
+        optimizer.register_load_state_dict_pre_hook(lambda _, sd: seen.append(sd["note"]))
+        optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert seen == [5, "loaded"]

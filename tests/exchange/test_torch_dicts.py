@@ -1,0 +1,391 @@
+"""torch's own state dicts: what the store gives and takes, against torch itself."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from gds import MemoryBackend
+from offload.errors import MismatchError, OffloadError
+from tests.numerics.models import Mixed
+from tests.numerics.pairs import CASES, Cut, Pair, memory_pair
+from tests.numerics.reference import assert_same_bits, assert_same_parameters
+
+CUT = Cut(3 * 4096, 3)
+FORMATS = {
+    "exact": {},
+    "resident": {"host_memory": 150_000},
+    "split": {"master": "split"},
+    "bfloat16": {"state_dtype": "bfloat16"},
+    "split-bfloat16-resident": {
+        "master": "split",
+        "state_dtype": "bfloat16",
+        "host_memory": 100_000,
+    },
+    "int8": {"state_dtype": "int8"},
+    "overlap-forward": {"overlap": "forward"},
+}
+
+
+def torch_dict(pair: Pair) -> dict[str, Any]:
+    """Return what torch itself has, masters included, for the reference's side."""
+    inner = pair.reference.inner
+    plain = inner.state_dict()
+    numbers = [p for g in inner.param_groups for p in g["params"]]
+    lives = {master: live for live, master in pair.reference.masters.items()}
+    plain["master"] = {
+        number: master.detach()
+        for number, master in enumerate(numbers)
+        if lives[master].dtype != torch.float32 and lives[master].requires_grad
+    }
+    return plain
+
+
+def assert_same_value(found: Any, expected: Any, what: str) -> None:
+    assert type(found) is type(expected), what
+    if isinstance(expected, torch.Tensor):
+        assert_same_bits(found, expected, what)
+    else:
+        assert found == expected, what
+
+
+def assert_same_dict(found: dict[str, Any], expected: dict[str, Any], pair: Pair) -> None:
+    assert found["param_groups"] == expected["param_groups"]
+    stepped = {
+        number: {k: v for k, v in state.items() if v is not None}
+        for number, state in expected["state"].items()
+        if numbered(pair)[number].requires_grad
+    }
+    assert found["state"].keys() == stepped.keys()
+    for number, state in stepped.items():
+        assert found["state"][number].keys() == state.keys()
+        for name, value in state.items():
+            assert_same_value(found["state"][number][name], value, f"{name} of {number}")
+    started = numbered(pair)
+    assert found["master"].keys() == expected["master"].keys()
+    for number, master in expected["master"].items():
+        if started[number] in pair.reference.started:
+            assert_same_bits(found["master"][number], master, f"master of {number}")
+
+
+def numbered(pair: Pair) -> list[torch.Tensor]:
+    lives = {master: live for live, master in pair.reference.masters.items()}
+    return [lives[p] for g in pair.reference.inner.param_groups for p in g["params"]]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_class_gives_torchs_dict_and_takes_it_back(case) -> None:
+    pair = memory_pair(case, CUT)
+    for step in range(1, 5):
+        pair.step(step)
+    full = pair.optimizer.full_state_dict()
+    assert_same_dict(full, torch_dict(pair), pair)
+    for step in range(5, 8):  # reading it has changed nothing
+        pair.step(step)
+    pair.assert_same_parameters()
+
+    # A new store, on a model of other values, goes on from torch's dict as torch does.
+    expected = torch_dict(pair)
+    weights = {n: p.detach().clone() for n, p in pair.expected.named_parameters()}
+    other = memory_pair(case, CUT, live=Mixed(seed=99), expected=pair.expected)
+    other.reference = pair.reference
+    with torch.no_grad():
+        for name, parameter in other.live.named_parameters():
+            parameter.copy_(weights[name])
+    other.optimizer.load_state_dict(through_a_file(expected))
+    for step in range(8, 12):
+        other.step(step)
+    other.assert_same_parameters()
+    if case.optimizer not in (torch.optim.SGD, torch.optim.Adagrad):
+        other.assert_same_state()  # torch's dicts of those do not tell what has been stepped
+    other.optimizer.close()
+    pair.optimizer.close()
+
+
+def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
+def test_every_stored_format_goes_through_a_torch_dict(settings) -> None:
+    """Exactly where state is exact; else what was decoded is what is decoded again."""
+    case, cut = CASES["adamw"], Cut(3 * 4096, 3, settings=settings)
+    pair = memory_pair(case, cut)
+    for step in range(1, 4):
+        pair.step_live(step)
+        pair.step_expected(step)
+        if "overlap" in settings:
+            pair.optimizer.synchronize()
+    full = pair.optimizer.full_state_dict()
+    again = pair.optimizer.full_state_dict()
+    other = memory_pair(case, cut, live=Mixed(seed=5))
+    with torch.no_grad():
+        for mine, theirs in zip(other.live.parameters(), pair.live.parameters(), strict=True):
+            mine.copy_(theirs)
+    other.optimizer.load_state_dict(through_a_file(full))
+    # Blocks of 8 bits may take one more rounding, in their scales.
+    found = other.optimizer.full_state_dict() if "int8" not in settings.values() else again
+    for one, two in ((again, full), (found, full)):
+        assert one["state"].keys() == two["state"].keys()
+        for number, state in two["state"].items():
+            for name, value in state.items():
+                assert_same_bits(one["state"][number][name], value, f"{name} of {number}")
+        for number, master in two["master"].items():
+            assert_same_bits(one["master"][number], master, f"master of {number}")
+    assert_same_parameters(other.live.named_parameters(), pair.live.named_parameters())
+    if "bfloat16" not in settings.values():
+        for step in range(4, 7):
+            pair.step_live(step)
+            other.step_live(step)
+            for each in (pair, other):
+                each.optimizer.synchronize()
+        if "int8" not in settings.values():
+            assert_same_parameters(other.live.named_parameters(), pair.live.named_parameters())
+    if settings.keys() <= {"host_memory"}:
+        assert_same_dict(full, torch_dict(pair_at(case, 3)), pair)
+    pair.optimizer.close()
+    other.optimizer.close()
+
+
+def pair_at(case, steps: int) -> Pair:
+    pair = memory_pair(case, CUT)
+    for step in range(1, steps + 1):
+        pair.step(step)
+    pair.optimizer.close()
+    return pair
+
+
+def test_plain_torch_goes_on_from_the_full_dict() -> None:
+    """The other direction: FP32 masters and moments in torch's own class, with its own loader."""
+    pair = memory_pair(CASES["adamw-amsgrad"], CUT)
+    for step in range(1, 5):
+        pair.step(step)
+    full = through_a_file(pair.optimizer.full_state_dict())
+    fresh = Pair(pair.case, CUT, MemoryBackend(), live=Mixed(seed=3), expected=Mixed(seed=4))
+    with torch.no_grad():
+        for mine, theirs in zip(fresh.expected.parameters(), pair.live.parameters(), strict=True):
+            mine.copy_(theirs)
+    masters = [p for g in fresh.reference.inner.param_groups for p in g["params"]]
+    for number, master in full["master"].items():
+        masters[number].data.copy_(master)
+    for live, master in fresh.reference.masters.items():
+        if live.dtype == torch.float32:
+            master.data.copy_(live.data)
+    fresh.reference.inner.load_state_dict(full)
+    fresh.reference.started = {
+        live for number, live in enumerate(numbered(fresh)) if number in full["state"]
+    }
+    for step in range(5, 9):
+        pair.step_live(step)
+        fresh.step_expected(step)
+    assert_same_parameters(pair.live.named_parameters(), fresh.expected.named_parameters())
+    fresh.optimizer.close()
+    pair.optimizer.close()
+
+
+def small(**settings: Any) -> tuple[torch.nn.Module, offload.OffloadedOptimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 10)).bfloat16()
+    optimizer = offload.AdamW(
+        settings.pop("params", model.parameters()),
+        directory="/store",
+        options=offload.Options(backend=MemoryBackend(), allow_volatile=True),
+        **settings,
+    )
+    return model, optimizer
+
+
+def give(model: torch.nn.Module, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def plain_dict(**hyper: Any) -> dict[str, Any]:
+    model, optimizer = small()
+    optimizer.close()
+    plain = torch.optim.AdamW(model.float().parameters(), **hyper)
+    give(model)
+    plain.step()
+    return plain.state_dict()
+
+
+def test_moments_keep_more_bits_than_the_parameters_have() -> None:
+    plain = plain_dict()
+    _, optimizer = small()
+    optimizer.load_state_dict(plain)
+    for number, state in optimizer.full_state_dict()["state"].items():
+        assert_same_bits(state["exp_avg"], plain["state"][number]["exp_avg"], "exp_avg")
+        assert not torch.equal(state["exp_avg"], state["exp_avg"].bfloat16().float())
+    optimizer.close()
+
+
+def test_live_parameters_become_what_their_masters_round_to_and_without_masters_stay() -> None:
+    plain = plain_dict()
+    model, optimizer = small()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.load_state_dict(plain)
+    for p, b in zip(model.parameters(), before, strict=True):
+        assert_same_bits(p.detach(), b, "live")
+    masters = {n: torch.randn(p.shape) for n, p in enumerate(model.parameters())}
+    optimizer.load_state_dict({**plain, "master": masters})
+    for n, p in enumerate(model.parameters()):
+        assert_same_bits(p.detach(), masters[n].bfloat16(), "live")
+        assert_same_bits(optimizer.full_state_dict()["master"][n], masters[n], "master")
+    optimizer.close()
+
+
+def test_steps_count_from_what_the_dict_has_seen() -> None:
+    model, optimizer = small()
+    plain = plain_dict()
+    for state in plain["state"].values():
+        state["step"].fill_(41.0)
+    optimizer.load_state_dict(plain)
+    give(model)
+    optimizer.step()
+    assert optimizer.checkpoint().result().step == 42
+    optimizer.close()
+
+
+class TestRefusals:
+    def change(self, plain: dict[str, Any], kind: str) -> None:
+        state = plain["state"]
+        if kind == "shape":
+            state[0]["exp_avg"] = state[0]["exp_avg"][:-1]
+        elif kind == "dtype":
+            state[0]["exp_avg"] = state[0]["exp_avg"].double()
+        elif kind == "missing":
+            del state[1]["exp_avg_sq"]
+        elif kind == "extra":
+            state[2]["momentum_buffer"] = state[2]["exp_avg"]
+        elif kind == "unknown":
+            state[17] = state[0]
+        elif kind == "scalar":
+            state[0]["step"] = torch.ones(2)
+        elif kind == "not a tensor":
+            state[0]["exp_avg"] = "exp_avg"
+        elif kind == "master shape":
+            plain["master"] = {0: torch.zeros(3)}
+
+    @pytest.mark.parametrize(
+        ("kind", "message"),
+        [
+            ("shape", "'exp_avg' of the state of parameter 0 .*expected float32 of shape"),
+            ("dtype", "is torch.float64"),
+            ("missing", r"state of parameter 1 .* made by another class, or with other flags"),
+            ("extra", "momentum_buffer"),
+            ("unknown", "state of 17"),
+            ("scalar", "expected one number"),
+            ("not a tensor", "is a str"),
+            ("master shape", "the master of state of parameter 0"),
+        ],
+    )
+    def test_state_that_is_not_what_the_optimizer_keeps(self, kind, message) -> None:
+        plain = plain_dict()
+        self.change(plain, kind)
+        model, optimizer = small()
+        give(model)
+        optimizer.step()
+        before = optimizer.full_state_dict()
+        with pytest.raises(MismatchError, match=message):
+            optimizer.load_state_dict(plain)
+        after = optimizer.full_state_dict()
+        for number, state in before["state"].items():
+            for name, value in state.items():
+                assert_same_bits(after["state"][number][name], value, name)
+        optimizer.close()
+
+    def test_another_class(self) -> None:
+        model, optimizer = small()
+        plain = torch.optim.SGD(model.parameters(), momentum=0.9)
+        give(model)
+        plain.step()
+        with pytest.raises(MismatchError, match="another class"):
+            optimizer.load_state_dict(plain.state_dict())
+        optimizer.close()
+
+    def test_other_flags_in_the_middle_of_a_run(self) -> None:
+        model, optimizer = small()
+        give(model)
+        optimizer.step()
+        with pytest.raises(MismatchError, match="amsgrad"):
+            optimizer.load_state_dict(plain_dict(amsgrad=True))
+        optimizer.close()
+
+    def test_other_names(self) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 10))
+        names = list(model.named_parameters())
+        plain = torch.optim.AdamW([names[0], names[1], names[3], names[2]])
+        give(model)
+        plain.step()
+        _, optimizer = small(params=model.named_parameters())
+        with pytest.raises(MismatchError, match=r"parameter 2 .* '1.bias' .* '1.weight'"):
+            optimizer.load_state_dict(plain.state_dict())
+        optimizer.close()
+
+    def test_other_numbers(self) -> None:
+        plain = plain_dict()
+        _, optimizer = small()
+        plain["param_groups"][0]["params"].pop()
+        with pytest.raises(ValueError, match="doesn't match the size"):
+            optimizer.load_state_dict(plain)
+        with pytest.raises(MismatchError, match="expected a state dict"):
+            optimizer.load_state_dict({"model": {}})
+        optimizer.close()
+
+    def test_a_master_that_no_state_would_keep(self) -> None:
+        model, optimizer = small()
+        plain = torch.optim.AdamW(model.parameters()).state_dict()
+        with pytest.raises(MismatchError, match="no optimizer state"):
+            optimizer.load_state_dict({**plain, "master": {0: torch.full((20, 30), 1 / 3)}})
+        optimizer.close()
+
+    def test_a_step_while_the_state_is_materialized(self) -> None:
+        model, optimizer = small()
+        give(model)
+        optimizer.step()
+        with optimizer.materialized():
+            with pytest.raises(OffloadError, match="materialized"):
+                optimizer.step()
+            assert len(optimizer.state) == len(list(model.parameters()))
+        assert not optimizer.state
+        optimizer.step()
+        optimizer.close()
+
+
+def test_distributed_checkpoints_own_functions_find_the_state() -> None:
+    """`get_optimizer_state_dict` would take a step of its own if it found `state` empty."""
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model, optimizer = small()
+    for step in range(3):
+        give(model, step)
+        optimizer.step()
+    with optimizer.materialized():
+        found = get_optimizer_state_dict(model, optimizer)
+    assert optimizer.state_dict()["step"] == 3
+    full = optimizer.full_state_dict()
+    names = [n for n, _ in model.named_parameters()]
+    for number, name in enumerate(names):
+        for key, value in full["state"][number].items():
+            assert_same_bits(found["state"][name][key], value, key)
+    other, again = small()
+    with again.materialized():
+        again.state[next(other.parameters())] = {}  # not empty: nothing to initialise
+        set_optimizer_state_dict(other, again, found)
+    for number, state in again.full_state_dict()["state"].items():
+        for key, value in state.items():
+            assert_same_bits(value, full["state"][number][key], key)
+    again.close()
+    optimizer.close()
