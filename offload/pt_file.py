@@ -116,7 +116,7 @@ class StoredTensor:
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
         out = scratch_tensor(stop - start, self.dtype)
-        data = memoryview(out.view(torch.uint8).numpy())
+        data = out.view(torch.uint8).numpy().data
         with open(self._path, "rb") as file:
             file.seek(self._offset + start * self._itemsize)
             if file.readinto(data) != len(data):
