@@ -15,8 +15,8 @@ import torch
 
 from offload.checkpoint import Checkpoint
 from offload.drives import Directory, as_directories
-from offload.engine import Engine
 from offload.errors import MismatchError, OffloadError
+from offload.exchange import ExchangingEngine
 from offload.metrics import check_metrics
 from offload.options import Options, Overlap
 from offload.retention import Retention, as_retention
@@ -92,7 +92,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"overlap={options.overlap!r} needs model=, the module that is called in training: "
                 "pass the one whose parameters() you gave"
             )
-        self._engine: Engine | None = None
+        self._engine: ExchangingEngine | None = None
         self._materialized: MaterializedState | None = None
         self._running = ""
         rule = UpdateRule(optimizer_class, hyper)
@@ -426,7 +426,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.__getstate__()
 
     @contextmanager
-    def _exclusive(self, name: str) -> Iterator[Engine]:
+    def _exclusive(self, name: str) -> Iterator[ExchangingEngine]:
         """Refuse a call from within another one, which would find the state half way.
 
         Signal handlers run between two instructions of a step, and a checkpoint made there would
@@ -444,7 +444,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         finally:
             self._running = ""
 
-    def _live_engine(self) -> Engine:
+    def _live_engine(self) -> ExchangingEngine:
         if self._engine is None:
             raise RuntimeError("the optimizer has not been constructed")
         return self._engine
@@ -477,7 +477,7 @@ def _which(checkpoint: CheckpointName | None) -> int | str | None:
     return checkpoint if isinstance(checkpoint, int | None) else os.fspath(checkpoint)
 
 
-def _engine_class(overlap: Overlap | None) -> Callable[..., Engine]:
+def _engine_class(overlap: Overlap | None) -> Callable[..., ExchangingEngine]:
     # Imported when asked for: they follow torch's compiler, which takes seconds to import.
     if overlap == "forward":
         from offload.overlap import ForwardEngine
@@ -487,10 +487,10 @@ def _engine_class(overlap: Overlap | None) -> Callable[..., Engine]:
         from offload.overlap_backward import BackwardEngine
 
         return BackwardEngine
-    return Engine
+    return ExchangingEngine
 
 
-def _close_quietly(engine: Engine) -> None:
+def _close_quietly(engine: ExchangingEngine) -> None:
     if threading.current_thread().name.startswith(_OWN_THREADS):
         # Garbage is collected on whatever thread allocates, also on one that closing waits for.
         with suppress(RuntimeError):  # at exit no thread can be started, and none is waited for

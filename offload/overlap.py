@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from offload.checkpoint import Checkpoint
-from offload.engine import Engine, Groups, Metrics
+from offload.engine import Groups, Metrics
 from offload.errors import OffloadError, SealError
+from offload.exchange import ExchangingEngine
 from offload.forward_hooks import ForwardHooks
 from offload.running import BesideUpdater, RunningPass
 from offload.seal import Captured, SealHandle
@@ -27,7 +28,7 @@ from offload.slot import Slot
 from offload.train_state import encode
 
 
-class ForwardEngine(Engine):
+class ForwardEngine(ExchangingEngine):
     """An engine whose steps overlap with the model's next forward.
 
     Args:

@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.applied_gradient import REMEDY, AppliedGradient, second_backward
 from offload.checkpoint import Checkpoint
-from offload.engine import Engine, Groups, Metrics
+from offload.engine import Groups, Metrics
 from offload.errors import OverlapError
+from offload.exchange import ExchangingEngine
 from offload.gradient_schedule import GradientSchedule
 from offload.parameters import check_gradient
 from offload.rules import Scalars
@@ -28,7 +29,7 @@ from offload.seal import SealHandle
 from offload.state_pass import StatePass
 
 
-class BackwardEngine(Engine):
+class BackwardEngine(ExchangingEngine):
     """An engine whose steps overlap with the backward before them.
 
     Args:

@@ -1,0 +1,92 @@
+"""Taking the state of an optimizer out, and putting state from elsewhere in, through the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from offload.engine import Engine, Groups
+from offload.flat_tensors import FlatTensors
+from offload.opening import StoredCheckpoint
+from offload.state_decoding import StateDecoder, kept_arrays
+from offload.state_dicts import MaterializedState, num_steps, read_state_dict
+from offload.state_filling import ParameterState, StateFiller
+from offload.state_reference import Position, load_groups
+
+
+class ExchangingEngine(Engine):
+    """An engine whose state can be named, read whole, and replaced."""
+
+    @property
+    def position(self) -> Position:
+        """Where the present state is."""
+        slot = self._state
+        sealing = self._seal is not None and self._seal.slot is slot and not self._working
+        return Position(
+            self.store.store_id,
+            self.num_steps,
+            slot.context.generation if slot is not None else 0,
+            self._run,
+            sealed=slot is not None and (sealing or self._sealed is not None),
+        )
+
+    def adopt(self, groups: Groups, found: StoredCheckpoint) -> None:
+        """Make the state of a checkpoint the present one, and leave the parameters as they are.
+
+        Raises:
+            MismatchError: Model or optimizer differ from the checkpoint's.
+        """
+        self._require_alive()
+        self._collect_seal(wait=True, errors=False)
+        self._resume(found, groups, parameters=False)
+
+    def materialize(self, groups: Groups) -> MaterializedState:
+        """Read the present state into memory, as FP32, through the ring; changes nothing.
+
+        Raises:
+            gds.StorageError: A transfer failed.
+            DamagedError: What was read is not what was written.
+        """
+        self._require_usable()
+        self._relayout(groups)
+        table, layout = self._table, self._layout()
+        held = MaterializedState(
+            table.trainables,
+            table.scalars,
+            [kept_arrays(t.spec, layout) for t in table.trainables],
+            [self._rule.initial_state(group) for group in groups],
+        )
+        streamer, chunks = self._ring(), range(layout.num_chunks)
+        live = FlatTensors([t.tensor for t in table.trainables], writable=False)
+        decoder = StateDecoder(layout, table.scalars, live)
+        streamer.begin(self._state, chunks)
+        for chunk in chunks:
+            frame = streamer.take(chunk)
+            try:
+                for block in decoder.blocks(chunk, frame.tensors()):
+                    held.copy(*block)
+            finally:
+                streamer.keep(frame)
+        streamer.begin(self._state, self._order())
+        return held
+
+    def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> None:
+        """Stream a torch state dict into the store; see `OffloadedOptimizer.load_state_dict`."""
+        self._require_usable()
+        merged, states = read_state_dict(state_dict, groups, self._rule)
+        layout, trainables = self._table.describe(merged)
+        self._collect_seal(wait=True)
+        self._relayout(merged)
+        found = [states.get(t.tensor, ParameterState()) for t in trainables]
+        steps = num_steps([state.scalars for state in found])
+        live = FlatTensors([t.tensor for t in trainables], writable=True)
+        work = StateFiller(
+            layout,
+            found,
+            live,
+            step=self.num_steps if steps is None else steps,
+            seed=self._options.rounding_seed,
+        )
+        self._run_pass(self._new_pass(merged, work, self._order(), source=None))
+        self.num_steps = self.num_steps if steps is None else steps
+        load_groups(groups, merged)
