@@ -167,7 +167,7 @@ KEEPING = (
                 ),
             ),
         ),
-        _PINNED,
+        (f"{_OF_PINS}::test_a_name_is_never_gone_while_it_moves",),
     ),
     Mutation(
         "pin-failed-sync-forgotten",

@@ -397,6 +397,33 @@ class TestPins:
         assert [info.pins for info in infos] == [("also", "best"), ()]
         run.optimizer.close()
 
+    def test_a_name_is_never_gone_while_it_moves(self) -> None:
+        class Looking(WrapperBackend):
+            num_seen = 0
+
+            def remove(self, path: str) -> None:
+                super().remove(path)
+                self.look()
+
+            def rename(self, source: str, target: str) -> None:
+                super().rename(source, target)
+                self.look()
+
+            def look(self) -> None:
+                if self.num_seen:
+                    assert self.inner.stat(f"{STORE}/pins/best") is not None
+                    self.num_seen += 1
+
+        backend = Looking(MemoryBackend())
+        run = Run(backend, keep=2)
+        run.seal()
+        run.optimizer.pin("best")
+        run.seal()
+        backend.num_seen = 1
+        run.optimizer.pin("best")
+        assert backend.num_seen > 1
+        run.optimizer.close()
+
     def test_by_another_process_beside_the_training(self) -> None:
         run = Run(keep=1)
         path = run.seal()
