@@ -80,6 +80,7 @@ def trained_with_a_fault(change: Change, kind: Kind, nth: int) -> FaultBackend:
                 reported = True
             backend.repair()
             assert reported or not backend.num_failed, "a failure is not passed over"
+            assert all(name == "best" for name in backend.inner.list_dir(f"{STORE}/pins"))
             assert pinned(backend) in ((1, after) if reported else (after,))
     kept = pinned(backend)
     assert kept in ((1, after) if reported else (after,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 from concurrent.futures import Future
@@ -15,10 +16,11 @@ import offload.manifest
 import offload.model_file
 from gds import Backend, Buffer, File, IOFuture, MemoryBackend, StorageError, WrapperBackend
 from gds._wrapper import WrapperFile
-from offload import AdamW
+from offload import AdamW, LastK
 from offload.digests import DigestContext
 from offload.errors import BrokenOptimizerError, SealError, StoreError
 from offload.model_file import BlockBuffers, ModelImage, write_model
+from offload.pruning import prune
 from offload.seal import Seal
 from offload.tensorfile import build_header
 from tests.crash.crash_backend import CrashBackend, Disk
@@ -241,6 +243,101 @@ def test_a_checkpoint_that_could_not_be_withdrawn_ends_all_reuse(kind: Kind) -> 
         training.step()
     assert backend.violations == []
     training.optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [("pin", "sync"), ("pin", "rename"), ("pin", "sync_dir"), ("unpin", "sync_dir")],
+)
+def test_a_pin_that_could_not_be_made_durable_ends_all_reuse(call: str, kind: Kind) -> None:
+    backend = FaultBackend(MemoryBackend())
+    training = Training(backend, keep=1)
+    training.steps_and_seal()
+    training.optimizer.pin("one")
+    training.steps_and_seal()
+    backend.fail(kind, 1, forever=False)
+    with pytest.raises(StorageError, match=f"injected failure of {kind}"):
+        getattr(training.optimizer, call)("one")
+    with pytest.warns(RuntimeWarning, match=REUSES_NOTHING):
+        training.step()
+    assert backend.violations == []
+    training.optimizer.close()
+
+
+@pytest.mark.parametrize("what", ["withdrawn", "replaced"])
+def test_pins_that_could_not_be_made_durable_end_all_reuse(what: str) -> None:
+    """Before a checkpoint is taken back or replaced the pins that are gone by are synced."""
+    backend = FaultBackend(MemoryBackend())
+    training = Training(backend, keep=2)
+    training.steps_and_seal()
+    training.optimizer.pin("one")
+    training.steps_and_seal()
+    backend.fail_if(lambda kind, path: kind == "sync_dir" and path == f"{STORE}/pins")
+    if what == "withdrawn":
+        with pytest.raises(StorageError, match="injected failure of sync_dir"):
+            training.optimizer.restore(1, discard_newer=True)
+    else:
+        training.optimizer.param_groups[0]["lr"] = 1e-3
+        with pytest.raises(StorageError, match="injected failure of sync_dir"):
+            training.optimizer.checkpoint()
+    assert training.optimizer.restore().step == 2
+    with pytest.warns(RuntimeWarning, match=REUSES_NOTHING):
+        training.step()
+    assert backend.violations == []
+    training.optimizer.close()
+
+
+def test_a_pin_that_was_moved_away_is_durable_before_its_checkpoint_is_replaced() -> None:
+    """Else the name might be found, after a loss of power, on what is not there any more."""
+    backend = CrashBackend()
+    training = Training(backend, keep=3)
+    training.steps_and_seal()
+    training.steps_and_seal()
+    training.optimizer.pin("best")
+    killed = FaultBackend(backend)
+    killed.fail_if(lambda kind, path: kind == "sync_dir" and path == f"{STORE}/pins")
+    with pytest.raises(StorageError, match="injected"):
+        offload.pin(f"{STORE}/step-00000001", "best", backend=killed)
+    training.optimizer.param_groups[0]["lr"] = 1e-3
+    training.optimizer.checkpoint().result()
+    disk = Disk(backend.log)
+    for seed in range(40):
+        survivor = disk.power_cut(random.Random(seed)).backend()
+        found = offload.list_checkpoints(STORE, backend=survivor)
+        assert [info.step for info in found if info.pins] == [1]
+    training.optimizer.close()
+
+
+def test_power_lost_while_nothing_trains_and_a_store_is_pruned() -> None:
+    """What is kept is whole at every moment, and so is the rest while it has its name."""
+    backend = CrashBackend()
+    training = Training(backend, keep=4)
+    for _ in range(4):
+        training.steps_and_seal()
+    training.optimizer.pin("mine", 2)
+    training.optimizer.close()
+    before = len(backend.log)
+    report = prune(STORE, LastK(1), backend=backend)
+    assert [os.path.basename(path) for path in report.kept] == ["step-00000002", "step-00000004"]
+    reference = Reference()
+    wanted = {step: reference.after(step) for step in range(1, 5)}
+    rng = random.Random(20261121)
+    disk = Disk(backend.log[:before])
+    for operation in backend.log[before:]:
+        disk.apply(operation)
+        for _ in range(3):
+            survivor = disk.power_cut(rng).backend()
+            found = offload.list_checkpoints(STORE, backend=survivor)
+            assert {2, 4} <= {info.step for info in found}, operation
+            for info in found:
+                with offload.open_checkpoint(info.path, backend=survivor) as checkpoint:
+                    assert differences(checkpoint, survivor, wanted[info.step]) == []
+    for _ in range(20):
+        names = disk.power_cut(rng).backend().list_dir(STORE)
+        assert [name for name in names if name.startswith((".", "step-"))] == [
+            "step-00000002",
+            "step-00000004",
+        ]
 
 
 def test_resident_state_is_still_to_be_written_after_a_seal_that_failed_before_it() -> None:

@@ -167,7 +167,7 @@ KEEPING = (
                 ),
             ),
         ),
-        _PINNED,
+        (f"{_OF_PINS}::test_a_name_is_never_gone_while_it_moves",),
     ),
     Mutation(
         "pin-failed-sync-forgotten",
@@ -204,7 +204,7 @@ KEEPING = (
                 "            pass\n        raise\n",
             ),
         ),
-        (f"{_FULL}::test_a_pin_that_there_is_no_room_for_changes_nothing",),
+        (f"{_PIN_FAULTS}[moved]",),
     ),
     Mutation(
         "pins-found-not-synced",

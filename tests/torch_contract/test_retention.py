@@ -397,6 +397,33 @@ class TestPins:
         assert [info.pins for info in infos] == [("also", "best"), ()]
         run.optimizer.close()
 
+    def test_a_name_is_never_gone_while_it_moves(self) -> None:
+        class Looking(WrapperBackend):
+            num_seen = 0
+
+            def remove(self, path: str) -> None:
+                super().remove(path)
+                self.look()
+
+            def rename(self, source: str, target: str) -> None:
+                super().rename(source, target)
+                self.look()
+
+            def look(self) -> None:
+                if self.num_seen:
+                    assert self.inner.stat(f"{STORE}/pins/best") is not None
+                    self.num_seen += 1
+
+        backend = Looking(MemoryBackend())
+        run = Run(backend, keep=2)
+        run.seal()
+        run.optimizer.pin("best")
+        run.seal()
+        backend.num_seen = 1
+        run.optimizer.pin("best")
+        assert backend.num_seen > 1
+        run.optimizer.close()
+
     def test_by_another_process_beside_the_training(self) -> None:
         run = Run(keep=1)
         path = run.seal()
@@ -590,6 +617,19 @@ class TestPins:
         assert run.steps() == [4]
         run.optimizer.close()
 
+    def test_nothing_is_replaced_while_one_cannot_be_read(self) -> None:
+        run = Run(keep=2)
+        run.seal()
+        run.optimizer.pin("mine")
+        run.seal()
+        overwrite(run.backend, f"{STORE}/pins/mine", b"half")
+        with torch.no_grad():
+            run.model.weight.zero_()
+        with pytest.raises(PinError, match=r"would be replaced, and .*cannot be read as a pin"):
+            run.optimizer.checkpoint()
+        assert run.steps() == [1, 2]
+        run.optimizer.close()
+
     def test_a_file_in_the_place_of_all_pins_keeps_everything(self) -> None:
         run = Run(keep=1)
         run.seal()
@@ -663,6 +703,42 @@ class TestRaces:
         assert run.steps() == [1, 4]
         with open_checkpoint(path, backend=backend) as pinned:
             assert pinned.verify().ok
+        run.optimizer.close()
+
+    def test_before_it_is_locked_a_pin_has_become_unreadable(self) -> None:
+        backend = self.Meeting(MemoryBackend())
+        run = Run(backend, keep=1)
+        run.seal()
+        backend.make_dir(f"{STORE}/pins")
+        backend.before = lambda: overwrite(backend, f"{STORE}/pins/mine", b"half")
+        with warnings.catch_warnings():  # it may have to look for another slot
+            warnings.simplefilter("ignore", RuntimeWarning)
+            for _ in range(2):
+                run.seal()
+        assert run.steps() == [1, 2, 3]
+        run.optimizer.close()
+
+    def test_while_it_goes_back_nothing_is_withdrawn(self) -> None:
+        class Reading(WrapperBackend):
+            meanwhile = staticmethod(lambda: None)
+
+            def open(self, path: str, *, writable: bool = False) -> Any:
+                if path == f"{STORE}/{name_of(1)}/train_state.safetensors":
+                    meanwhile, self.meanwhile = self.meanwhile, lambda: None
+                    meanwhile()
+                return super().open(path, writable=writable)
+
+        backend = Reading(MemoryBackend())
+        run = Run(backend, keep=3)
+        for _ in range(3):
+            run.seal()
+        run.optimizer.close()
+        run = Run(backend, keep=3)
+        backend.meanwhile = lambda: offload.pin(f"{STORE}/{name_of(2)}", "mine", backend=backend)
+        with pytest.raises(PinError, match="'mine', and going back"):
+            run.optimizer.restore(1, discard_newer=True)
+        assert run.steps() == [1, 2, 3]
+        assert run.optimizer.restore().step == 3
         run.optimizer.close()
 
     def test_while_the_pin_is_written_it_is_passed_over(self) -> None:
