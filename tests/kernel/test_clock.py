@@ -66,7 +66,7 @@ def test_a_process_whose_clock_jumps(trainees: Trainees, tmp_path: Path) -> None
     assert result["moved"] < -30 * YEAR_S, "the clock must have jumped"
     assert result["restored"] == len(years)
     stamps = [
-        json.loads(path.read_text())["created"]
+        json.loads(path.read_text())["body"]["created"]
         for path in sorted(store.glob("step-*/manifest.json"))
     ]
     assert stamps != sorted(stamps), "newer checkpoints must have older times"
