@@ -22,7 +22,7 @@ from bench._peer_protocol import Peer, PeerError
 from bench._statistics import MIN_PAIRS, alternate, judge, median_interval
 from bench.replay import Plan, Replay
 from gds import PosixBackend, probe
-from offload.digests import DigestContext
+from offload import digests
 
 Measured = Callable[..., dict[str, Any]]
 
@@ -99,10 +99,10 @@ def test_step_on_a_drive_that_is_slowed_down(measured: Measured) -> None:
 
 
 def test_digests(measured: Measured) -> None:
-    before = DigestContext.digest
+    before = digests.leaf_digests
     found = measured(digests.main)
     check(found, rounds=3, claims=2)
-    assert DigestContext.digest is before, "the wrapper was left behind"
+    assert digests.leaf_digests is before, "the wrapper was left behind"
     assert found["facts"]["step_digested_bytes"] == found["facts"]["state_bytes"]
     assert all(value > 0 for value in found["samples"]["digest_cpu_s"])
     samples = zip(found["samples"]["digest_cpu_s"], found["samples"]["step_cpu_s"], strict=True)

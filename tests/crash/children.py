@@ -191,15 +191,15 @@ def collected_on_the_seals_thread(directory: str) -> None:
 def interrupted_in_a_step(directory: str) -> None:
     """Ctrl-C while a chunk is being handed over; closing must end all the same."""
     model, optimizer = trained(directory)
-    original, calls = DigestContext.digest, [0]
+    original, calls = DigestContext.digest_leaves, [0]
 
-    def interrupted(self: DigestContext, array: str, chunk: int, data: memoryview) -> str:
+    def interrupted(self: DigestContext, array: str, chunk: int, leaves: bytes) -> str:
         calls[0] += 1
         if calls[0] == 2:
             raise KeyboardInterrupt
-        return original(self, array, chunk, data)
+        return original(self, array, chunk, leaves)
 
-    DigestContext.digest = interrupted  # type: ignore[method-assign]
+    DigestContext.digest_leaves = interrupted  # type: ignore[method-assign]
     backward(model, 3)
     try:
         optimizer.step()
