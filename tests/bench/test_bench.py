@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import offload.digests
 from bench import checkpoint, digests, overlap, peers, report, resume, step
 from bench._fio import Fio, FioMissingError
 from bench._harness import BenchError, Result, scratch
@@ -22,7 +23,6 @@ from bench._peer_protocol import Peer, PeerError
 from bench._statistics import MIN_PAIRS, alternate, judge, median_interval
 from bench.replay import Plan, Replay
 from gds import PosixBackend, probe
-from offload import digests
 
 Measured = Callable[..., dict[str, Any]]
 
@@ -99,10 +99,10 @@ def test_step_on_a_drive_that_is_slowed_down(measured: Measured) -> None:
 
 
 def test_digests(measured: Measured) -> None:
-    before = digests.leaf_digests
+    before = offload.digests.leaf_digests
     found = measured(digests.main)
     check(found, rounds=3, claims=2)
-    assert digests.leaf_digests is before, "the wrapper was left behind"
+    assert offload.digests.leaf_digests is before, "the wrapper was left behind"
     assert found["facts"]["step_digested_bytes"] == found["facts"]["state_bytes"]
     assert all(value > 0 for value in found["samples"]["digest_cpu_s"])
     samples = zip(found["samples"]["digest_cpu_s"], found["samples"]["step_cpu_s"], strict=True)
