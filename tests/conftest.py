@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+SYSTEM_CALL_FAULTS = "faults of "
+"""Begins the names under which `tests/kernel` records how many calls it let fail."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -21,6 +25,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
     if faults := _total(recorded, "faults"):
         terminalreporter.write_line(f"I/O faults: {faults} injected, each in a run of its own")
+    calls: Counter[str] = Counter()
+    for name, value in recorded:
+        if name.startswith(SYSTEM_CALL_FAULTS):
+            calls[name.removeprefix(SYSTEM_CALL_FAULTS)] += value
+    if calls:
+        listed = ", ".join(f"{name} {number}" for name, number in sorted(calls.items()))
+        terminalreporter.write_line(f"faults of system calls: {listed}; {calls.total()} in all")
 
 
 def _recorded(reports: Iterable[object]) -> Iterable[tuple[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,14 +62,3 @@ def quick_path(quick_directory: Path) -> Iterator[Path]:
     """An empty directory there, which is removed afterwards."""
     with tempfile.TemporaryDirectory(dir=quick_directory) as directory:
         yield Path(directory)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    counts: Counter[str] = Counter()
-    for report in terminalreporter.stats.get("passed", []):
-        for name, value in getattr(report, "user_properties", []):
-            if name.startswith(tracing.FAULTS):
-                counts[name.removeprefix(tracing.FAULTS)] += value
-    if counts:
-        listed = ", ".join(f"{name} {number}" for name, number in sorted(counts.items()))
-        terminalreporter.write_line(f"faults injected: {listed}; {counts.total()} in all")

@@ -43,7 +43,7 @@ HARMLESS: Final = frozenset({"close", "ioctl", "fadvise64", "statx", "lseek", "f
 Files = Literal["all", "arrays"]
 """Calls on which files of a store count: all, and directories; or those of state arrays."""
 
-FAULTS: Final = "faults of "
+FAULTS: Final = "faults of "  # as tests/conftest.py knows it
 """Begins the name of a test's property: how many were injected into a system call."""
 
 _FILES: Final = (
