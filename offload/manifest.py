@@ -146,8 +146,9 @@ class Manifest:
             "digests": {name: list(values) for name, values in self.digests.items()},
             "model_digests": list(self.model_digests),
             "parts": [asdict(part) for part in self.parts],
-            "order": None if self.order is None else [list(group) for group in self.order],
         }
+        if self.order is not None:
+            body["order"] = [list(group) for group in self.order]
         if self.metrics:
             body["metrics"] = dict(self.metrics)
         return body

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -87,6 +88,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         **hyper: Any,
     ) -> None:
         retention = as_retention(keep)
+        _close_left_open()
         if options.overlap is not None and model is None:
             raise ValueError(
                 f"overlap={options.overlap!r} needs model=, the module that is called in training: "
@@ -490,7 +492,26 @@ def _engine_class(overlap: Overlap | None) -> Callable[..., ExchangingEngine]:
     return ExchangingEngine
 
 
+_left_open: list[ExchangingEngine] = []
+"""Engines of optimizers that were collected where nothing can be waited for."""
+
+
+@atexit.register
+def _close_left_open() -> None:
+    while _left_open:
+        _close_quietly(_left_open.pop())
+
+
+def _is_starting_thread() -> bool:
+    # A thread that is just being started holds locks that joining or starting another one needs.
+    # Asked of the module's own table, since its functions take those locks.
+    return threading.get_ident() not in getattr(threading, "_active", {threading.get_ident()})
+
+
 def _close_quietly(engine: ExchangingEngine) -> None:
+    if _is_starting_thread():
+        _left_open.append(engine)
+        return
     if threading.current_thread().name.startswith(_OWN_THREADS):
         # Garbage is collected on whatever thread allocates, also on one that closing waits for.
         with suppress(RuntimeError):  # at exit no thread can be started, and none is waited for

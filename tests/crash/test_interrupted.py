@@ -102,3 +102,18 @@ def test_damaged_state_is_not_trained_on(tmp_path: Path, array: str) -> None:
     sealed = optimizer.checkpoint().result()
     assert differences(sealed, PosixBackend(), Reference().after(2)) == []
     optimizer.close()
+
+
+def test_one_collected_on_a_thread_that_is_being_started_is_closed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There no thread can be joined: closing on the spot would wait for ever."""
+    model = Model()
+    optimizer = optimizer_for(model, str(tmp_path), options())
+    backward(model, 1)
+    optimizer.step()
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.optimizer._is_starting_thread", lambda: True)
+        optimizer._finalizer()
+    with optimizer_for(Model(), str(tmp_path), options()) as other:  # the lock is free
+        assert other.restore() is None

@@ -183,7 +183,7 @@ def test_a_direct_transfer_moves_less_than_a_block(
     record_property(f"{tracing.FAULTS}{call} (short)", faults)
 
 
-@pytest.mark.parametrize("limit_bytes", [4096 + 4096 + 1000, 4096 + 100])
+@pytest.mark.parametrize("limit_bytes", [4096 + 4096 + 1000])
 def test_the_kernel_takes_less_and_then_nothing(
     limit_bytes: int, trainees: Trainees, survey: Survey, quick_path: Path
 ) -> None:
