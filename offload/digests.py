@@ -8,6 +8,7 @@ forgery: xxh3 is not a cryptographic hash.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,9 +20,6 @@ LEAF_BYTES = 1 << 20
 
 Run: TypeAlias = Callable[[Callable[[memoryview], bytes], Sequence[memoryview]], list[bytes]]
 """Calls a function for every item, perhaps on several threads; returns the results in order."""
-
-_SPAN_BYTES = 8 * LEAF_BYTES
-"""What one thread digests at a time: a millisecond or so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +51,53 @@ def one_by_one(function: Callable[[memoryview], bytes], items: Sequence[memoryvi
     return [function(item) for item in items]
 
 
-def digest_arrays(
-    context: DigestContext, chunk: int, arrays: Mapping[str, memoryview], run: Run
-) -> dict[str, str]:
-    """Return the digest of a chunk of each array, as `DigestContext.digest` gives it."""
-    spans = [
-        (name, data[start : start + _SPAN_BYTES])
-        for name, data in arrays.items()
-        for start in range(0, len(data), _SPAN_BYTES)
-    ]
-    leaves = dict.fromkeys(arrays, b"")
-    for (name, _), found in zip(spans, run(leaf_digests, [s for _, s in spans]), strict=True):
-        leaves[name] += found
-    return {name: context.digest_leaves(name, chunk, leaves[name]) for name in arrays}
+class ChunkDigests:
+    """Digests of one chunk of every state array, taken while what was written is still in cache.
+
+    From memory, a digest costs twice as much as from a cache, and the drive's transfers wait for
+    the same memory. So whoever writes says what is done; whichever thread completes a leaf digests
+    it at once. Leaves that nobody has completed are digested in the end.
+
+    Args:
+        arrays: The bytes of the chunk in each array; they must stay where they are.
+    """
+
+    def __init__(self, arrays: Mapping[str, memoryview]) -> None:
+        self._leaves = {
+            name: [data[start : start + LEAF_BYTES] for start in range(0, len(data), LEAF_BYTES)]
+            for name, data in arrays.items()
+        }
+        self._remaining = {n: [len(leaf) for leaf in ls] for n, ls in self._leaves.items()}
+        self._digests: dict[tuple[str, int], bytes] = {}
+        self._lock = threading.Lock()
+
+    def written(self, array: str, start: int, stop: int) -> None:
+        """Say that these bytes of an array are final; each may be named once. From any thread."""
+        remaining = self._remaining[array]
+        for leaf in range(start // LEAF_BYTES, -(-stop // LEAF_BYTES)):
+            first = leaf * LEAF_BYTES
+            with self._lock:
+                remaining[leaf] -= min(stop, first + LEAF_BYTES) - max(start, first)
+                completed = remaining[leaf] == 0
+            if completed:
+                self._digests[array, leaf] = leaf_digests(self._leaves[array][leaf])
+
+    def finish(self, context: DigestContext, chunk: int, run: Run) -> dict[str, str]:
+        """Return the digest of each array, as `DigestContext.digest` gives it."""
+        missing = [
+            (name, leaf)
+            for name, leaves in self._leaves.items()
+            for leaf in range(len(leaves))
+            if (name, leaf) not in self._digests
+        ]
+        found = run(leaf_digests, [self._leaves[name][leaf] for name, leaf in missing])
+        self._digests.update(zip(missing, found, strict=True))
+        return {
+            name: context.digest_leaves(
+                name, chunk, b"".join(self._digests[name, leaf] for leaf in range(len(leaves)))
+            )
+            for name, leaves in self._leaves.items()
+        }
 
 
 def leaf_digests(data: memoryview) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gds import ALIGNMENT, Backend, Buffer, IOFuture
+from offload.digests import ChunkDigests
 from offload.layout import Layout
 
 DTYPES = {
@@ -30,11 +31,20 @@ class Frame:
             self._bytes[name] = torch.frombuffer(buffer.memoryview(), dtype=torch.uint8)
         self.chunk = -1
         self.futures: list[IOFuture] = []
+        self.digests: ChunkDigests | None = None
+        """Of what is being written to the present chunk, if it is to be stored after that."""
 
     def buffer(self, layout: Layout, array: str, chunk: int) -> tuple[Buffer, int]:
         """Return the memory for a chunk of an array, and its offset in the array's file."""
         offset, nbytes = layout.byte_range(array, chunk)
         return self._buffers[array].slice(offset % ALIGNMENT, nbytes), offset
+
+    def memoryviews(self) -> dict[str, memoryview]:
+        """Return the bytes of the present chunk of each state array."""
+        return {
+            name: self.buffer(self._layout, name, self.chunk)[0].memoryview()
+            for name in self._buffers
+        }
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the present chunk as one flat tensor per state array, as it is stored."""

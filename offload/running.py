@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 import torch._dynamo.convert_frame
 
+from offload.digests import ChunkDigests
 from offload.errors import OffloadError
 from offload.rules import Scalars
 from offload.state_pass import STEP_THREAD, StatePass
@@ -25,10 +26,12 @@ class BesideUpdater(ChunkUpdater):
     being compiled on any thread; so that takes turns with the update of a chunk.
     """
 
-    def update(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> None:
+    def update(
+        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: ChunkDigests | None = None
+    ) -> None:
         """Step one chunk."""
         with _compile_lock:
-            super().update(chunk, arrays)
+            super().update(chunk, arrays, digests)
 
     def finish(self) -> list[Scalars | None]:
         """Return the scalar state of each parameter after the step."""

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from offload import codecs
+from offload.digests import ChunkDigests
 from offload.errors import MismatchError
 from offload.formats import MASTER, MASTER_LOW
 from offload.layout import Layout, Piece
@@ -102,7 +103,12 @@ class StateFiller:
         """Return that every chunk is written."""
         return True
 
-    def update(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> None:
+    def update(
+        self,
+        chunk: int,
+        arrays: Mapping[str, torch.Tensor],
+        digests: ChunkDigests | None = None,  # noqa: ARG002  (taken when the chunk is put)
+    ) -> None:
         """Fill one chunk, given just its range of each state array, as it is stored."""
         for piece in cut_pieces(self._layout, chunk):
             stored = stored_block(self._layout, chunk, piece, arrays)

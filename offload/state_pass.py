@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from offload.digests import Run
+from offload.digests import ChunkDigests, Run
 from offload.rules import Scalars
 from offload.seal import Seal
 from offload.slot import Slot
@@ -25,8 +25,13 @@ class ChunkWork(Protocol):
         """Return whether there is anything to do to a chunk, even if the state does not move."""
         ...
 
-    def update(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> None:
-        """Change a chunk in place, given just its range of each state array, as it is stored."""
+    def update(
+        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: ChunkDigests | None = None
+    ) -> None:
+        """Change a chunk in place, given just its range of each state array, as it is stored.
+
+        `digests` may be told what has been written, as soon as it has.
+        """
         ...
 
     def finish(self) -> list[Scalars | None]:
@@ -46,7 +51,7 @@ class StatePass:
         chunks: In the order in which to update them.
         seal: One in flight, which still copies parameters that the update changes.
         meter: Counts seconds.
-        run: Spreads the digests of a chunk over threads.
+        run: Spreads what remains of a chunk's digests over threads.
     """
 
     def __init__(
@@ -105,7 +110,7 @@ class StatePass:
                 if seal is not None:
                     seal.wait_copied(model_stops[chunk])
                 with self._meter.timed("compute_s", chunk=chunk):
-                    self.updater.update(chunk, frame.tensors())
+                    self.updater.update(chunk, frame.tensors(), frame.digests)
             except BaseException:
                 streamer.discard(frame)
                 raise

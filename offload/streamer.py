@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from gds import Backend, IOFuture
-from offload.digests import Run, digest_arrays, one_by_one
+from offload.digests import ChunkDigests, Run, one_by_one
 from offload.errors import DamagedError
 from offload.frame import Frame, frame_bytes
 from offload.layout import Layout
@@ -126,17 +126,21 @@ class Streamer:
             with self._changed:
                 self._release(frame)
             raise
+        if chunk not in self._resident:
+            frame.digests = ChunkDigests(frame.memoryviews())
         return frame
 
     def put(self, frame: Frame, target: Slot, run: Run = one_by_one) -> None:
         """Digest a frame's chunk and start writing it; the frame comes back when that has ended.
+
+        What `Frame.digests` was told of has been digested before.
 
         A resident chunk stays, and is written by the next `Flush`.
 
         Args:
             frame: From `take`.
             target: Where to.
-            run: Spreads the digests over threads.
+            run: Spreads the remaining digests over threads.
         """
         if frame.chunk in self._resident:
             with self._changed:
@@ -153,8 +157,9 @@ class Streamer:
             transfers = [
                 (name, *frame.buffer(self.layout, name, chunk)) for name in self.layout.array_names
             ]
-            data = {name: buffer.memoryview() for name, buffer, _ in transfers}
-            for name, digest in digest_arrays(target.context, chunk, data, run).items():
+            digests = frame.digests or ChunkDigests(frame.memoryviews())
+            frame.digests = None
+            for name, digest in digests.finish(target.context, chunk, run).items():
                 target.digests[name][chunk] = digest
             transfers = [transfer for transfer in transfers if transfer[1].nbytes]
         except BaseException:
@@ -212,6 +217,7 @@ class Streamer:
 
     def keep(self, frame: Frame) -> None:
         """Give back a taken frame that has not been changed: a resident chunk stays as it is."""
+        frame.digests = None
         with self._changed:
             if self._resident.get(frame.chunk) is frame:
                 self._held.add(frame.chunk)
@@ -275,6 +281,7 @@ class Streamer:
 
     def _release(self, frame: Frame) -> None:
         """Take back a frame whose content is not the state, or is on its way to storage."""
+        frame.digests = None
         if self._resident.get(frame.chunk) is frame:
             self._held.discard(frame.chunk)
         else:

@@ -3,8 +3,8 @@
 A chunk is cut into runs (neighbouring parameters with the same hyper-parameters, dtype and scalar
 state), a run into blocks of `HOT_ELEMENTS`. For each block: take the master (or make it from the
 live parameter), gather and upcast the gradient, decode the state, run torch's step, encode the
-state, cast back into the live parameter. One call of torch's step per block, never one per
-parameter; blocks are independent, and run on several threads.
+state, cast back into the live parameter, digest what is to be stored. One call of torch's step per
+block, never one per parameter; blocks are independent, and run on several threads.
 
 The live parameter wins: where it is not what the master rounds to, somebody has edited it since
 (clamped it, loaded weights, swapped an average in), and the edited value becomes the master for
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload import codecs
+from offload.digests import ChunkDigests
 from offload.flat_tensors import FlatTensors
 from offload.formats import BLOCK_ELEMENTS, MASTER, MASTER_LOW
 from offload.layout import Layout, Piece
@@ -53,6 +54,9 @@ class _Block(NamedTuple):
 
     stored: dict[str, torch.Tensor]
     """What is stored of each state array."""
+
+    starts: dict[str, int]
+    """Where that begins in the chunk of each state array, in values."""
 
 
 class ChunkUpdater:
@@ -112,7 +116,9 @@ class ChunkUpdater:
         """Return whether any parameter in the chunk has a gradient."""
         return any(self._keys[p.parameter].has_gradient for p in self._layout.pieces(chunk))
 
-    def update(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> None:
+    def update(
+        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: ChunkDigests | None = None
+    ) -> None:
         """Step one chunk.
 
         Args:
@@ -120,14 +126,23 @@ class ChunkUpdater:
             arrays: Tensors with just the chunk's range of each state array, in the dtype that it
                 is stored in, updated in place. Ranges of parameters that have no state yet may
                 hold anything; they are initialised.
+            digests: Told of each block when it has been stepped.
         """
-        self._pool.run(self._update, list(self._blocks(chunk, arrays)))
+
+        def update(context: BlockContext, block: _Block) -> None:
+            self._update(context, block)
+            if digests is not None:
+                for name, stored in block.stored.items():
+                    start = block.starts[name] * stored.itemsize
+                    digests.written(name, start, start + stored.nbytes)
+
+        self._pool.run(update, list(self._blocks(chunk, arrays)))
 
     def finish(self) -> list[Scalars | None]:
         """Return the scalar state of each parameter after the step."""
         missing = {k for k in self._keys if k.has_gradient and k not in self._stepped}
         # only empty parameters have those: torch counts their steps all the same
-        self._pool.run(self._update_nothing, [_Block(key, [], 0, {}) for key in missing])
+        self._pool.run(self._update_nothing, [_Block(key, [], 0, {}, {}) for key in missing])
         return [self._stepped.get(key, key.scalars) for key in self._keys]
 
     def _blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[_Block]:
@@ -141,11 +156,12 @@ class ChunkUpdater:
             for pieces in _cut(run, self._multiple):
                 first = origin + pieces[0].at
                 last = origin + pieces[-1].at + _length(pieces[-1])
-                stored = {}
+                stored, starts = {}, {}
                 for name in layout.parameters[pieces[0].parameter].arrays:
                     start, stop = layout.array_range(name, first, last)
                     stored[name] = arrays[name][start - bases[name] : stop - bases[name]]
-                yield _Block(key, pieces, first, stored)
+                    starts[name] = start - bases[name]
+                yield _Block(key, pieces, first, stored, starts)
 
     def _update(self, context: BlockContext, block: _Block) -> None:
         key, stored = block.key, block.stored

@@ -49,7 +49,11 @@ class Program:
         (directory / "overlap").write_text(json.dumps(overlap))
 
     def run(
-        self, work: Callable[[str], None], status: int, named: Collection[str] = ()
+        self,
+        work: Callable[[str], None],
+        status: int,
+        named: Collection[str] = (),
+        torch_may_abort: bool = False,
     ) -> list[str]:
         """Return the lines that it has printed.
 
@@ -57,11 +61,16 @@ class Program:
             work: What it does.
             status: What it must end with.
             named: Errors that nobody caught in it, if there are any.
+            torch_may_abort: Whether torch may end it first, as it ends any program so.
         """
         pid = self._children.start(work, self.directory)
         ended: Ended = self._children.wait(pid, self.directory, TIMEOUT_S)
         assert ended.status is not None, f"it hangs: {ended.output}"
-        assert os.waitstatus_to_exitcode(ended.status) == status, ended.output
+        found = os.waitstatus_to_exitcode(ended.status)
+        if torch_may_abort and found == -signal.SIGABRT:
+            assert ended.output.strip().endswith("terminate called without an active exception")
+            return []
+        assert found == status, ended.output
         errors = re.findall(r"^([\w.]*Error|KeyboardInterrupt)\b", ended.output, re.MULTILINE)
         assert set(errors) <= set(named), ended.output
         if not named:  # else the program may have ended in the middle of saying so
@@ -125,9 +134,10 @@ def test_closing_ends_and_waits_for_the_seal(
 
 
 def test_training_on_a_daemon_thread_does_not_keep_a_program_from_ending(program: Program) -> None:
-    # The thread may find out that everything is closed, and say so.
+    # The thread may find out that everything is closed, and say so. Or Python ends the thread while
+    # it is in torch's backward, which calls std::terminate: plain torch does so every time.
     named = ["offload.errors.OffloadError", "gds._errors.StorageError"]
-    program.run(endings.trains_on_a_daemon_thread, 0, named)
+    program.run(endings.trains_on_a_daemon_thread, 0, named, torch_may_abort=True)
     assert program.newest() >= 2
 
 

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import torch
 
 import offload.update_pool
-from offload.digests import LEAF_BYTES, DigestContext, digest_arrays
+from offload.digests import LEAF_BYTES, ChunkDigests, DigestContext
 from offload.rules import UpdateRule
 from offload.update_pool import UPDATE_THREAD, BlockContext, UpdatePool
 
@@ -121,5 +122,29 @@ def test_digests_on_threads_are_those_of_one_call(pool: UpdatePool, nbytes: int)
         name: memoryview(random.Random(name).randbytes(nbytes + more))
         for more, name in enumerate(("master", "exp_avg", "exp_avg_sq"))
     }
-    found = digest_arrays(context, 5, arrays, pool.map)
+    found = ChunkDigests(arrays).finish(context, 5, pool.map)
     assert found == {name: context.digest(name, 5, data) for name, data in arrays.items()}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_digests_of_what_is_written_piece_by_piece(pool: UpdatePool, seed: int) -> None:
+    context, chance = DigestContext("0" * 32, 7), random.Random(seed)
+    content = {name: chance.randbytes(5 * LEAF_BYTES + 17) for name in ("master", "exp_avg")}
+    arrays = {name: bytearray(chance.randbytes(len(data))) for name, data in content.items()}
+    digests = ChunkDigests({name: memoryview(data) for name, data in arrays.items()})
+    pieces = []
+    for name, data in content.items():
+        cuts = [0, LEAF_BYTES, *chance.sample(range(len(data)), 40), len(data)]
+        pieces += [(name, *cut) for cut in pairwise(sorted(set(cuts)))]
+    chance.shuffle(pieces)
+
+    def write(_: BlockContext, piece: tuple[str, int, int]) -> None:
+        name, start, stop = piece
+        arrays[name][start:stop] = content[name][start:stop]
+        digests.written(name, start, stop)
+
+    pool.run(write, pieces[:-3])
+    for name, start, stop in pieces[-3:]:  # some that nobody tells of
+        arrays[name][start:stop] = content[name][start:stop]
+    found = digests.finish(context, 5, pool.map)
+    assert found == {n: context.digest(n, 5, memoryview(d)) for n, d in content.items()}
