@@ -1,14 +1,8 @@
 """What happens between a torch optimizer and its store: the state's life from step to step.
 
-The state of the optimizer is always in exactly one slot, `_state`:
-
-- None: no parameter has state yet.
-- a working slot (`_working`): the next step reads it and writes it in place.
-- a sealed slot: the next step reads it (the source) and writes every chunk of another (the target),
-  which then becomes the working slot. A seal and a restore lead here.
-
-`LOCK`, slots and checkpoints are the store's business, chunks in memory the streamer's, arithmetic
-the updater's, and sealing the seal's; this module only orders them.
+`LOCK`, slots and checkpoints are the store's business, which slot is the state's that of
+`StateSlots`, chunks in memory the streamer's, arithmetic the updater's, and sealing the seal's;
+this module only orders them.
 """
 
 from __future__ import annotations
@@ -22,14 +16,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from offload.checkpoint import Checkpoint, train_state_header
+from offload.checkpoint import Checkpoint
 from offload.drives import Drives
 from offload.errors import DamagedError, OffloadError
 from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
 from offload.options import Options
-from offload.parameters import Stored
 from offload.reseal import is_unchanged, replace_train_state
 from offload.resume import (
     choose_checkpoint,
@@ -39,15 +32,16 @@ from offload.resume import (
 )
 from offload.retention import Retention
 from offload.rules import Scalars, UpdateRule
-from offload.seal import Captured, Seal, SealHandle, describe_seal
+from offload.seal import Captured, Seal, SealHandle, capture
 from offload.slot import Slot
 from offload.state_pass import ChunkWork, StatePass
+from offload.state_slots import StateSlots
 from offload.stats import Meter, Stats, collect_stats
 from offload.store import Store
 from offload.streamer import Streamer
 from offload.table import ParameterTable
 from offload.trace import Trace
-from offload.train_state import EncodedState, encode, pack_encoded
+from offload.train_state import encode
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
 from offload.usable import Usable
@@ -111,12 +105,7 @@ class Engine(Usable):
         super().__init__(store, decided=fresh or not (store.checkpoints or store.refused))
         self._run = uuid.uuid4().hex
         self.num_steps = 0
-        self._state: Slot | None = None
-        self._working = False
-        self._reserved: Slot | None = None
-        """A slot of a new layout, got in advance so that a full disk is noticed in time."""
-        self._sealed: StoredCheckpoint | None = None
-        """The checkpoint that the present state is, if nothing has been stepped since."""
+        self._slots = StateSlots(store)
         self._seal: Seal | None = None
 
     def require_space(self, groups: Groups) -> None:
@@ -176,7 +165,7 @@ class Engine(Usable):
         encoded = encode(train_state)
         self._relayout(groups)
         stored = self._table.stored(groups)
-        sealed = self._sealed
+        sealed = self._slots.sealed
         if (
             sealed is not None
             and sealed.manifest.step == self.num_steps
@@ -184,13 +173,17 @@ class Engine(Usable):
         ):
             return replace_train_state(self.store, sealed, encoded, metrics)
         self.store.keeping.require_replaceable(self.store.path_of(self.num_steps))
-        if self._state is None:  # no parameter has state: the slot's arrays stay empty
-            self._state, self._reserved = self._target(groups), None
-        elif not self._working:
-            # Nothing was stepped since the last seal, yet the checkpoint must differ from it.
-            self._stream(groups, [None] * len(self._table.trainables))
-        image = self._capture(groups, encoded, stored, self._state, self.num_steps, metrics)
-        return self._begin_seal(self._state, image)
+        if self._slots.present is None:
+            slot = self._slots.begin(self._layout(), len(groups))
+        else:
+            if not self._slots.is_working:
+                # Nothing was stepped since the last seal, yet the checkpoint must differ from it.
+                self._stream(groups, [None] * len(self._table.trainables))
+            slot = self._slots.present
+        captured = capture(
+            groups, self._table, stored, slot, self.num_steps, encoded, metrics or {}
+        )
+        return self._begin_seal(slot, captured)
 
     def restore(
         self, groups: Groups, which: int | str | None, *, discard_newer: bool
@@ -246,7 +239,7 @@ class Engine(Usable):
         slot.unchecked = True  # also if this process wrote it: the first pass reads it again
         self.store.withdraw_newer(found)  # now that the older one has proved to be readable
         self.num_steps = found.manifest.step
-        self._state, self._working, self._sealed = slot, False, found
+        self._slots.resume(slot, found)
         self._decided, self._broken = True, ""
         self._meter.restore_s = time.perf_counter() - started
         return checkpoint
@@ -291,45 +284,20 @@ class Engine(Usable):
             self._collect_seal(wait=True)
         finally:
             self._memory.reset()
-            for slot in (self._state, self._reserved):
-                if slot is not None:
-                    slot.close()
+            self._slots.close()
             self._pool.close()
             self.store.close()
             self._drives.close()
             if self._meter.trace is not None:
                 self._meter.trace.write()
 
-    def _capture(
-        self,
-        groups: Groups,
-        encoded: EncodedState,
-        stored: Sequence[Stored],
-        slot: Slot,
-        step: int,
-        metrics: Metrics,
-    ) -> Captured:
-        """Capture by value what a checkpoint of this moment is, apart from its parameters.
-
-        Everything that can be too large fails here, before a checkpoint is withdrawn.
-        """
-        store_id = self.store.store_id
-        manifest = describe_seal(
-            self._rule, store_id, slot, groups, self._table, stored, step, metrics or {}
-        )
-        packed = pack_encoded(
-            encoded,
-            capacity_bytes=slot.train_state.size_bytes,
-            header=train_state_header(manifest),
-        )
-        return Captured(manifest, packed, [item.captured() for item in stored], SealHandle(step))
-
     def _begin_seal(self, slot: Slot, captured: Captured) -> SealHandle:
         """Start to seal the state, which is in `slot`."""
         flush = self._ring().flush()
         seal = Seal(self.store, slot, captured, self._block_buffers(), flush)
         self.store.begin_seal(captured.manifest)
-        self._working, self._sealed, self._seal = False, None, seal
+        self._slots.froze()
+        self._seal = seal
         seal.start(self._meter.count_seal)
         return seal.handle
 
@@ -361,19 +329,16 @@ class Engine(Usable):
             seed=self._options.rounding_seed,
         )
         chunks = self._order()
-        if self._working:
+        if self._slots.is_working:
             chunks = [c for c in chunks if updater.touched(c)]
-        return self._new_pass(groups, updater, chunks, source=self._state)
+        return self._new_pass(groups, updater, chunks, source=self._slots.present)
 
     def _new_pass(
         self, groups: Groups, work: ChunkWork, chunks: Sequence[int], *, source: Slot | None
     ) -> StatePass:
         """Choose the slot that a pass writes: the working one, or a new one."""
-        if self._working and self._state is not None:
-            target = self._state
-        else:
-            with self._meter.timed("wait_seal_s"):
-                target, self._reserved = self._target(groups), None
+        with self._meter.timed("wait_seal_s"):
+            target = self._slots.target(self._layout(), len(groups))
         return StatePass(
             self._ring(),
             work,
@@ -394,7 +359,7 @@ class Engine(Usable):
         """Take note of a pass that has gone well, and read ahead for the next one."""
         self._table.scalars = scalars
         self._moved(state_pass.target)
-        self._ring().begin(self._state, self._order())
+        self._ring().begin(self._slots.present, self._order())
 
     def _pass_failed(self, state_pass: StatePass, error: BaseException) -> BaseException:
         """Take note of a pass that has failed half way: only a restore helps.
@@ -404,8 +369,7 @@ class Engine(Usable):
         """
         self._broken = f"step {state_pass.step} failed half way ({error!r})"
         self.num_steps = state_pass.step - 1
-        if state_pass.target is not self._state:
-            self._reserved = state_pass.target  # restore() gives it back
+        self._slots.torn(state_pass.target)
         if not isinstance(error, DamagedError):
             return error
         sealed = [c for c in self.store.checkpoints if c.slot is state_pass.source]
@@ -415,33 +379,23 @@ class Engine(Usable):
 
     def _moved(self, target: Slot) -> None:
         """Note that the state is now in `target`; let go of a source that is no checkpoint."""
-        source = self._state
-        self._state, self._working, self._sealed = target, True, None
-        sealing = self._seal is not None and source is self._seal.slot
-        if source is None or source is target or sealing:
-            return
-        if all(checkpoint.slot is not source for checkpoint in self.store.checkpoints):
+        left = self._slots.moved_to(target, self._seal.slot if self._seal is not None else None)
+        if left is not None:
             self._ring().synchronize()
-            self.store.release(source)
-
-    def _target(self, groups: Groups) -> Slot:
-        """Return the slot to move the state to: the one reserved, or one from the store."""
-        return self._reserved or self.store.acquire(self._layout(), len(groups))
+            self.store.release(left)
 
     def _relayout(self, groups: Groups) -> None:
         """Follow parameters, and tensors of the model, that are new since the last call."""
         layout, trainables = self._table.describe(groups)
         if layout == self._table.layout:
             return
-        if self._table.layout is not None and self._state is not None:
+        present = self._slots.present
+        if self._table.layout is not None and present is not None:
             self._collect_seal(wait=True)
-            reserved = self.store.acquire(layout, len(groups))
-            if self._reserved is not None:
-                self.store.release(self._reserved)
-            self._reserved, self._working = reserved, False
-        if self._memory.streamer is not None and self._state is not None:
+            self._slots.reserve(layout, len(groups))
+        if self._memory.streamer is not None and present is not None:
             flush = self._memory.streamer.flush()  # what is only in memory belongs to the old slot
-            flush.start(self._state)
+            flush.start(present)
             flush.wait()
         self._memory.drop()
         self._table.adopt(layout, trainables)
@@ -464,29 +418,24 @@ class Engine(Usable):
         try:
             seal.handle.result()
         except OffloadError as error:
-            if self._state is not seal.slot:
+            if self._slots.present is not seal.slot:
                 self.store.release(seal.slot)
             elif self.store.poisoned:
                 self._broken = f"the state of step {self.num_steps} could not be made durable"
             else:
-                self._working = True
+                self._slots.is_working = True
             if errors:
                 raise
             warnings.warn(str(error), RuntimeWarning, stacklevel=4)
         else:
-            if self._state is seal.slot:
-                self._sealed = self.store.newest
+            if self._slots.present is seal.slot:
+                self._slots.sealed = self.store.newest
 
     def _forget(self) -> None:
         """Drop what was read ahead, and the working slot, for a restore."""
         self._memory.reset()
         self._memory.drop()
-        sealed = [checkpoint.slot for checkpoint in self.store.checkpoints]
-        for slot in (self._state, self._reserved):
-            if slot is not None and all(slot is not other for other in sealed):
-                self.store.release(slot)
-        self._state = self._reserved = self._sealed = None
-        self._working = False
+        self._slots.forget()
         self._table.clear()
 
     def _ring(self) -> Streamer:

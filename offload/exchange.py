@@ -6,12 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.engine import Engine, Groups
+from offload.errors import MismatchError
 from offload.flat_tensors import FlatTensors
-from offload.opening import StoredCheckpoint
 from offload.state_decoding import StateDecoder, kept_arrays
 from offload.state_dicts import MaterializedState, num_steps, read_state_dict
 from offload.state_filling import ParameterState, StateFiller
-from offload.state_reference import Position, load_groups
+from offload.state_reference import (
+    Position,
+    check_groups,
+    find_referenced,
+    load_groups,
+    read_reference,
+)
 
 
 class ExchangingEngine(Engine):
@@ -20,25 +26,27 @@ class ExchangingEngine(Engine):
     @property
     def position(self) -> Position:
         """Where the present state is."""
-        slot = self._state
-        sealing = self._seal is not None and self._seal.slot is slot and not self._working
+        slot = self._slots.present
+        sealing = self._seal is not None and self._seal.slot is slot and not self._slots.is_working
         return Position(
             self.store.store_id,
             self.num_steps,
             slot.context.generation if slot is not None else 0,
             self._run,
-            sealed=slot is not None and (sealing or self._sealed is not None),
+            sealed=slot is not None and (sealing or self._slots.sealed is not None),
         )
 
-    def adopt(self, groups: Groups, found: StoredCheckpoint) -> None:
-        """Make the state of a checkpoint the present one, and leave the parameters as they are.
-
-        Raises:
-            MismatchError: Model or optimizer differ from the checkpoint's.
-        """
-        self._require_alive()
-        self._collect_seal(wait=True, errors=False)
-        self._resume(found, groups, parameters=False)
+    def load_reference(self, groups: Groups, reference: Mapping[str, Any]) -> None:
+        """Go where a reference says; see `OffloadedOptimizer.load_state_dict`."""
+        wanted, hyper = read_reference(reference)
+        if not self.position.is_same_as(wanted):
+            found = find_referenced(self.store, wanted, self.position)
+            check_groups(groups, hyper)
+            self._require_alive()
+            self._collect_seal(wait=True, errors=False)
+            self._resume(found, groups, parameters=False)
+        check_groups(groups, hyper)
+        load_groups(groups, hyper)
 
     def materialize(self, groups: Groups) -> MaterializedState:
         """Read the present state into memory, as FP32, through the ring; changes nothing.
@@ -59,7 +67,7 @@ class ExchangingEngine(Engine):
         streamer, chunks = self._ring(), range(layout.num_chunks)
         live = FlatTensors([t.tensor for t in table.trainables], writable=False)
         decoder = StateDecoder(layout, table.scalars, live)
-        streamer.begin(self._state, chunks)
+        streamer.begin(self._slots.present, chunks)
         for chunk in chunks:
             frame = streamer.take(chunk)
             try:
@@ -67,11 +75,17 @@ class ExchangingEngine(Engine):
                     held.copy(*block)
             finally:
                 streamer.keep(frame)
-        streamer.begin(self._state, self._order())
+        streamer.begin(self._slots.present, self._order())
         return held
 
     def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> None:
         """Stream a torch state dict into the store; see `OffloadedOptimizer.load_state_dict`."""
+        if not {"state", "param_groups"} <= state_dict.keys():
+            raise MismatchError(
+                f"load_state_dict() got a dict with the keys {sorted(map(str, state_dict))}, "
+                "expected a state dict of an optimizer: of this class, or of torch with 'state' "
+                "and 'param_groups'"
+            )
         self._require_usable()
         merged, states = read_state_dict(state_dict, groups, self._rule)
         layout, trainables = self._table.describe(merged)

@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, TypeAlias, overload
 
 import torch
 
 from offload.checkpoint import Checkpoint
+from offload.closing import close_left_open, close_quietly
 from offload.drives import Directory, as_directories
-from offload.errors import MismatchError, OffloadError
+from offload.errors import OffloadError
 from offload.exchange import ExchangingEngine
 from offload.metrics import check_metrics
 from offload.options import Options, Overlap
 from offload.retention import Retention, as_retention
 from offload.rules import UpdateRule
-from offload.seal import SEAL_THREAD, SealHandle
+from offload.seal import SealHandle
 from offload.state_dicts import MASTERS, MaterializedState, number_parameters
-from offload.state_pass import STEP_THREAD
-from offload.state_reference import (
-    check_groups,
-    find_referenced,
-    is_reference,
-    load_groups,
-    read_reference,
-    reference_to,
-)
+from offload.state_reference import is_reference, reference_to
 from offload.stats import Stats
-from offload.update_pool import UPDATE_THREAD
 
 CheckpointName: TypeAlias = int | str | os.PathLike[str] | Checkpoint
 """How a user says which checkpoint: by step number, path, or itself."""
-
-_OWN_THREADS = (SEAL_THREAD, STEP_THREAD, UPDATE_THREAD, "gds-")
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -88,7 +75,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         **hyper: Any,
     ) -> None:
         retention = as_retention(keep)
-        _close_left_open()
+        close_left_open()
         if options.overlap is not None and model is None:
             raise ValueError(
                 f"overlap={options.overlap!r} needs model=, the module that is called in training: "
@@ -116,7 +103,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise
         self._engine = engine
         # A dropped optimizer lets go of its store; whether its last seal succeeded is then unknown.
-        self._finalizer = weakref.finalize(self, _close_quietly, engine)
+        self._finalizer = weakref.finalize(self, close_quietly, engine)
         optimizer = weakref.ref(self)
         engine.attach(lambda: getattr(optimizer(), "param_groups", None))
 
@@ -354,37 +341,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        if is_reference(state_dict):
-            self._load_reference(state_dict)
-        else:
-            self._load_tensors(state_dict)
-        for loaded in self._optimizer_load_state_dict_post_hooks.values():
-            loaded(self)
-
-    def _load_reference(self, reference: dict[str, Any]) -> None:
-        with self._exclusive("load_state_dict") as engine:
-            engine.join()
-            wanted, groups = read_reference(reference)
-            present = engine.position
-            if not present.is_same_as(wanted):
-                found = find_referenced(engine.store, wanted, present)
-                check_groups(self.param_groups, groups)
-                engine.adopt(self.param_groups, found)
-            check_groups(self.param_groups, groups)
-            load_groups(self.param_groups, groups)
-
-    def _load_tensors(self, state_dict: dict[str, Any]) -> None:
         with self._exclusive("load_state_dict") as engine, torch.no_grad():
             engine.join()
-            if not {"state", "param_groups"} <= state_dict.keys():
-                raise MismatchError(
-                    "load_state_dict() got a dict with the keys "
-                    f"{sorted(map(str, state_dict))}, expected a state dict of "
-                    f"{type(self).__name__}, or of torch with 'state' and 'param_groups'"
-                )
-            engine.load_tensors(self.param_groups, state_dict)
+            if is_reference(state_dict):
+                engine.load_reference(self.param_groups, state_dict)
+            else:
+                engine.load_tensors(self.param_groups, state_dict)
         if self._materialized is not None:
             self._materialize()
+        for loaded in self._optimizer_load_state_dict_post_hooks.values():
+            loaded(self)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -415,7 +381,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if error is None:
             self.close()
         elif self._engine is not None:
-            _close_quietly(self._engine)  # the error that is on its way says more
+            close_quietly(self._engine)  # the error that is on its way says more
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -490,35 +456,3 @@ def _engine_class(overlap: Overlap | None) -> Callable[..., ExchangingEngine]:
 
         return BackwardEngine
     return ExchangingEngine
-
-
-_left_open: list[ExchangingEngine] = []
-"""Engines of optimizers that were collected where nothing can be waited for."""
-
-
-@atexit.register
-def _close_left_open() -> None:
-    while _left_open:
-        _close_quietly(_left_open.pop())
-
-
-def _is_starting_thread() -> bool:
-    # A thread that is just being started holds locks that joining or starting another one needs.
-    # Asked of the module's own table, since its functions take those locks.
-    return threading.get_ident() not in getattr(threading, "_active", {threading.get_ident()})
-
-
-def _close_quietly(engine: ExchangingEngine) -> None:
-    if _is_starting_thread():
-        _left_open.append(engine)
-        return
-    if threading.current_thread().name.startswith(_OWN_THREADS):
-        # Garbage is collected on whatever thread allocates, also on one that closing waits for.
-        with suppress(RuntimeError):  # at exit no thread can be started, and none is waited for
-            threading.Thread(target=_close_quietly, args=(engine,), name="offload-close").start()
-        return
-    try:
-        engine.close()
-    except (OffloadError, OSError) as error:
-        # Nobody is left who could catch it. What has been sealed before is sealed.
-        logging.getLogger("offload").error("%s: %s", engine.store.directory, error)

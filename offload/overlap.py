@@ -23,7 +23,7 @@ from offload.errors import OffloadError, SealError
 from offload.exchange import ExchangingEngine
 from offload.forward_hooks import ForwardHooks
 from offload.running import BesideUpdater, RunningPass
-from offload.seal import Captured, SealHandle
+from offload.seal import Captured, SealHandle, capture
 from offload.slot import Slot
 from offload.train_state import encode
 
@@ -177,7 +177,7 @@ class ForwardEngine(ExchangingEngine):
         if layout != self._layout():
             return None
         stored = self._table.stored(groups)
-        return self._capture(groups, encoded, stored, target, self.num_steps, metrics)
+        return capture(groups, self._table, stored, target, self.num_steps, encoded, metrics or {})
 
     def _seal_after(self, slot: Slot, captured: Captured, failure: BaseException | None) -> None:
         """Begin a seal at the end of a pass, on its thread."""

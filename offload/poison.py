@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from offload.errors import StoreError
 
 
 class Poison:
@@ -33,6 +36,20 @@ class Poison:
                 "Check the drive, and start a new process",
                 RuntimeWarning,
                 stacklevel=3,
+            )
+
+    def require_none(self, path: str) -> None:
+        """Refuse to withdraw a checkpoint once anything has failed.
+
+        Raises:
+            StoreError: Something has; names the checkpoint.
+        """
+        if self.reason:
+            raise StoreError(
+                errno.EIO,
+                f"this checkpoint cannot be withdrawn any more: {self.reason}; check the drive, "
+                "and start a new process",
+                path,
             )
 
     @contextmanager

@@ -21,17 +21,17 @@ from typing import Any, NoReturn
 import torch
 
 from offload._manifest_fields import NOT_HYPERPARAMETERS
-from offload.checkpoint import Checkpoint
+from offload.checkpoint import Checkpoint, train_state_header
 from offload.errors import SealError
 from offload.layout import Layout
 from offload.manifest import Manifest, num_model_blocks
 from offload.model_file import BlockBuffers, ModelImage, write_model
 from offload.parameters import Stored
-from offload.rules import UpdateRule
 from offload.slot import Slot
 from offload.store import Store
 from offload.streamer import Flush
 from offload.table import ParameterTable
+from offload.train_state import EncodedState, pack_encoded
 
 _NO_DIGEST = "0" * 16
 
@@ -250,30 +250,59 @@ class Seal:
         )
 
 
-def describe_seal(
-    rule: UpdateRule,
-    store_id: str,
-    slot: Slot,
+def capture(
     groups: Sequence[Mapping[str, Any]],
     table: ParameterTable,
     stored: Sequence[Stored],
+    slot: Slot,
     step: int,
+    train_state: EncodedState,
     metrics: Mapping[str, float],
-) -> Manifest:
-    """Capture by value what a checkpoint of this moment is; digests are placeholders yet.
+) -> Captured:
+    """Capture by value what a checkpoint of this moment is, apart from its parameters.
+
+    Everything that can be too large fails here, before a checkpoint is withdrawn.
+
+    Args:
+        groups: ``param_groups`` of the optimizer.
+        table: Its parameters, and their scalar state.
+        stored: What ``model.safetensors`` will have.
+        slot: Has the state.
+        step: Optimizer steps taken.
+        train_state: The user's.
+        metrics: The user's, checked.
 
     Raises:
         OffloadError: The hyper-parameters do not fit into what the slot reserves.
         TypeError: A hyper-parameter cannot be stored; names it.
+        offload.train_state.TrainStateTooLargeError: The train state does not fit.
     """
+    manifest = _describe(groups, table, stored, slot, step, metrics)
+    packed = pack_encoded(
+        train_state,
+        capacity_bytes=slot.train_state.size_bytes,
+        header=train_state_header(manifest),
+    )
+    return Captured(manifest, packed, [item.captured() for item in stored], SealHandle(step))
+
+
+def _describe(
+    groups: Sequence[Mapping[str, Any]],
+    table: ParameterTable,
+    stored: Sequence[Stored],
+    slot: Slot,
+    step: int,
+    metrics: Mapping[str, float],
+) -> Manifest:
+    """Return the manifest of a seal; digests are placeholders yet."""
     layout = slot.layout
     manifest = Manifest(
-        store_id=store_id,
+        store_id=slot.context.store_id,
         generation=slot.context.generation,
         step=step,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         torch_version=torch.__version__,
-        optimizer=rule.class_name,
+        optimizer=table.rule.class_name,
         groups=tuple(
             {k: copy.deepcopy(v) for k, v in group.items() if k not in NOT_HYPERPARAMETERS}
             for group in groups

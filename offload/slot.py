@@ -14,7 +14,7 @@ from gds import Backend, File
 from offload.digests import DigestContext
 from offload.full_disk import saying_what_is_free
 from offload.layout import Layout, array_file_name
-from offload.manifest import MANIFEST_NAME, invalid_manifest
+from offload.manifest import MANIFEST_NAME, invalid_manifest, reserved_bytes
 from offload.part_file import PartReference, SealedPart, content_digest
 from offload.parts import Part
 
@@ -241,12 +241,12 @@ def directories_in(backend: Backend, path: str) -> list[str]:
     return [name for name, stat in found if stat is not None and stat.kind == "directory"]
 
 
-def slot_sizes(layout: Layout, *, manifest_bytes: int, train_state_bytes: int) -> dict[str, int]:
+def slot_sizes(layout: Layout, num_groups: int, *, train_state_bytes: int) -> dict[str, int]:
     """Return the size in bytes of every file of a slot, by name."""
     return {
         **layout.file_sizes(),
         TRAIN_STATE_NAME: train_state_bytes,
-        MANIFEST_NAME: manifest_bytes,
+        MANIFEST_NAME: reserved_bytes(layout, num_groups),
     }
 
 

@@ -26,13 +26,13 @@ from dataclasses import replace
 
 from gds import Backend, StorageError
 from offload.digests import DigestContext
-from offload.errors import StoreBusyError, StoreError
+from offload.errors import StoreBusyError
 from offload.free_slots import FreeSlots, Patience, lock_existing, try_lock
 from offload.full_disk import FULL
 from offload.identity import write_store_id
 from offload.keeping import Keeping, record_of
 from offload.layout import Layout
-from offload.manifest import MANIFEST_NAME, Manifest, reserved_bytes
+from offload.manifest import MANIFEST_NAME, Manifest
 from offload.opening import StoredCheckpoint, find_stored, open_directories, open_stored
 from offload.part_pool import part_bytes
 from offload.pins import drop_unfinished
@@ -145,14 +145,6 @@ class Store:
             CheckpointNotFoundError: There is none; names those there are.
         """
         return find_stored(self.checkpoints, which, self.directory)
-
-    def slot_sizes(self, layout: Layout, num_groups: int) -> dict[str, int]:
-        """Return the bytes of each file of a slot for a layout."""
-        return slot_sizes(
-            layout,
-            manifest_bytes=reserved_bytes(layout, num_groups),
-            train_state_bytes=self._train_state_bytes,
-        )
 
     def require_space(self, layout: Layout, num_groups: int) -> None:
         """Check that all slots that the retention policy is sure to need will fit.
@@ -334,13 +326,7 @@ class Store:
             newest_first = sorted(self.checkpoints, key=lambda c: -c.manifest.generation)
             self.keeping.require_none_after(checkpoint)
             for newer in newest_first[: newest_first.index(checkpoint)]:
-                if self._poison:
-                    raise StoreError(
-                        errno.EIO,
-                        "this checkpoint cannot be withdrawn any more: "
-                        f"{self._poison.reason}; check the drive, and start a new process",
-                        newer.path,
-                    )
+                self._poison.require_none(newer.path)
                 if not self._withdraw(newer):
                     raise StoreBusyError(
                         errno.EBUSY,
@@ -363,7 +349,7 @@ class Store:
     # Everything below runs with `_changed` held.
 
     def _free_slot(self, layout: Layout, num_groups: int) -> Slot | None:
-        sizes = self.slot_sizes(layout, num_groups)
+        sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
         try:
             if not self._poison:
                 self._identify()
@@ -379,8 +365,8 @@ class Store:
             raise no_room(error, self._rooms(layout, num_groups), self.keeping) from error
 
     def _rooms(self, layout: Layout, num_groups: int) -> list[Room]:
-        slot_bytes = sum(self.slot_sizes(layout, num_groups).values())
-        rooms = [Room(self.backend, self.directory, len(self._free), slot_bytes)]
+        sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
+        rooms = [Room(self.backend, self.directory, len(self._free), sum(sizes.values()))]
         for drive, (backend, directory) in enumerate(self._others, 1):
             num_free = self._parts.num_free(drive)
             rooms.append(Room(backend, directory, num_free, part_bytes(layout, drive)))

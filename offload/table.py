@@ -40,7 +40,7 @@ class ParameterTable:
         chunk_elements: int,
         state_format: StateFormat,
     ) -> None:
-        self._rule = rule
+        self.rule = rule
         self._chunk_elements = chunk_elements
         self.state_format = state_format
         self.model = model
@@ -60,7 +60,7 @@ class ParameterTable:
             MismatchError: A known parameter has changed in a way that its files cannot follow.
             UnsupportedParameterError: A new one cannot be updated.
         """
-        described = describe_parameters(groups, self.model, self._rule, self.state_format)
+        described = describe_parameters(groups, self.model, self.rule, self.state_format)
         found = {t.tensor: t for t in described}
         trainables = []
         for trainable in self.trainables:
@@ -109,7 +109,7 @@ class ParameterTable:
                     return False  # it is new, or has moved to another group
         if any(t.spec.group >= len(groups) for t in self.trainables):
             return False
-        arrays = [self._rule.rule(group).arrays for group in groups]
+        arrays = [self.rule.rule(group).arrays for group in groups]
         return all(
             DTYPE_CODES.get(t.tensor.dtype) == t.spec.dtype
             and t.tensor.shape == t.spec.shape

@@ -113,7 +113,7 @@ def test_one_collected_on_a_thread_that_is_being_started_is_closed_later(
     backward(model, 1)
     optimizer.step()
     with monkeypatch.context() as patch:
-        patch.setattr("offload.optimizer._is_starting_thread", lambda: True)
+        patch.setattr("offload.closing._is_starting_thread", lambda: True)
         optimizer._finalizer()
     with optimizer_for(Model(), str(tmp_path), options()) as other:  # the lock is free
         assert other.restore() is None

@@ -217,8 +217,9 @@ RESTORING = (
         (
             Edit(
                 _ENGINE,
-                "        self._memory.reset()\n        self._memory.drop()\n        sealed",
-                "        sealed",
+                "        self._memory.reset()\n        self._memory.drop()\n"
+                "        self._slots.forget()",
+                "        self._slots.forget()",
             ),
         ),
         (f"{_RESIDENT}::test_a_restore_in_the_same_process_forgets_what_was_in_memory", _IDENTITY),

@@ -10,6 +10,7 @@ _SEAL = "offload/seal.py"
 _MODEL = "offload/model_file.py"
 _RESEAL = "offload/reseal.py"
 _ENGINE = "offload/engine.py"
+_SLOTS = "offload/state_slots.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
 _BEHIND = f"{_CONCURRENCY}::TestSealBehindTraining"
@@ -303,7 +304,7 @@ SEALING = (
         "buffers are captured by value",
         (
             Edit(
-                _ENGINE,
+                _SEAL,
                 "[item.captured() for item in stored], SealHandle(step)",
                 "list(stored), SealHandle(step)",
             ),
@@ -395,9 +396,9 @@ SEALING = (
         "the step after a seal writes another slot",
         (
             Edit(
-                _ENGINE,
-                "self._working, self._sealed, self._seal = False, None, seal",
-                "self._sealed, self._seal = None, seal",
+                _SLOTS,
+                "        self.is_working, self.sealed = False, None\n",
+                "        self.sealed = None\n",
             ),
         ),
         _THREE,
