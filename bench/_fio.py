@@ -81,6 +81,7 @@ class Fio:
             f"--filesize={file_bytes}",
             f"--size={total}",
             f"--bs={request_bytes}",
+            "--iomem_align=2m",  # or the huge pages would begin somewhere within its buffers
             f"--iodepth={depth}",
             f"--loops={loops}",
             "--overwrite=1",
