@@ -111,6 +111,8 @@ class Engine(Usable):
         super().__init__(store, decided=fresh or not (store.checkpoints or store.refused))
         self._run = uuid.uuid4().hex
         self.num_steps = 0
+        self.gradient_factors: tuple[float, ...] = ()
+        """What gradients are multiplied by, in turn, in steps that begin now."""
         self._state: Slot | None = None
         self._working = False
         self._reserved: Slot | None = None
@@ -359,6 +361,7 @@ class Engine(Usable):
             self._table.scalars,
             step=self.num_steps + 1,
             seed=self._options.rounding_seed,
+            factors=self.gradient_factors,
         )
         chunks = self._order()
         if self._working:

@@ -324,6 +324,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._materialized = None
             self.state.clear()
 
+    @contextmanager
+    def gradients_times(self, *factors: float) -> Iterator[None]:
+        """Let `step` multiply gradients by each factor in turn, after they are upcast to FP32.
+
+        ``p.grad`` does not change. This is what a scaler of losses needs; see `GradScaler`.
+        """
+        engine = self._live_engine()
+        engine.require_unscaled()
+        engine.gradient_factors = factors
+        try:
+            yield
+        finally:
+            engine.gradient_factors = ()
+
     def _materialize(self) -> None:
         with self._exclusive("materialized") as engine, torch.no_grad():
             engine.join()
