@@ -23,7 +23,7 @@ from offload.options import Options, Overlap
 from offload.retention import Retention, as_retention
 from offload.rules import UpdateRule
 from offload.seal import SEAL_THREAD, SealHandle
-from offload.state_dicts import MASTERS, MaterializedState, number_parameters
+from offload.state_dicts import MASTERS, MaterializedState, StateElsewhere, number_parameters
 from offload.state_pass import STEP_THREAD
 from offload.state_reference import (
     check_groups,
@@ -99,6 +99,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._running = ""
         rule = UpdateRule(optimizer_class, hyper)
         super().__init__(params, dict(rule.defaults))
+        self.state = StateElsewhere()
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
         engine = _engine_class(options.overlap)(
@@ -126,6 +127,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch._disable_dynamo  # compiled, torch's arithmetic would differ in the last bit
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one optimizer step: stream the state through torch's own update.

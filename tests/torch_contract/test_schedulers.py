@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import lr_scheduler as S
+from torch.optim import lr_scheduler as schedulers
 
 import offload
 from gds import MemoryBackend
@@ -38,49 +38,61 @@ class Case:
     make: Make
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     hyper: Mapping[str, Any] = field(default_factory=dict)
-    tensor: bool = True
-    """Whether it takes a learning rate that is a tensor."""
 
 
 def decay(epoch: int) -> float:
     return 0.9**epoch
 
 
-def sequential(optimizer: torch.optim.Optimizer) -> S.SequentialLR:
-    parts = [S.LinearLR(optimizer, 0.1, total_iters=4), S.CosineAnnealingLR(optimizer, 9)]
-    return S.SequentialLR(optimizer, parts, milestones=[4])
+def sequential(optimizer: torch.optim.Optimizer) -> schedulers.SequentialLR:
+    parts = [
+        schedulers.LinearLR(optimizer, 0.1, total_iters=4),
+        schedulers.CosineAnnealingLR(optimizer, 9),
+    ]
+    return schedulers.SequentialLR(optimizer, parts, milestones=[4])
 
 
-def chained(optimizer: torch.optim.Optimizer) -> S.ChainedScheduler:
-    return S.ChainedScheduler(
-        [S.ConstantLR(optimizer, 0.5, total_iters=5), S.ExponentialLR(optimizer, 0.9)]
+def chained(optimizer: torch.optim.Optimizer) -> schedulers.ChainedScheduler:
+    return schedulers.ChainedScheduler(
+        [
+            schedulers.ConstantLR(optimizer, 0.5, total_iters=5),
+            schedulers.ExponentialLR(optimizer, 0.9),
+        ]
     )
 
 
 SGD = torch.optim.SGD
 MOMENTUM = {"momentum": 0.9}
 CASES = {
-    "LambdaLR": Case(lambda o: S.LambdaLR(o, [decay, lambda epoch: min(epoch / 4, 1.0)])),
-    "MultiplicativeLR": Case(lambda o: S.MultiplicativeLR(o, lambda epoch: 0.9 + 0.01 * epoch)),
-    "StepLR": Case(lambda o: S.StepLR(o, 4, gamma=0.3)),
-    "MultiStepLR": Case(lambda o: S.MultiStepLR(o, [3, 8, 8], gamma=0.3)),
-    "ConstantLR": Case(lambda o: S.ConstantLR(o, 0.3, total_iters=8)),
-    "LinearLR": Case(lambda o: S.LinearLR(o, 0.25, total_iters=9)),
-    "ExponentialLR": Case(lambda o: S.ExponentialLR(o, 0.8)),
-    "SequentialLR": Case(sequential),
-    "PolynomialLR": Case(lambda o: S.PolynomialLR(o, total_iters=11, power=2.0)),
-    "CosineAnnealingLR": Case(lambda o: S.CosineAnnealingLR(o, 10, eta_min=1e-5)),
-    "ChainedScheduler": Case(chained),
-    "ReduceLROnPlateau": Case(lambda o: S.ReduceLROnPlateau(o, factor=0.3, patience=1, cooldown=1)),
-    "CyclicLR": Case(lambda o: S.CyclicLR(o, 1e-4, 1e-2, 3, 4, cycle_momentum=False)),
-    "CyclicLR, momentum": Case(
-        lambda o: S.CyclicLR(o, 1e-3, 1e-1, 3, 4, mode="exp_range", gamma=0.9), SGD, MOMENTUM
+    "LambdaLR": Case(lambda o: schedulers.LambdaLR(o, [decay, lambda epoch: min(epoch / 4, 1.0)])),
+    "MultiplicativeLR": Case(
+        lambda o: schedulers.MultiplicativeLR(o, lambda epoch: 0.9 + 0.01 * epoch)
     ),
-    "CyclicLR, betas": Case(lambda o: S.CyclicLR(o, 1e-4, 1e-2, 3, 4, cycle_momentum=True)),
-    "CosineAnnealingWarmRestarts": Case(lambda o: S.CosineAnnealingWarmRestarts(o, 3, 2)),
-    "OneCycleLR": Case(lambda o: S.OneCycleLR(o, [1e-2, 3e-2], total_steps=20)),
+    "StepLR": Case(lambda o: schedulers.StepLR(o, 4, gamma=0.3)),
+    "MultiStepLR": Case(lambda o: schedulers.MultiStepLR(o, [3, 8, 8], gamma=0.3)),
+    "ConstantLR": Case(lambda o: schedulers.ConstantLR(o, 0.3, total_iters=8)),
+    "LinearLR": Case(lambda o: schedulers.LinearLR(o, 0.25, total_iters=9)),
+    "ExponentialLR": Case(lambda o: schedulers.ExponentialLR(o, 0.8)),
+    "SequentialLR": Case(sequential),
+    "PolynomialLR": Case(lambda o: schedulers.PolynomialLR(o, total_iters=11, power=2.0)),
+    "CosineAnnealingLR": Case(lambda o: schedulers.CosineAnnealingLR(o, 10, eta_min=1e-5)),
+    "ChainedScheduler": Case(chained),
+    "ReduceLROnPlateau": Case(
+        lambda o: schedulers.ReduceLROnPlateau(o, factor=0.3, patience=1, cooldown=1)
+    ),
+    "CyclicLR": Case(lambda o: schedulers.CyclicLR(o, 1e-4, 1e-2, 3, 4, cycle_momentum=False)),
+    "CyclicLR, momentum": Case(
+        lambda o: schedulers.CyclicLR(o, 1e-3, 1e-1, 3, 4, mode="exp_range", gamma=0.9),
+        SGD,
+        MOMENTUM,
+    ),
+    "CyclicLR, betas": Case(
+        lambda o: schedulers.CyclicLR(o, 1e-4, 1e-2, 3, 4, cycle_momentum=True)
+    ),
+    "CosineAnnealingWarmRestarts": Case(lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3, 2)),
+    "OneCycleLR": Case(lambda o: schedulers.OneCycleLR(o, [1e-2, 3e-2], total_steps=20)),
     "OneCycleLR, momentum": Case(
-        lambda o: S.OneCycleLR(o, 1e-1, epochs=4, steps_per_epoch=5, three_phase=True),
+        lambda o: schedulers.OneCycleLR(o, 1e-1, epochs=4, steps_per_epoch=5, three_phase=True),
         SGD,
         MOMENTUM,
     ),
@@ -118,7 +130,7 @@ def offloaded(
 
 def advance(scheduler: Any, step: int) -> None:
     """Step a scheduler as its class wants it."""
-    if isinstance(scheduler, S.ReduceLROnPlateau):
+    if isinstance(scheduler, schedulers.ReduceLROnPlateau):
         scheduler.step([3.0, 2.0, 2.5, 2.4, 2.3, 2.2][step % 6])
     else:
         scheduler.step()
@@ -127,9 +139,9 @@ def advance(scheduler: Any, step: int) -> None:
 def test_every_scheduler_that_torch_has_is_here() -> None:
     found = {
         name
-        for name, value in vars(S).items()
+        for name, value in vars(schedulers).items()
         if inspect.isclass(value)
-        and (issubclass(value, S.LRScheduler) or name in S.__all__)
+        and (issubclass(value, schedulers.LRScheduler) or name in schedulers.__all__)
         and name not in BASES
     }
     assert found == {name.split(",")[0] for name in CASES}
@@ -178,7 +190,7 @@ def test_it_resumes_to_the_bits_of_plain_torch(name: str, rate: str) -> None:
 def test_a_scheduler_that_is_made_after_a_resume_goes_on_from_a_step(rate: str) -> None:
     """``last_epoch=`` needs the ``initial_lr`` of the groups, which a checkpoint keeps."""
     tensor = rate == "tensor"
-    case = Case(lambda o: S.StepLR(o, 2, gamma=0.5))
+    case = Case(lambda o: schedulers.StepLR(o, 2, gamma=0.5))
     live, backend = make_model(), MemoryBackend()
     optimizer = offloaded(case, live, backend, tensor)
     scheduler = case.make(optimizer)
@@ -192,7 +204,7 @@ def test_a_scheduler_that_is_made_after_a_resume_goes_on_from_a_step(rate: str) 
     live = make_model(seed=99)
     with offloaded(case, live, backend.reopened(), tensor) as optimizer:
         step = optimizer.restore().step
-        again = S.StepLR(optimizer, 2, gamma=0.5, last_epoch=step - 1)
+        again = schedulers.StepLR(optimizer, 2, gamma=0.5, last_epoch=step - 1)
         assert [float(rate) for rate in again.base_lrs] == [
             float(torch.tensor(lr)) if tensor else lr for lr in (3e-3, 1e-2)
         ]
@@ -204,10 +216,10 @@ def test_a_scheduler_notices_that_the_optimizer_has_stepped() -> None:
     """torch patches ``step`` of the instance, and warns where the order is wrong."""
     model = make_model()
     with offloaded(Case(sequential), model, MemoryBackend(), tensor=False) as optimizer:
-        scheduler = S.ExponentialLR(optimizer, 0.5)
+        scheduler = schedulers.ExponentialLR(optimizer, 0.5)
         with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step"):
             scheduler.step()
-        scheduler = S.ExponentialLR(optimizer, 0.5)
+        scheduler = schedulers.ExponentialLR(optimizer, 0.5)
         optimizer.step()
         scheduler.step()
         assert optimizer.step.__name__ == "step"
@@ -218,7 +230,7 @@ def test_a_learning_rate_tensor_keeps_its_identity() -> None:
     parameter = torch.nn.Parameter(torch.zeros(5))
     options = offload.Options(backend=MemoryBackend(), allow_volatile=True)
     with offload.SGD([parameter], lr=rate, directory="/store", options=options) as optimizer:
-        scheduler = S.ExponentialLR(optimizer, 0.5)
+        scheduler = schedulers.ExponentialLR(optimizer, 0.5)
         parameter.grad = torch.ones(5)
         optimizer.step()
         scheduler.step()
