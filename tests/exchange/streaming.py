@@ -1,8 +1,8 @@
 """What a child process does to show how little memory exports and imports take.
 
 ``python -m tests.exchange.streaming <directory> <elements> <bytes>`` makes a store, lets the kernel
-refuse private memory beyond that many bytes more than the process has, and then exports the state in
-every format and imports it again. Prints one JSON document.
+refuse private memory beyond that many bytes more than the process has, and then exports the state
+in every format and imports it again. Prints one JSON document.
 """
 
 from __future__ import annotations
