@@ -266,9 +266,12 @@ def test_a_scaler_that_is_switched_off_does_nothing() -> None:
 
 
 class TestRefusals:
-    def test_torchs_scaler_refuses_fp16_gradients_and_changes_nothing(self) -> None:
+    @pytest.mark.parametrize("overlap", [None, "forward"])
+    def test_torchs_scaler_refuses_fp16_gradients_and_changes_nothing(
+        self, overlap: str | None
+    ) -> None:
         model = Half()
-        with offloaded(model, MemoryBackend()) as optimizer:
+        with offloaded(model, MemoryBackend(), overlap=overlap) as optimizer:
             scaler = torch.amp.GradScaler("cpu", **SCALE)
             scaler.scale(loss_of(model, 0)).backward()
             before = [p.detach().clone() for p in model.parameters()]

@@ -270,7 +270,7 @@ def test_many_tiny_parameters_take_one_call_of_torchs_step() -> None:
             assert torch.equal(parameter.detach(), torch.full_like(parameter, n - 2.0))
 
 
-@pytest.mark.parametrize("overlap", [None, "forward"])
+@pytest.mark.parametrize("overlap", [None, "forward", "backward"])
 def test_a_profiler_shows_one_range_of_the_optimizer_for_each_step(overlap: str | None) -> None:
     """A wrapper that calls the step of an inner optimizer shows, and hooks, more of them."""
     torch.manual_seed(0)
