@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from offload.options import Options
     from offload.pinning import pin, unpin
     from offload.retention import BestBy, EverySeconds, EverySteps, LastK, Retention
+    from offload.scaling import GradScaler
     from offload.seal import SealHandle
     from offload.stats import Stats
 
@@ -40,6 +41,7 @@ __all__ = [
     "CheckpointInfo",
     "EverySeconds",
     "EverySteps",
+    "GradScaler",
     "LastK",
     "OffloadError",
     "OffloadedOptimizer",
@@ -69,6 +71,7 @@ _MODULES = {
     "offload.options": ("Options",),
     "offload.pinning": ("pin", "unpin"),
     "offload.retention": ("BestBy", "EverySeconds", "EverySteps", "LastK", "Retention"),
+    "offload.scaling": ("GradScaler",),
     "offload.seal": ("SealHandle",),
     "offload.stats": ("Stats",),
 }

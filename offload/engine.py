@@ -105,6 +105,8 @@ class Engine(Usable):
         super().__init__(store, decided=fresh or not (store.checkpoints or store.refused))
         self._run = uuid.uuid4().hex
         self.num_steps = 0
+        self.gradient_factors: tuple[float, ...] = ()
+        """What gradients are multiplied by, in turn, in steps that begin now."""
         self._slots = StateSlots(store)
         self._seal: Seal | None = None
 
@@ -327,6 +329,7 @@ class Engine(Usable):
             self._table.scalars,
             step=self.num_steps + 1,
             seed=self._options.rounding_seed,
+            factors=self.gradient_factors,
         )
         chunks = self._order()
         if self._slots.is_working:

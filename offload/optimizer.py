@@ -21,7 +21,7 @@ from offload.options import Options, Overlap
 from offload.retention import Retention, as_retention
 from offload.rules import UpdateRule
 from offload.seal import SealHandle
-from offload.state_dicts import MASTERS, MaterializedState, number_parameters
+from offload.state_dicts import MASTERS, MaterializedState, StateElsewhere, number_parameters
 from offload.state_reference import is_reference, reference_to
 from offload.stats import Stats
 
@@ -86,6 +86,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._running = ""
         rule = UpdateRule(optimizer_class, hyper)
         super().__init__(params, dict(rule.defaults))
+        self.state = StateElsewhere()
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
         engine = _engine_class(options.overlap)(
@@ -113,6 +114,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch._disable_dynamo  # compiled, torch's arithmetic would differ in the last bit
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one optimizer step: stream the state through torch's own update.
@@ -310,6 +312,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         finally:
             self._materialized = None
             self.state.clear()
+
+    @contextmanager
+    def gradients_times(self, *factors: float) -> Iterator[None]:
+        """Let `step` multiply gradients by each factor in turn, after they are upcast to FP32.
+
+        ``p.grad`` does not change. This is what a scaler of losses needs; see `GradScaler`.
+        """
+        engine = self._live_engine()
+        engine.require_unscaled()
+        engine.gradient_factors = factors
+        try:
+            yield
+        finally:
+            engine.gradient_factors = ()
 
     def _materialize(self) -> None:
         with self._exclusive("materialized") as engine, torch.no_grad():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,21 @@ MASTERS = "master"
 """Key of a full state dict: FP32 parameters by number."""
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class StateElsewhere(defaultdict[torch.Tensor, Any]):
+    """What `torch.optim.Optimizer.state` is while the state is on storage: empty, yet true.
+
+    torch.distributed.checkpoint asks ``if optimizer.state``, and otherwise takes a step with
+    gradients of zero, which is to make the state of an optimizer that has none. Here it would
+    change the state that there is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class MaterializedState:

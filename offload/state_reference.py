@@ -63,6 +63,9 @@ def is_reference(state_dict: Mapping[str, Any]) -> bool:
 def reference_to(position: Position, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Turn torch's state dict into a reference: builtins only, nothing shared with the optimizer.
 
+    It has no ``state``, so that code which takes it for the state itself fails (`KeyError`), rather
+    than going on with no state at all.
+
     Args:
         position: What it refers to.
         state_dict: With ``param_groups``, and a ``state`` that is left out.
@@ -75,7 +78,6 @@ def reference_to(position: Position, state_dict: Mapping[str, Any]) -> dict[str,
         "generation": position.generation,
         "run": position.run,
         "sealed": position.sealed,
-        "state": {},
         "param_groups": [
             {key: _by_value(value) for key, value in group.items()}
             for group in state_dict["param_groups"]

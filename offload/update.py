@@ -72,6 +72,7 @@ class ChunkUpdater:
         scalars: Their scalar state; None for a parameter that has no state yet.
         step: Number of this step, from 1.
         seed: Of stochastic rounding, where state is stored so.
+        factors: Each gradient is multiplied by these in turn, in FP32.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ChunkUpdater:
         *,
         step: int,
         seed: int = 0,
+        factors: Sequence[float] = (),
     ) -> None:
         self._pool = pool
         self._layout = layout
@@ -106,6 +108,7 @@ class ChunkUpdater:
         self._stepped: dict[_Key, Scalars] = {}
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
         self._coder = StateCoder(layout.state_dtype, seed, step)
+        self._factors = factors
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
         """Set the gradient of a parameter that had none, before any of its chunks is updated."""
@@ -179,6 +182,9 @@ class ChunkUpdater:
             for name in self._rules[key.group].arrays
         }
         gradient = self._gather(context, self._gradients, block, "gradient", torch.float32)
+        for factor in self._factors:  # elsewhere: an FP32 gradient is not copied, and is the user's
+            scaled = context.buffer("scaled", torch.float32, len(gradient))
+            gradient = torch.mul(gradient, factor, out=scaled)
         self._step(context, block, master, gradient, views)
         for name, view in views.items():
             self._coder.store(context, name, view, stored, block.pieces, block.first)

@@ -1,69 +1,91 @@
-"""What a child process does to measure the memory of exports and imports."""
+"""What a child process does to show how little memory exports and imports take.
+
+``python -m tests.exchange.streaming <directory> <elements> <bytes>`` makes a store, lets the kernel
+refuse private memory beyond that many bytes more than the process has, and then exports the state
+in every format and imports it again. Prints one JSON document.
+"""
 
 from __future__ import annotations
 
+import json
+import resource
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import offload
+from offload.exporting import export_checkpoint
+from offload.foreign_files import open_foreign
+from offload.importing import import_checkpoint
 from tests.numerics.measure import model_of, reset_peak, resident_bytes
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
+KINDS = ("pt", "hf", "safetensors", "dcp")
 
 
-def run(command: str, directory: str, size: int) -> dict[str, int]:
-    torch.set_num_threads(1)
-    if command == "make":
-        return make(directory, size)
-    return measure_export(command, directory)
-
-
-def make(directory: str, size: int) -> dict[str, int]:
+def make(directory: Path, size: int) -> int:
+    """Make a store with a checkpoint; return the bytes of its state."""
     model = model_of(size // 2, size // 2)
     options = offload.Options(chunk_bytes=CHUNK_BYTES, ring_chunks=3, calibrate=False)
     with offload.AdamW(
-        model.named_parameters(), model=model, directory=f"{directory}/run", options=options
+        model.named_parameters(), model=model, directory=directory, options=options
     ) as optimizer:
         optimizer.step()
         optimizer.checkpoint().result()
-        return {"state": optimizer.stats().state_bytes}
+        return optimizer.stats().state_bytes
 
 
-def measure_export(kind: str, directory: str) -> dict[str, int]:
-    from offload.exporting import export_checkpoint
-
-    if kind == "dcp":
-        import offload.dcp_files
-    target = Path(directory) / f"export-{kind}"
-    with offload.open_checkpoint(f"{directory}/run") as opened:
-        state = sum(opened.state_arrays.values())
-        before = resident_bytes("VmRSS")
-        if not reset_peak():
-            raise RuntimeError("the kernel does not reset the peak of memory")
+def export(store: Path, target: Path, kind: str) -> None:
+    with offload.open_checkpoint(store) as opened:
         export_checkpoint(opened, target, kind)
-        peak = resident_bytes("VmHWM")
-    found = {"state": state, "peak_above": peak - before}
-    if kind != "safetensors":  # which is not a format that is imported
-        found["import_peak_above"] = measure_import(str(target), f"{directory}/again")
-    if target.is_dir():
-        shutil.rmtree(target)
-    else:
-        target.unlink()
+
+
+def import_again(source: Path, store: Path) -> None:
+    made = import_checkpoint(
+        open_foreign(str(source)), str(store), options=offload.Options(chunk_bytes=CHUNK_BYTES)
+    )
+    if made.num_parameters == 0:
+        raise RuntimeError("nothing was imported")
+
+
+def round_trips(directory: Path) -> dict[str, dict[str, int]]:
+    """Export and import in every format; return the growth of resident memory of each."""
+    found = {}
+    for kind in KINDS:
+        target, again = directory / kind, directory / "again"
+        found[kind] = {"export": growth(export, directory / "run", target, kind)}
+        if kind != "safetensors":  # which is not a format that is imported
+            found[kind]["import"] = growth(import_again, target, again)
+            shutil.rmtree(again)
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
     return found
 
 
-def measure_import(source: str, directory: str) -> int:
-    from offload.foreign_files import open_foreign
-    from offload.importing import import_checkpoint
-
+def growth(function: Any, *arguments: Any) -> int:
     before = resident_bytes("VmRSS")
-    reset_peak()
-    options = offload.Options(chunk_bytes=CHUNK_BYTES)
-    made = import_checkpoint(open_foreign(source), directory, options=options, step=1)
-    peak = resident_bytes("VmHWM")
-    if made.num_parameters == 0:
-        raise RuntimeError("nothing was imported")
-    shutil.rmtree(directory)
-    return peak - before
+    if not reset_peak():
+        raise RuntimeError("the kernel does not reset the peak of memory")
+    function(*arguments)
+    return resident_bytes("VmHWM") - before
+
+
+def main(directory: Path, size: int, limit_bytes: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    make(directory / "small/run", 1 << 16)
+    round_trips(directory / "small")  # what is imported when it is first used is not counted
+    state_bytes = make(directory / "run", size)
+    present = resident_bytes("VmData")
+    resource.setrlimit(resource.RLIMIT_DATA, (present + limit_bytes, resource.RLIM_INFINITY))
+    found: dict[str, Any] = {"state": state_bytes, "growth": round_trips(directory)}
+    try:
+        bytearray(state_bytes)
+    except MemoryError:
+        found["refused"] = True  # the limit was there
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

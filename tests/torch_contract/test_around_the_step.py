@@ -1,0 +1,311 @@
+"""What loops put around `step()`, beside plain torch with FP32 masters: the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import offload
+from gds import MemoryBackend
+from tests.numerics.reference import (
+    Reference,
+    assert_same_bits,
+    assert_same_parameters,
+    assert_same_state,
+    read_state,
+)
+
+Step = Callable[[], object]
+
+
+class Net(torch.nn.Module):
+    """bfloat16 layers, and an FP32 norm with buffers."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = torch.nn.Linear(11, 40).bfloat16()
+        self.norm = torch.nn.BatchNorm1d(40)
+        self.second = torch.nn.Linear(40, 3).bfloat16()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(inputs).float()).relu()
+        return self.second(hidden.bfloat16()).float()
+
+
+def inputs(step: int) -> torch.Tensor:
+    return torch.randn(6, 11, generator=torch.Generator().manual_seed(step)).bfloat16()
+
+
+def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
+    return (model(inputs(step)) - 1).square().mean()
+
+
+class Twins:
+    """A model whose state is on storage, and the same one with its state in memory."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.live, self.expected = Net(), Net()
+        self.backend = MemoryBackend()
+        self.optimizer = offload.AdamW(
+            self.live.parameters(),
+            lr=0.01,
+            directory="/store",
+            model=self.live,
+            options=offload.Options(
+                chunk_bytes=4096, backend=self.backend, allow_volatile=True, **settings
+            ),
+        )
+        self.reference = Reference(torch.optim.AdamW, self.expected.parameters(), lr=0.01)
+
+    def sides(self) -> list[tuple[Net, Step]]:
+        return [(self.live, self.optimizer.step), (self.expected, self.reference.step)]
+
+    def assert_same(self) -> None:
+        self.optimizer.synchronize()
+        assert_same_parameters(self.live.state_dict().items(), self.expected.state_dict().items())
+
+    def finish(self) -> None:
+        """Compare masters and moments, too."""
+        self.assert_same()
+        stored = read_state(self.optimizer.checkpoint().result().path, self.backend)
+        assert_same_state(stored, self.reference, dict(self.expected.named_parameters()))
+        self.optimizer.close()
+
+
+ALL = pytest.mark.parametrize("overlap", [None, "forward", "backward"])
+"""For what works in every mode."""
+
+
+@pytest.mark.parametrize("overlap", [None, "forward"])
+def test_gradients_clipped_by_value(overlap: str | None) -> None:
+    twins = Twins(overlap=overlap)
+    num_clipped = 0
+    for step in range(5):
+        for model, take_step in twins.sides():
+            model.zero_grad()
+            loss_of(model, step).backward()
+            num_clipped += sum((p.grad.abs() > 0.02).sum().item() for p in model.parameters())
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+            take_step()
+        twins.assert_same()
+    assert num_clipped > 0
+    twins.finish()
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+def test_gradients_accumulated_over_micro_batches_and_clipped_by_norm(foreach) -> None:
+    twins = Twins()
+    for step in range(4):
+        norms = []
+        for model, take_step in twins.sides():
+            model.zero_grad()
+            for part in range(3):
+                (loss_of(model, 10 * step + part) / 3).backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=foreach))
+            take_step()
+        assert norms[0] > 0.05
+        assert_same_bits(norms[0], norms[1], "norm")
+        twins.assert_same()
+    twins.finish()
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["to-none", "to-zero"])
+def test_zero_grad(to_none: bool) -> None:
+    """Gradients of zero are gradients: moments decay, weights too. None is no gradient."""
+    twins = Twins()
+    plain = torch.optim.SGD(twins.expected.parameters())
+    for step in range(6):
+        for (model, take_step), optimizer in zip(
+            twins.sides(), (twins.optimizer, plain), strict=True
+        ):
+            optimizer.zero_grad(set_to_none=to_none)
+            grads = [p.grad for p in model.parameters()]
+            assert all((g is None) == (to_none or step == 0) for g in grads)
+            if step % 3 != 2:
+                loss_of(model, step).backward()
+            take_step()
+        twins.assert_same()
+    assert twins.optimizer.state_dict()["step"] == 6
+    twins.finish()
+
+
+def test_torchs_scaler_with_bfloat16_parameters_skips_steps_without_touching_the_state() -> None:
+    twins = Twins()
+    plain = torch.optim.SGD(twins.expected.parameters())  # what the twin's scaler looks at
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in "ab"]
+    for step in range(9):
+        skipped = step in (0, 4)
+        stats = twins.optimizer.stats()
+        for (model, take_step), optimizer, scaler in zip(
+            twins.sides(), (twins.optimizer, plain), scalers, strict=True
+        ):
+            model.zero_grad()
+            scaler.scale(loss_of(model, step) * (float("inf") if skipped else 1.0)).backward()
+            if model is twins.live:
+                scaler.step(optimizer)
+            else:
+                scaler.unscale_(optimizer)
+                if not skipped:
+                    take_step()
+            scaler.update()
+        twins.assert_same()
+        after = twins.optimizer.stats()
+        assert (after.steps == stats.steps) == skipped
+        if skipped:
+            moved = (stats.bytes_read, stats.bytes_written)
+            assert (after.bytes_read, after.bytes_written) == moved
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+    assert twins.optimizer.state_dict()["step"] == 7
+    twins.finish()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "overlap"),
+    [("eager", None), ("eager", "forward"), ("eager", "backward"), ("aot_eager", None)],
+)
+def test_compiled_models(compiler: str, overlap: str | None) -> None:
+    torch.compiler.reset()
+    twins = Twins(overlap=overlap)
+    for step in range(4):
+        for model, take_step in twins.sides():
+            compiled = torch.compile(model, backend=compiler)
+            model.zero_grad()
+            (compiled(inputs(step)) - 1).square().mean().backward()
+            take_step()
+    twins.finish()
+
+
+@ALL
+def test_a_compiled_step_is_not_compiled(overlap: str | None) -> None:
+    """torch's optimizers differ in the last bit when traced, and files cannot be traced at all."""
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Step:
+        graphs.append(graph)
+        return graph.forward
+
+    twins = Twins(overlap=overlap)
+    take_step = torch.compile(twins.optimizer.step, backend=count)
+    model = torch.compile(twins.live, backend=count)
+
+    def closure() -> torch.Tensor:
+        twins.live.zero_grad()
+        loss = (model(inputs(0)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    for number in range(3):
+        if number == 2 and overlap is None:
+            assert len(graphs) == 0
+            take_step(closure)
+            assert len(graphs) == 1  # of the model, which is still compiled
+        else:
+            twins.live.zero_grad()
+            loss_of(twins.live, 0).backward()
+            take_step()
+        twins.expected.zero_grad()
+        loss_of(twins.expected, 0).backward()
+        twins.reference.step()
+        twins.assert_same()
+    twins.finish()
+
+
+@pytest.mark.parametrize(
+    ("kind", "overlap"),
+    [("swa", None), ("ema", None), ("ema", "forward"), ("ema", "backward")],
+)
+def test_averaged_models(kind: str, overlap: str | None) -> None:
+    twins = Twins(overlap=overlap)
+    averaging = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)} if kind == "ema" else {}
+    averages = [AveragedModel(model, **averaging) for model, _ in twins.sides()]
+    schedulers = [
+        SWALR(optimizer, swa_lr=0.001, anneal_epochs=3)
+        for optimizer in (twins.optimizer, twins.reference.inner)
+    ]
+    for step in range(6):
+        for (model, take_step), average, scheduler in zip(
+            twins.sides(), averages, schedulers, strict=True
+        ):
+            model.zero_grad()
+            loss_of(model, step).backward()
+            take_step()
+            twins.optimizer.synchronize()
+            if step >= 2:
+                average.update_parameters(model)
+                scheduler.step()
+        twins.assert_same()
+    for average in averages:
+        update_bn([inputs(step) for step in range(3)], average)
+    assert_same_parameters(averages[0].state_dict().items(), averages[1].state_dict().items())
+    for model, average in zip((twins.live, twins.expected), averages, strict=True):
+        model.load_state_dict(average.module.state_dict())  # and train on from the average
+    for model, take_step in twins.sides():
+        model.zero_grad()
+        loss_of(model, 99).backward()
+        take_step()
+    twins.finish()
+
+
+@ALL
+def test_each_hook_of_steps_fires_once(overlap: str | None) -> None:
+    twins = Twins(overlap=overlap)
+    optimizer, seen = twins.optimizer, []
+    handles = [
+        optimizer.register_step_pre_hook(lambda o, *_: seen.append(("pre", o))),
+        optimizer.register_step_post_hook(lambda o, *_: seen.append(("post", o))),
+        register_optimizer_step_pre_hook(lambda o, *_: seen.append(("global pre", o))),
+        register_optimizer_step_post_hook(lambda o, *_: seen.append(("global post", o))),
+    ]
+    try:
+        for step in range(3):
+            loss_of(twins.live, step).backward()
+            assert seen == []
+            optimizer.step()
+            optimizer.synchronize()
+            assert [name for name, _ in seen] == ["global pre", "pre", "post", "global post"]
+            assert all(one is optimizer for _, one in seen)
+            seen.clear()
+        optimizer.checkpoint().result()
+        optimizer.restore()
+        assert seen == []
+    finally:
+        for handle in handles:
+            handle.remove()
+        optimizer.close()
+
+
+@ALL
+def test_each_hook_of_state_dicts_fires_once(overlap: str | None) -> None:
+    twins = Twins(overlap=overlap)
+    optimizer, seen = twins.optimizer, []
+    optimizer.register_state_dict_pre_hook(lambda o: seen.append(("save", o)))
+    optimizer.register_state_dict_post_hook(lambda o, _: seen.append(("saved", o)))
+    optimizer.register_load_state_dict_pre_hook(lambda o, _: seen.append(("load", o)))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(("loaded", o)))
+    loss_of(twins.live, 0).backward()
+    optimizer.step()
+    optimizer.checkpoint().result()
+    optimizer.restore()
+    loss_of(twins.live, 1).backward()
+    optimizer.step()
+    assert seen == []  # none of that is a state dict
+    reference = optimizer.state_dict()
+    assert seen == [("save", optimizer), ("saved", optimizer)]
+    full = optimizer.full_state_dict()
+    assert seen[2:] == [("save", optimizer), ("saved", optimizer)]
+    del seen[:]
+    optimizer.load_state_dict(reference)
+    assert seen == [("load", optimizer), ("loaded", optimizer)]
+    optimizer.load_state_dict(full)
+    assert seen[2:] == [("load", optimizer), ("loaded", optimizer)]
+    optimizer.close()
