@@ -185,10 +185,17 @@ class OffloadCallback(pl.Callback):
         self, optimizer: OffloadedOptimizer, reference: Mapping[str, Any], loaded: str
     ) -> None:
         engine = optimizer._live_engine()
+        wanted, _ = read_reference(dict(reference))
+        if engine.position.is_same_as(wanted):
+            return  # configure_optimizers() has gone there already
+        if not wanted.sealed:
+            raise MismatchError(
+                f"{loaded} names step {wanted.step}, which was not sealed when the file was "
+                "written: the Trainer that wrote it had no OffloadCallback. What it has is the "
+                "parameters (load_from_checkpoint). To continue from the newest checkpoint of the "
+                "store, call restore() in configure_optimizers() and fit without ckpt_path"
+            )
         try:
-            wanted, _ = read_reference(dict(reference))
-            if engine.position.is_same_as(wanted):
-                return  # configure_optimizers() has gone there already
             found = find_sealed(engine.store, wanted, engine.position)
         except MismatchError as error:
             raise MismatchError(f"{loaded}: {error}") from error

@@ -106,9 +106,7 @@ def trainer_for(directory: Path, *, max_epochs: int = 3, **settings: Any) -> pl.
         "num_sanity_val_steps": 1,
     }
     settings.setdefault("logger", CSVLogger(directory, name="", flush_logs_every_n_steps=1))
-    return pl.Trainer(
-        max_epochs=max_epochs, default_root_dir=directory, **{**quiet, **settings}
-    )
+    return pl.Trainer(max_epochs=max_epochs, default_root_dir=directory, **{**quiet, **settings})
 
 
 def fit(
@@ -121,7 +119,9 @@ def fit(
     model_class: type[Model] = Model,
     callback: OffloadCallback | None = None,
     checkpoints: ModelCheckpoint | None = None,
+    save: bool = True,
     train: Any = None,
+    extra: Sequence[pl.Callback] = (),
     **settings: Any,
 ) -> Model:
     """Train, until the end or until the machine fails; the model keeps a reference to its trainer.
@@ -130,12 +130,13 @@ def fit(
     """
     pl.seed_everything(seed, verbose=False)
     model = model_class(make)
-    callbacks: list[pl.Callback] = [checkpoints or saving(directory / "files")]
+    callbacks: list[pl.Callback] = [checkpoints or saving(directory / "files")] if save else []
     if make is not in_memory:
         callbacks.append(callback or OffloadCallback(log_stats=False))
+    callbacks += extra
     if stop_after is not None:
         callbacks.append(StopAfter(stop_after))
-    trainer = trainer_for(directory, callbacks=callbacks, **settings)
+    trainer = trainer_for(directory, callbacks=callbacks, enable_checkpointing=save, **settings)
     loaders = (data() if train is None else train, data(shuffle=False))
     try:
         trainer.fit(model, *loaders, ckpt_path=None if ckpt_path is None else str(ckpt_path))
@@ -147,7 +148,7 @@ def fit(
 
 
 def logged(directory: Path, column: str = "train_loss") -> dict[int, str]:
-    """Return what `CSVLogger` has written, by step; what was run twice must have logged the same."""
+    """Return what `CSVLogger` has written, by step; what was run twice must be the same."""
     found: dict[int, str] = {}
     for path in sorted(directory.glob("version_*/metrics.csv")):
         with path.open() as file:
@@ -156,3 +157,8 @@ def logged(directory: Path, column: str = "train_loss") -> dict[int, str]:
                     found.setdefault(int(row["step"]), row[column])
                     assert found[int(row["step"])] == row[column], f"step {row['step']}, twice"
     return found
+
+
+def parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the whole state dict, to be compared."""
+    return [(name, tensor) for name, tensor in model.state_dict().items()]
