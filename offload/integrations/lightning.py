@@ -73,7 +73,7 @@ class OffloadCallback(pl.Callback):
     def __init__(self, *, discard_newer: bool = False, log_stats: bool = True) -> None:
         self._discard_newer = discard_newer
         self._log_stats = log_stats
-        self._logged_step = -1
+        self._logged_step = 0
         self._references: Sequence[Any] = ()
         """What the file that is being loaded holds of each optimizer."""
         self._random: Mapping[str, Any] | None = None
@@ -93,7 +93,7 @@ class OffloadCallback(pl.Callback):
                 f"Trainer has {trainer.world_size} processes, and a store belongs to one: use "
                 "devices=1, num_nodes=1"
             )
-        self._references, self._random, self._logged_step = (), None, -1
+        self._references, self._random = (), None
         files = trainer.strategy.checkpoint_io
         if not isinstance(files, _SealingIO):
             if any(kind.__name__ == "AsyncCheckpointIO" for kind in type(files).__mro__):
@@ -136,6 +136,11 @@ class OffloadCallback(pl.Callback):
             _drop_pins_of_missing_files(optimizer)
         if self._random is not None:
             _set_random_states(self._random)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take note of the step that is there already."""
+        self._logged_step = trainer.global_step
 
     @override
     def on_train_batch_start(
