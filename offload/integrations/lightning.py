@@ -3,14 +3,15 @@
 A ``.ckpt`` holds the parameters and, as ``optimizer_states``, a small reference to a checkpoint of
 the store. `OffloadCallback` sees to it that there is one whenever a ``.ckpt`` is written or loaded:
 
-- saving: the state is sealed and durable, then pinned for the file, and only then the file is
-  written. Pins of what the file named before go when the new file is durable;
+- saving: the state is sealed and durable, and only then the file is written. When that is durable,
+  too, its pin moves from what it named before to what it names now;
 - removing: a file that ``ModelCheckpoint`` gives up takes its pin along;
 - loading: the very checkpoint that the file names is restored, before Lightning loads the rest.
 
-So at every instant each ``.ckpt`` names a checkpoint that is sealed and pinned. What a process that
-is killed can leave is the opposite: a checkpoint whose file was never written. It is newer than
-what the next fit continues from, and given up then, as nothing can name it.
+So at every instant each ``.ckpt`` names a checkpoint that is sealed, and either pinned or the
+newest, which always stays. What a process that is killed can leave is a file whose pin has not
+moved yet, which the next fit makes good, and a checkpoint whose file was never written. The next
+fit gives that up, as nothing can name it, if it continues from an older one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ else:
         from pytorch_lightning.plugins import CheckpointIO
 
 _PIN_PREFIX = "lightning-"
-_KEY = "lightning"
+_FILES = "lightning_files"
 """In the train state of a checkpoint: which files it was sealed for."""
 
 _of_ended_fits: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
@@ -133,7 +134,7 @@ class OffloadCallback(pl.Callback):
             if index in optimizers and is_reference(reference):
                 self._restore(optimizers[index], reference, str(trainer.ckpt_path))
         for optimizer in optimizers.values():
-            _drop_pins_of_missing_files(optimizer)
+            _mend_pins(optimizer)
         if self._random is not None:
             _set_random_states(self._random)
 
@@ -242,6 +243,7 @@ class _SealingIO(CheckpointIO):
 
         Raises:
             SealError: The state could not be sealed. What the file named before, it still names.
+            OffloadError: This step has been sealed with a train state that is not a dict.
         """
         file = _name_of_file(path)
         states = checkpoint.get("optimizer_states")  # without them it is the parameters only
@@ -254,14 +256,13 @@ class _SealingIO(CheckpointIO):
             index: optimizer.checkpoint(_train_state(optimizer, file), metrics=metrics)
             for index, optimizer in optimizers.items()
         }
+        sealed = {index: handle.result() for index, handle in handles.items()}
         for index, optimizer in optimizers.items():
-            sealed = handles[index].result()
             states[index] = optimizer.state_dict()
-            optimizer.pin(_pin_name(file, sealed.step), sealed.path)
         self._inner.save_checkpoint(checkpoint, path, storage_options)
         _make_durable(file)
         for index, optimizer in optimizers.items():
-            _unpin(optimizer, file, but=_pin_name(file, handles[index].step))
+            optimizer.pin(_pin_name(file), sealed[index].path)
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -270,10 +271,12 @@ class _SealingIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file, and then its pins."""
+        """Remove a file, and then its pin."""
         self._inner.remove_checkpoint(path)
+        name = _pin_name(_name_of_file(path))
         for _, optimizer in _offloaded(self._trainer):
-            _unpin(optimizer, _name_of_file(path))
+            if any(pin.name == name for pin in optimizer._live_engine().store.keeping.pins().pins):
+                optimizer.unpin(name)
 
     @override
     def teardown(self) -> None:
@@ -301,77 +304,86 @@ def _train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
     engine = optimizer._live_engine()
     newest = engine.store.newest
     if newest is None or newest.manifest.step != engine.num_steps:
-        return {_KEY: {"files": [file]}}
+        return {_FILES: [file]}
     with open_checkpoint(newest.path) as checkpoint:
-        state = checkpoint.train_state
-    before = state if isinstance(state, dict) else {}  # the user's own, if they sealed this step
-    files = {*before.get(_KEY, {"files": []})["files"], file}
-    return {**before, _KEY: {"files": sorted(files)}}
+        state = {} if checkpoint.train_state is None else checkpoint.train_state
+    if not isinstance(state, dict):
+        raise OffloadError(
+            f"{newest.path} is of the step that {file} is to name, and checkpoint() was given a "
+            f"{type(state).__name__} for its train state: give it a dict, to which what is needed "
+            "here can be added"
+        )
+    return {**state, _FILES: sorted({*_listed_files(state), file})}
 
 
-def _files_of(checkpoint: StoredCheckpoint) -> list[str] | None:
-    """Return the files that a checkpoint was sealed for; None if it was not sealed for files."""
+def _files_of(checkpoint: StoredCheckpoint) -> list[str]:
+    """Return the files that a checkpoint was sealed for; none if it was made by someone else."""
     with open_checkpoint(checkpoint.path) as opened:
-        state = opened.train_state
-    return state[_KEY]["files"] if isinstance(state, dict) and _KEY in state else None
+        return _listed_files(opened.train_state)
+
+
+def _listed_files(train_state: Any) -> list[str]:
+    listed = train_state.get(_FILES) if isinstance(train_state, dict) else None
+    return [f for f in listed if isinstance(f, str)] if isinstance(listed, list) else []
 
 
 def _wanted_by(store: Store, checkpoint: StoredCheckpoint) -> str:
     """Return why a checkpoint must not be given up without being asked; empty if nobody cares."""
     files = _files_of(checkpoint)
-    if files is None:
+    if not files:
         return "made by checkpoint()"
     others = [n for n in _pins_of(store, checkpoint) if not n.startswith(_PIN_PREFIX)]
     if others:
         return f"pinned as {others[0]!r}"
-    return next((f"named by {file}" for file in files if _names(file, checkpoint)), "")
+    for file in files:
+        if (named := _named_by(file)) is None or _identity(checkpoint) in named:
+            return f"named by {file}"
+    return ""
 
 
-def _names(file: str, checkpoint: StoredCheckpoint) -> bool:
-    """Return whether a file names a checkpoint, or may name it. Reads no tensor."""
+def _named_by(file: str) -> set[tuple[Any, ...]] | None:
+    """Return which checkpoints a file names; None if that cannot be told. Reads no tensor."""
     if "://" in file:
-        return True  # not looked for over a network
+        return None  # not looked for over a network
     try:
         saved = torch.load(file, map_location="meta", mmap=True, weights_only=True)
-        states = saved["optimizer_states"]
+        found = [state for state in saved.get("optimizer_states", ()) if is_reference(state)]
     except FileNotFoundError:
-        return False
-    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError):
-        return True
+        return set()
+    except (OSError, RuntimeError, EOFError, AttributeError, pickle.UnpicklingError):
+        return None
+    return {tuple(state.get(k) for k in ("store", "step", "generation")) for state in found}
+
+
+def _identity(checkpoint: StoredCheckpoint) -> tuple[Any, ...]:
     manifest = checkpoint.manifest
-    name = (manifest.store_id, manifest.step, manifest.generation)
-    found = [state for state in states if is_reference(state)]
-    return name in [tuple(state.get(k) for k in ("store", "step", "generation")) for state in found]
+    return manifest.store_id, manifest.step, manifest.generation
 
 
-def _drop_pins_of_missing_files(optimizer: OffloadedOptimizer) -> None:
-    """Remove pins for files that were removed by hand, or never written."""
+def _mend_pins(optimizer: OffloadedOptimizer) -> None:
+    """Pin what files name, and remove pins for files that are gone.
+
+    Files are removed by hand, and a process may be killed between a file and its pin.
+    """
     store = optimizer._live_engine().store
-    for checkpoint in store.checkpoints:
-        pins = _pins_of(store, checkpoint)
-        if any(name.startswith(_PIN_PREFIX) for name in pins):
-            for file in _files_of(checkpoint) or []:
-                name = _pin_name(file, checkpoint.manifest.step)
-                if name in pins and "://" not in file and not os.path.lexists(file):
-                    optimizer.unpin(name)
+    for checkpoint in list(store.checkpoints):
+        for file in _files_of(checkpoint):
+            name, named = _pin_name(file), _named_by(file)
+            pinned = name in _pins_of(store, checkpoint)
+            if named is not None and pinned and not os.path.lexists(file):
+                optimizer.unpin(name)
+            elif named is not None and not pinned and _identity(checkpoint) in named:
+                optimizer.pin(name, checkpoint.path)
 
 
 def _pins_of(store: Store, checkpoint: StoredCheckpoint) -> tuple[str, ...]:
     return store.keeping.pins().of(checkpoint.path, checkpoint.manifest)
 
 
-def _unpin(optimizer: OffloadedOptimizer, file: str, *, but: str = "") -> None:
-    """Remove the pins for a file, except for one."""
-    prefix = _pin_name(file, "")
-    for pin in optimizer._live_engine().store.keeping.pins().pins:
-        if pin.name.startswith(prefix) and pin.name != but:
-            optimizer.unpin(pin.name)
-
-
-def _pin_name(file: str, step: int | str) -> str:
-    """Name the pin that keeps a step for a file: readable, and different for each path."""
-    stem = re.sub("[^A-Za-z0-9]+", "-", os.path.basename(file).removesuffix(".ckpt"))[:20]
-    return f"{_PIN_PREFIX}{stem}-{hashlib.blake2b(file.encode(), digest_size=5).hexdigest()}-{step}"
+def _pin_name(file: str) -> str:
+    """Name the pin for a file: readable, and different for each path."""
+    stem = re.sub("[^A-Za-z0-9]+", "-", os.path.basename(file).removesuffix(".ckpt"))[:40]
+    return f"{_PIN_PREFIX}{stem}-{hashlib.blake2b(file.encode(), digest_size=5).hexdigest()}"
 
 
 def _name_of_file(path: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -261,7 +261,9 @@ def test_a_checkpoint_whose_file_was_never_written_is_given_up(
     assert before == (
         {4: ["epoch", "last"]} if written == 2 else {4: ["epoch", "last"], 8: ["epoch"]}
     )
-    if written == 3:  # a second file of step 8 is there, and it could be resumed from as well
+    if written == 3:  # the other file of step 8 has been written, and can be continued from
+        with pytest.raises(offload.OffloadError, match=r"named by .*epoch=1-step=8.ckpt"):
+            fit(tmp_path, on_ssd(tmp_path / "run"), ckpt_path=tmp_path / "files/last.ckpt")
         (tmp_path / "files/epoch=1-step=8.ckpt").unlink()
     resumed = fit(
         tmp_path,
@@ -273,6 +275,51 @@ def test_a_checkpoint_whose_file_was_never_written_is_given_up(
     assert logged(tmp_path) == logged(directory)
     assert_same_parameters(parameters(resumed), parameters(expected))
     assert pins(tmp_path / "run") == files(tmp_path / "files")
+
+
+def test_a_run_whose_first_file_was_never_written_starts_over_with_fresh(tmp_path: Path) -> None:
+    fit(tmp_path, on_ssd(tmp_path / "run"), plugins=[FailsToWrite(0)], stop_after=99)
+    assert [(c.step, c.pins) for c in offload.list_checkpoints(tmp_path / "run")] == [(4, ())]
+    with pytest.raises(offload.OffloadError, match="fresh=True"):
+        fit(tmp_path, on_ssd(tmp_path / "run"))
+    fit(tmp_path, on_ssd(tmp_path / "run", fresh=True), max_epochs=1)
+    assert pins(tmp_path / "run") == {4: ["epoch", "last"]} == files(tmp_path / "files")
+
+
+def test_a_pin_that_was_not_made_because_the_process_was_killed_is_made_by_the_next_fit(
+    stopped: Path,
+) -> None:
+    for info in offload.list_checkpoints(stopped / "run"):
+        for name in info.pins:
+            offload.unpin(stopped / "run", name)
+            if name.startswith("lightning-last"):  # and another had not moved
+                offload.pin(stopped / "run/step-00000004", name)
+    assert pins(stopped / "run") == {4: ["last"]}
+    last = stopped / "files/last.ckpt"
+    fit(stopped, on_ssd(stopped / "run"), ckpt_path=last, stop_after=9)
+    assert pins(stopped / "run") == {4: ["epoch"], 8: ["epoch", "last"]} == files(stopped / "files")
+
+
+def test_what_was_sealed_for_the_same_step_by_hand_keeps_its_train_state(tmp_path: Path) -> None:
+    class Sealing(Model):
+        train_state: ClassVar[Any] = {"mine": 1}
+
+        def on_train_batch_end(self, *_: object) -> None:
+            self.optimizers().checkpoint(self.train_state)
+
+    class Listing(Sealing):
+        train_state: ClassVar[Any] = [1]
+
+    make = on_ssd(tmp_path / "run")
+    fit(tmp_path, make, model_class=Sealing, max_epochs=1)
+    with offload.open_checkpoint(tmp_path / "run") as checkpoint:
+        assert checkpoint.step == 4
+        state = checkpoint.train_state
+    files = [str(tmp_path / f"files/{name}.ckpt") for name in ("epoch=0-step=4", "last")]
+    assert state == {"mine": 1, "lightning_files": files}
+    last = tmp_path / "files/last.ckpt"
+    with pytest.raises(offload.OffloadError, match="given a list for its train state"):
+        fit(tmp_path, make, model_class=Listing, ckpt_path=last, max_epochs=2)
 
 
 def test_pins_of_files_that_were_removed_by_hand_go_with_the_next_fit(stopped: Path) -> None:
