@@ -122,8 +122,27 @@ def find_referenced(store: Store, wanted: Position, present: Position) -> Stored
         present: What the optimizer is at.
 
     Raises:
-        MismatchError: It is of another store, has never been sealed, is not there any more, or is
-            not the newest.
+        MismatchError: As `find_sealed`, or it is not the newest.
+    """
+    checkpoint = find_sealed(store, wanted, present)
+    if checkpoint is not store.newest:
+        raise MismatchError(
+            f"load_state_dict() got a reference to {wanted}, and {store.directory} has newer "
+            f"checkpoints: to give them up, call restore({wanted.step}, discard_newer=True)"
+        )
+    return checkpoint
+
+
+def find_sealed(store: Store, wanted: Position, present: Position) -> StoredCheckpoint:
+    """Return the sealed checkpoint that a reference names, whether or not there are newer ones.
+
+    Args:
+        store: Of the optimizer.
+        wanted: What the reference names.
+        present: What the optimizer is at.
+
+    Raises:
+        MismatchError: It is of another store, has never been sealed, or is not there any more.
     """
     at = f"load_state_dict() got a reference to {wanted}"
     if wanted.store != present.store:
@@ -149,11 +168,6 @@ def find_referenced(store: Store, wanted: Position, present: Position) -> Stored
             f"{at}, which was made before checkpoint() was called, so that it cannot be told "
             f"whether {checkpoint.path} is the same state: call checkpoint() before state_dict(), "
             "or call restore() to continue from that checkpoint"
-        )
-    if checkpoint is not store.newest:
-        raise MismatchError(
-            f"{at}, and {store.directory} has newer checkpoints: to give them up, call "
-            f"restore({wanted.step}, discard_newer=True)"
         )
     return checkpoint
 

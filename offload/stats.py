@@ -117,6 +117,18 @@ class Stats:
         """
         return self.bytes_written / self.drive_bytes if self.drive_bytes else 0.0
 
+    def scalars(self, prefix: str = "offload/") -> dict[str, float]:
+        """Return all of it as a flat dict of finite floats, which is what loggers of metrics take.
+
+        One entry for each field and each rate above. Nearly all are totals since construction:
+        the difference of two calls is what happened between them.
+
+        Args:
+            prefix: Begins every name. Loggers make a group of what stands before a slash.
+        """
+        names = [*(field.name for field in fields(self)), "read_gbps", "write_gbps", "drive_writes"]
+        return {prefix + name: float(getattr(self, name)) for name in names}
+
     def summary(self) -> str:
         """Say in a few lines, for people, where the time of the steps went."""
         steps = max(self.steps, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -103,3 +104,18 @@ def test_a_store_that_is_no_directory_has_no_size():
         stats = optimizer.stats()
     assert (stats.drive_bytes, stats.drive_writes) == (0, 0.0)
     assert "times the size" not in stats.summary()
+
+
+def test_scalars_are_every_number_of_the_statistics_as_a_flat_dict(tmp_path):
+    optimizer = trained(tmp_path / "run")
+    stats = optimizer.stats()
+    scalars = stats.scalars()
+    optimizer.close()
+    shown = {name for name in dir(stats) if not name.startswith("_")} - {"summary", "scalars"}
+    assert set(scalars) == {f"offload/{name}" for name in shown}
+    assert {type(value) for value in scalars.values()} == {float}
+    assert all(math.isfinite(value) for value in scalars.values())
+    assert scalars["offload/steps"] == STEPS
+    assert scalars["offload/seal_bytes"] == stats.seal_bytes > 0
+    assert scalars["offload/read_gbps"] == stats.read_gbps > 0
+    assert stats.scalars(prefix="")["steps"] == STEPS

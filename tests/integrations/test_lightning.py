@@ -1,0 +1,305 @@
+"""The optimizer under Lightning's real Trainer: the losses are those of torch's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import MixedPrecision
+
+import offload
+from offload.integrations.lightning import OffloadCallback
+from tests.integrations.lightning_runs import (
+    OPTIONS,
+    Model,
+    fit,
+    in_memory,
+    logged,
+    on_ssd,
+    parameters,
+    saving,
+)
+from tests.numerics.reference import Reference, assert_same_parameters
+
+STEPS = 8
+
+# Lightning's, where a run goes on in the directory that it has begun in.
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+
+
+def scaler_on_cpu() -> MixedPrecision:
+    # Asked for by name, Lightning takes bf16 on a processor; the plugin itself works there.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
+    return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+
+
+def settings(name: str) -> dict[str, Any]:
+    return {
+        "32-true": {},
+        "bf16-mixed": {"precision": "bf16-mixed"},
+        "16-mixed": {"plugins": [scaler_on_cpu()]},
+        "16-mixed-clipped": {"plugins": [scaler_on_cpu()], "gradient_clip_val": 0.5},
+        "clipped-by-norm": {"gradient_clip_val": 0.5},
+        "clipped-by-value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+        "accumulated": {"accumulate_grad_batches": 2, "max_epochs": 4},
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "32-true", "bf16-mixed", "16-mixed", "16-mixed-clipped", "clipped-by-norm",
+        "clipped-by-value", "accumulated",
+    ],
+)  # fmt: skip
+def test_losses_are_those_of_torchs_own_optimizer(name: str, tmp_path: Path) -> None:
+    run = {"save": False, "max_epochs": 2}
+    ours = fit(tmp_path / "a", on_ssd(tmp_path / "run"), **{**run, **settings(name)})
+    torchs = fit(tmp_path / "b", in_memory, **{**run, **settings(name)})
+    losses = logged(tmp_path / "a")
+    assert len(losses) == STEPS
+    assert losses == logged(tmp_path / "b")
+    assert_same_parameters(parameters(ours), parameters(torchs))
+
+
+class MastersInMemory(torch.optim.Optimizer):
+    """What a step on 16-bit parameters is, written independently, where Lightning can use it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.reference = Reference(torch.optim.AdamW, self.param_groups[0]["params"], lr=lr)
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        self.reference.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        self.reference.step()
+        return loss
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_16_bit_parameters_train_on_fp32_masters(precision: str, tmp_path: Path) -> None:
+    ours = fit(
+        tmp_path / "a", on_ssd(tmp_path / "run"), max_epochs=2, precision=precision, save=False
+    )
+    expected = fit(
+        tmp_path / "b",
+        lambda module: MastersInMemory(module.parameters(), lr=1e-2),
+        max_epochs=2,
+        precision=precision,
+        callback=pl.Callback(),
+        save=False,
+    )
+    losses = logged(tmp_path / "a")
+    assert len(losses) == STEPS
+    assert losses == logged(tmp_path / "b")
+    assert {p.dtype for p in ours.parameters()} == {next(expected.parameters()).dtype}
+    assert next(ours.parameters()).dtype.itemsize == 2
+    assert_same_parameters(parameters(ours), parameters(expected))
+
+
+class Manual(Model):
+    """Two optimizers that take turns, one of them with a closure, as in the training of a GAN."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(make)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        with first.toggle_model():
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            self.clip_gradients(first, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            first.step()
+            first.zero_grad()
+
+        def closure() -> torch.Tensor:
+            again = self.loss(batch)
+            second.zero_grad()
+            self.manual_backward(again)
+            return again
+
+        with second.toggle_model():
+            second.step(closure=closure)
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+        self.log("train_loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [self._make(self.layers[0], "first"), self._make(self.layers[4], "second")]
+        schedulers = [torch.optim.lr_scheduler.StepLR(o, step_size=3) for o in optimizers]
+        return optimizers, schedulers
+
+
+def test_manual_optimization_with_two_optimizers_that_take_turns(tmp_path: Path) -> None:
+    def ours(module: torch.nn.Module, name: str) -> torch.optim.Optimizer:
+        return on_ssd(tmp_path / name)(module)  # type: ignore[arg-type]
+
+    def torchs(module: torch.nn.Module, name: str) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    run = {"model_class": Manual, "max_epochs": 2}
+    trained = fit(tmp_path / "a", ours, **run)  # type: ignore[arg-type]
+    expected = fit(tmp_path / "b", torchs, callback=pl.Callback(), save=False, **run)  # type: ignore[arg-type]
+    losses = logged(tmp_path / "a")
+    assert len(losses) == STEPS
+    assert losses == logged(tmp_path / "b")
+    assert_same_parameters(parameters(trained), parameters(expected))
+    for name in ("first", "second"):  # each .ckpt names a checkpoint in both stores
+        assert [c.step for c in offload.list_checkpoints(tmp_path / name) if c.pins] == [4, 8]
+
+
+def test_the_step_runs_beside_the_next_forward_to_the_same_losses(tmp_path: Path) -> None:
+    options = offload.Options(chunk_bytes=4096, ring_chunks=3, overlap="forward")
+    ours = fit(tmp_path / "a", on_ssd(tmp_path / "run", options=options), max_epochs=2)
+    torchs = fit(tmp_path / "b", in_memory, max_epochs=2, save=False)
+    assert logged(tmp_path / "a") == logged(tmp_path / "b")
+    assert_same_parameters(parameters(ours), parameters(torchs))
+
+
+def test_a_step_beside_backward_is_refused_by_name(tmp_path: Path) -> None:
+    options = offload.Options(chunk_bytes=4096, overlap="backward")
+    with pytest.raises(offload.OffloadError, match=r'step\(closure\).*overlap="backward"'):
+        fit(tmp_path / "a", on_ssd(tmp_path / "run", options=options))
+
+
+class TestTraps:
+    """What `TRAPS.md` knows of Lightning."""
+
+    def test_step_supports_amp_scaling_is_unset_for_else_lightning_refuses_clipping(
+        self, tmp_path: Path
+    ) -> None:
+        parameter = torch.nn.Parameter(torch.ones(10))
+        with offload.AdamW([parameter], directory=tmp_path / "run", options=OPTIONS) as ours:
+            wrapped = LightningOptimizer(ours)
+            assert not hasattr(ours, "_step_supports_amp_scaling")
+            assert not hasattr(wrapped, "_step_supports_amp_scaling")
+
+    def test_lightning_makes_a_class_of_ours_and_copies_nothing(self, tmp_path: Path) -> None:
+        first, second = (torch.nn.Parameter(torch.ones(10)) for _ in range(2))
+        ours = offload.AdamW([first], directory=tmp_path / "run", options=OPTIONS)
+        wrapped: Any = LightningOptimizer(ours)
+        assert isinstance(wrapped, offload.AdamW)
+        wrapped.add_param_group({"params": [second], "lr": 0.5})
+        assert [group["lr"] for group in ours.param_groups] == [1e-3, 0.5]
+        for parameter in (first, second):
+            parameter.grad = torch.ones_like(parameter)
+        ours.step()
+        assert wrapped.checkpoint({"by": "wrapped"}).result().step == 1
+        wrapped.pin("kept")
+        assert wrapped.state_dict() == ours.state_dict()
+        ours.load_state_dict(wrapped.state_dict())
+        before = second.detach().clone()
+        ours.step()
+        assert wrapped.restore().train_state == {"by": "wrapped"}
+        assert torch.equal(second.detach(), before)
+        assert wrapped.stats().scalars() == ours.stats().scalars()
+        wrapped.close()
+        with pytest.raises(offload.OffloadError, match="closed"):
+            ours.step()
+
+    def test_lightning_moves_the_tensors_in_state_which_is_a_dict_of_dicts_without_any(
+        self, tmp_path: Path
+    ) -> None:
+        model = fit(tmp_path / "a", on_ssd(tmp_path / "run"), max_epochs=1)
+        (ours,) = model.trainer.optimizers
+        assert dict(ours.state) == {}
+        with ours.materialized():  # type: ignore[attr-defined]
+            assert {type(state) for state in ours.state.values()} == {dict}
+
+    def test_a_ckpt_loads_with_weights_only_and_holds_no_state_of_the_optimizer(
+        self, tmp_path: Path
+    ) -> None:
+        model = fit(tmp_path / "a", on_ssd(tmp_path / "run"), max_epochs=1)
+        saved = torch.load(tmp_path / "a/files/last.ckpt", weights_only=True)
+        (reference,) = saved["optimizer_states"]
+        assert reference["state"] == {}
+        assert reference["sealed"] is True
+        held = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+        assert (tmp_path / "a/files/last.ckpt").stat().st_size < held + 40_000
+
+
+def test_a_trainer_of_several_processes_is_refused(tmp_path: Path) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", logger=False, default_root_dir=tmp_path
+    )
+    with pytest.raises(offload.OffloadError, match=r"2 processes.*devices=1"):
+        OffloadCallback().setup(trainer, Model(in_memory), "fit")
+
+
+def test_the_callback_without_an_optimizer_of_ours_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(offload.OffloadError, match="nothing that OffloadCallback could do"):
+        fit(tmp_path / "a", lambda m: torch.optim.AdamW(m.parameters()), callback=OffloadCallback())
+
+
+def test_a_second_fit_closes_the_optimizer_of_the_first(tmp_path: Path) -> None:
+    first = fit(tmp_path / "a", on_ssd(tmp_path / "run"), max_epochs=1)
+    first.trainer.save_checkpoint(tmp_path / "mine.ckpt")  # as long as there is no other fit
+    (kept,) = [c for c in offload.list_checkpoints(tmp_path / "run") if c.step == 4]
+    assert sum(name.startswith("lightning-mine-") for name in kept.pins) == 1
+    fit(
+        tmp_path / "a",
+        on_ssd(tmp_path / "run"),
+        ckpt_path=tmp_path / "mine.ckpt",
+        max_epochs=2,
+        checkpoints=saving(tmp_path / "a/files"),
+    )
+    assert len(logged(tmp_path / "a")) == STEPS
+    with pytest.raises(offload.OffloadError, match="closed"):
+        first.trainer.optimizers[0].step()
+
+
+@pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_trainer_may_come_from_either_package(name: str, tmp_path: Path) -> None:
+    package = pytest.importorskip(name)
+
+    class Line(package.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.line = torch.nn.Linear(8, 1)
+            self.seen: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = self.line(batch[0]).square().mean()
+            self.seen.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return offload.AdamW(
+                self.parameters(), lr=0.1, directory=tmp_path / "run", options=OPTIONS
+            )
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(
+                torch.utils.data.TensorDataset(torch.linspace(-1, 1, 64).view(8, 8)), batch_size=2
+            )
+
+    def run(epochs: int, ckpt_path: str | None = None) -> list[float]:
+        model = Line()
+        files = package.callbacks.ModelCheckpoint(dirpath=tmp_path / "files", save_last=True)
+        trainer = package.Trainer(
+            max_epochs=epochs, accelerator="cpu", callbacks=[OffloadCallback(), files],
+            logger=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(model, ckpt_path=ckpt_path)
+        return model.seen
+
+    losses = run(1) + run(2, str(tmp_path / "files/last.ckpt"))
+    masters = torch.nn.Linear(8, 1)
+    torch.manual_seed(0)
+    masters.reset_parameters()
+    plain = torch.optim.AdamW(masters.parameters(), lr=0.1)
+    expected = []
+    for batch in torch.linspace(-1, 1, 64).view(4, 2, 8).repeat(2, 1, 1):
+        loss = masters(batch).square().mean()
+        expected.append(loss.item())
+        plain.zero_grad()
+        loss.backward()
+        plain.step()
+    assert losses == expected

@@ -1,0 +1,79 @@
+"""Statistics arrive where metrics go: TensorBoard's own writer and reader, Lightning's loggers."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+import offload
+from offload.integrations.lightning import OffloadCallback
+from tests.integrations.lightning_runs import BATCHES, OPTIONS, fit, logged, on_ssd
+
+
+def events(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return by name what TensorBoard would show: steps and values."""
+    found = EventAccumulator(str(directory))
+    found.Reload()
+    return {
+        name: [(event.step, event.value) for event in found.Scalars(name)]
+        for name in found.Tags()["scalars"]
+    }
+
+
+def test_statistics_are_written_to_tensorboard_from_a_plain_loop(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(10_000))
+    optimizer = offload.AdamW([parameter], directory=tmp_path / "run", options=OPTIONS)
+    given = []
+    with SummaryWriter(str(tmp_path / "log")) as writer:
+        for step in range(3):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            given.append(optimizer.stats().scalars())
+            for name, value in given[-1].items():
+                writer.add_scalar(name, value, step)
+    optimizer.close()
+    shown = events(tmp_path / "log")
+    assert shown.keys() == given[0].keys()
+    for name, values in shown.items():
+        assert [step for step, _ in values] == [0, 1, 2]
+        expected = [scalars[name] for scalars in given]
+        assert [value for _, value in values] == pytest.approx(expected, rel=1e-6)  # FP32
+    assert shown["offload/steps"] == [(0, 1.0), (1, 2.0), (2, 3.0)]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_lightnings_loggers_get_statistics_where_they_get_losses(
+    every: int, tmp_path: Path
+) -> None:
+    loggers = [
+        CSVLogger(tmp_path, name=""),
+        TensorBoardLogger(tmp_path, name="", version="board"),
+    ]
+    fit(
+        tmp_path, on_ssd(tmp_path / "run"), callback=OffloadCallback(), max_epochs=2,
+        logger=loggers, log_every_n_steps=every, save=False,
+    )  # fmt: skip
+    losses, steps = logged(tmp_path), logged(tmp_path, "offload/steps")
+    assert list(losses) == list(range(every - 1, 2 * BATCHES, every))
+    assert {step: float(value) for step, value in steps.items()} == {n: n + 1.0 for n in losses}
+    shown = events(tmp_path / "board")
+    assert shown["offload/steps"] == [(n, n + 1.0) for n in losses]
+    assert [n for n, _ in shown["train_loss"]] == list(losses)
+    assert shown["offload/bytes_written"][-1][1] > shown["offload/bytes_written"][0][1] > 0
+
+
+def test_statistics_are_logged_once_per_step_that_is_taken(tmp_path: Path) -> None:
+    fit(
+        tmp_path, on_ssd(tmp_path / "run"), callback=OffloadCallback(), max_epochs=1,
+        accumulate_grad_batches=2, save=False,
+    )  # fmt: skip
+    (path,) = tmp_path.glob("version_*/metrics.csv")
+    with path.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["offload/steps"]]
+    assert [(row["step"], row["offload/steps"]) for row in rows] == [("0", "1.0"), ("1", "2.0")]
