@@ -16,7 +16,9 @@ from tests.attacks.attack import FILES
 from tests.attacks.make import all_attacks
 
 GROUPS = {"manifest", "header", "train_state", "part", "small", "names"}
-NUM_PROCESSES = 6
+NUM_PROCESSES = 3
+"""Each takes seconds to import torch, and then a tenth of one for an attack."""
+
 MOST_GROWN_BYTES = 200 << 20
 
 

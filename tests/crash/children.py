@@ -438,6 +438,10 @@ def serve(works: Mapping[str, Callable[[str], None]]) -> None:
     """
     torch.set_num_threads(1)
     Reference().after(1)  # the first optimizer of a process imports a second's worth of modules
+    # The collection with which Python ends looks only at what a child has made itself. All that
+    # was imported before would be a second of it.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         match json.loads(line):
             case ["start", name, directory]:
