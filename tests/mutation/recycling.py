@@ -261,7 +261,10 @@ RECYCLING = (
                 "",
             ),
         ),
-        power("three-checkpoints-keep=1", "replaced-train-state-keep=1", "added-group-keep=1"),
+        (
+            "tests/crash/test_quarantine.py"
+            "::test_its_place_is_taken_when_training_comes_to_its_step_again",
+        ),
     ),
     Mutation(
         "leftover-slot-keeps-headers",
@@ -291,7 +294,7 @@ RECYCLING = (
         "free-slot-without-parts",
         "a free slot is used only if its parts are there",
         (Edit(_FREE, "candidate.sizes == sizes and complete:", "candidate.sizes == sizes:"),),
-        (f"{_DRIVES}::TestByHand",),
+        (f"{_DRIVES}::TestByHand::test_the_part_of_a_free_slot_is_removed_in_mid_run",),
     ),
     Mutation(
         "leftover-slot-that-is-read",
