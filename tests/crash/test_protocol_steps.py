@@ -80,7 +80,7 @@ class _Late(Future[int]):
 
 
 class LateBackend(WrapperBackend):
-    """Writes to state arrays when it is waited for, or at the end, and sees what is synced first."""
+    """Writes to state arrays when it is waited for, and sees what is synced before that."""
 
     def __init__(self) -> None:
         super().__init__(MemoryBackend())

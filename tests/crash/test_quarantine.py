@@ -257,7 +257,7 @@ def test_one_that_this_process_wrote_is_checked_when_it_goes_back_to_it() -> Non
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_its_place_is_taken_when_training_comes_to_its_step_again(keep: int) -> None:
-    """With keep=2 its slot is the next to be used, and the mark in it must not be sealed with it."""
+    """With keep=2 its slot is the next to be used: the mark in it must not be sealed."""
     backend = MemoryBackend()
     store_with(backend, [STORE, OTHER])
     damage(backend, "model")

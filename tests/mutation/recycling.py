@@ -13,6 +13,7 @@ _POOL = "offload/part_pool.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
 _DRIVES = "tests/crash/test_drives.py"
+_QUARANTINE = "tests/crash/test_quarantine.py"
 
 _THREE = power("three-checkpoints-keep=1")
 _DRIVES_2 = power("three-checkpoints-keep=1-drives=2")
@@ -261,10 +262,7 @@ RECYCLING = (
                 "",
             ),
         ),
-        (
-            "tests/crash/test_quarantine.py"
-            "::test_its_place_is_taken_when_training_comes_to_its_step_again",
-        ),
+        (f"{_QUARANTINE}::test_its_place_is_taken_when_training_comes_to_its_step_again",),
     ),
     Mutation(
         "leftover-slot-keeps-headers",
