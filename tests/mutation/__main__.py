@@ -37,6 +37,10 @@ from tests.mutation.mutation import RESULT, ROOT, Mutation, MutationError
 
 _COPIED: Final = ("offload", "gds", "tests", "bench", "pyproject.toml")
 _TIMEOUT_S: Final = 300.0
+_POLL_S: Final = 0.05
+_PAUSE_S: Final = 5.0
+"""Who sleeps so much too long was stopped, with the tests: what they then say does not count."""
+
 _IMPORT: Final = re.compile(r"^from (tests\.[\w.]+) import", re.MULTILINE)
 
 Outcome = Literal["killed", "hung", "survived", "redundant", "not run", "tests fail without it"]
@@ -109,24 +113,37 @@ class Workplace:
 
     def _pytest(self, copy: Path, tests: Sequence[str]) -> tuple[str, str]:
         said = copy / "said"
+        while (status := self._ended(copy, said, tests)) == "stopped":
+            shutil.rmtree(copy / "tmp", ignore_errors=True)
+        if status is None:
+            return "hung", f"no end within {self._timeout_s:g} s"
+        if status == 0:
+            return "passed", ""
+        text = said.read_text()
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", text, re.MULTILINE)
+        if os.waitstatus_to_exitcode(status) != 1 or failed is None:
+            # Not a test that failed, but one that could not be run: nothing is known.
+            raise MutationError(f"pytest ended with status {status:#x}:\n{text[-3000:]}")
+        return "failed", failed[1]
+
+    def _ended(
+        self, copy: Path, said: Path, tests: Sequence[str]
+    ) -> int | Literal["stopped"] | None:
+        """Return a status; None if there was no end; ``stopped`` if there may be another."""
         child = os.fork()
         if child == 0:
             _become_pytest(copy, said, tests)
         until = time.monotonic() + self._timeout_s
+        before = time.monotonic()
         while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-            if time.monotonic() > until:
+            now = time.monotonic()
+            if now > until or now - before > _PAUSE_S:
                 os.killpg(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-                return "hung", f"no end within {self._timeout_s:g} s"
-            time.sleep(0.05)
-        if ended[1] == 0:
-            return "passed", ""
-        text = said.read_text()
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", text, re.MULTILINE)
-        if os.waitstatus_to_exitcode(ended[1]) != 1 or failed is None:
-            # Not a test that failed, but one that could not be run: nothing is known.
-            raise MutationError(f"pytest ended with status {ended[1]:#x}:\n{text[-3000:]}")
-        return "failed", failed[1]
+                return "stopped" if now - before > _PAUSE_S else None
+            before = now
+            time.sleep(_POLL_S)
+        return "stopped" if time.monotonic() - before > _PAUSE_S else ended[1]
 
 
 def _become_pytest(copy: Path, said: Path, tests: Sequence[str]) -> NoReturn:
@@ -137,7 +154,7 @@ def _become_pytest(copy: Path, said: Path, tests: Sequence[str]) -> NoReturn:
     status = 3
     try:
         os.setpgid(0, 0)
-        output = os.open(said, os.O_WRONLY | os.O_CREAT)
+        output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(copy)
@@ -214,7 +231,8 @@ def _outcome(mutation: Mutation, workplace: Workplace) -> tuple[Outcome, str]:
     if plain is None:
         found = workplace.run(key, [], noticed)
         plain = {"how": found[0], "by": found[1]}
-        workplace.keep(key, noticed, plain)
+        if found[0] != "hung":
+            workplace.keep(key, noticed, plain)
     if plain["how"] != "passed":
         return "tests fail without it", str(plain["by"])
     return ("killed" if how == "failed" else "hung"), by
