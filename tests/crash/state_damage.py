@@ -8,7 +8,7 @@ from gds import Backend
 from offload import open_checkpoint
 from offload.errors import CheckpointError
 
-STATE = ("master.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors")
+_READ_AT_ONCE = ("manifest.json", "part.json", "model.safetensors", "train_state.safetensors")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Flip:
             file.sync()
         finally:
             file.close()
+
+
+def is_state(path: str) -> bool:
+    """Return whether a file holds optimizer state, which is read when it is trained on."""
+    return not path.endswith(_READ_AT_ONCE)
 
 
 def problems(backend: Backend, checkpoint: str) -> str:
