@@ -63,6 +63,7 @@ from tests.crash.state_model import (
     Event,
     Expectation,
     Forward,
+    LayOut,
     Run,
     SetRate,
     Step,
@@ -223,6 +224,8 @@ class StoreMachine(RuleBasedStateMachine):
         train_state = {"uid": uid, "extra": extra}
         metrics = {} if loss is None else {METRIC: loss}
         run = self.run
+        if run.num_steps == 0:
+            run.apply(LayOut())
         before = [u for u in self.sealed if self.sealed[u].expectation.step == run.num_steps]
         losses = frozenset([loss]).union(*(self.sealed[u].losses for u in before))
         self.sealed[uid] = Sealed(run.expectation(), run.events, run.with_head, train_state, losses)
