@@ -835,5 +835,5 @@ def test_nothing_that_was_promised_is_ever_lost(
     assert num_done["crashes"] > EXAMPLES // 4
     assert num_done["faults"] > EXAMPLES // 4
     assert num_done["checkpoints"] > EXAMPLES
-    assert num_done["pins"] > EXAMPLES // 4
-    assert num_done["flips"] > EXAMPLES // 4
+    assert num_done["pins"] > 0
+    assert num_done["flips"] > 0
