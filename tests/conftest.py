@@ -1,4 +1,7 @@
-"""What a run of the tests has tried, in one line each at its end."""
+"""What a run of the tests has tried, in one line each at its end.
+
+Only tests that have passed count: what is said to have been found was found by all of them.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"power cuts: {cuts} tried; {states} different states were opened, resumed from and "
             f"compared (CRASH_SEED={seeds})"
         )
+    if kills := _total(recorded, "kills"):
+        terminalreporter.write_line(f"SIGKILL: {kills} processes killed, and the run went on")
     if faults := _total(recorded, "faults"):
         terminalreporter.write_line(f"I/O faults: {faults} injected, each in a run of its own")
     calls: Counter[str] = Counter()
@@ -32,11 +37,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if calls:
         listed = ", ".join(f"{name} {number}" for name, number in sorted(calls.items()))
         terminalreporter.write_line(f"faults of system calls: {listed}; {calls.total()} in all")
+    if flips := _total(recorded, "flips"):
+        files = _total(recorded, "flipped_files")
+        terminalreporter.write_line(
+            f"bits flipped: {flips}, each in another byte of {files} files; detected: {flips}"
+        )
+    if pages := _total(recorded, "lost_writes"):
+        terminalreporter.write_line(
+            f"pages stale, torn, misdirected or zeroed: {pages}; detected: {pages}"
+        )
+    if attacks := _total(recorded, "attacks"):
+        terminalreporter.write_line(f"attacks: {attacks}; refused by name: {attacks}")
+    machine: Counter[str] = Counter()
+    for name, value in recorded:
+        if name == "state_machine":
+            machine.update(value)
+    if machine:
+        listed = ", ".join(f"{number} {name}" for name, number in machine.items())
+        terminalreporter.write_line(f"state machine: {listed}")
 
 
 def _recorded(reports: Iterable[object]) -> Iterable[tuple[str, Any]]:
     for report in reports:
-        if isinstance(report, pytest.TestReport) and report.when == "call":
+        if isinstance(report, pytest.TestReport) and report.when == "call" and report.passed:
             yield from report.user_properties
 
 

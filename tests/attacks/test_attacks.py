@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,9 @@ def test_every_attack_belongs_to_a_group_and_has_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("index", range(NUM_PROCESSES))
-def test_every_attack_is_refused(index: int, tmp_path: Path) -> None:
+def test_every_attack_is_refused(
+    index: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     attacks = all_attacks()[index::NUM_PROCESSES]
     share = f"{index}/{NUM_PROCESSES}"
     done = subprocess.run(
@@ -63,3 +66,4 @@ def test_every_attack_is_refused(index: int, tmp_path: Path) -> None:
     assert report["grown_bytes"] < MOST_GROWN_BYTES
     grown = report["grown_bytes"] >> 20
     print(f"\n{share}: attacks refused (all): {len(attacks)}; memory grew by {grown} MiB")
+    record_property("attacks", len(attacks))

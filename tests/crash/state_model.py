@@ -89,7 +89,15 @@ class SetRate:
     lr: float
 
 
-Event: TypeAlias = Step | Forward | Edit | AddHead | SetRate
+@dataclass(frozen=True)
+class LayOut:
+    """A checkpoint before the first step: the order of what is trained by then is fixed.
+
+    Groups that join later come after it, whatever their dtypes; rounding at random sees the order.
+    """
+
+
+Event: TypeAlias = Step | Forward | Edit | AddHead | SetRate | LayOut
 
 
 @dataclass(frozen=True)
@@ -178,6 +186,8 @@ class Run:
                 self.with_head = True
             case SetRate():
                 self._set_rate(event.lr)
+            case LayOut():
+                self._lay_out()
 
     def expectation(self) -> Expectation:
         """Return what a checkpoint of this moment holds."""
@@ -196,6 +206,9 @@ class Run:
 
     def _add_head(self) -> None:
         raise NotImplementedError
+
+    def _lay_out(self) -> None:
+        """Fix the order of the parameters, where that makes a difference."""
 
     def _set_rate(self, lr: float) -> None:
         raise NotImplementedError
@@ -289,6 +302,9 @@ class UndisturbedRun(Run):
 
     def _add_head(self) -> None:
         add_head(self.model, self._optimizer)
+
+    def _lay_out(self) -> None:
+        self._optimizer.checkpoint({"number": len(self.events)}).result()
 
     def _set_rate(self, lr: float) -> None:
         self._optimizer.param_groups[0]["lr"] = lr

@@ -17,9 +17,9 @@ import offload.free_slots
 import offload.manifest
 import offload.model_file
 from gds import Backend, Buffer, IOFuture, MemoryBackend, PosixBackend, WrapperBackend
-from gds._backend import File
+from gds._backend import File, Lock
 from gds._wrapper import WrapperFile
-from offload import AdamW, Checkpoint, load_parameters, open_checkpoint
+from offload import AdamW, Checkpoint, list_checkpoints, load_parameters, open_checkpoint
 from offload.errors import SealError, StoreBusyError, StoreLockedError
 from offload.seal import Seal
 from tests.crash import children as child
@@ -321,7 +321,10 @@ class TestReaders:
         found = training.optimizer.restore()
         assert found is not None
         assert found.step == 1, "the history that was begun last, not the highest step"
+        training.optimizer.pin("mine")
         training.optimizer.close()
+        pinned = [i.step for i in list_checkpoints(STORE, backend=backend) if i.pins == ("mine",)]
+        assert pinned == [1], "the newest is what is pinned if nothing is named"
 
     def test_a_checkpoint_that_is_read_is_not_replaced_by_another_of_its_step(self) -> None:
         training = Training(MemoryBackend(), keep=2)
@@ -339,6 +342,23 @@ class TestReaders:
                 "parameters or buffers"
             ]
             assert reader.verify().ok
+        training.optimizer.close()
+
+    def test_one_that_is_replaced_while_it_is_being_opened_is_not_what_is_locked(self) -> None:
+        """The lock is on what had the name, which is free by now: it would keep nothing."""
+        training = Training(LateLockBackend(), keep=2)
+        path = training.steps_and_seal()
+
+        def seal_this_step_again() -> None:
+            training.model.norm.running_mean.add_(1)
+            training.optimizer.checkpoint().result()
+
+        training.backend.before_next_lock = seal_this_step_again
+        with pytest.raises(StoreBusyError, match="has just been recycled; open a newer one"):
+            open_checkpoint(path, backend=training.backend)
+        with open_checkpoint(path, backend=training.backend) as reader:
+            assert reader.verify().ok
+        training.steps_and_seal(2)  # nothing has kept its lock
         training.optimizer.close()
 
     def test_a_slot_that_is_still_read_is_not_rewritten_by_the_next_process(self) -> None:
@@ -361,6 +381,26 @@ class TestReaders:
         assert contents(backend, f"{STORE}/{slot}") == before
         lock.release()
         training.optimizer.close()
+
+
+class LateLockBackend(WrapperBackend):
+    """Lets something happen between the opening of what is to be locked, and the lock."""
+
+    before_next_lock: Callable[[], object] | None = None
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBackend())
+
+    def lock(self, path: str, *, shared: bool = False, create: bool = False) -> Lock:
+        happens, self.before_next_lock = self.before_next_lock, None
+        if happens is None:
+            return super().lock(path, shared=shared, create=create)
+        opened = self.stat(path)
+        happens()
+        store = os.path.dirname(path)
+        names = {self.stat(f"{store}/{name}"): name for name in self.list_dir(store)}
+        (moved,) = [name for stat, name in names.items() if stat.inode == opened.inode]
+        return super().lock(f"{store}/{moved}", shared=shared)
 
 
 class SealGate(WrapperBackend):

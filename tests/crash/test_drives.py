@@ -551,6 +551,18 @@ class TestByHand:
             assert differences(newest, backend, Reference().after(5)) == []
         assert len(parts_in(backend)) == 3
 
+    def test_the_part_of_a_free_slot_is_removed_in_mid_run(self) -> None:
+        """The slot is of no use without it, and its name in the first directory says nothing."""
+        backend, model = MemoryBackend(), Model()
+        with optimizer_in(backend, model, keep=1) as optimizer:
+            train(model, optimizer, 1, 2)
+            (free,) = set(parts_in(backend)) - {part_of(backend, 2)}
+            remove(backend, f"{TWO}/{free}")
+            train(model, optimizer, 3, 4)
+        with open_checkpoint(ONE, backend=backend) as newest:
+            assert differences(newest, backend, Reference().after(4)) == []
+        assert len(parts_in(backend)) == len(slots_in(backend)) == 2
+
     def test_free_parts_are_reused_and_superfluous_ones_removed(self) -> None:
         backend, model = store_of_two(keep=3), Model()
         with optimizer_in(backend, model, keep=3) as optimizer:

@@ -113,7 +113,9 @@ def what_a_new_process_does(backend: MemoryBackend) -> str:
 
 @pytest.mark.parametrize("damage", [stale, torn, misdirected, zeroed])
 @pytest.mark.parametrize("name", FILES)
-def test_a_page_that_is_not_what_was_written_is_never_trained_on(name: str, damage: Damage) -> None:
+def test_a_page_that_is_not_what_was_written_is_never_trained_on(
+    name: str, damage: Damage, record_property: Callable[[str, object], None]
+) -> None:
     image = sealed()
     content = dict(image.files)
     path = f"{checkpoint_path(NEWEST)}/{name}"
@@ -130,3 +132,4 @@ def test_a_page_that_is_not_what_was_written_is_never_trained_on(name: str, dama
         assert is_found_by_a_complete_read(image.backend()), f"page at {start}"
         assert what_a_new_process_does(image.backend()) in ("refused", "passed over")
     assert num_damaged > 0
+    record_property("lost_writes", num_damaged)

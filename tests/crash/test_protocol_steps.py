@@ -79,6 +79,51 @@ class _Late(Future[int]):
         return super().result(timeout)
 
 
+class LateBackend(WrapperBackend):
+    """Writes to state arrays when it is waited for, and sees what is synced before that."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBackend())
+        self.late: list[_Late] = []
+        self.synced_too_early: list[str] = []
+
+    def wrap_file(self, file: File) -> File:
+        return _LateStateFile(file, self)
+
+
+class _LateStateFile(WrapperFile):
+    def __init__(self, inner: File, backend: LateBackend) -> None:
+        super().__init__(inner)
+        self._backend = backend
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        if "/exp_avg" not in self.path:
+            return super().write(source, offset)
+        self._backend.late.append(_Late(self.inner, source, offset))
+        return self._backend.late[-1]  # type: ignore[return-value]
+
+    def sync(self) -> None:
+        if any(not late.done() for late in self._backend.late):
+            self._backend.synced_too_early.append(self.path)
+        super().sync()
+
+
+def test_nothing_is_synced_before_all_writes_of_the_state_have_ended() -> None:
+    backend = LateBackend()
+    training = Training(backend)
+    try:
+        training.step()
+        assert len(backend.late) == 4, "two arrays of two chunks, which fit into the ring"
+        assert not any(late.done() for late in backend.late)
+        sealed = training.optimizer.checkpoint().result(60)
+        assert backend.synced_too_early == []
+        assert differences(sealed, backend, Reference().after(1)) == []
+    finally:
+        for late in backend.late:
+            late.result()  # else closing waits for them
+        training.optimizer.close()
+
+
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
 def test_the_bytes_of_the_parameters_are_those_of_when_they_were_copied(
     num_blocks: int, small_blocks: None

@@ -255,21 +255,24 @@ def test_one_that_this_process_wrote_is_checked_when_it_goes_back_to_it() -> Non
     optimizer.close()
 
 
-def test_its_place_is_taken_when_training_comes_to_its_step_again() -> None:
+@pytest.mark.parametrize("keep", [1, 2])
+def test_its_place_is_taken_when_training_comes_to_its_step_again(keep: int) -> None:
+    """With keep=2 its slot is the next to be used: the mark in it must not be sealed."""
     backend = MemoryBackend()
     store_with(backend, [STORE, OTHER])
     damage(backend, "model")
     model = Model()
-    optimizer = optimizer_for(model, [STORE, OTHER], options(backend), keep=1)
+    optimizer = optimizer_for(model, [STORE, OTHER], options(backend), keep=keep)
     with warned("is quarantined"):
         found = optimizer.restore()
     goes_on_from(found, model, optimizer, 1)
     with open_checkpoint(STORE, backend=backend) as newest:
+        assert newest.step == 3
         assert newest.verify().ok
     optimizer.close()
     for directory in (STORE, OTHER):
         slots = [n for n in backend.list_dir(directory) if n.startswith((".slot", "step", "part"))]
-        assert len(slots) <= 2, slots
+        assert len(slots) <= keep + 1, slots
     assert all(
         QUARANTINE_NAME not in backend.list_dir(f"{STORE}/{name}")
         for name in backend.list_dir(STORE)

@@ -1,8 +1,9 @@
 """Anything may happen in any order: Hypothesis looks for an order that breaks a promise.
 
-Rules are what a user and the world do to a store: steps, checkpoints, restores, edits, faults,
-kills and losses of power. After each of them the power is lost in thought, and what is left must be
-a checkpoint that was promised, to the bit. `tests/crash/state_model.py` says what that is.
+Rules are what a user and the world do to a store: steps, checkpoints, pins, restores, edits, other
+policies, faults, bits that flip, kills and losses of power. After each of them the power is lost in
+thought, and what is left must be a checkpoint that was promised, to the bit, with the pins that
+were. `tests/crash/state_model.py` and `state_policy.py` say what that is.
 
     STATE_MACHINE_SEED=7 pytest tests/crash/test_state_machine.py          # other examples
     STATE_MACHINE_MINUTES=30 pytest -s tests/crash/test_state_machine.py   # seed after seed
@@ -16,7 +17,7 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,24 +33,37 @@ from hypothesis.stateful import (
 )
 
 from gds import Backend, StorageError
-from offload import AdamW, OffloadError, SealHandle, list_checkpoints, open_checkpoint
+from offload import (
+    AdamW,
+    OffloadError,
+    SealHandle,
+    list_checkpoints,
+    open_checkpoint,
+    pin,
+    unpin,
+)
 from offload.errors import (
     BrokenOptimizerError,
     CheckpointError,
     CheckpointNotFoundError,
+    DamagedError,
     MismatchError,
+    PinError,
     SealError,
 )
+from offload.quarantine import lift_quarantine
 from offload.seal import SEAL_THREAD
 from offload.state_pass import STEP_THREAD
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import KINDS, FaultBackend, Kind, When
+from tests.crash.state_damage import Flip, is_state, problems
 from tests.crash.state_model import (
     AddHead,
     Edit,
     Event,
     Expectation,
     Forward,
+    LayOut,
     Run,
     SetRate,
     Step,
@@ -60,6 +74,7 @@ from tests.crash.state_model import (
     new_run,
     set_gradients,
 )
+from tests.crash.state_policy import METRIC, Kept, Policy
 from tests.crash.training import Model, add_head, optimizer_for, options, same_bits
 
 SEED = int(os.environ.get("STATE_MACHINE_SEED", "20261121"))
@@ -76,12 +91,30 @@ RESIDENT = (0, 40_000, "1GiB")
 TIMEOUT_S = 60.0
 """Of each wait: what takes so long hangs."""
 
+_UNUSABLE = (CheckpointError, MismatchError)
+"""What `restore` may say if a checkpoint is damaged: none is left, or it has other groups."""
+
 _T = TypeVar("_T")
 Uid = int
 Allowed = frozenset[Uid | None]
 """What a process may find, as the numbers of checkpoints; None stands for an empty store."""
 
-num_done = {"rules": 0, "crashes": 0, "faults": 0, "power cuts": 0, "checkpoints": 0}
+POLICIES = st.builds(
+    Policy,
+    last=st.integers(1, 3),
+    every=st.sampled_from([None, None, 2, 3]),
+    best=st.sampled_from([None, None, 1, 2]),
+)
+
+num_done = {
+    "rules": 0,
+    "crashes": 0,
+    "faults": 0,
+    "power cuts": 0,
+    "checkpoints": 0,
+    "pins": 0,
+    "flips": 0,
+}
 """Of this process, for the summary."""
 
 
@@ -93,6 +126,17 @@ class Sealed:
     events: tuple[Event, ...]
     with_head: bool
     train_state: dict[str, Any]
+    losses: frozenset[float | None]
+    """Its metric; or that of what it replaced, which is replaced after the train state."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a process may find."""
+
+    newest: Allowed
+    pins: Mapping[str, Allowed]
+    """By name, what it may be on."""
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -100,7 +144,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     What may be found is kept in three places: `promised` are checkpoints one of which must be
     there (one, but while newer ones are being withdrawn); `pending` are being sealed; `doubtful`
-    are those whose seal failed, which a later process may find all the same.
+    are those whose seal failed, which a later process may find all the same. `pins` says what each
+    name may be on.
 
     What is drawn must not depend on how far a thread has come, so no rule has a precondition: one
     that makes no sense at the moment does nothing.
@@ -114,7 +159,7 @@ class StoreMachine(RuleBasedStateMachine):
             chunk_bytes=st.sampled_from([4096, 8192, 1 << 20]),
             drives=st.sampled_from([1, 1, 2]),
         ),
-        keep=st.integers(1, 3),
+        keep=POLICIES,
         when=st.sampled_from(["in time", "at once", "later"]),
         resident=st.sampled_from(RESIDENT),
         overlap=st.sampled_from([None, None, "forward"]),
@@ -122,7 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(
         self,
         variant: Variant,
-        keep: int,
+        keep: Policy,
         when: When,
         resident: int | str,
         overlap: str | None,
@@ -136,6 +181,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.doubtful: set[Uid] = set()
         self.listed: list[Uid] = []
         """The checkpoints of the store, oldest first, as far as they are known."""
+        self.losses: dict[Uid, float | None] = {}
+        self.pins: dict[str, Allowed] = {}
+        self.damaged: dict[str, Uid] = {}
+        """Checkpoints that are not usable any more, by path."""
         self.log = CrashBackend()
         self.open()
 
@@ -163,21 +212,42 @@ class StoreMachine(RuleBasedStateMachine):
             self.run.apply(event)
             self.compare()
 
-    @rule(wait=st.booleans(), extra=st.one_of(st.none(), st.text(max_size=5), st.tuples()))
-    def checkpoint(self, wait: bool, extra: object) -> None:
+    @rule(
+        wait=st.booleans(),
+        extra=st.one_of(st.none(), st.text(max_size=5), st.tuples()),
+        loss=st.sampled_from([None, 0.25, 0.5, 0.75]),
+    )
+    def checkpoint(self, wait: bool, extra: object, loss: float | None) -> None:
         if self.broken:
             return
         uid = len(self.sealed)
         train_state = {"uid": uid, "extra": extra}
+        metrics = {} if loss is None else {METRIC: loss}
         run = self.run
-        self.sealed[uid] = Sealed(run.expectation(), run.events, run.with_head, train_state)
+        if run.num_steps == 0:
+            run.apply(LayOut())
+        before = [u for u in self.sealed if self.sealed[u].expectation.step == run.num_steps]
+        losses = frozenset([loss]).union(*(self.sealed[u].losses for u in before))
+        self.sealed[uid] = Sealed(run.expectation(), run.events, run.with_head, train_state, losses)
+        self.losses[uid] = loss
         self.doubtful.add(uid)
+        pins = dict(self.pins)
+        pinned = [name for name in pins if not pins[name].isdisjoint(before)]
+        for name in pinned:  # if only the train state is replaced it is the same checkpoint
+            self.pins[name] |= {uid}
         self.note()
-        handle, ok = self.persist(lambda: self.optimizer.checkpoint(train_state))
+        refusal = (PinError,) if pinned else ()
+        handle, ok = self.persist(
+            lambda: self.optimizer.checkpoint(train_state, metrics=metrics), refusal=refusal
+        )
         num_done["checkpoints"] += 1
         if ok:
             self.pending.append((handle, uid))
             self.doubtful.discard(uid)
+        elif isinstance(handle, PinError) and not self.faults.num_failed:
+            self.doubtful.discard(uid)  # nothing has changed
+            self.pins = pins
+            self.note()
         if wait:
             self.settle()
 
@@ -186,7 +256,7 @@ class StoreMachine(RuleBasedStateMachine):
         """What training mostly is: steps, a checkpoint, and steps while it is being sealed."""
         self.step(seed, (), True)
         self.step(seed + 1, (), True)
-        self.checkpoint(wait, None)
+        self.checkpoint(wait, None, (0.25, 0.5, 0.75)[seed % 3])
         for number in range(on):
             self.step(seed + 2 + number, (), True)
 
@@ -206,13 +276,11 @@ class StoreMachine(RuleBasedStateMachine):
     def restore(self) -> None:
         """Restore the newest, in the same process."""
         self.settle()
-        refusal = any(uid is not None and self.other_groups(uid) for uid in self.allowed())
-        checkpoint, error = self.attempt(lambda: self.optimizer.restore(), refusal=refusal)
-        if error is not None and not isinstance(error, MismatchError):
-            # A fault happens once: what fails for another reason fails again.
-            checkpoint, error = self.attempt(lambda: self.optimizer.restore(), refusal=refusal)
+        other = any(uid is not None and self.other_groups(uid) for uid in self.allowed())
+        refusal = (MismatchError,) if other else ()
+        checkpoint, error = self.attempt_twice(lambda: self.optimizer.restore(), refusal=refusal)
         if isinstance(error, MismatchError):
-            assert refusal  # and nothing has changed
+            assert other  # and nothing has changed
         elif error is not None:
             self.not_restored(error)
         elif checkpoint is None:
@@ -224,20 +292,24 @@ class StoreMachine(RuleBasedStateMachine):
     def go_back(self, which: int, discard: bool) -> None:
         """Restore one that is not the newest."""
         self.settle()
+        self.refresh()
         older = self.listed[:-1]
         if not older:
             return
         uid = older[which % len(older)]
+        newer = self.listed[self.listed.index(uid) + 1 :]
         step = self.sealed[uid].expectation.step
         if discard:
-            self.promised = frozenset(self.listed[self.listed.index(uid) :])
+            self.promised = frozenset([uid, *newer])
             self.note()
+        pinned = not set(newer).isdisjoint(self.pinned(self.log.inner).values())
+        refusal: tuple[type[Exception], ...] = (PinError,) if pinned else ()
+        if not discard or self.other_groups(uid):
+            refusal += (MismatchError,)
         call = lambda: self.optimizer.restore(step, discard_newer=discard)  # noqa: E731
-        checkpoint, error = self.attempt(call, refusal=not discard or self.other_groups(uid))
-        if error is not None and not isinstance(error, MismatchError):
-            checkpoint, error = self.attempt(call, refusal=self.other_groups(uid))
-        if isinstance(error, MismatchError):
-            assert not discard or self.other_groups(uid)
+        checkpoint, error = self.attempt_twice(call, refusal=refusal)
+        if isinstance(error, MismatchError | PinError):
+            assert isinstance(error, refusal)
             self.promised = frozenset({self.listed[-1]})
             self.note()
         elif error is not None:
@@ -245,6 +317,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.listed = []  # some of them may have been withdrawn
         else:
             assert discard
+            assert not pinned
             assert checkpoint.train_state == self.sealed[uid].train_state
             self.listed = self.listed[: self.listed.index(uid) + 1]
             self.promised = frozenset({uid})
@@ -283,20 +356,54 @@ class StoreMachine(RuleBasedStateMachine):
         self.run.apply(SetRate(lr))
 
     @rule(
-        keep=st.integers(1, 3),
+        keep=POLICIES,
         resident=st.sampled_from(RESIDENT),
         overlap=st.sampled_from([None, "forward"]),
     )
-    def reopen(self, keep: int, resident: int | str, overlap: str | None) -> None:
+    def reopen(self, keep: Policy, resident: int | str, overlap: str | None) -> None:
         """Close, and go on in a new process, with other settings."""
-        self.attempt(self.optimizer.close)
-        self.settle()
-        self.end()
+        self.close()
         self.keep, self.resident, self.overlap = keep, resident, overlap
         self.open()
 
-    # Here is the place for `pin`, `unpin` and `policy`: call the optimizer through `persist`, note
-    # in `listed` what may then be withdrawn, and follow in `acknowledged`, which says what stays.
+    @rule(name=st.sampled_from("ab"), which=st.integers(0, 5), outside=st.booleans())
+    def pin(self, name: str, which: int, outside: bool) -> None:
+        """Give a checkpoint a name, or move the name to it; `outside` is another process."""
+        self.wait_for_everything()
+        if not self.listed:
+            return
+        uid = self.listed[which % len(self.listed)]
+        path = self.path_of(uid)
+        self.pins[name] = self.pins.get(name, frozenset({None})) | {uid}
+        self.note()
+        _, error = self.attempt_twice(
+            (lambda: pin(path, name, backend=self.log))
+            if outside
+            else (lambda: self.optimizer.pin(name, path))
+        )
+        if error is None:
+            num_done["pins"] += 1
+            assert self.pinned(self.log.inner)[name] == uid
+            self.pins[name] = frozenset({uid})
+            self.note()
+
+    @rule(name=st.sampled_from("ab"), outside=st.booleans())
+    def unpin(self, name: str, outside: bool) -> None:
+        """Take a name away."""
+        self.wait_for_everything()
+        if name not in self.pinned(self.log.inner):
+            return
+        self.pins[name] |= {None}
+        self.note()
+        _, error = self.attempt(
+            (lambda: unpin(STORE, name, backend=self.log))
+            if outside
+            else (lambda: self.optimizer.unpin(name))
+        )
+        if error is None:
+            assert name not in self.pinned(self.log.inner)
+            self.pins[name] = frozenset({None})
+            self.note()
 
     # What the world does.
 
@@ -309,7 +416,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(power=st.booleans(), back=st.integers(0, 40), seed=st.integers(0, 1 << 20))
     def crash(self, power: bool, back: int, seed: int) -> None:
         """The process is gone, as of some operations ago; the power too, or the cache stays."""
-        log, allowed = self.moment(back)
+        log, promise = self.moment(back)
         with contextlib.suppress(OffloadError, OSError), _ignored():
             self.optimizer.close()  # of no effect on what was copied; ends its threads
         self.end()
@@ -319,11 +426,73 @@ class StoreMachine(RuleBasedStateMachine):
             self.log = CrashBackend.after(image)
         else:
             self.log = CrashBackend.resumed(log)
-        self.pending, self.doubtful, self.promised = [], set(), allowed
+        self.pending, self.doubtful, self.promised = [], set(), promise.newest
+        self.pins = dict(promise.pins)
         self.open()
 
-    # Here is the place for `damage`: change bytes of a checkpoint of `listed` in `self.log`, take
-    # it out of `promised` if it was there, and let `opened` expect that it is refused.
+    @rule(
+        which=st.sampled_from([-1, -1, -1, -2]),
+        flip=st.builds(
+            Flip,
+            file=st.integers(0, 20),
+            place=st.floats(0, 1, exclude_max=True),
+            bit=st.integers(0, 7),
+        ),
+    )
+    def damage(self, which: int, flip: Flip) -> None:
+        """A bit of a checkpoint flips while nobody trains: the one before it is taken, or none."""
+        self.close()
+        self.refresh()
+        if len(self.listed) < -which:
+            self.open()
+            return
+        uid, path = self.listed[which], self.path_of(self.listed[which])
+        file = flip.path(self.log, path)
+        flip.apply(self.log, file)
+        found = problems(self.log.inner, path)
+        if found:
+            assert file in found
+            num_done["flips"] += 1
+        else:  # where no parameter has state yet nothing was written
+            assert is_state(file), f"{file}: {flip} is not noticed"
+            with open_checkpoint(path, backend=self.log.inner) as checkpoint:
+                self.check(checkpoint, self.log.inner)
+        if found and which == -1 and self.is_refused(uid, file):
+            self.damaged[path] = uid
+            del self.listed[-1]
+            self.promised = frozenset({self.listed[-1]})
+        else:  # of no consequence; or not the newest; or there is none left: it is repaired
+            flip.apply(self.log, file)
+            lift_quarantine(self.log, path)
+            self.log.sync_dir(path)
+            assert problems(self.log.inner, path) == ""
+        self.open()
+
+    def is_refused(self, uid: Uid, file: str) -> bool:
+        """Let a process find out that the newest is damaged; returns whether there is another."""
+        older = self.listed[-2:-1]
+        with_head = self.begin_process()
+        checkpoint, error = self.attempt(lambda: self.optimizer.restore(), refusal=_UNUSABLE)
+        if checkpoint is not None and checkpoint.train_state["uid"] == uid:
+            assert is_state(file), f"{file}: restored, though it is damaged"
+            set_gradients(self.model, Step(0), with_head=with_head)
+            _, error = self.attempt(self.step_and_wait, refusal=(DamagedError,))
+            assert error is not None, f"{file}: trained on, though it is damaged"
+            assert file in str(error)
+            checkpoint, error = self.attempt(lambda: self.optimizer.restore(), refusal=_UNUSABLE)
+        if isinstance(error, MismatchError):
+            assert any(self.sealed[u].with_head != with_head for u in older)
+        elif error is not None:
+            assert older == [], error
+        else:
+            assert [checkpoint.train_state["uid"]] == older
+        self.optimizer.close()
+        self.end()
+        return older != []
+
+    def step_and_wait(self) -> None:
+        self.optimizer.step()
+        self.optimizer.synchronize()
 
     # What must hold.
 
@@ -331,12 +500,13 @@ class StoreMachine(RuleBasedStateMachine):
     def a_promised_checkpoint_survives(self) -> None:
         """Lose the power in thought: what is left is usable, and is what it was."""
         num_done["rules"] += 1
-        log, allowed = self.moment(0)
+        log, promise = self.moment(0)
         self._disk_after(log)
         seed = len(log)
         backend = self._disk.power_cut(random.Random(seed)).backend()
         num_done["power cuts"] += 1
-        self.check_newest(backend, allowed)
+        self.check_newest(backend, promise.newest)
+        self.check_pins(backend, promise.pins)
         assert self.faults.violations == []
 
     def _disk_after(self, log: Sequence[object]) -> None:
@@ -361,6 +531,28 @@ class StoreMachine(RuleBasedStateMachine):
         assert uid in allowed, f"found {uid}, allowed {set(allowed)} {reason}"
         return uid
 
+    def check_pins(self, backend: Backend, pins: Mapping[str, Allowed]) -> None:
+        """Every name is on what it was given to, which is still there."""
+        if pins:
+            found = self.pinned(backend)
+            for name, allowed in pins.items():
+                assert found.get(name) in allowed, f"{name!r} on {found.get(name)}, not {allowed}"
+
+    def pinned(self, backend: Backend) -> dict[str, Uid]:
+        """Return what each name is on; that must be what it was, or known to be damaged."""
+        found: dict[str, Uid] = {}
+        if backend.stat(f"{STORE}/pins") is None:
+            return found
+        for info in list_checkpoints(STORE, backend=backend):
+            if info.pins and info.valid:
+                with open_checkpoint(info.path, backend=backend) as checkpoint:
+                    self.check(checkpoint, backend)
+                    found |= dict.fromkeys(info.pins, checkpoint.train_state["uid"])
+            elif info.pins:
+                assert info.path in self.damaged, info.reason
+                found |= dict.fromkeys(info.pins, self.damaged[info.path])
+        return found
+
     def check(self, found: Any, backend: Backend) -> None:
         expected = self.sealed[found.train_state["uid"]]
         assert found.train_state == expected.train_state
@@ -369,9 +561,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "optimizer"):
             return
-        self.attempt(self.optimizer.close)
-        self.settle()
-        self.end()
+        self.close()
         left = {thread.name for thread in threading.enumerate()} & {SEAL_THREAD, STEP_THREAD}
         assert not left, "threads are left"
 
@@ -379,26 +569,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         """Begin a process and restore; what is found must be allowed, and is promised from now."""
-        self.faults = FaultBackend(self.log, self.when)
         before = self.log.log[:]
         allowed = self.allowed()
-        self.log.note(allowed)
-        with_head = self.num_groups() == 2
-        self.model, self.run, self.broken = Model(), new_run(self.variant), False
-        resident, overlap = self.resident, self.overlap
-        self.optimizer: AdamW = optimizer_for(
-            self.model,
-            list(DIRECTORIES[: self.variant.drives]),
-            options(
-                self.faults,
-                **self.variant.options,
-                shares=SHARES[: self.variant.drives],
-                host_memory=resident,
-                overlap=overlap,
-            ),
-            keep=self.keep,
-            with_head=with_head,
-        )
+        self.note()
+        self.begin_process()
         checkpoint, error = self.attempt(lambda: self.optimizer.restore())
         assert error is None, f"{error} after {before[-3:]}"
         uid = None if checkpoint is None else checkpoint.train_state["uid"]
@@ -407,10 +581,37 @@ class StoreMachine(RuleBasedStateMachine):
         self.note()
         self.opened_at = len(self.log.log)
         assert self.check_newest(self.log.inner, self.promised) == uid
+        self.check_pins(self.log.inner, self.pins)
         self.listed = self.present()
         assert (self.listed[-1:] or [None]) == [uid]
         if checkpoint is not None:
             self.restored(checkpoint.train_state)
+
+    def begin_process(self) -> bool:
+        """Construct model and optimizer; returns whether it is told of the head."""
+        self.faults = FaultBackend(self.log, self.when)
+        with_head = self.num_groups() == 2
+        self.model, self.run, self.broken = Model(), new_run(self.variant), False
+        self.optimizer: AdamW = optimizer_for(
+            self.model,
+            list(DIRECTORIES[: self.variant.drives]),
+            options(
+                self.faults,
+                **self.variant.options,
+                shares=SHARES[: self.variant.drives],
+                host_memory=self.resident,
+                overlap=self.overlap,
+            ),
+            keep=self.keep.retention(),
+            with_head=with_head,
+        )
+        return with_head
+
+    def close(self) -> None:
+        """End the process in good order."""
+        self.attempt(self.optimizer.close)
+        self.settle()
+        self.end()
 
     def end(self) -> None:
         """Take note of the end of a process."""
@@ -430,19 +631,42 @@ class StoreMachine(RuleBasedStateMachine):
         found = list_checkpoints(STORE, backend=backend) if backend.stat(STORE) else []
         uids = []
         for info in sorted(found, key=lambda info: info.generation):
-            assert info.valid, info.reason
+            if not info.valid:
+                assert info.path in self.damaged, info.reason
+                continue
             with open_checkpoint(info.path, backend=backend) as checkpoint:
                 self.check(checkpoint, backend)
-                uids.append(checkpoint.train_state["uid"])
+                uid = checkpoint.train_state["uid"]
+            self.losses[uid] = info.metrics.get(METRIC)
+            assert self.losses[uid] in self.sealed[uid].losses
+            uids.append(uid)
         return uids
+
+    def refresh(self) -> None:
+        """Take note of what a step has taken since retention changed, or a name was taken away."""
+        if not self.listed or self.pending:
+            return
+        kept, present = self.kept(self.listed), self.present()
+        if not self.faults.num_failed:
+            assert set(kept) <= set(present) <= set(self.listed)
+        self.listed = present
+
+    def kept(self, uids: Sequence[Uid]) -> list[Uid]:
+        """Return what retention must keep of some checkpoints, oldest first."""
+        pinned = set(self.pinned(self.log.inner).values())
+        steps = {uid: self.sealed[uid].expectation.step for uid in uids}
+        return self.keep.kept([Kept(u, steps[u], self.losses[u], u in pinned) for u in uids])
+
+    def path_of(self, uid: Uid) -> str:
+        return f"{STORE}/step-{self.sealed[uid].expectation.step:08d}"
 
     def allowed(self) -> Allowed:
         return self.promised | self.doubtful | {uid for _, uid in self.pending}
 
     def note(self) -> None:
-        self.log.note(self.allowed())
+        self.log.note(Promise(self.allowed(), dict(self.pins)))
 
-    def moment(self, back: int) -> tuple[list[Any], Allowed]:
+    def moment(self, back: int) -> tuple[list[Any], Promise]:
         """Return the log up to some operations ago, in this process, and what was allowed then."""
         with self.log.order:
             log = list(self.log.log)
@@ -450,27 +674,44 @@ class StoreMachine(RuleBasedStateMachine):
         return log, next(op.label for op in reversed(log) if op.kind == "note")
 
     def attempt(
-        self, call: Callable[[], _T], *, refusal: bool = False
+        self, call: Callable[[], _T], *, refusal: tuple[type[Exception], ...] = ()
     ) -> tuple[Any, Exception | None]:
         """Call; an error must be a named one, and there must be a reason for it."""
         try:
             with _ignored():
                 return call(), None
         except (OffloadError, StorageError) as error:
-            refused = refusal and isinstance(error, MismatchError)
+            refused = isinstance(error, refusal)
             if len(str(error)) < 20 or not (refused or self.faults.num_failed):
                 raise
             return None, error
 
-    def persist(self, call: Callable[[], _T]) -> tuple[Any, bool]:
-        """Call until it works, or until the optimizer asks for `restore`."""
+    def attempt_twice(
+        self, call: Callable[[], _T], *, refusal: tuple[type[Exception], ...] = ()
+    ) -> tuple[Any, Exception | None]:
+        """Call again if it fails: a fault happens once. What fails for a reason fails again."""
+        value, error = self.attempt(call, refusal=refusal)
+        if error is None or isinstance(error, refusal):
+            return value, error
+        return self.attempt(call, refusal=refusal)
+
+    def persist(
+        self, call: Callable[[], _T], *, refusal: tuple[type[Exception], ...] = ()
+    ) -> tuple[Any, bool]:
+        """Call until it works, or is refused, or until the optimizer asks for `restore`.
+
+        Returns:
+            What the call has returned, or the error; and whether it has worked.
+        """
         for _ in range(4):
-            value, error = self.attempt(call)
+            value, error = self.attempt(call, refusal=refusal)
             if error is None:
                 return value, True
+            if isinstance(error, refusal):
+                return error, False
             if isinstance(error, BrokenOptimizerError):
                 self.broken = True
-                return None, False
+                return error, False
         raise AssertionError(f"it does not get on: {error!r}")
 
     def forward(self, seed: int) -> None:
@@ -480,6 +721,13 @@ class StoreMachine(RuleBasedStateMachine):
             self.run.apply(event)
         else:
             self.broken = True  # the step beside it has failed: raised here, once
+
+    def wait_for_everything(self) -> None:
+        """Let nothing run beside what comes next, and learn what there is."""
+        if not self.broken:
+            self.persist(self.optimizer.synchronize)
+        self.settle()
+        self.refresh()
 
     def settle(self) -> None:
         """Take note of what has become of seals."""
@@ -503,20 +751,21 @@ class StoreMachine(RuleBasedStateMachine):
         self.note()
         step = self.sealed[uid].expectation.step
         others = [u for u in self.listed if self.sealed[u].expectation.step != step]
-        untrimmed = [*others, uid]
-        replaced = len(untrimmed) == len(self.listed)
-        self.listed = untrimmed[-self.keep :]
+        replaced = len(others) < len(self.listed)
+        self.listed = [*others, uid]
         if self.pending:
             return  # the next seal may have begun to make room
-        present = self.present()
+        untrimmed, present = self.listed, self.present()
         assert present[-1] == uid
+        kept = self.kept(untrimmed)
         if self.faults.num_failed:  # one may have been withdrawn for a seal that then failed
             known = {*self.sealed}
             assert known.issuperset(present)
-            self.listed = present
-        elif replaced and present == untrimmed:
-            self.listed = present  # only the train state was replaced: that is no seal
-        assert present == self.listed
+        elif replaced:  # if only the train state was, that is no seal; if all was, best may differ
+            assert {uid, *kept[-self.keep.last :]} <= set(present) <= set(untrimmed)
+        else:
+            assert present == kept
+        self.listed = present
 
     def restored(self, train_state: dict[str, Any]) -> None:
         """The live model is what the checkpoint says."""
@@ -582,7 +831,9 @@ def test_nothing_that_was_promised_is_ever_lost(
         seed += 1
         print(f"up to seed {seed}: {num_done}", flush=True)
     print(f"state machine, seeds {SEED} to {seed}: {num_done}")
-    record_property("state_machine", num_done)
+    record_property("state_machine", dict(num_done))
     assert num_done["crashes"] > EXAMPLES // 4
     assert num_done["faults"] > EXAMPLES // 4
     assert num_done["checkpoints"] > EXAMPLES
+    assert num_done["pins"] > 0
+    assert num_done["flips"] > 0

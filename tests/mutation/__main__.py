@@ -5,7 +5,7 @@
     python -m tests.mutation --check                 # does every edit still fit? (a second)
 
 A mutation that no test notices *survives*: the step is untested, or not needed. One run takes about
-20 minutes of one core. What is known is kept beside the copies, for as long as neither the library
+20 minutes of one core. What is known is kept beside the copy, for as long as neither the library
 nor the tests of that mutation change; several runs may share a scratch directory, each on its
 `--share`. Before anything is believed of a mutation, the test that noticed must pass without it.
 """
@@ -22,7 +22,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +38,10 @@ from tests.mutation.mutation import RESULT, ROOT, Mutation, MutationError
 
 _COPIED: Final = ("offload", "gds", "tests", "bench", "pyproject.toml")
 _TIMEOUT_S: Final = 300.0
+_POLL_S: Final = 0.05
+_PAUSE_S: Final = 5.0
+"""Who sleeps so much too long was stopped, with the tests: what they then say does not count."""
+
 _IMPORT: Final = re.compile(r"^from (tests\.[\w.]+) import", re.MULTILINE)
 
 Outcome = Literal["killed", "hung", "survived", "redundant", "not run", "tests fail without it"]
@@ -57,13 +62,29 @@ class Judged:
 
 
 class Workplace:
-    """A scratch directory with copies of the checkout, and what is known about this state of it."""
+    """A scratch directory with a copy of the checkout, and what is known about this state of it.
+
+    Mutations are applied to the copy and taken back, so that Python need not compile the rest anew.
+    """
 
     def __init__(self, directory: Path, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._directory = directory
         self._directory.mkdir(parents=True, exist_ok=True)
         self._library = _fingerprint()
+        self._copy = self._directory / f"copy.{os.getpid()}"
+        shutil.rmtree(self._copy, ignore_errors=True)
+        self._copy.mkdir()
+        for part in _COPIED:
+            if (ROOT / part).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "results")
+                shutil.copytree(ROOT / part, self._copy / part, ignore=ignored)
+            else:
+                shutil.copy(ROOT / part, self._copy / part)
+
+    def close(self) -> None:
+        """Remove the copy."""
+        shutil.rmtree(self._copy, ignore_errors=True)
 
     def known(self, name: str, tests: Sequence[str]) -> dict[str, object] | None:
         """Return what an earlier run of the same tests on the same library has found."""
@@ -83,50 +104,57 @@ class Workplace:
             digest.update(file.read_bytes())
         return self._directory / f"{name}-{digest.hexdigest()[:16]}.json"
 
-    def run(
-        self, name: str, mutations: Sequence[Mutation], tests: Sequence[str]
-    ) -> tuple[str, str]:
-        """Run tests on a copy with these mutations.
+    def run(self, mutations: Sequence[Mutation], tests: Sequence[str]) -> tuple[str, str]:
+        """Run tests on the copy with these mutations.
 
         Returns:
             ``passed``, ``failed`` or ``hung``; and the first test that failed, or what pytest said.
         """
-        copy = self._directory / f"{name}.{os.getpid()}"
-        shutil.rmtree(copy, ignore_errors=True)
-        copy.mkdir()
+        files = {self._copy / edit.file for mutation in mutations for edit in mutation.edits}
+        before = {file: file.read_bytes() for file in files}
         try:
-            for part in _COPIED:
-                if (ROOT / part).is_dir():
-                    ignored = shutil.ignore_patterns("__pycache__", "results")
-                    shutil.copytree(ROOT / part, copy / part, ignore=ignored)
-                else:
-                    shutil.copy(ROOT / part, copy / part)
             for mutation in mutations:
-                mutation.apply(copy)
-            return self._pytest(copy, tests)
+                mutation.apply(self._copy)
+            _forget_compiled(files)
+            return self._pytest(self._copy, tests)
         finally:
-            shutil.rmtree(copy, ignore_errors=True)
+            for file, content in before.items():
+                file.write_bytes(content)
+            _forget_compiled(files)
 
     def _pytest(self, copy: Path, tests: Sequence[str]) -> tuple[str, str]:
         said = copy / "said"
+        while (status := self._ended(copy, said, tests)) == "stopped":
+            shutil.rmtree(copy / "tmp", ignore_errors=True)
+        if status is None:
+            return "hung", f"no end within {self._timeout_s:g} s"
+        if status == 0:
+            return "passed", ""
+        text = said.read_text()
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", text, re.MULTILINE)
+        if os.waitstatus_to_exitcode(status) != 1 or failed is None:
+            # Not a test that failed, but one that could not be run: nothing is known.
+            raise MutationError(f"pytest ended with status {status:#x}:\n{text[-3000:]}")
+        return "failed", failed[1]
+
+    def _ended(
+        self, copy: Path, said: Path, tests: Sequence[str]
+    ) -> int | Literal["stopped"] | None:
+        """Return a status; None if there was no end; ``stopped`` if there may be another."""
         child = os.fork()
         if child == 0:
             _become_pytest(copy, said, tests)
         until = time.monotonic() + self._timeout_s
+        before = time.monotonic()
         while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-            if time.monotonic() > until:
+            now = time.monotonic()
+            if now > until or now - before > _PAUSE_S:
                 os.killpg(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-                return "hung", f"no end within {self._timeout_s:g} s"
-            time.sleep(0.05)
-        if ended[1] == 0:
-            return "passed", ""
-        text = said.read_text()
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", text, re.MULTILINE)
-        if os.waitstatus_to_exitcode(ended[1]) != 1 or failed is None:
-            # Not a test that failed, but one that could not be run: nothing is known.
-            raise MutationError(f"pytest ended with status {ended[1]:#x}:\n{text[-3000:]}")
-        return "failed", failed[1]
+                return "stopped" if now - before > _PAUSE_S else None
+            before = now
+            time.sleep(_POLL_S)
+        return "stopped" if time.monotonic() - before > _PAUSE_S else ended[1]
 
 
 def _become_pytest(copy: Path, said: Path, tests: Sequence[str]) -> NoReturn:
@@ -137,12 +165,11 @@ def _become_pytest(copy: Path, said: Path, tests: Sequence[str]) -> NoReturn:
     status = 3
     try:
         os.setpgid(0, 0)
-        output = os.open(said, os.O_WRONLY | os.O_CREAT)
+        output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(copy)
         os.environ |= {"PYTHONPATH": str(copy), "OMP_WAIT_POLICY": "PASSIVE"}
-        sys.dont_write_bytecode = True
         own = ("tests", "offload", "gds", "bench")
         for name in [name for name in sys.modules if name.partition(".")[0] in own]:
             del sys.modules[name]
@@ -169,15 +196,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     index, _, num_shares = args.share.partition("/")
     chosen = chosen[int(index) - 1 :: int(num_shares)]
-    workplace = Workplace(Path(args.scratch), args.timeout)
     judged = []
-    for number, mutation in enumerate(chosen, 1):
-        one = judge(mutation, workplace)
-        judged.append(one)
-        print(
-            f"{number}/{len(chosen)} {one.name}: {one.outcome} ({one.seconds:.0f} s) {one.by}",
-            flush=True,
-        )
+    with closing(Workplace(Path(args.scratch), args.timeout)) as workplace:
+        for number, mutation in enumerate(chosen, 1):
+            one = judge(mutation, workplace)
+            judged.append(one)
+            print(
+                f"{number}/{len(chosen)} {one.name}: {one.outcome} ({one.seconds:.0f} s) {one.by}",
+                flush=True,
+            )
     score = summary(judged)
     print(score)
     if len(chosen) == len(MUTATIONS):
@@ -202,7 +229,7 @@ def judge(mutation: Mutation, workplace: Workplace) -> Judged:
 
 def _outcome(mutation: Mutation, workplace: Workplace) -> tuple[Outcome, str]:
     try:
-        how, by = workplace.run(mutation.name, [mutation], mutation.tests)
+        how, by = workplace.run([mutation], mutation.tests)
     except MutationError as error:
         return "not run", str(error)
     if how == "passed":
@@ -212,9 +239,10 @@ def _outcome(mutation: Mutation, workplace: Workplace) -> tuple[Outcome, str]:
     key = "plain-" + hashlib.sha256("\n".join(noticed).encode()).hexdigest()[:16]
     plain = workplace.known(key, noticed)
     if plain is None:
-        found = workplace.run(key, [], noticed)
+        found = workplace.run([], noticed)
         plain = {"how": found[0], "by": found[1]}
-        workplace.keep(key, noticed, plain)
+        if found[0] != "hung":
+            workplace.keep(key, noticed, plain)
     if plain["how"] != "passed":
         return "tests fail without it", str(plain["by"])
     return ("killed" if how == "failed" else "hung"), by
@@ -265,6 +293,13 @@ def write(judged: Sequence[Judged], path: Path) -> None:
     }
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(f"written to {path}")
+
+
+def _forget_compiled(files: Iterable[Path]) -> None:
+    """Remove what was compiled of files: within a second, Python takes an edit for no edit."""
+    for file in files:
+        for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
+            compiled.unlink()
 
 
 def _fingerprint() -> str:

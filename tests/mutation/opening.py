@@ -129,7 +129,7 @@ OPENING = (
                 "checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.step)",
             ),
         ),
-        (*_STARTED_OVER, f"{_CONCURRENCY}::TestReaders"),
+        (f"{_CONCURRENCY}::TestReaders",),
     ),
     Mutation(
         "read-by-step",

@@ -13,6 +13,7 @@ _POOL = "offload/part_pool.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
 _DRIVES = "tests/crash/test_drives.py"
+_QUARANTINE = "tests/crash/test_quarantine.py"
 
 _THREE = power("three-checkpoints-keep=1")
 _DRIVES_2 = power("three-checkpoints-keep=1-drives=2")
@@ -261,7 +262,7 @@ RECYCLING = (
                 "",
             ),
         ),
-        power("three-checkpoints-keep=1", "replaced-train-state-keep=1", "added-group-keep=1"),
+        (f"{_QUARANTINE}::test_its_place_is_taken_when_training_comes_to_its_step_again",),
     ),
     Mutation(
         "leftover-slot-keeps-headers",
@@ -291,7 +292,7 @@ RECYCLING = (
         "free-slot-without-parts",
         "a free slot is used only if its parts are there",
         (Edit(_FREE, "candidate.sizes == sizes and complete:", "candidate.sizes == sizes:"),),
-        (f"{_DRIVES}::TestByHand",),
+        (f"{_DRIVES}::TestByHand::test_the_part_of_a_free_slot_is_removed_in_mid_run",),
     ),
     Mutation(
         "leftover-slot-that-is-read",

@@ -283,7 +283,7 @@ SEALING = (
         "seal-no-wait-for-writes",
         "all writes of the state have ended before anything is synced",
         (gone(_SEAL, "        self._flush.wait()\n"),),
-        (_OVERLAP,),
+        (f"{_STEPS}::test_nothing_is_synced_before_all_writes_of_the_state_have_ended",),
     ),
     Mutation(
         "seal-no-flush",
