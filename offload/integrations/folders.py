@@ -5,6 +5,10 @@ and removes folders that it no longer wants. The optimizer's state stays in the 
 folder there must be a checkpoint of the same moment: durable before the folder refers to it, and
 pinned for as long as the folder exists. Which folders refer to a checkpoint is kept in its train
 state, under the library's name.
+
+A folder that is missing may have been removed, or moved, or not be mounted. It counts as removed if
+it was there in the life of this process, or if it was in a directory that is still the same one,
+by its inode; libraries make a directory anew where it is missing.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ class Folders:
         is_complete: Says whether the library could go on from a folder.
         discard_newer: Whether going back may give up newer checkpoints that are in use.
         remedy: What to do where that is refused, for people.
+        attach: How to have folders refer to checkpoints, for those who did not.
     """
 
     def __init__(
@@ -53,13 +58,17 @@ class Folders:
         *,
         discard_newer: bool,
         remedy: str,
+        attach: str,
     ) -> None:
         self._library = library
         self._is_complete = is_complete
         self._discard_newer = discard_newer
         self._remedy = remedy
-        self._read: dict[int, list[str] | None] = {}
+        self._attach = attach
+        self._read: dict[int, dict[str, int] | None] = {}
         """What `_folders` has read, by generation."""
+        self._seen: set[str] = set()
+        """Folders that have been there in the life of this process."""
 
     def seal(self, optimizer: OffloadedOptimizer, folder: str) -> Checkpoint:
         """Make the present state a checkpoint for a folder; durable, and pinned, on return.
@@ -73,10 +82,11 @@ class Folders:
         engine.join()
         step = engine.position.step
         store, name = engine.store, f"{self._library}-{step}"
-        train_state, folders = self._train_state(store, step), [os.path.abspath(folder)]
-        for other in train_state.get(self._library, {}).get("folders", ()):
-            if other not in folders and os.path.isdir(other):
-                folders.append(other)
+        train_state, path = self._train_state(store, step), os.path.abspath(folder)
+        before = train_state.get(self._library, {}).get("folders", {})
+        folders = {other: inode for other, inode in before.items() if os.path.isdir(other)}
+        folders[path] = os.stat(os.path.dirname(path)).st_ino
+        self._seen.add(path)
         train_state[self._library] = {"folders": folders}
         try:
             checkpoint = optimizer.checkpoint(train_state).result()
@@ -94,9 +104,6 @@ class Folders:
     def sync(self, optimizer: OffloadedOptimizer) -> None:
         """Pin what complete folders refer to, and unpin what removed folders referred to.
 
-        A folder counts as removed if the directory that it was in is still there: it might else
-        have been moved, or not be mounted.
-
         Raises:
             gds.StorageError: A pin could not be written or removed durably.
         """
@@ -106,9 +113,10 @@ class Folders:
             folders = self._folders(store, stored)
             if folders is None:
                 continue
+            self._seen.update(filter(os.path.isdir, folders))
             name = f"{self._library}-{stored.manifest.step}"
             is_pinned = name in pinned.of(stored.path, stored.manifest)
-            if is_pinned and all(map(_is_removed, folders)):
+            if is_pinned and all(self._is_removed(*folder) for folder in folders.items()):
                 optimizer.unpin(name)
             elif not is_pinned and any(map(self._is_complete, folders)):
                 optimizer.pin(name, stored.path)
@@ -121,8 +129,8 @@ class Folders:
         anything but the newest checkpoint.
 
         Raises:
-            MismatchError: Newer checkpoints are in use, or there is no such checkpoint any more;
-                says what to do. Nothing has been changed.
+            MismatchError: Newer checkpoints are in use, or there is no such checkpoint any more, or
+                there never was; says what to do. Nothing has been changed.
             PinError: Somebody else has pinned a newer one. Nothing has been changed.
         """
         engine = optimizer._live_engine()
@@ -131,7 +139,14 @@ class Folders:
             return
         wanted, _ = read_reference(state_dict)
         store = engine.store
-        if engine.position.is_same_as(wanted) or wanted.store != store.store_id:
+        if engine.position.is_same_as(wanted):
+            return
+        if not wanted.sealed:  # said first: a store without checkpoints has no lasting identity
+            raise MismatchError(
+                f"load_state_dict() got a reference to {wanted}: the folder was saved without "
+                f"sealing the state, which is lost. {self._attach}"
+            )
+        if wanted.store != store.store_id:
             return
         found = self._find(store, wanted)
         if found is None:
@@ -168,18 +183,18 @@ class Folders:
         optimizer.restore(found.path, discard_newer=True)
 
     def _find(self, store: Store, wanted: Position) -> StoredCheckpoint | None:
-        """Return what a reference names; None if it was never sealed.
+        """Return what a reference names; None if there is nothing to go on from at all.
 
         Raises:
-            MismatchError: It was sealed, and is not there any more.
+            MismatchError: It is not there any more; says which are.
         """
         usable: list[str] = []
         for stored in store.keeping.current:
             manifest = stored.manifest
             if (manifest.step, manifest.generation) == (wanted.step, wanted.generation):
-                return stored if wanted.sealed else None
-            usable += filter(self._is_complete, self._folders(store, stored) or ())
-        if wanted.sealed and usable:
+                return stored
+            usable += filter(self._is_complete, self._folders(store, stored) or {})
+        if usable:
             raise MismatchError(
                 f"load_state_dict() got a reference to {wanted}, which {store.directory} does not "
                 f"have any more. What can be gone on from: {', '.join(usable)}"
@@ -192,14 +207,33 @@ class Folders:
         folders = self._folders(store, stored)
         if folders is None:
             return f"{base}, which was not made for a folder of {self._library}"
-        # Where the directory is gone, folders may have been moved with it.
         using = [
-            f for f in folders if self._is_complete(f) or not os.path.isdir(os.path.dirname(f))
+            folder
+            for folder, inode in folders.items()
+            if self._is_complete(folder)
+            or not (os.path.isdir(folder) or self._is_removed(folder, inode))
         ]
         return f"{base}, which {', '.join(using)} refers to" if using else ""
 
-    def _folders(self, store: Store, stored: StoredCheckpoint) -> list[str] | None:
-        """Return the folders that refer to a checkpoint; None if it was not made for any."""
+    def _is_removed(self, folder: str, inode: int) -> bool:
+        """Return whether a folder is known to have been removed.
+
+        Args:
+            folder: Its path.
+            inode: Of the directory that it was in.
+        """
+        if os.path.isdir(folder):
+            return False
+        try:
+            return folder in self._seen or os.stat(os.path.dirname(folder)).st_ino == inode
+        except OSError:
+            return False
+
+    def _folders(self, store: Store, stored: StoredCheckpoint) -> dict[str, int] | None:
+        """Return the folders that refer to a checkpoint; None if it was not made for any.
+
+        By path; with the inode of the directory that each was in.
+        """
         generation = stored.manifest.generation
         if generation not in self._read:
             own = _read_train_state(store, stored).get(self._library)
@@ -221,10 +255,6 @@ def _read_train_state(store: Store, stored: StoredCheckpoint) -> Mapping[Any, An
     except CheckpointError:
         return {}  # damaged: whoever restores it is told
     return train_state if isinstance(train_state, dict) else {}
-
-
-def _is_removed(folder: str) -> bool:
-    return not os.path.isdir(folder) and os.path.isdir(os.path.dirname(folder))
 
 
 def _name(value: object) -> str:

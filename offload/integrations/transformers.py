@@ -67,7 +67,11 @@ class OffloadCallback(TrainerCallback):
 
     def __init__(self, *, discard_newer: bool = False, log_stats: bool = True) -> None:
         self._folders = Folders(
-            "transformers", _is_complete, discard_newer=discard_newer, remedy=_REMEDY
+            "transformers",
+            _is_complete,
+            discard_newer=discard_newer,
+            remedy=_REMEDY,
+            attach="Pass callbacks=[OffloadCallback()] to the Trainer that saves",
         )
         self._log_stats = log_stats
         self._args: TrainingArguments | None = None

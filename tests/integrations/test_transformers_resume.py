@@ -15,10 +15,10 @@ import offload
 from tests.integrations.training import (
     STEPS,
     Case,
-    InterruptedError_,
     Run,
     Sentences,
     StopBefore,
+    StoppedError,
     arguments,
     make_model,
     steps,
@@ -71,7 +71,7 @@ def assert_same(found: Run, expected: Run) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_interrupted_and_resumed(case: Case, tmp_path: Path) -> None:
     expected = case.run(tmp_path / "whole")
-    with pytest.raises(InterruptedError_):
+    with pytest.raises(StoppedError):
         case.run(tmp_path / "cut", StopBefore(6))  # the last save was of step 3
     found = case.run(tmp_path / "cut", resume=True)
     assert found.stats.steps == STEPS - 3
@@ -83,7 +83,7 @@ def test_resumed_in_the_same_process_by_the_same_trainer(tmp_path: Path) -> None
     expected = case.run(tmp_path / "whole")
     stop = StopBefore(5)
     with case.trainer(tmp_path / "cut", stop) as trainer:
-        with pytest.raises(InterruptedError_):
+        with pytest.raises(StoppedError):
             trainer.train()
         trainer.remove_callback(stop)
         trainer.train(resume_from_checkpoint=True)

@@ -25,7 +25,7 @@ LENGTH, WORDS = 6, 32
 COMPARED = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch", "step")
 
 
-class InterruptedError_(Exception):
+class StoppedError(Exception):
     """What ends a training before its time."""
 
 
@@ -37,7 +37,7 @@ class StopBefore(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step - 1:
-            raise InterruptedError_
+            raise StoppedError
 
 
 class Sentences(torch.utils.data.Dataset):
