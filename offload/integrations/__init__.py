@@ -1,1 +1,4 @@
-"""Thin bridges to training libraries; each is imported only when it is used."""
+"""Other people's training loops.
+
+Each module here imports the library that it is for, and is imported by those who use that library.
+"""

@@ -1,0 +1,102 @@
+"""Hugging Face accelerate.
+
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+follow(accelerator, optimizer)
+accelerator.save_state("out/checkpoint_0")
+
+`prepare()` calls `state_dict()`, moves all tensors in it to the device, and loads it again. It
+finds none, as a reference names the state and has no tensors: nothing is read or moved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import RNG_STATE_NAME
+
+from offload.errors import OffloadError
+from offload.integrations.folders import Folders, unwrap
+from offload.state_reference import is_reference
+
+_REMEDY = (
+    "Pass follow(..., discard_newer=True) to give them up, or remove those folders, or load the "
+    "newest one"
+)
+
+
+class Following:
+    """Keeps seals and pins in step with an accelerator's folders until `stop`; see `follow`."""
+
+    def __init__(self, accelerator: Accelerator, optimizer: object, *, discard_newer: bool) -> None:
+        self._optimizer = unwrap(optimizer, "pass the one that was given to accelerator.prepare()")
+        self._folders = Folders(
+            "accelerate",
+            _is_complete,
+            discard_newer=discard_newer,
+            remedy=_REMEDY,
+            attach="Call follow(accelerator, optimizer) before save_state()",
+        )
+        self._handles = [
+            accelerator.register_save_state_pre_hook(self._before_saving),
+            self._optimizer.register_load_state_dict_pre_hook(self._before_loading),
+        ]
+
+    def stop(self) -> None:
+        """Let go of accelerator and optimizer. Pins stay."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_saving(
+        self, models: list[torch.nn.Module], weights: list[Any], output_dir: str
+    ) -> None:
+        # accelerate has removed old folders, and asks for the optimizer's state dict after this.
+        del models, weights
+        self._folders.seal(self._optimizer, output_dir)
+        self._folders.sync(self._optimizer)
+
+    def _before_loading(
+        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+    ) -> None:
+        del optimizer
+        if is_reference(state_dict):
+            self._folders.go_back(self._optimizer, state_dict)
+
+
+def follow(
+    accelerator: Accelerator, optimizer: object, *, discard_newer: bool = False
+) -> Following:
+    """Make the folders of ``save_state()`` refer to sealed, pinned checkpoints of the store.
+
+    - ``save_state()`` seals the state, and pins it as ``accelerate-<step>``, before the folder
+      refers to it. The pin is removed when the folder is gone, at the next save.
+    - ``load_state()`` goes on from exactly the checkpoint that the folder refers to.
+
+    Args:
+        accelerator: Whose ``save_state`` and ``load_state`` are used.
+        optimizer: Of this package, prepared or not.
+        discard_newer: Loading an older folder may give up checkpoints that newer folders refer to.
+            Without it that is refused. Those of folders that were never finished, or have been
+            removed, are given up in any case.
+
+    Returns:
+        Something to `stop` it with.
+
+    Raises:
+        TypeError: The optimizer is none of this package.
+        OffloadError: The accelerator has several processes.
+    """
+    if accelerator.num_processes > 1:
+        raise OffloadError(
+            f"follow(): the accelerator has {accelerator.num_processes} processes, and a store one "
+            "writer. Launch one process"
+        )
+    return Following(accelerator, optimizer, discard_newer=discard_newer)
+
+
+def _is_complete(folder: str) -> bool:
+    """Return whether accelerate has finished a folder: it writes random states last."""
+    return os.path.isfile(os.path.join(folder, f"{RNG_STATE_NAME}_0.pkl"))

@@ -1,0 +1,324 @@
+"""Hugging Face transformers' Trainer, version 5.
+
+offloading = OffloadCallback()
+trainer = Trainer(
+    model,
+    args,
+    train_dataset=data,
+    optimizer_cls_and_kwargs=offloading.optimizer_cls_and_kwargs(directory="run"),
+    callbacks=[offloading],
+)
+trainer.train(resume_from_checkpoint=latest_checkpoint(args.output_dir, "run"))
+
+The Trainer writes ``checkpoint-N`` in this order: model, ``optimizer.pt``, scheduler, random
+states, ``trainer_state.json``; then it removes old folders; then comes ``on_save``. What
+``optimizer.pt`` refers to must be durable before an older folder is gone, so it is sealed and
+pinned when the Trainer asks for the state dict; at ``on_save``, what was removed is unpinned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, cast
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from offload.checkpoint import list_checkpoints
+from offload.drives import Directory, as_directories
+from offload.errors import CheckpointError, OffloadError
+from offload.integrations.folders import Folders, unwrap
+from offload.optimizer import OffloadedOptimizer
+from offload.options import Options
+from offload.retention import Retention
+from offload.state_reference import is_reference, read_reference
+from offload.stats import Stats
+
+Directories = Directory | Sequence[Directory]
+"""A store: its directory, or one on each drive."""
+
+_REMEDY = (
+    "Pass OffloadCallback(discard_newer=True) to give them up, or remove those folders; to go on "
+    "from the newest one, pass resume_from_checkpoint=True"
+)
+
+
+class OffloadCallback(TrainerCallback):
+    """Makes the Trainer's checkpoints refer to sealed, pinned checkpoints of the store.
+
+    - When the Trainer saves, the state is sealed, and pinned as ``transformers-<step>``, before
+      ``optimizer.pt`` is written. The pin is removed when the Trainer has removed the folder.
+    - When it resumes, exactly the checkpoint that the folder refers to is gone on from.
+    - What the optimizer has moved and waited for is in the logs, as ``offload/<name>``; see
+      `Stats`. Callbacks that come later in the list get it, too.
+
+    Args:
+        discard_newer: Resuming from an older folder may give up checkpoints that newer folders
+            refer to. Without it that is refused. Those of folders that were never finished, or have
+            been removed, are given up in any case.
+        log_stats: Whether to add `Stats` to the logs.
+    """
+
+    def __init__(self, *, discard_newer: bool = False, log_stats: bool = True) -> None:
+        self._folders = Folders(
+            "transformers",
+            _is_complete,
+            discard_newer=discard_newer,
+            remedy=_REMEDY,
+            attach="Pass callbacks=[OffloadCallback()] to the Trainer that saves",
+        )
+        self._log_stats = log_stats
+        self._args: TrainingArguments | None = None
+        self._optimizer: OffloadedOptimizer | None = None
+        self._created: OffloadedOptimizer | None = None
+        self._loading: RemovableHandle | None = None
+        self._saving: RemovableHandle | None = None
+
+    def optimizer_cls_and_kwargs(
+        self, *, directory: Directories, **settings: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return what `Trainer` takes under this name: it then makes the optimizer itself.
+
+        Needed with ``model_init``, where ``optimizers=`` is refused. Arguments are those of
+        `create_optimizer`.
+        """
+        # The Trainer calls a factory twice, the second time with the model.
+        return lambda: self._create, {"directory": directory, **settings}
+
+    def _create(self, model: torch.nn.Module, **settings: Any) -> OffloadedOptimizer:
+        if self._args is None:
+            raise OffloadError(
+                "the callback that made this factory is not the Trainer's: pass it in callbacks=[]"
+            )
+        if self._created is not None:
+            self._created.close()  # of another train(): the store has one writer
+        self._created = create_optimizer(model, self._args, **settings)
+        self._follow(self._created)
+        return self._created
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,  # noqa: ARG002
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
+        """Begin to follow the optimizer, if there is one already."""
+        self._args = args
+        if isinstance(kwargs.get("optimizer"), torch.optim.Optimizer):
+            self._follow(_unwrap(kwargs["optimizer"]))
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
+        """Begin to seal what the Trainer saves.
+
+        Raises:
+            TypeError: The optimizer is none of this package.
+            OffloadError: This is a trial of a hyper-parameter search.
+        """
+        if state.is_hyper_param_search:
+            raise OffloadError(
+                "hyperparameter_search() with OffloadCallback: trials would share one directory. "
+                "Run each trial as a training of its own, with its own directory"
+            )
+        optimizer = _unwrap(kwargs.get("optimizer"))
+        self._follow(optimizer)
+        self._stop_saving()
+
+        def seal(asked: torch.optim.Optimizer) -> None:
+            folder = _folder(args.output_dir or "", state.global_step)
+            # Others may ask for the state dict, too; the Trainer has made its folder before.
+            if asked is optimizer and os.path.isdir(folder):
+                self._folders.seal(optimizer, folder)
+
+        self._saving = optimizer.register_state_dict_pre_hook(seal)
+        self._folders.sync(optimizer)
+
+    def on_save(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,  # noqa: ARG002
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        """Let go of checkpoints whose folders ``save_total_limit`` has removed."""
+        if self._optimizer is not None:
+            self._folders.sync(self._optimizer)
+
+    def on_log(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        """Add what the optimizer has moved and waited for, where a loss is logged."""
+        if not self._log_stats or self._optimizer is None or logs is None or "loss" not in logs:
+            return
+        numbers = flat_stats(self._optimizer.stats())
+        logs.update(numbers)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(numbers)  # the Trainer has made a copy before
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,  # noqa: ARG002
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        """Wait for what runs beside the model, and stop sealing what is saved."""
+        self._stop_saving()
+        if self._optimizer is not None:
+            self._optimizer.synchronize()
+            self._folders.sync(self._optimizer)
+
+    def _follow(self, optimizer: OffloadedOptimizer) -> None:
+        if self._loading is not None:
+            self._loading.remove()
+        self._optimizer = optimizer
+        self._loading = optimizer.register_load_state_dict_pre_hook(self._before_loading)
+
+    def _before_loading(
+        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+    ) -> None:
+        self._folders.go_back(_unwrap(optimizer), state_dict)
+
+    def _stop_saving(self) -> None:
+        if self._saving is not None:
+            self._saving.remove()
+            self._saving = None
+
+
+def create_optimizer(
+    model: torch.nn.Module,
+    args: TrainingArguments,
+    *,
+    directory: Directories,
+    optimizer_class: type[torch.optim.Optimizer] | None = None,
+    keep: int | Retention = 1,
+    fresh: bool = False,
+    options: Options = Options(),  # noqa: B008  (frozen)
+    **hyper: Any,
+) -> OffloadedOptimizer:
+    """Make the optimizer that the Trainer would make of its arguments, with its state on SSD.
+
+    Class, hyper-parameters and the two groups (with and without weight decay) are the Trainer's
+    own. ``fused`` is left out, as fused kernels cannot be streamed exactly; on a CPU results then
+    are those of ``optim="adamw_torch"`` without it.
+
+    Args:
+        model: What is trained.
+        args: Of the Trainer.
+        directory: See `OffloadedOptimizer`.
+        optimizer_class: An element-wise torch class, instead of the one that ``args.optim`` names.
+        keep: See `OffloadedOptimizer`. What the Trainer keeps is pinned, so 1 will do.
+        fresh: See `OffloadedOptimizer`.
+        options: See `Options`.
+        hyper: Hyper-parameters that go before those of `args`.
+
+    Raises:
+        UnsupportedOptimizerError: The class needs more than one element at a time.
+    """
+    if optimizer_class is None:
+        named, chosen = Trainer.get_optimizer_cls_and_kwargs(args, cast(Any, model))
+        optimizer_class, defaults = named, {k: v for k, v in chosen.items() if k != "fused"}
+    else:
+        defaults = {"lr": args.learning_rate}
+    decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))  # uses no Trainer
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": hyper.get("weight_decay", args.weight_decay)},
+        {"params": [], "weight_decay": 0.0},
+    ]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[0 if name in decayed else 1]["params"].append(parameter)
+    return OffloadedOptimizer(
+        optimizer_class,
+        groups,
+        directory=directory,
+        model=model,
+        keep=keep,
+        fresh=fresh,
+        options=options,
+        **{**defaults, **hyper},
+    )
+
+
+def latest_checkpoint(output_dir: str | os.PathLike[str], directory: Directories) -> str | None:
+    """Return the newest folder that training can go on from; None if there is none yet.
+
+    To be passed as ``resume_from_checkpoint``. In contrast to ``True`` it passes over folders that
+    a killed process has not finished, and over those whose checkpoint the store does not have any
+    more; and it allows for a first start.
+
+    Args:
+        output_dir: Of the Trainer.
+        directory: The optimizer's.
+    """
+    try:
+        names = os.listdir(output_dir)
+    except FileNotFoundError:
+        return None
+    steps = (name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for name in names)
+    numbers = sorted((int(step) for step in steps if step.isdecimal()), reverse=True)
+    try:
+        infos = list_checkpoints(as_directories(directory)[0])
+    except (CheckpointError, FileNotFoundError):
+        return None
+    sealed = {info.generation for info in infos if info.valid}
+    for number in numbers:
+        folder = _folder(output_dir, number)
+        if _is_complete(folder) and _generation(folder) in sealed:
+            return folder
+    return None
+
+
+def flat_stats(stats: Stats) -> dict[str, float | int]:
+    """Return `Stats` as numbers by name, such as loggers take; each begins with ``offload/``."""
+    names = [field.name for field in fields(stats)]
+    names += [name for name, value in vars(Stats).items() if isinstance(value, property)]
+    return {f"offload/{name}": getattr(stats, name) for name in names}
+
+
+def _folder(output_dir: str | os.PathLike[str], step: int) -> str:
+    return os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+
+
+def _generation(folder: str) -> int | None:
+    reference = torch.load(os.path.join(folder, OPTIMIZER_NAME), weights_only=True)
+    if not is_reference(reference):
+        return None
+    position, _ = read_reference(reference)
+    return position.generation if position.sealed else None
+
+
+def _is_complete(folder: str) -> bool:
+    """Return whether the Trainer has finished a folder: it writes its own state last."""
+    try:
+        with open(os.path.join(folder, TRAINER_STATE_NAME), encoding="utf-8") as file:
+            json.load(file)
+    except (OSError, ValueError):
+        return False
+    return os.path.isfile(os.path.join(folder, OPTIMIZER_NAME))
+
+
+def _unwrap(optimizer: object) -> OffloadedOptimizer:
+    return unwrap(
+        optimizer,
+        "pass the Trainer optimizers=(create_optimizer(model, args, directory=...), None), or "
+        "optimizer_cls_and_kwargs=offloading.optimizer_cls_and_kwargs(directory=...) of this "
+        "OffloadCallback",
+    )

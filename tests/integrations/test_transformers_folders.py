@@ -1,0 +1,274 @@
+"""Checkpoints of the store follow the Trainer's folders: kept, removed, gone back to, refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import offload
+from offload.errors import MismatchError, PinError
+from offload.integrations.transformers import OffloadCallback, create_optimizer, latest_checkpoint
+from tests.integrations.training import Case, Run, make_model, steps
+from tests.numerics.reference import assert_same_bits
+
+CASE = Case({"save_steps": 2, "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2})
+"""Saves steps 2, 4, 6 and 7."""
+
+
+class Looking(TrainerCallback):
+    """Notes what is there after each save."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.seen: list[tuple[list[int], list[int]]] = []
+        self.logged: list[dict[str, Any]] = []
+
+    def on_save(self, args, state, control, **kwargs):
+        self.seen.append((folders(self.root), pinned(self.root)))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logged.append(dict(logs))
+
+
+def folders(root: Path) -> list[int]:
+    return sorted(int(p.name.removeprefix("checkpoint-")) for p in root.glob("out/checkpoint-*"))
+
+
+def pinned(root: Path) -> list[int]:
+    infos = offload.list_checkpoints(root / "run")
+    return [info.step for info in infos if f"transformers-{info.step}" in info.pins]
+
+
+def sealed(root: Path) -> list[int]:
+    return [info.step for info in offload.list_checkpoints(root / "run")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Run]:
+    """A whole run, and a copy of its files: folders are known by their paths."""
+    root = tmp_path_factory.mktemp("trained")
+    run = CASE.run(root / "work")
+    shutil.copytree(root / "work", root / "copy")
+    return root / "work", root / "copy", run
+
+
+@pytest.fixture
+def work(trained: tuple[Path, Path, Run]) -> Path:
+    """The directory of the run, as it left it. It and ``out`` stay the directories they were."""
+    root, copy, _ = trained
+    for entry in [*root.glob("out/*"), root / "run"]:
+        shutil.rmtree(entry)
+    shutil.copytree(copy, root, dirs_exist_ok=True)
+    return root
+
+
+def test_each_folder_has_a_pinned_checkpoint(work: Path) -> None:
+    assert folders(work) == pinned(work) == sealed(work) == [2, 4, 6, 7]
+    for step in folders(work):
+        reference = torch.load(work / f"out/checkpoint-{step}/optimizer.pt", weights_only=True)
+        info = next(c for c in offload.list_checkpoints(work / "run") if c.step == step)
+        assert (reference["sealed"], reference["step"]) == (True, step)
+        assert reference["generation"] == info.generation
+        model = make_model()
+        offload.load_parameters(model, info.path)
+        again = type(model).from_pretrained(work / f"out/checkpoint-{step}", dtype=torch.bfloat16)
+        for (name, parameter), other in zip(
+            model.named_parameters(), again.parameters(), strict=True
+        ):
+            assert_same_bits(parameter, other, name)
+
+
+def test_save_total_limit_is_honoured(tmp_path: Path) -> None:
+    case = Case({**CASE.arguments, "save_steps": 1, "save_total_limit": 2})
+    looking = Looking(tmp_path)
+    case.run(tmp_path, looking)
+    assert looking.seen == [([max(n - 1, 1), n][-min(n, 2) :],) * 2 for n in range(1, 8)]
+    slots = [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith((".slot", "step"))]
+    assert len(slots) == 3, "what is kept, and one that the next step would write"
+
+
+def test_the_best_model_stays(tmp_path: Path) -> None:
+    case = Case(
+        {
+            **CASE.arguments,
+            "save_total_limit": 1,
+            "learning_rate": 0.5,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "loss",
+        }
+    )
+    run = case.run(tmp_path)
+    best = int(run.trainer.state.best_model_checkpoint.rpartition("-")[2])
+    assert best < 7
+    assert folders(tmp_path) == pinned(tmp_path) == [best]
+    assert best in sealed(tmp_path)
+
+
+def test_a_run_goes_on_from_an_older_folder_only_if_told_to(
+    work: Path, trained: tuple[Path, Path, Run]
+) -> None:
+    older = str(work / "out/checkpoint-4")
+    with pytest.raises(MismatchError, match=r"checkpoint-6 refers to.*discard_newer=True"):
+        CASE.run(work, resume=older)
+    assert pinned(work) == sealed(work) == [2, 4, 6, 7]
+
+    with pytest.warns(RuntimeWarning, match="giving up what was made after it: step-00000006"):
+        found = CASE.run(work, resume=older, discard_newer=True)
+    expected = trained[2]
+    assert found.history == expected.history
+    for name, parameter in expected.parameters.items():
+        assert_same_bits(found.parameters[name], parameter, name)
+
+
+def test_a_folder_whose_checkpoint_was_given_up_is_refused_by_name(work: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+            control.should_epoch_stop = True
+
+    older = str(work / "out/checkpoint-4")
+    # As if it had been killed before it saved anything.
+    with CASE.trainer(work, discard_newer=True) as trainer:
+        reference = torch.load(f"{older}/optimizer.pt", weights_only=True)
+        with pytest.warns(RuntimeWarning, match="giving up"):
+            trainer.optimizer.load_state_dict(reference)
+    assert sealed(work) == [2, 4]
+    with pytest.raises(MismatchError, match=r"step 7 .*any more.*checkpoint-2, .*checkpoint-4"):
+        CASE.run(work, resume=True)
+    assert latest_checkpoint(work / "out", work / "run") == older
+
+
+def test_a_checkpoint_whose_folder_was_removed_is_given_up(
+    work: Path, trained: tuple[Path, Path, Run]
+) -> None:
+    shutil.rmtree(work / "out/checkpoint-7")
+    shutil.rmtree(work / "out/checkpoint-6")
+    with pytest.warns(RuntimeWarning, match="giving up what was made after it: step-00000006"):
+        found = CASE.run(work, resume=True)
+    assert steps(found.history) == steps(trained[2].history)
+    assert found.history == trained[2].history
+
+
+def test_what_others_pinned_or_sealed_is_not_given_up(work: Path) -> None:
+    offload.pin(work / "run/step-00000006", "mine")
+    with pytest.raises(PinError, match="pinned as 'mine'"):
+        CASE.run(work, resume=str(work / "out/checkpoint-4"), discard_newer=True)
+    assert pinned(work) == [2, 4, 6, 7]
+
+    with CASE.trainer(work) as trainer:
+        trainer.optimizer.restore()
+        trainer.model.lm_head.weight.grad = torch.ones_like(trainer.model.lm_head.weight)
+        trainer.optimizer.step()
+        trainer.optimizer.checkpoint({"mine": 1}).result()
+    with pytest.raises(MismatchError, match="step-00000008, which was not made for a folder"):
+        CASE.run(work, resume=True)
+    assert sealed(work)[-1] == 8
+
+
+def test_moved_folders_keep_their_checkpoints(work: Path) -> None:
+    """Folders that are gone with their directory may be elsewhere: nobody has removed them."""
+    (work / "out").rename(work / "elsewhere")
+    try:
+        with pytest.raises(MismatchError, match="checkpoint-6 refers to"):
+            CASE.run(work, resume=str(work / "elsewhere/checkpoint-4"))
+        assert list((work / "out").iterdir()) == [], "the Trainer makes it anew"
+        case = Case({**CASE.arguments, "max_steps": 8, "save_total_limit": 1})
+        case.run(work, resume=str(work / "elsewhere/checkpoint-7"))
+        assert folders(work) == [8]
+        assert pinned(work) == [2, 4, 6, 7, 8]
+    finally:
+        shutil.rmtree(work / "out")
+        (work / "elsewhere").rename(work / "out")
+
+
+def test_the_latest_checkpoint_is_one_that_can_be_gone_on_from(work: Path, tmp_path: Path) -> None:
+    out, run = work / "out", work / "run"
+    assert latest_checkpoint(tmp_path / "none", run) is None
+    assert latest_checkpoint(out, tmp_path / "none") is None
+    assert latest_checkpoint(out, [run]) == str(out / "checkpoint-7")
+    state = out / "checkpoint-7/trainer_state.json"
+    state.write_text(state.read_text()[:-20])  # killed while it was written
+    with pytest.raises(json.JSONDecodeError):  # which is what the Trainer itself says
+        CASE.run(work, resume=True)
+    assert latest_checkpoint(out, run) == str(out / "checkpoint-6")
+    (out / "checkpoint-6/optimizer.pt").unlink()  # save_only_model
+    torch.save({"state": {}, "param_groups": []}, out / "checkpoint-4/optimizer.pt")
+    (out / "checkpoint-best").mkdir()
+    assert latest_checkpoint(out, run) == str(out / "checkpoint-2")
+
+
+def test_a_lost_pin_is_made_again(work: Path) -> None:
+    """A process may die between the seal and the pin."""
+    offload.unpin(work / "run", "transformers-4")
+    Case({**CASE.arguments, "max_steps": 8}).run(work, resume=True)
+    assert pinned(work) == [2, 4, 6, 7, 8]
+
+
+def test_a_folder_that_was_removed_between_two_runs_lets_go(work: Path) -> None:
+    shutil.rmtree(work / "out/checkpoint-2")
+    Case({**CASE.arguments, "max_steps": 8}).run(work, resume=True)
+    assert pinned(work) == [4, 6, 7, 8]
+
+
+def test_saving_a_step_again_with_another_state(tmp_path: Path) -> None:
+    """The learning rate may change between two saves of one step, as with evaluation."""
+
+    class SaveAgain(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = True
+
+        def on_epoch_end(self, args, state, control, optimizer=None, **kwargs):
+            optimizer.param_groups[0]["lr"] = 0.125
+            control.should_save = True
+
+    case = Case({**CASE.arguments, "max_steps": 2})
+    case.run(tmp_path, SaveAgain())
+    assert pinned(tmp_path) == sealed(tmp_path) == [1, 2]
+    reference = torch.load(tmp_path / "out/checkpoint-2/optimizer.pt", weights_only=True)
+    assert reference["param_groups"][0]["lr"] == 0.125
+    with CASE.trainer(tmp_path) as trainer:
+        trainer.optimizer.load_state_dict(reference)
+
+
+def test_stats_are_in_the_logs(tmp_path: Path) -> None:
+    looking = Looking(tmp_path)
+    run = Case({**CASE.arguments, "logging_steps": 2}).run(tmp_path, looking)
+    logged = [entry for entry in looking.logged if "loss" in entry]
+    for number, entry in enumerate(logged, 1):
+        assert entry["offload/steps"] == 2 * number
+        assert all(type(value) in (int, float) for value in entry.values())
+    assert len(logged) == 3
+    state = json.loads((tmp_path / "out/checkpoint-6/trainer_state.json").read_text())
+    kept = [entry for entry in state["log_history"] if "loss" in entry]
+    assert [entry["offload/bytes_written"] for entry in kept] == [
+        entry["offload/bytes_written"] for entry in logged
+    ]
+    assert kept[-1]["offload/bytes_written"] > kept[0]["offload/bytes_written"] > 0
+    assert run.stats.steps == 7
+
+
+def test_the_callback_can_be_silent(tmp_path: Path) -> None:
+    callback = OffloadCallback(log_stats=False)
+    logs = {"loss": 1.0}
+    with CASE.trainer(tmp_path) as trainer:
+        callback.on_init_end(
+            trainer.args, trainer.state, trainer.control, optimizer=trainer.optimizer
+        )
+        callback.on_log(trainer.args, trainer.state, trainer.control, logs=logs)
+    assert logs == {"loss": 1.0}
+
+
+def test_several_optimizers_of_one_store_are_not_confused(tmp_path: Path) -> None:
+    model = make_model()
+    with CASE.trainer(tmp_path / "a") as trainer:
+        other = create_optimizer(model, trainer.args, directory=tmp_path / "b")
+        with other, pytest.raises(MismatchError, match="this optimizer's store is"):
+            other.load_state_dict(trainer.optimizer.state_dict())

@@ -1,0 +1,235 @@
+"""Traps that the Trainer's users fall into with optimizers of their own; each test names one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import SchedulerType, Trainer, get_scheduler
+
+import offload
+from gds import MemoryBackend
+from offload.errors import MismatchError, NotRestoredError, OffloadError, UnsupportedOptimizerError
+from offload.integrations.transformers import OffloadCallback, create_optimizer
+from tests.integrations.training import (
+    Case,
+    Sentences,
+    StopBefore,
+    StoppedError,
+    arguments,
+    make_model,
+)
+from tests.numerics.reference import assert_same_bits
+
+PACKAGE = Path(offload.__file__).parent
+ONCE = {"max_steps": 2, "save_steps": 2}
+
+
+def in_memory(**settings: Any) -> dict[str, Any]:
+    options = offload.Options(backend=MemoryBackend(), allow_volatile=True, chunk_bytes=4096)
+    return {"directory": "/store", "options": options, **settings}
+
+
+def values(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from values(item)
+
+
+def test_optimizer_pt_is_loaded_with_weights_only(tmp_path: Path) -> None:
+    Case(ONCE).run(tmp_path)
+    path = tmp_path / "out/checkpoint-2/optimizer.pt"
+    reference = torch.load(path, weights_only=True)
+    builtins = (str, int, float, bool, type(None), dict, list, tuple)
+    assert all(type(value) in builtins for value in values(reference))
+    assert path.stat().st_size < 8192
+
+
+SPECIFIC = {
+    "cosine_with_min_lr": {"min_lr": 0.001},
+    "cosine_warmup_with_min_lr": {"min_lr": 0.001},
+    "warmup_stable_decay": {"num_decay_steps": 3},
+}
+
+
+@pytest.mark.parametrize("name", [kind.value for kind in SchedulerType])
+def test_schedulers_read_defaults_and_param_groups(name: str) -> None:
+    """Some of transformers' read `optimizer.defaults["lr"]`; all check for an Optimizer."""
+    rates = []
+    model = make_model()
+    ours = offload.AdamW(model.parameters(), lr=0.02, **in_memory(model=model))
+    for optimizer in (ours, torch.optim.AdamW(make_model().parameters(), lr=0.02)):
+        scheduler = get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=2,
+            num_training_steps=8,
+            scheduler_specific_kwargs=SPECIFIC.get(name),
+        )
+        rates.append([])
+        for step in range(8):
+            optimizer.step()
+            plateau = name in ("reduce_lr_on_plateau", "greedy")
+            scheduler.step(*([float(step)] if plateau else []))
+            rates[-1].append([float(group["lr"]) for group in optimizer.param_groups])
+    ours.close()
+    assert rates[0] == rates[1]
+
+
+def test_groups_and_hyperparameters_are_the_trainers_own(tmp_path: Path) -> None:
+    model = make_model()
+    args = arguments(tmp_path, adam_beta1=0.8, adam_epsilon=1e-6)
+    trainer = Trainer(model, args)
+    theirs = trainer.create_optimizer()
+    with create_optimizer(model, args, **in_memory()) as ours:
+        assert theirs.defaults["fused"], "which is what is left out"
+        for mine, group in zip(ours.param_groups, theirs.param_groups, strict=True):
+            assert [id(p) for p in mine["params"]] == [id(p) for p in group["params"]]
+            keys = ("lr", "betas", "eps", "weight_decay")
+            assert [mine[key] for key in keys] == [group[key] for key in keys]
+    with create_optimizer(model, args, **in_memory(weight_decay=0.5, lr=1.0)) as ours:
+        assert [group["weight_decay"] for group in ours.param_groups] == [0.5, 0.0]
+        assert ours.defaults["lr"] == 1.0
+    with create_optimizer(model, args, **in_memory(optimizer_class=torch.optim.NAdam)) as ours:
+        assert ours.defaults["lr"] == 0.02
+    with pytest.raises(UnsupportedOptimizerError, match="Adafactor"):
+        create_optimizer(model, arguments(tmp_path, optim="adafactor"), **in_memory())
+
+
+def test_the_plain_class_works_without_names(tmp_path: Path) -> None:
+    """`optimizer_cls_and_kwargs=(offload.AdamW, {...})`: the Trainer makes the groups."""
+    settings = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-8}
+    expected = Case({**ONCE, "max_steps": 4}).run(tmp_path / "factory")
+
+    def trainer(*callbacks: Any) -> Trainer:
+        kwargs = {**settings, "directory": tmp_path / "run"}
+        return Trainer(
+            make_model(),
+            arguments(tmp_path, **{**ONCE, "max_steps": 4}),
+            train_dataset=Sentences(),
+            optimizer_cls_and_kwargs=(offload.AdamW, kwargs),
+            callbacks=[OffloadCallback(), *callbacks],
+        )
+
+    first = trainer(StopBefore(4))
+    with pytest.raises(StoppedError):
+        first.train()
+    first.optimizer.optimizer.close()
+    second = trainer()
+    second.train(resume_from_checkpoint=True)
+    for name, parameter in second.model.named_parameters():
+        assert_same_bits(parameter, expected.parameters[name], name)
+    second.optimizer.optimizer.close()
+    with offload.open_checkpoint(tmp_path / "run") as checkpoint:
+        names = {spec.name for spec in checkpoint.manifest.layout.parameters}
+    assert "group0.param0" in names
+
+
+def test_the_trainer_takes_model_out_of_the_class_kwargs(tmp_path: Path) -> None:
+    """It passes it in place of the groups. So names need the factory, or `optimizers=`."""
+    model = make_model()
+    kwargs = {"lr": 0.02, "directory": tmp_path / "run", "model": model}
+    trainer = Trainer(model, arguments(tmp_path), optimizer_cls_and_kwargs=(offload.AdamW, kwargs))
+    with pytest.raises(TypeError, match="not iterable"):
+        trainer.create_optimizer()
+
+
+def test_model_init_makes_a_new_optimizer_for_each_training(tmp_path: Path) -> None:
+    offloading = OffloadCallback()
+    settings = {"directory": tmp_path / "run"}
+    trainer = Trainer(
+        model_init=make_model,
+        args=arguments(tmp_path, **ONCE),
+        train_dataset=Sentences(),
+        callbacks=[offloading],
+        optimizer_cls_and_kwargs=offloading.optimizer_cls_and_kwargs(**settings),
+    )
+    trainer.train()
+    first = trainer.optimizer.optimizer
+    with pytest.raises(NotRestoredError, match="restore"):
+        trainer.train()  # from the beginning, in a store that has checkpoints
+    with pytest.raises(OffloadError, match="closed"):
+        first.synchronize()
+    trainer.optimizer.optimizer.close()
+
+
+def test_save_total_limit_and_an_older_reference_fail_loudly(tmp_path: Path) -> None:
+    """A copy of a folder that the Trainer removed refers to what is not there any more."""
+    case = Case({"max_steps": 3, "save_steps": 1, "save_total_limit": 1})
+    case.run(tmp_path)
+    with case.trainer(tmp_path) as trainer:
+        reference = torch.load(tmp_path / "out/checkpoint-3/optimizer.pt", weights_only=True)
+        reference.update(step=1, generation=1)
+        with pytest.raises(MismatchError, match=r"step 1 .* any more.*out/checkpoint-3"):
+            trainer.optimizer.load_state_dict(reference)
+
+
+def test_a_folder_of_save_only_model_does_not_lose_the_state_silently(tmp_path: Path) -> None:
+    """The Trainer goes on without a word if a folder has no `optimizer.pt`."""
+    Case(ONCE).run(tmp_path)
+    (tmp_path / "out/checkpoint-2/optimizer.pt").unlink()
+    with pytest.raises(NotRestoredError, match=r"restore\(\)"):
+        Case({"max_steps": 4}).run(tmp_path, resume=True)
+
+    case = Case({**ONCE, "save_only_model": True})
+    case.run(tmp_path / "model")
+    assert not list((tmp_path / "model/run").glob("step-*")), "nothing asked for the state"
+
+
+def test_without_the_callback_a_resume_says_what_is_missing(tmp_path: Path) -> None:
+    model, args = make_model(), arguments(tmp_path, **ONCE)
+    optimizer = create_optimizer(model, args, directory=tmp_path / "run")
+    Trainer(model, args, train_dataset=Sentences(), optimizers=(optimizer, None)).train()
+    optimizer.close()
+    with pytest.raises(MismatchError, match=r"without sealing.*OffloadCallback\(\)"):
+        Case({"max_steps": 4}).run(tmp_path, resume=True)
+
+
+def test_the_callback_needs_our_optimizer(tmp_path: Path) -> None:
+    trainer = Trainer(
+        make_model(),
+        arguments(tmp_path),
+        train_dataset=Sentences(),
+        callbacks=[OffloadCallback()],
+    )
+    with pytest.raises(TypeError, match=r"got torch\.optim\.adamw\.AdamW.*create_optimizer"):
+        trainer.train()
+    cls, kwargs = OffloadCallback().optimizer_cls_and_kwargs(directory=tmp_path / "run")
+    with pytest.raises(OffloadError, match="callbacks="):
+        cls()(make_model(), **kwargs)
+
+
+def test_trials_of_a_search_are_refused(tmp_path: Path) -> None:
+    with Case().trainer(tmp_path) as trainer:
+        trainer.state.is_hyper_param_search = True
+        with pytest.raises(OffloadError, match="a training of its own"):
+            trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+
+def test_others_may_ask_for_the_state_dict(tmp_path: Path) -> None:
+    """Only the Trainer's saves seal: it has made its folder when it asks."""
+
+    class Asking(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            assert not optimizer.state_dict()["sealed"]
+
+    run = Case({"save_strategy": "no"}).run(tmp_path, Asking())
+    assert run.stats.seals == 0
+
+
+def test_nothing_but_its_integration_imports_a_library() -> None:
+    importing = []
+    for path in sorted(PACKAGE.glob("**/*.py")):
+        for node in ast.parse(path.read_text()).body:  # of the module, not of its functions
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if {name.partition(".")[0] for name in names} & {"transformers", "accelerate"}:
+                importing.append(path.relative_to(PACKAGE).as_posix())
+    expected = {"integrations/accelerate.py", "integrations/transformers.py"}
+    assert {name for name in importing if not name.startswith("demo/")} == expected
