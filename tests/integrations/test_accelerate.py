@@ -181,7 +181,7 @@ def test_prepare_moves_no_state(when: str) -> None:
     assert calls == ["load_state_dict"], "what this is about has happened"
     after = optimizer.stats()
     assert (after.bytes_read, after.bytes_written) == (before.bytes_read, before.bytes_written)
-    assert not optimizer.state
+    assert len(optimizer.state) == 0
     state = prepared.optimizer.full_state_dict()
     assert state["param_groups"] == expected["param_groups"]
     for number, values in expected["state"].items():
