@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeAlias, overload
 
 import torch
+from torch._compile import _disable_dynamo
 
 from offload.checkpoint import Checkpoint
 from offload.drives import Directory, as_directories
@@ -127,7 +128,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch._disable_dynamo  # compiled, torch's arithmetic would differ in the last bit
+    @_disable_dynamo  # compiled, torch's arithmetic would differ in the last bit
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one optimizer step: stream the state through torch's own update.
