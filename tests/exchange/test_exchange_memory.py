@@ -9,10 +9,10 @@ import sys
 from tests.exchange.streaming import KINDS
 
 MIB = 1 << 20
-SIZE = 10 << 20
-"""Elements of bfloat16: 120 MiB of state."""
+SIZE = 7 << 20
+"""Elements of bfloat16: 84 MiB of state."""
 
-LIMIT_BYTES = 80 * MIB
+LIMIT_BYTES = 64 * MIB
 """Of private memory, beyond what the process had: two blocks of 16 MiB, three chunks of 3 MiB, and
 the stacks of threads, which the kernel counts whole."""
 

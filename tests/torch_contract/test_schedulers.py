@@ -25,8 +25,8 @@ from tests.numerics.reference import (
     read_state,
 )
 
-NUM_STEPS = 13
-RESUME_AFTER = 6
+NUM_STEPS = 10
+RESUME_AFTER = 4
 
 Make = Callable[[torch.optim.Optimizer], Any]
 
