@@ -29,7 +29,7 @@ demo: $(VENV)/.demo
 # OpenMP threads that spin make a test twenty times as long where something else runs as well.
 test: export OMP_WAIT_POLICY ?= PASSIVE
 test: lint
-	$(BIN)/pytest --numprocesses auto --maxprocesses 8
+	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check

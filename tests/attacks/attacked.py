@@ -8,7 +8,6 @@ attack what was wrong with how it was refused, and by how many bytes the process
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import io
 import json
@@ -35,6 +34,7 @@ from offload import OffloadError, cli
 from tests.attacks.attack import Attack
 from tests.attacks.good import WIDTHS
 from tests.attacks.make import all_attacks
+from tests.command_line import built_once
 
 TIMEOUT_S = 120
 """Seconds for one attack; a handful of steps on a tiny model takes a fraction of one."""
@@ -290,8 +290,7 @@ def main() -> None:
     directory = Path(sys.argv[2])
     torch.set_num_threads(1)
     gc.freeze()  # what was imported need not be searched when this ends, which takes a second
-    # A command line is built with each call, which takes longer than most commands.
-    typer.main.get_command = functools.cache(typer.main.get_command)
+    typer.main.get_command = built_once
     attacks = all_attacks()[first_attack::every]
     templates = {}
     for number in {attack.num_directories for attack in attacks}:

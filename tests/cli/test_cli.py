@@ -11,11 +11,8 @@ import pytest
 import torch
 
 import offload
-from offload.cli import main
 from offload.manifest import _body_digest
-
-Result = tuple[int, str, str]
-Run = Callable[..., Result]
+from tests.command_line import Run
 
 
 @pytest.fixture(scope="module")
@@ -40,27 +37,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if step % 2 == 0:
                 optimizer.checkpoint(train_state={"epoch": step}).result()
     return store
-
-
-@pytest.fixture
-def store(trained: Path, tmp_path: Path) -> Path:
-    """A copy of that store, to be damaged."""
-    return Path(shutil.copytree(trained, tmp_path / "store"))
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process; gives its status, standard output and error."""
-
-    def run(*arguments: str | Path) -> Result:
-        monkeypatch.setattr(sys, "argv", ["offload", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exited:
-            main()
-        code = exited.value.code
-        streams = capsys.readouterr()
-        return (0 if code is None else int(code)), streams.out, streams.err
-
-    return run
 
 
 def flip_a_bit(path: Path, offset: int) -> None:

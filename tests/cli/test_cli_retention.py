@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +9,11 @@ import torch
 
 import offload
 from gds import PosixBackend
-from offload.cli import main
 from offload.errors import StoreLockedError
 from offload.pruning import prune
 from offload.retention import LastK
+from tests.command_line import Run
 
-Result = tuple[int, str, str]
-Run = Callable[..., Result]
 OPTIONS = offload.Options(allow_volatile=True, chunk_bytes=16384, calibrate=False)
 SIX = [f"step-{number:08d}" for number in range(1, 7)]
 LOSSES = [3.0, 1.0, 2.0, 5.0, 4.0, 6.0]
@@ -47,27 +43,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train(optimizer, 6)
         optimizer.pin("mine", 3)
     return store
-
-
-@pytest.fixture
-def store(trained: Path, tmp_path: Path) -> Path:
-    """A copy of that store."""
-    return Path(shutil.copytree(trained, tmp_path / "store"))
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process; gives its status, standard output and error."""
-
-    def run(*arguments: str | Path) -> Result:
-        monkeypatch.setattr(sys, "argv", ["offload", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exited:
-            main()
-        code = exited.value.code
-        streams = capsys.readouterr()
-        return (0 if code is None else int(code)), streams.out, streams.err
-
-    return run
 
 
 def steps(store: Path) -> list[int]:

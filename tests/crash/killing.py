@@ -1,12 +1,13 @@
 """Forks children that train, kills them at random moments, and reports how it went.
 
-Run as a program, because its parent process must be one that is safe to fork: it has imported
-torch, uses one thread, and has opened no store.
+Run by a server of children, because whoever forks them must be a process that is safe to fork: it
+has imported torch, uses one thread, and has opened no store.
 
-    python -m tests.crash.killing DIRECTORY KEEP DRIVES NUM_KILLS SEED
+    python -m tests.crash.killing       # serves children, as tests.crash.children does
 
-Prints one JSON object: how many children were killed, in which phase, and at which steps the
-survivors went on.
+`kill_at_random_moments` reads what it is to do from ``killing.json`` in its directory, and prints
+one JSON object: how many children were killed, in which phase, and at which steps the survivors
+went on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import os
 import random
 import signal
 import struct
-import sys
 import time
 import traceback
 from collections import Counter
@@ -25,12 +25,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from offload.manifest import Manifest
 from offload.seal import SealHandle
 from offload.store import Store
-from tests.crash.training import Model, Reference, backward, optimizer_for, options
+from tests.crash.children import serve
+from tests.crash.training import Model, backward, optimizer_for, options
+
+PLAN = "killing.json"
+"""What is to be done: ``keep``, ``drives``, ``num_kills`` and ``seed``."""
 
 SEAL_EVERY = 3
 SHARES = (1, 1, 2)
@@ -164,11 +166,12 @@ def _exit_with(child: Child) -> NoReturn:
     os._exit(0)
 
 
-def main() -> None:
+def kill_at_random_moments(parent: str) -> None:
     """Kill, let the last child reach the end, and compare with an undisturbed run."""
-    directory, keep, drives, num_kills, seed = sys.argv[1], *map(int, sys.argv[2:])
-    torch.set_num_threads(1)
-    Reference().after(1)  # the first optimizer of a process imports a second's worth of modules
+    directory = f"{parent}/stores"
+    plan = json.loads(Path(parent, PLAN).read_text())
+    keep, drives, num_kills, seed = (plan[k] for k in ("keep", "drives", "num_kills", "seed"))
+    os.mkdir(directory)
     killer = Killer(f"{directory}/killed", keep, drives, seed)
     for number in range(2):
         started = time.monotonic()
@@ -196,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(globals())

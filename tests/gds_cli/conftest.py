@@ -1,16 +1,12 @@
 """The command line in this process, and directories and machines for it."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gds import cli, probe
+from tests.command_line import Run, runner
 from tests.gds_cli.machines import OPEN_MODULE, Machine, cufile
-
-Result = tuple[int, str, str]
-Run = Callable[..., Result]
 
 
 @pytest.fixture
@@ -29,16 +25,7 @@ def machine(tmp_path: Path) -> Machine:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run the command line in this process; gives its status, standard output and error."""
-
-    def run(*arguments: str | Path) -> Result:
-        monkeypatch.setattr(sys, "argv", ["gds", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
-        code = exited.value.code
-        streams = capsys.readouterr()
-        return (0 if code is None else int(code)), streams.out, streams.err
-
-    return run
+    return runner("gds", cli.main, monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import offload
 from gds import PosixBackend, StorageError
 
 MIB = 1 << 20
-REPEATS = 10
+REPEATS = 4
 
 NUM_FULL = 100_003
 """Elements of an FP32 parameter: it has no master, so that nothing in that file is aligned."""

@@ -1,6 +1,6 @@
 """What steps, checkpoints and restores move, by the kernel's count and by our own.
 
-Averages over ten occurrences in a process that is warm: each has happened before, and everything
+Averages over four occurrences in a process that is warm: each has happened before, and everything
 in flight has ended when a count begins and when it ends.
 """
 
