@@ -129,12 +129,13 @@ class OffloadCallback(pl.Callback):
                 "configure_optimizers() returned no optimizer of this package, so there is "
                 "nothing that OffloadCallback could do: return an offload.AdamW, or leave it out"
             )
+        loaded = str(trainer.ckpt_path or "")
         references, self._references = self._references, ()
         for index, reference in enumerate(references):
             if index in optimizers and is_reference(reference):
-                self._restore(optimizers[index], reference, str(trainer.ckpt_path))
+                self._restore(optimizers[index], reference, loaded)
         for optimizer in optimizers.values():
-            _mend_pins(optimizer)
+            _mend_pins(optimizer, loaded)
         if self._random is not None:
             _set_random_states(self._random)
 
@@ -207,7 +208,8 @@ class OffloadCallback(pl.Callback):
             raise MismatchError(f"{loaded}: {error}") from error
         generation = found.manifest.generation
         newer = [c for c in engine.store.checkpoints if c.manifest.generation > generation]
-        wanted_by = {c.path: reason for c in newer if (reason := _wanted_by(engine.store, c))}
+        reasons = {c.path: _wanted_by(engine.store, c, loaded) for c in newer}
+        wanted_by = {path: reason for path, reason in reasons.items() if reason}
         if wanted_by and not self._discard_newer:
             listed = "; ".join(f"{path}, {reason}" for path, reason in wanted_by.items())
             raise MismatchError(
@@ -316,10 +318,18 @@ def _train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
     return {**state, _FILES: sorted({*_listed_files(state), file})}
 
 
-def _files_of(checkpoint: StoredCheckpoint) -> list[str]:
-    """Return the files that a checkpoint was sealed for; none if it was made by someone else."""
+def _files_of(checkpoint: StoredCheckpoint, loaded: str) -> list[str]:
+    """Return the files that may name a checkpoint; none if it was not sealed for any.
+
+    Args:
+        checkpoint: Knows the paths of the files that it was sealed for.
+        loaded: The file that is being resumed from: the others may have been moved with it.
+    """
     with open_checkpoint(checkpoint.path) as opened:
-        return _listed_files(opened.train_state)
+        files = _listed_files(opened.train_state)
+    beside = os.path.dirname(_name_of_file(loaded)) if loaded else ""
+    moved = [f"{beside}/{os.path.basename(file)}" for file in files if beside]
+    return list(dict.fromkeys([*files, *moved]))
 
 
 def _listed_files(train_state: Any) -> list[str]:
@@ -327,9 +337,9 @@ def _listed_files(train_state: Any) -> list[str]:
     return [f for f in listed if isinstance(f, str)] if isinstance(listed, list) else []
 
 
-def _wanted_by(store: Store, checkpoint: StoredCheckpoint) -> str:
+def _wanted_by(store: Store, checkpoint: StoredCheckpoint, loaded: str) -> str:
     """Return why a checkpoint must not be given up without being asked; empty if nobody cares."""
-    files = _files_of(checkpoint)
+    files = _files_of(checkpoint, loaded)
     if not files:
         return "made by checkpoint()"
     others = [n for n in _pins_of(store, checkpoint) if not n.startswith(_PIN_PREFIX)]
@@ -360,14 +370,14 @@ def _identity(checkpoint: StoredCheckpoint) -> tuple[Any, ...]:
     return manifest.store_id, manifest.step, manifest.generation
 
 
-def _mend_pins(optimizer: OffloadedOptimizer) -> None:
+def _mend_pins(optimizer: OffloadedOptimizer, loaded: str) -> None:
     """Pin what files name, and remove pins for files that are gone.
 
-    Files are removed by hand, and a process may be killed between a file and its pin.
+    Files are moved and removed by hand, and a process may be killed between a file and its pin.
     """
     store = optimizer._live_engine().store
     for checkpoint in list(store.checkpoints):
-        for file in _files_of(checkpoint):
+        for file in _files_of(checkpoint, loaded):
             name, named = _pin_name(file), _named_by(file)
             pinned = name in _pins_of(store, checkpoint)
             if named is not None and pinned and not os.path.lexists(file):

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists a
 
 def scaler_on_cpu() -> MixedPrecision:
     # Asked for by name, Lightning takes bf16 on a processor; the plugin itself works there.
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_factor=2.0**8, growth_interval=1)
     return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
 
 
@@ -64,6 +64,8 @@ def test_losses_are_those_of_torchs_own_optimizer(name: str, tmp_path: Path) -> 
     assert len(losses) == STEPS
     assert losses == logged(tmp_path / "b")
     assert_same_parameters(parameters(ours), parameters(torchs))
+    if name.startswith("16-mixed"):  # some steps are skipped, as their gradients overflow
+        assert 0 < ours.trainer.optimizers[0].stats().steps < STEPS  # type: ignore[attr-defined]
 
 
 class MastersInMemory(torch.optim.Optimizer):

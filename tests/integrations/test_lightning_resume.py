@@ -221,6 +221,15 @@ def test_an_older_file_continues_exactly_there_if_newer_ones_may_be_discarded(
     assert [c.step for c in offload.list_checkpoints(stopped / "run")] == [4, 8, 12]
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # and so it has
+def test_files_that_were_moved_together_count_where_they_are_now(stopped: Path) -> None:
+    moved, make = (stopped / "files").rename(stopped / "moved"), on_ssd(stopped / "run")
+    with pytest.raises(offload.OffloadError, match=r"named by .*/moved/epoch=1-step=8\.ckpt"):
+        fit(stopped, make, ckpt_path=moved / "epoch=0-step=4.ckpt", checkpoints=saving(moved))
+    fit(stopped, make, ckpt_path=moved / "last.ckpt", checkpoints=saving(moved), stop_after=9)
+    assert pins(stopped / "run") == {4: ["epoch"], 8: ["epoch", "last"]} == files(moved)
+
+
 def test_what_somebody_else_has_pinned_or_sealed_is_not_given_up(stopped: Path) -> None:
     older = stopped / "files/epoch=0-step=4.ckpt"
     for name in ("last", "epoch=1-step=8"):
