@@ -296,7 +296,7 @@ SEALING = (
         "seal-edit-unnoticed",
         "a parameter that changes while it is copied fails the seal",
         (Edit(_SEAL, "            if tensor._version != version:\n", "            if False:\n"),),
-        (_OVERLAP, _BEHIND),
+        (f"{_OVERLAP}::test_an_edit_amid_a_seal_fails_the_seal_and_nothing_else",),
     ),
     Mutation(
         "seal-buffers-by-reference",
