@@ -171,6 +171,8 @@ class Engine(Usable):
         if (
             sealed is not None
             and sealed.manifest.step == self.num_steps
+            # Else there may be one that failed, of a higher generation, which has been given up.
+            and not self.store.poisoned
             and is_unchanged(sealed, groups, self._table, stored, self._block_buffers())
         ):
             return replace_train_state(self.store, sealed, encoded, metrics)

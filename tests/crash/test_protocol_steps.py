@@ -261,6 +261,25 @@ def test_a_train_state_that_could_not_be_replaced_ends_all_reuse(kind: Kind) -> 
     training.optimizer.close()
 
 
+def test_a_checkpoint_that_failed_and_was_given_up_is_not_newer_than_a_later_one() -> None:
+    """Its name is there, and only not durable; and then a checkpoint before it is sealed anew."""
+    backend = FaultBackend(MemoryBackend())
+    training = Training(backend, keep=2)
+    training.steps_and_seal()
+    training.step()
+    backend.fail_if(lambda kind, path: kind == "sync_dir" and path == STORE)
+    with pytest.raises(SealError, match="injected failure of sync_dir"):
+        training.optimizer.checkpoint({"given": "up"}).result()
+    with pytest.warns(RuntimeWarning, match="sealing step 2 failed"):
+        assert training.optimizer.restore().step == 1
+    with pytest.warns(RuntimeWarning, match=REUSES_NOTHING):
+        training.optimizer.checkpoint({"acknowledged": "later"}).result()
+    training.optimizer.close()
+    found = _newest(training)
+    assert (found.step, found.train_state) == (1, {"acknowledged": "later"})
+    assert differences(found, backend, Reference().after(1)) == []
+
+
 def test_a_store_that_could_not_be_named_reuses_nothing() -> None:
     backend = FaultBackend(MemoryBackend())
     training = Training(backend, directory=[STORE, "/other"])
@@ -437,7 +456,8 @@ def test_a_history_that_was_given_up_is_gone_when_the_new_one_is_durable() -> No
     training.steps_and_seal(4)
     training.steps_and_seal()
     training.optimizer.close()
-    training = Training(backend, keep=3, fresh=True)
+    training = Training(backend, keep=1, fresh=True)
+    assert training.optimizer.restore() is None, "there is nothing that is not given up"
     training.step()
     names = set(backend.list_dir(STORE))
     assert {"step-00000004", "step-00000005"} <= names

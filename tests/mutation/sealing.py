@@ -297,7 +297,7 @@ SEALING = (
         "seal-edit-unnoticed",
         "a parameter that changes while it is copied fails the seal",
         (Edit(_SEAL, "            if tensor._version != version:\n", "            if False:\n"),),
-        (_OVERLAP, _BEHIND),
+        (f"{_OVERLAP}::test_an_edit_amid_a_seal_fails_the_seal_and_nothing_else",),
     ),
     Mutation(
         "seal-buffers-by-reference",
@@ -443,7 +443,9 @@ SEALING = (
                 "    if False:\n",
             ),
         ),
-        (_RESUME,),
+        (
+            f"{_RESUME}::test_a_learning_rate_changed_after_the_checkpoint_is_in_the_next_of_the_same_step",
+        ),
     ),
     Mutation(
         "reseal-parameters-ignored",
@@ -463,6 +465,14 @@ SEALING = (
         "a train state that differs is replaced",
         (Edit(_RESEAL, "    if present != encoded:\n", "    if False:\n"),),
         (f"{_RESUME}::test_sealing_the_same_step_again_replaces_the_train_state",),
+    ),
+    Mutation(
+        "reseal-after-failed-sync",
+        "after a failed sync a step that was sealed is sealed anew, above what has failed",
+        (gone(_ENGINE, "            and not self.store.poisoned\n"),),
+        (
+            f"{_STEPS}::test_a_checkpoint_that_failed_and_was_given_up_is_not_newer_than_a_later_one",
+        ),
     ),
     Mutation(
         "sealing-not-announced",
