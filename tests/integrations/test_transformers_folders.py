@@ -238,6 +238,17 @@ def test_saving_a_step_again_with_another_state(tmp_path: Path) -> None:
         trainer.optimizer.load_state_dict(reference)
 
 
+def test_the_callers_own_train_state_stays(tmp_path: Path) -> None:
+    class Sealing(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            optimizer.optimizer.checkpoint({"mine": state.global_step})  # in flight at the save
+
+    Case({**CASE.arguments, "max_steps": 2}).run(tmp_path, Sealing())
+    with offload.open_checkpoint(tmp_path / "run/step-00000002") as checkpoint:
+        assert checkpoint.train_state["mine"] == 2
+    assert pinned(tmp_path) == [2]
+
+
 def test_stats_are_in_the_logs(tmp_path: Path) -> None:
     looking = Looking(tmp_path)
     run = Case({**CASE.arguments, "logging_steps": 2}).run(tmp_path, looking)
