@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,29 @@ def test_losses_are_those_of_plain_torch(tmp_path: Path) -> None:
     assert [e["grad_norm"] for e in found.history] == [e["grad_norm"] for e in expected]
     for name, parameter in plain.model.named_parameters():
         assert_same_bits(found.parameters[name], parameter, name)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_a_run_with_plain_torch_is_taken_over(optim: str, tmp_path: Path) -> None:
+    """Its `optimizer.pt` has the state itself, which is streamed into the store."""
+
+    def plain(resume: bool) -> list[float]:
+        model, args = make_model(torch.float32), arguments(tmp_path, optim=optim)
+        trainer = Trainer(model, args, train_dataset=Sentences())
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    expected = plain(resume=False)
+    for number in (6, 7):
+        shutil.rmtree(tmp_path / f"out/checkpoint-{number}")
+    found = Case({"optim": optim}, dtype=torch.float32).run(tmp_path, resume=True)
+    losses = [entry["loss"] for entry in found.history]
+    if optim == "adamw_torch":
+        assert losses == expected
+    else:  # which rounds differently, and is not used
+        assert losses == pytest.approx(expected, rel=1e-4)
+    assert found.stats.steps == STEPS - 3
+    assert [c.step for c in offload.list_checkpoints(tmp_path / "run") if c.pins] == [6, 7]
 
 
 def test_killed_between_saves_and_within_a_save(tmp_path: Path) -> None:
