@@ -78,12 +78,12 @@ class Folders:
             PinError: Somebody else has pinned another checkpoint of this step.
             gds.StorageError: It could not be written durably.
         """
+        optimizer.synchronize()  # a seal of this step may be in flight, with the caller's own state
         engine = optimizer._live_engine()
-        engine.join()
         step = engine.position.step
         store, name = engine.store, f"{self._library}-{step}"
         train_state, path = self._train_state(store, step), os.path.abspath(folder)
-        before = train_state.get(self._library, {}).get("folders", {})
+        before = self._folders_in(train_state) or {}
         folders = {other: inode for other, inode in before.items() if os.path.isdir(other)}
         folders[path] = os.stat(os.path.dirname(path)).st_ino
         self._seen.add(path)
@@ -236,9 +236,13 @@ class Folders:
         """
         generation = stored.manifest.generation
         if generation not in self._read:
-            own = _read_train_state(store, stored).get(self._library)
-            self._read[generation] = own["folders"] if isinstance(own, dict) else None
+            self._read[generation] = self._folders_in(_read_train_state(store, stored))
         return self._read[generation]
+
+    def _folders_in(self, train_state: Mapping[Any, Any]) -> dict[str, int] | None:
+        own = train_state.get(self._library)
+        folders = own.get("folders") if isinstance(own, dict) else None
+        return folders if isinstance(folders, dict) else None
 
     def _train_state(self, store: Store, step: int) -> dict[Any, Any]:
         """Return a copy of what has been stored with a step, if it has been sealed already."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, cast
 
@@ -54,7 +54,8 @@ class OffloadCallback(TrainerCallback):
 
     - When the Trainer saves, the state is sealed, and pinned as ``transformers-<step>``, before
       ``optimizer.pt`` is written. The pin is removed when the Trainer has removed the folder.
-    - When it resumes, exactly the checkpoint that the folder refers to is gone on from.
+    - When it resumes, exactly the checkpoint that the folder refers to is gone on from. A folder
+      of a run with a torch optimizer is taken over: its state is streamed into the store.
     - What the optimizer has moved and waited for is in the logs, as ``offload/<name>``; see
       `Stats`. Callbacks that come later in the list get it, too.
 
@@ -192,9 +193,17 @@ class OffloadCallback(TrainerCallback):
         self._loading = optimizer.register_load_state_dict_pre_hook(self._before_loading)
 
     def _before_loading(
-        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-    ) -> None:
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any] | None:
         self._folders.go_back(_unwrap(optimizer), state_dict)
+        if is_reference(state_dict) or "param_groups" not in state_dict:
+            return None
+        # Of a run without this package, which by default used the fused kernel.
+        groups = [
+            {**group, "fused": None} if group.get("fused") else group
+            for group in state_dict["param_groups"]
+        ]
+        return {**state_dict, "param_groups": groups}
 
     def _stop_saving(self) -> None:
         if self._saving is not None:

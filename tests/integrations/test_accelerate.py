@@ -24,6 +24,9 @@ from tests.numerics.reference import assert_same_bits, bits
 
 @pytest.fixture(autouse=True)
 def accelerator_of_its_own() -> Iterator[None]:
+    """Its settings are the process's."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

@@ -1,16 +1,20 @@
-"""The example for the Trainer runs as it stands, and goes on when it is run again."""
+"""The example for the Trainer, and what its page shows, run as they stand."""
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 
 import offload
+from tests.integrations.training import Sentences, arguments, make_model
 
-EXAMPLE = Path(__file__).parents[2] / "docs/examples/trainer.py"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_example_goes_on_when_it_is_run_again(
@@ -21,7 +25,8 @@ def test_the_example_goes_on_when_it_is_run_again(
         arguments["width"] = 16
         given = [str(part) for name, value in arguments.items() for part in (f"--{name}", value)]
         monkeypatch.setattr("sys.argv", ["trainer.py", *given])
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        runpy.run_path(str(DOCS / "examples/trainer.py"), run_name="__main__")
+        gc.collect()  # as at the end of a process: it lets go of the store
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["checkpoint-4", "checkpoint-6"]
     state = json.loads((tmp_path / "out/checkpoint-6/trainer_state.json").read_text())
     losses = {entry["step"]: entry["offload/steps"] for entry in state["log_history"]}
@@ -31,3 +36,19 @@ def test_the_example_goes_on_when_it_is_run_again(
         4: ("transformers-4",),
         6: ("transformers-6",),
     }
+
+
+def test_the_code_of_the_page_runs_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    page = (DOCS / "transformers.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    names = {"model": make_model(), "data": Sentences()}
+    for number, block in enumerate(blocks):
+        names["args"] = arguments(tmp_path, max_steps=1 + number)
+        exec(compile(block, f"docs/transformers.md, block {number}", "exec"), names)
+    assert sorted(os.listdir("out")) == ["checkpoint-1", "checkpoint-2", "checkpoint_0"]
+    names["optimizer"].optimizer.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.trainer
 from transformers import TrainerCallback
 
 import offload
@@ -84,10 +85,21 @@ def test_each_folder_has_a_pinned_checkpoint(work: Path) -> None:
             assert_same_bits(parameter, other, name)
 
 
-def test_save_total_limit_is_honoured(tmp_path: Path) -> None:
+def test_save_total_limit_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before_removal: list[list[int]] = []
+    rotate = transformers.trainer.rotate_checkpoints
+
+    def looking_first(*args: Any, **kwargs: Any) -> None:
+        before_removal.append(pinned(tmp_path))
+        rotate(*args, **kwargs)
+
+    monkeypatch.setattr("transformers.trainer.rotate_checkpoints", looking_first)
     case = Case({**CASE.arguments, "save_steps": 1, "save_total_limit": 2})
     looking = Looking(tmp_path)
     case.run(tmp_path, looking)
+    assert before_removal == [list(range(max(n - 2, 1), n + 1)) for n in range(1, 8)], (
+        "an older folder is removed when the new one's checkpoint is durable"
+    )
     assert looking.seen == [([max(n - 1, 1), n][-min(n, 2) :],) * 2 for n in range(1, 8)]
     slots = [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith((".slot", "step"))]
     assert len(slots) == 3, "what is kept, and one that the next step would write"
@@ -236,6 +248,17 @@ def test_saving_a_step_again_with_another_state(tmp_path: Path) -> None:
     assert reference["param_groups"][0]["lr"] == 0.125
     with CASE.trainer(tmp_path) as trainer:
         trainer.optimizer.load_state_dict(reference)
+
+
+def test_the_callers_own_train_state_stays(tmp_path: Path) -> None:
+    class Sealing(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            optimizer.optimizer.checkpoint({"mine": state.global_step})  # in flight at the save
+
+    Case({**CASE.arguments, "max_steps": 2}).run(tmp_path, Sealing())
+    with offload.open_checkpoint(tmp_path / "run/step-00000002") as checkpoint:
+        assert checkpoint.train_state["mine"] == 2
+    assert pinned(tmp_path) == [2]
 
 
 def test_stats_are_in_the_logs(tmp_path: Path) -> None:

@@ -14,7 +14,13 @@ from transformers import SchedulerType, Trainer, get_scheduler
 
 import offload
 from gds import MemoryBackend
-from offload.errors import MismatchError, NotRestoredError, OffloadError, UnsupportedOptimizerError
+from offload.errors import (
+    MismatchError,
+    NotRestoredError,
+    OffloadError,
+    OverlapError,
+    UnsupportedOptimizerError,
+)
 from offload.integrations.transformers import OffloadCallback, create_optimizer
 from tests.integrations.training import (
     Case,
@@ -203,6 +209,12 @@ def test_the_callback_needs_our_optimizer(tmp_path: Path) -> None:
     cls, kwargs = OffloadCallback().optimizer_cls_and_kwargs(directory=tmp_path / "run")
     with pytest.raises(OffloadError, match="callbacks="):
         cls()(make_model(), **kwargs)
+
+
+def test_a_step_within_backward_is_refused_by_name(tmp_path: Path) -> None:
+    """The Trainer measures the norm of gradients in any case."""
+    with pytest.raises(OverlapError, match="overlap"):
+        Case({"max_grad_norm": 0}, overlap="backward").run(tmp_path)
 
 
 def test_trials_of_a_search_are_refused(tmp_path: Path) -> None:
