@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import offload
 from gds import MemoryBackend
+from offload.errors import CheckpointError
+from offload.foreign_files import open_foreign
 from tests.numerics.reference import Reference, assert_same_bits, assert_same_parameters
 
 CLASSES = {"AdamW": offload.AdamW, "Adam": offload.Adam, "SGD": offload.SGD}
@@ -235,6 +238,18 @@ def test_plain_torch_does_not_take_a_reference_for_an_empty_state() -> None:
     with pytest.raises(KeyError, match="state"):
         torch.optim.AdamW(model.parameters()).load_state_dict(optimizer.state_dict())
     optimizer.close()
+
+
+def test_an_import_does_not_take_a_reference_for_an_empty_state(tmp_path: Path) -> None:
+    """``optimizer.pt`` of a trainer that used this optimizer holds a reference."""
+    model, optimizer = make()
+    give(model, 0)
+    optimizer.step()
+    source = tmp_path / "saved.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    optimizer.close()
+    with pytest.raises(CheckpointError, match=r"no optimizer's state dict in it"):
+        open_foreign(str(source))
 
 
 class Counting(torch.optim.Optimizer):
