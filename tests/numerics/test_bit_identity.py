@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 import offload
 import offload.update
 from gds import MemoryBackend
-from tests.numerics.models import clip, trainable
+from tests.numerics.models import EMPTY_STEP, clip, trainable
 from tests.numerics.pairs import CASES, CUTS, FOREACH, Case, Cut, Pair, changing_rate, memory_pair
 from tests.numerics.reference import (
     Reference,
@@ -20,7 +20,8 @@ from tests.numerics.reference import (
     read_state,
 )
 
-NUM_STEPS = 22
+NUM_STEPS = EMPTY_STEP + 5
+"""Past every step at which `give_gradients` does something else for the first time."""
 
 
 def block_elements(monkeypatch: pytest.MonkeyPatch, cut: Cut) -> None:
