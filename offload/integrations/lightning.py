@@ -16,12 +16,8 @@ fit gives that up, as nothing can name it, if it continues from an older one.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
-import pickle
 import random
-import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,8 +26,18 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from offload.checkpoint import open_checkpoint
 from offload.errors import MismatchError, OffloadError
+from offload.integrations.ckpt_files import (
+    PIN_PREFIX,
+    make_durable,
+    mend_pins,
+    name_of_file,
+    pin_name,
+    pins_of,
+    train_state,
+    wanted_by,
+)
+from offload.metrics import MAX_METRICS, MAX_NAME_CHARACTERS
 from offload.opening import StoredCheckpoint
 from offload.optimizer import OffloadedOptimizer
 from offload.state_reference import find_sealed, is_reference, read_reference
@@ -47,10 +53,6 @@ else:
     except ModuleNotFoundError:  # the same code, under its older name
         import pytorch_lightning as pl
         from pytorch_lightning.plugins import CheckpointIO
-
-_PIN_PREFIX = "lightning-"
-_FILES = "lightning_files"
-"""In the train state of a checkpoint: which files it was sealed for."""
 
 _of_ended_fits: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 """Optimizers that are closed when the next fit of this process begins."""
@@ -131,11 +133,16 @@ class OffloadCallback(pl.Callback):
             )
         loaded = str(trainer.ckpt_path or "")
         references, self._references = self._references, ()
-        for index, reference in enumerate(references):
-            if index in optimizers and is_reference(reference):
-                self._restore(optimizers[index], reference, loaded)
+        found = {
+            optimizers[index]: self._find(optimizers[index], reference, loaded)
+            for index, reference in enumerate(references)
+            if index in optimizers and is_reference(reference)
+        }
+        for optimizer, checkpoint in found.items():  # now that each of them has been found
+            if checkpoint is not None:
+                _go_back(optimizer, checkpoint)
         for optimizer in optimizers.values():
-            _mend_pins(optimizer, loaded)
+            mend_pins(optimizer, loaded)
         if self._random is not None:
             _set_random_states(self._random)
 
@@ -188,13 +195,18 @@ class OffloadCallback(pl.Callback):
         """Take note of random states; they are set when training is about to begin."""
         self._random = state_dict["random"]
 
-    def _restore(
+    def _find(
         self, optimizer: OffloadedOptimizer, reference: Mapping[str, Any], loaded: str
-    ) -> None:
+    ) -> StoredCheckpoint | None:
+        """Return the checkpoint that a file names; None if the optimizer is there already.
+
+        Raises:
+            MismatchError: As `on_fit_start`. Nothing has been changed.
+        """
         engine = optimizer._live_engine()
         wanted, _ = read_reference(dict(reference))
         if engine.position.is_same_as(wanted):
-            return  # configure_optimizers() has gone there already
+            return None
         if not wanted.sealed:
             raise MismatchError(
                 f"{loaded} names step {wanted.step}, which was not sealed when the file was "
@@ -206,22 +218,15 @@ class OffloadCallback(pl.Callback):
             found = find_sealed(engine.store, wanted, engine.position)
         except MismatchError as error:
             raise MismatchError(f"{loaded}: {error}") from error
-        generation = found.manifest.generation
-        newer = [c for c in engine.store.checkpoints if c.manifest.generation > generation]
-        reasons = {c.path: _wanted_by(engine.store, c, loaded) for c in newer}
-        wanted_by = {path: reason for path, reason in reasons.items() if reason}
-        if wanted_by and not self._discard_newer:
-            listed = "; ".join(f"{path}, {reason}" for path, reason in wanted_by.items())
+        reasons = {c.path: wanted_by(engine.store, c, loaded) for c in _newer(engine.store, found)}
+        listed = "; ".join(f"{path}, {reason}" for path, reason in reasons.items() if reason)
+        if listed and not self._discard_newer:
             raise MismatchError(
                 f"{loaded} names {found.path}, and the store has newer checkpoints that are still "
                 f"wanted: {listed}. Continue from one of those, or pass "
                 "OffloadCallback(discard_newer=True) to withdraw them and go on from here"
             )
-        for checkpoint in newer:
-            for name in _pins_of(engine.store, checkpoint):
-                if name.startswith(_PIN_PREFIX):
-                    optimizer.unpin(name)
-        optimizer.restore(found.path, discard_newer=True)
+        return found
 
 
 class _SealingIO(CheckpointIO):
@@ -247,7 +252,7 @@ class _SealingIO(CheckpointIO):
             SealError: The state could not be sealed. What the file named before, it still names.
             OffloadError: This step has been sealed with a train state that is not a dict.
         """
-        file = _name_of_file(path)
+        file = name_of_file(path)
         states = checkpoint.get("optimizer_states")  # without them it is the parameters only
         if states is None:
             self._inner.save_checkpoint(checkpoint, path, storage_options)
@@ -255,16 +260,16 @@ class _SealingIO(CheckpointIO):
         optimizers = dict(_offloaded(self._trainer))
         metrics = _monitored(self._trainer) or None
         handles = {
-            index: optimizer.checkpoint(_train_state(optimizer, file), metrics=metrics)
+            index: optimizer.checkpoint(train_state(optimizer, file), metrics=metrics)
             for index, optimizer in optimizers.items()
         }
         sealed = {index: handle.result() for index, handle in handles.items()}
         for index, optimizer in optimizers.items():
             states[index] = optimizer.state_dict()
         self._inner.save_checkpoint(checkpoint, path, storage_options)
-        _make_durable(file)
+        make_durable(file)
         for index, optimizer in optimizers.items():
-            optimizer.pin(_pin_name(file), sealed[index].path)
+            optimizer.pin(pin_name(file), sealed[index].path)
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -275,7 +280,7 @@ class _SealingIO(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file, and then its pin."""
         self._inner.remove_checkpoint(path)
-        name = _pin_name(_name_of_file(path))
+        name = pin_name(name_of_file(path))
         for _, optimizer in _offloaded(self._trainer):
             if any(pin.name == name for pin in optimizer._live_engine().store.keeping.pins().pins):
                 optimizer.unpin(name)
@@ -285,6 +290,21 @@ class _SealingIO(CheckpointIO):
         """Take note that a fit has ended; ``Trainer.save_checkpoint`` may still be called."""
         _of_ended_fits.update(optimizer for _, optimizer in _offloaded(self._trainer))
         self._inner.teardown()
+
+
+def _go_back(optimizer: OffloadedOptimizer, found: StoredCheckpoint) -> None:
+    """Restore a checkpoint, and give up those that are newer, with the pins for files."""
+    store = optimizer._live_engine().store
+    for checkpoint in _newer(store, found):
+        for name in pins_of(store, checkpoint):
+            if name.startswith(PIN_PREFIX):
+                optimizer.unpin(name)
+    optimizer.restore(found.path, discard_newer=True)
+
+
+def _newer(store: Store, than: StoredCheckpoint) -> list[StoredCheckpoint]:
+    generation = than.manifest.generation
+    return [c for c in store.checkpoints if c.manifest.generation > generation]
 
 
 def _offloaded(trainer: pl.Trainer) -> Iterator[tuple[int, OffloadedOptimizer]]:
@@ -297,119 +317,12 @@ def _monitored(trainer: pl.Trainer) -> dict[str, float]:
     """Return what files are ranked by, so that ``offload ls`` shows it."""
     names = [getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks]
     values = {name: trainer.callback_metrics.get(name) for name in names if name}
-    return {k: float(v) for k, v in values.items() if v is not None and math.isfinite(v)}
-
-
-def _train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
-    """Return what a checkpoint of the present state holds, if a file is to name it, too."""
-    optimizer.synchronize()
-    engine = optimizer._live_engine()
-    newest = engine.store.newest
-    if newest is None or newest.manifest.step != engine.num_steps:
-        return {_FILES: [file]}
-    with open_checkpoint(newest.path) as checkpoint:
-        state = {} if checkpoint.train_state is None else checkpoint.train_state
-    if not isinstance(state, dict):
-        raise OffloadError(
-            f"{newest.path} is of the step that {file} is to name, and checkpoint() was given a "
-            f"{type(state).__name__} for its train state: give it a dict, to which what is needed "
-            "here can be added"
-        )
-    return {**state, _FILES: sorted({*_listed_files(state), file})}
-
-
-def _files_of(checkpoint: StoredCheckpoint, loaded: str) -> list[str]:
-    """Return the files that may name a checkpoint; none if it was not sealed for any.
-
-    Args:
-        checkpoint: Knows the paths of the files that it was sealed for.
-        loaded: The file that is being resumed from: the others may have been moved with it.
-    """
-    with open_checkpoint(checkpoint.path) as opened:
-        files = _listed_files(opened.train_state)
-    beside = os.path.dirname(_name_of_file(loaded)) if loaded else ""
-    moved = [f"{beside}/{os.path.basename(file)}" for file in files if beside]
-    return list(dict.fromkeys([*files, *moved]))
-
-
-def _listed_files(train_state: Any) -> list[str]:
-    listed = train_state.get(_FILES) if isinstance(train_state, dict) else None
-    return [f for f in listed if isinstance(f, str)] if isinstance(listed, list) else []
-
-
-def _wanted_by(store: Store, checkpoint: StoredCheckpoint, loaded: str) -> str:
-    """Return why a checkpoint must not be given up without being asked; empty if nobody cares."""
-    files = _files_of(checkpoint, loaded)
-    if not files:
-        return "made by checkpoint()"
-    others = [n for n in _pins_of(store, checkpoint) if not n.startswith(_PIN_PREFIX)]
-    if others:
-        return f"pinned as {others[0]!r}"
-    for file in files:
-        if (named := _named_by(file)) is None or _identity(checkpoint) in named:
-            return f"named by {file}"
-    return ""
-
-
-def _named_by(file: str) -> set[tuple[Any, ...]] | None:
-    """Return which checkpoints a file names; None if that cannot be told. Reads no tensor."""
-    if "://" in file:
-        return None  # not looked for over a network
-    try:
-        saved = torch.load(file, map_location="meta", mmap=True, weights_only=True)
-        found = [state for state in saved.get("optimizer_states", ()) if is_reference(state)]
-    except FileNotFoundError:
-        return set()
-    except (OSError, RuntimeError, EOFError, AttributeError, pickle.UnpicklingError):
-        return None
-    return {tuple(state.get(k) for k in ("store", "step", "generation")) for state in found}
-
-
-def _identity(checkpoint: StoredCheckpoint) -> tuple[Any, ...]:
-    manifest = checkpoint.manifest
-    return manifest.store_id, manifest.step, manifest.generation
-
-
-def _mend_pins(optimizer: OffloadedOptimizer, loaded: str) -> None:
-    """Pin what files name, and remove pins for files that are gone.
-
-    Files are moved and removed by hand, and a process may be killed between a file and its pin.
-    """
-    store = optimizer._live_engine().store
-    for checkpoint in list(store.checkpoints):
-        for file in _files_of(checkpoint, loaded):
-            name, named = _pin_name(file), _named_by(file)
-            pinned = name in _pins_of(store, checkpoint)
-            if named is not None and pinned and not os.path.lexists(file):
-                optimizer.unpin(name)
-            elif named is not None and not pinned and _identity(checkpoint) in named:
-                optimizer.pin(name, checkpoint.path)
-
-
-def _pins_of(store: Store, checkpoint: StoredCheckpoint) -> tuple[str, ...]:
-    return store.keeping.pins().of(checkpoint.path, checkpoint.manifest)
-
-
-def _pin_name(file: str) -> str:
-    """Name the pin for a file: readable, and different for each path."""
-    stem = re.sub("[^A-Za-z0-9]+", "-", os.path.basename(file).removesuffix(".ckpt"))[:40]
-    return f"{_PIN_PREFIX}{stem}-{hashlib.blake2b(file.encode(), digest_size=5).hexdigest()}"
-
-
-def _name_of_file(path: Any) -> str:
-    name: str = os.fspath(path)
-    return name if "://" in name else os.path.abspath(name)
-
-
-def _make_durable(file: str) -> None:
-    """Sync a local file and its directory: an older one may be removed next."""
-    if os.path.isfile(file):
-        for path in (file, os.path.dirname(file)):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    metrics = {
+        name: float(value)
+        for name, value in values.items()
+        if value is not None and math.isfinite(value) and len(name) <= MAX_NAME_CHARACTERS
+    }
+    return dict(list(metrics.items())[:MAX_METRICS])
 
 
 def _random_states() -> dict[str, Any]:

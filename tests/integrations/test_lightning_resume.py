@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -244,6 +245,43 @@ def test_what_somebody_else_has_pinned_or_sealed_is_not_given_up(stopped: Path) 
             ckpt_path=older,
             callback=OffloadCallback(discard_newer=True),
         )
+
+
+def test_a_file_is_written_when_what_it_names_is_sealed_and_removed_when_the_next_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, str]] = []
+    synced = os.fsync
+
+    class Watched(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+            (reference,) = checkpoint["optimizer_states"]
+            newest = offload.list_checkpoints(tmp_path / "run")[-1]
+            named = (reference["step"], reference["generation"], reference["sealed"])
+            assert (newest.step, newest.generation, newest.valid) == named
+            super().save_checkpoint(checkpoint, path, *args, **kwargs)
+            events.append(("written", str(path)))
+
+        def remove_checkpoint(self, path: Any) -> None:
+            events.append(("removed", str(path)))
+            super().remove_checkpoint(path)
+
+    def watch(descriptor: int) -> None:
+        synced(descriptor)
+        events.append(("synced", os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    monkeypatch.setattr(os, "fsync", watch)
+    chosen = saving(tmp_path / "files", save_top_k=1, monitor=None, save_last=False)
+    fit(
+        tmp_path, on_ssd(tmp_path / "run"), max_epochs=2, checkpoints=chosen, plugins=[Watched()]
+    )  # fmt: skip
+    directory = str(tmp_path / "files")
+    first, second = f"{directory}/epoch=0-step=4.ckpt", f"{directory}/epoch=1-step=8.ckpt"
+    assert [e for e in events if e[1].startswith(directory)] == [
+        ("written", first), ("synced", first), ("synced", directory),
+        ("written", second), ("synced", second), ("synced", directory),
+        ("removed", first),
+    ]  # fmt: skip
 
 
 class FailsToWrite(TorchCheckpointIO):

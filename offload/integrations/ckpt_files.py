@@ -1,0 +1,142 @@
+"""Which files name which checkpoints, and the pins that keep those for them.
+
+Of a library that saves files of its own, in which it keeps `state_dict()` of the optimizer: a small
+reference to a checkpoint. A checkpoint lists in its train state the files that it was sealed for,
+and has one pin for each of them that names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from typing import Any
+
+import torch
+
+from offload.checkpoint import open_checkpoint
+from offload.errors import OffloadError
+from offload.opening import StoredCheckpoint
+from offload.optimizer import OffloadedOptimizer
+from offload.state_reference import is_reference
+from offload.store import Store
+
+PIN_PREFIX = "lightning-"
+"""Begins the names of all pins that are for files."""
+
+_FILES = "lightning_files"
+"""In the train state of a checkpoint: which files it was sealed for."""
+
+
+def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
+    """Return what a checkpoint of the present state holds, if a file is to name it, too."""
+    optimizer.synchronize()
+    engine = optimizer._live_engine()
+    newest = engine.store.newest
+    if newest is None or newest.manifest.step != engine.num_steps:
+        return {_FILES: [file]}
+    with open_checkpoint(newest.path) as checkpoint:
+        state = {} if checkpoint.train_state is None else checkpoint.train_state
+    if not isinstance(state, dict):
+        raise OffloadError(
+            f"{newest.path} is of the step that {file} is to name, and checkpoint() was given a "
+            f"{type(state).__name__} for its train state: give it a dict, to which what is needed "
+            "here can be added"
+        )
+    return {**state, _FILES: sorted({*_listed_files(state), file})}
+
+
+def files_of(checkpoint: StoredCheckpoint, loaded: str) -> list[str]:
+    """Return the files that may name a checkpoint; none if it was not sealed for any.
+
+    Args:
+        checkpoint: Knows the paths of the files that it was sealed for.
+        loaded: The file that is being resumed from: the others may have been moved with it.
+    """
+    with open_checkpoint(checkpoint.path) as opened:
+        files = _listed_files(opened.train_state)
+    beside = os.path.dirname(name_of_file(loaded)) if loaded else ""
+    moved = [f"{beside}/{os.path.basename(file)}" for file in files if beside]
+    return list(dict.fromkeys([*files, *moved]))
+
+
+def _listed_files(train_state: Any) -> list[str]:
+    listed = train_state.get(_FILES) if isinstance(train_state, dict) else None
+    return [f for f in listed if isinstance(f, str)] if isinstance(listed, list) else []
+
+
+def wanted_by(store: Store, checkpoint: StoredCheckpoint, loaded: str) -> str:
+    """Return why a checkpoint must not be given up without being asked; empty if nobody cares."""
+    files = files_of(checkpoint, loaded)
+    if not files:
+        return "made by checkpoint()"
+    others = [n for n in pins_of(store, checkpoint) if not n.startswith(PIN_PREFIX)]
+    if others:
+        return f"pinned as {others[0]!r}"
+    for file in files:
+        if (named := named_by(file)) is None or _identity(checkpoint) in named:
+            return f"named by {file}"
+    return ""
+
+
+def named_by(file: str) -> set[tuple[Any, ...]] | None:
+    """Return which checkpoints a file names; None if that cannot be told. Reads no tensor."""
+    if "://" in file:
+        return None  # not looked for over a network
+    try:
+        saved = torch.load(file, map_location="meta", mmap=True, weights_only=True)
+        found = [state for state in saved.get("optimizer_states", ()) if is_reference(state)]
+    except FileNotFoundError:
+        return set()
+    except Exception:  # noqa: BLE001  (whatever is wrong with it)
+        return None
+    return {tuple(state.get(k) for k in ("store", "step", "generation")) for state in found}
+
+
+def _identity(checkpoint: StoredCheckpoint) -> tuple[Any, ...]:
+    manifest = checkpoint.manifest
+    return manifest.store_id, manifest.step, manifest.generation
+
+
+def mend_pins(optimizer: OffloadedOptimizer, loaded: str) -> None:
+    """Pin what files name, and remove pins for files that are gone.
+
+    Files are moved and removed by hand, and a process may be killed between a file and its pin.
+    """
+    store = optimizer._live_engine().store
+    for checkpoint in store.keeping.current:
+        for file in files_of(checkpoint, loaded):
+            name, named = pin_name(file), named_by(file)
+            pinned = name in pins_of(store, checkpoint)
+            if named is not None and pinned and not os.path.lexists(file):
+                optimizer.unpin(name)
+            elif named is not None and not pinned and _identity(checkpoint) in named:
+                optimizer.pin(name, checkpoint.path)
+
+
+def pins_of(store: Store, checkpoint: StoredCheckpoint) -> tuple[str, ...]:
+    """Return the names of a checkpoint's pins."""
+    return store.keeping.pins().of(checkpoint.path, checkpoint.manifest)
+
+
+def pin_name(file: str) -> str:
+    """Name the pin for a file: readable, and different for each path."""
+    stem = re.sub("[^A-Za-z0-9]+", "-", os.path.basename(file).removesuffix(".ckpt"))[:40]
+    return f"{PIN_PREFIX}{stem}-{hashlib.blake2b(file.encode(), digest_size=5).hexdigest()}"
+
+
+def name_of_file(path: Any) -> str:
+    """Return the path of a file, or its URL, as it is known by here."""
+    name: str = os.fspath(path)
+    return name if "://" in name else os.path.abspath(name)
+
+
+def make_durable(file: str) -> None:
+    """Sync a local file and its directory: an older one may be removed next."""
+    if os.path.isfile(file):
+        for path in (file, os.path.dirname(file)):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
