@@ -72,6 +72,9 @@ class _Late(Future[int]):
         super().__init__()
         self._transfer = file, source, offset
 
+    def is_of(self, path: str, offset: int) -> bool:
+        return (self._transfer[0].path, self._transfer[2]) == (path, offset)
+
     def result(self, timeout: float | None = None) -> int:
         if not self.done():
             file, source, offset = self._transfer
@@ -80,12 +83,15 @@ class _Late(Future[int]):
 
 
 class LateBackend(WrapperBackend):
-    """Writes to state arrays when it is waited for, and sees what is synced before that."""
+    """Writes moments when it is waited for, and sees what is synced or read before that."""
 
-    def __init__(self) -> None:
+    def __init__(self, before_byte: int = 1 << 62) -> None:
         super().__init__(MemoryBackend())
+        self.before_byte = before_byte
+        """Writes that begin from there on end at once."""
         self.late: list[_Late] = []
         self.synced_too_early: list[str] = []
+        self.read_too_early: list[str] = []
 
     def wrap_file(self, file: File) -> File:
         return _LateStateFile(file, self)
@@ -97,10 +103,15 @@ class _LateStateFile(WrapperFile):
         self._backend = backend
 
     def write(self, source: Buffer, offset: int) -> IOFuture:
-        if "/exp_avg" not in self.path:
+        if "/exp_avg" not in self.path or offset >= self._backend.before_byte:
             return super().write(source, offset)
         self._backend.late.append(_Late(self.inner, source, offset))
         return self._backend.late[-1]  # type: ignore[return-value]
+
+    def read(self, into: Buffer, offset: int) -> IOFuture:
+        if any(late.is_of(self.path, offset) for late in self._backend.late if not late.done()):
+            self._backend.read_too_early.append(self.path)
+        return super().read(into, offset)
 
     def sync(self) -> None:
         if any(not late.done() for late in self._backend.late):
@@ -122,6 +133,49 @@ def test_nothing_is_synced_before_all_writes_of_the_state_have_ended() -> None:
         for late in backend.late:
             late.result()  # else closing waits for them
         training.optimizer.close()
+
+
+def test_a_chunk_is_not_read_again_before_its_writes_have_ended() -> None:
+    """Those of the second chunk have, so that there is a frame to read into."""
+    backend = LateBackend(before_byte=BLOCK_BYTES + 1)
+    training = Training(backend)
+    try:
+        training.step()
+        assert len(backend.late) == 2, "two arrays of the first chunk"
+        assert not any(late.done() for late in backend.late)
+        assert backend.read_too_early == []
+        for late in backend.late:
+            late.result()
+        backend.before_byte = 0
+        training.steps_and_seal()
+        assert differences(_newest(training), backend, Reference().after(2)) == []
+    finally:
+        for late in backend.late:
+            late.result()  # else closing waits for them
+        training.optimizer.close()
+
+
+def test_resident_state_that_a_seal_is_about_to_write_is_not_stepped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(MemoryBackend(), host_memory="1GiB")
+    training.step()
+    streamer = training.optimizer._engine._ring()
+    flush = streamer.flush()
+    waits = []
+
+    def seal_goes_on(timeout: float | None = None) -> None:
+        waits.append(timeout)
+        flush.start(training.optimizer._engine._state)
+
+    monkeypatch.setattr(streamer._changed, "wait", seal_goes_on)
+    frame = streamer.take(1)
+    assert len(waits) == 1, "it can be changed before it has been written"
+    streamer.keep(frame)
+    monkeypatch.undo()
+    training.steps_and_seal()
+    assert differences(_newest(training), training.backend, Reference().after(2)) == []
+    training.optimizer.close()
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])

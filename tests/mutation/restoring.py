@@ -16,6 +16,7 @@ _REFUSALS = "tests/torch_contract/test_refusals.py"
 _DAMAGE = f"{_REFUSALS}::TestDamage"
 _RESUMING = f"{_REFUSALS}::TestResuming"
 _LOST = "tests/crash/test_lost_writes.py"
+_STEPS = "tests/crash/test_protocol_steps.py"
 _OVERLAP = "tests/numerics/test_overlap.py"
 _RESIDENT = "tests/numerics/test_resident.py"
 _IDENTITY = "tests/numerics/test_resume_identity.py"
@@ -190,7 +191,7 @@ RESTORING = (
                 "        busy = False\n",
             ),
         ),
-        (_OVERLAP, _RESIDENT, *power("resident-state-keep=1")),
+        (f"{_STEPS}::test_resident_state_that_a_seal_is_about_to_write_is_not_stepped",),
     ),
     Mutation(
         "read-before-written",
@@ -203,7 +204,7 @@ RESTORING = (
                 "",
             ),
         ),
-        (_OVERLAP,),
+        (f"{_STEPS}::test_a_chunk_is_not_read_again_before_its_writes_have_ended",),
     ),
     Mutation(
         "read-ahead-of-another-slot",
