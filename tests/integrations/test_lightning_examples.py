@@ -10,10 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.integrations.example_runs import ARGUMENTS, KILLED_AT, STEPS
 
 ROOT = Path(__file__).parent.parent.parent
-STEPS, KILLED_AT = 12, 9
 TIMEOUT_S = 240
 
 
@@ -22,26 +21,12 @@ def losses(lines: list[str]) -> dict[int, str]:
     return {int(match[1]): match[2] for match in found if match}
 
 
-@pytest.mark.parametrize(
-    ("example", "arguments"),
-    [
-        ("plain_loop.py", ["--steps=12", "--every=4", "--batch=2"]),
-        ("lightning_loop.py", ["--epochs=3", "--steps=4"]),
-    ],
-    ids=["plain loop", "lightning"],
-)
-def test_an_example_that_is_killed_and_run_again_prints_the_same_losses(
-    example: str, arguments: list[str], tmp_path: Path
-) -> None:
-    command = [
-        sys.executable, "-m", "tests.integrations.example_runs",
-        str(ROOT / "docs/examples" / example), str(tmp_path), str(KILLED_AT),
-        *arguments,
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def test_an_example_that_is_killed_and_run_again_prints_the_same_losses(tmp_path: Path) -> None:
+    examples = [str(ROOT / "docs/examples" / name) for name in ARGUMENTS]
+    command = [sys.executable, "-m", "tests.integrations.example_runs", str(tmp_path), *examples]
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     ) as process:  # fmt: skip
         try:
             output, errors = process.communicate(timeout=TIMEOUT_S)
@@ -49,11 +34,22 @@ def test_an_example_that_is_killed_and_run_again_prints_the_same_losses(
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, errors
-    runs = {name: losses(lines) for name, lines in json.loads(output.splitlines()[-1]).items()}
-    assert list(runs["whole"]) == list(range(1, STEPS + 1))
-    assert max(runs["killed"]) >= KILLED_AT
-    again = runs["again"]
-    assert list(again) == list(range(min(again), STEPS + 1))
-    assert 1 < min(again) <= KILLED_AT  # it went on, from a checkpoint
-    for run in (runs["killed"], again):
-        assert run == {step: runs["whole"][step] for step in run}
+    printed = json.loads(output.splitlines()[-1])
+    assert list(printed) == examples
+    for example, lines in printed.items():
+        runs = {name: losses(run) for name, run in lines.items()}
+        assert list(runs["whole"]) == list(range(1, STEPS + 1)), example
+        assert list(runs["killed"]) == list(range(1, KILLED_AT + 1)), example
+        again = runs["again"]
+        assert list(again) == list(range(min(again), STEPS + 1)), example
+        assert 1 < min(again) <= KILLED_AT, f"{example} did not go on from a checkpoint"
+        for run in (runs["killed"], again):
+            assert run == {step: runs["whole"][step] for step in run}, example
+
+
+def test_a_bridge_is_imported_only_when_it_is_used() -> None:
+    heavy = "{'torch', 'lightning', 'pytorch_lightning'}"
+    code = f"import sys, offload.integrations; print(sorted({heavy} & {{*sys.modules}}))"
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (found.stdout, found.stderr) == ("[]\n", "")
