@@ -229,10 +229,9 @@ def test_folders_that_accelerate_removes_let_go(tmp_path: Path) -> None:
     ]
     assert pinned(tmp_path) == [3, 4]
     loop.accelerator.save_state()  # checkpoint_4, another folder of the same step
-    shutil.rmtree(tmp_path / "out/checkpoints/checkpoint_3")
-    loop.train(4, 5, save_every=1)
-    assert pinned(tmp_path) == [4, 5]
     shutil.rmtree(tmp_path / "out/checkpoints/checkpoint_4")
+    loop.train(4, 5, save_every=1)
+    assert pinned(tmp_path) == [4, 5], "checkpoint_3 is still there"
     loop.train(5, 6, save_every=1)
     assert pinned(tmp_path) == [5, 6]
     loop.close()

@@ -139,6 +139,14 @@ def test_a_run_goes_on_from_an_older_folder_only_if_told_to(
     for name, parameter in expected.parameters.items():
         assert_same_bits(found.parameters[name], parameter, name)
 
+    given_up = torch.load(trained[1] / "out/checkpoint-6/optimizer.pt", weights_only=True)
+    with (
+        CASE.trainer(work, discard_newer=True) as trainer,
+        pytest.raises(MismatchError, match=r"step 6 .*any more"),  # though there is another one
+    ):
+        trainer.optimizer.load_state_dict(given_up)
+    assert pinned(work) == [2, 4, 6, 7]
+
 
 def test_a_folder_whose_checkpoint_was_given_up_is_refused_by_name(work: Path) -> None:
     class Stop(TrainerCallback):
