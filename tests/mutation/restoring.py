@@ -229,8 +229,8 @@ RESTORING = (
         "a slot is free again when the last transfer has ended",
         (gone(_ENGINE, "            self._ring().synchronize()\n"),),
         ("tests/numerics/test_added_parameters.py", *power("added-group-keep=1")),
-        redundant="a guard: a pass that moves the state has taken every chunk, so no read of the old "
-        "slot is left, and the change of layout before it has waited for all writes",
+        redundant="a guard: a pass that moves the state has taken every chunk, so no read of the "
+        "old slot is left, and the change of layout before it has waited for all writes",
     ),
     Mutation(
         "written-digests-of-old-content",
