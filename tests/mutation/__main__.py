@@ -5,7 +5,7 @@
     python -m tests.mutation --check                 # does every edit still fit? (a second)
 
 A mutation that no test notices *survives*: the step is untested, or not needed. A run takes about
-20 minutes of one core. What is known is kept beside the copy, for as long as neither the library
+15 minutes of one core. What is known is kept beside the copy, for as long as neither the library
 nor the tests of that mutation change; several runs may share a scratch directory, each on its
 `--share`. Before anything is believed of a mutation, the test that noticed must pass without it.
 """
