@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -38,7 +37,6 @@ from offload.optimizer import OffloadedOptimizer
 from offload.options import Options
 from offload.retention import Retention
 from offload.state_reference import is_reference, read_reference
-from offload.stats import Stats
 
 Directories = Directory | Sequence[Directory]
 """A store: its directory, or one on each drive."""
@@ -168,7 +166,7 @@ class OffloadCallback(TrainerCallback):
         """Add what the optimizer has moved and waited for, where a loss is logged."""
         if not self._log_stats or self._optimizer is None or logs is None or "loss" not in logs:
             return
-        numbers = flat_stats(self._optimizer.stats())
+        numbers = self._optimizer.stats().scalars()
         logs.update(numbers)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(numbers)  # the Trainer has made a copy before
@@ -293,13 +291,6 @@ def latest_checkpoint(output_dir: str | os.PathLike[str], directory: Directories
         if _is_complete(folder) and _generation(folder) in sealed:
             return folder
     return None
-
-
-def flat_stats(stats: Stats) -> dict[str, float | int]:
-    """Return `Stats` as numbers by name, such as loggers take; each begins with ``offload/``."""
-    names = [field.name for field in fields(stats)]
-    names += [name for name, value in vars(Stats).items() if isinstance(value, property)]
-    return {f"offload/{name}": getattr(stats, name) for name in names}
 
 
 def _folder(output_dir: str | os.PathLike[str], step: int) -> str:
