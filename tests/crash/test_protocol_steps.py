@@ -184,7 +184,7 @@ def test_resident_state_that_a_seal_is_about_to_write_is_not_stepped(
 
     def seal_goes_on(timeout: float | None = None) -> None:
         waits.append(timeout)
-        flush.start(training.optimizer._engine._state)
+        flush.start(training.optimizer._engine._slots.present)
 
     monkeypatch.setattr(streamer._changed, "wait", seal_goes_on)
     frame = streamer.take(1)
