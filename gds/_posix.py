@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from gds import probe
-from gds._backend import ALIGNMENT, Capabilities, Counters
+from gds._backend import ALIGNMENT, Buffer, Capabilities, Counters
 from gds._buffers import HostBuffer
 from gds._errors import StorageError
 from gds._names import PosixNames, overwrite_in_place, reporting
@@ -124,7 +124,7 @@ class PosixBackend(PosixNames):
             reason=found.reason,
         )
 
-    def allocate(self, nbytes: int) -> HostBuffer:
+    def allocate(self, nbytes: int) -> Buffer:
         """Return zeroed memory, on huge pages from 2 MiB on where the kernel has them."""
         self.check_usable("allocate", self.name)
         return HostBuffer(nbytes)
@@ -213,10 +213,16 @@ class PosixBackend(PosixNames):
                 if reason:
                     self._settle(path, reason)
             descriptors = Descriptors(fd, direct_fd, memory_alignment, refused)
-        file = PosixFile(self, path, descriptors, found.st_size, bool(flags & os.O_RDWR))
+        file = self.make_file(path, descriptors, found.st_size, bool(flags & os.O_RDWR))
         with self._lock:
             self._files.add(file)
         return file
+
+    def make_file(
+        self, path: str, descriptors: Descriptors, size_bytes: int, writable: bool
+    ) -> PosixFile:
+        """Return the object for an open file; for a backend that derives from this one."""
+        return PosixFile(self, path, descriptors, size_bytes, writable)
 
     def _open_direct(self, path: str, fd: int, flags: int) -> tuple[str, int, int]:
         """Return why not, or ""; a descriptor for direct transfers; its memory alignment."""
