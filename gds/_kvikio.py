@@ -156,18 +156,8 @@ class KvikioBackend(PosixBackend):
             StorageError: There is no such directory; or ``path="gds"`` demands what is not there.
         """
         self.check_usable("examine", directory)
-        if self._path in ("compat", "bounce"):
-            used = Used(self._path, f"asked for by path={self._path!r}")
-            return {"read": used, "write": used}
         with reporting("examine", directory):
-            number = os.stat(directory).st_dev
-            with self._examining:
-                if number not in self._examined:
-                    self._examined[number] = self._examine(directory)
-                found = self._examined[number]
-        for direction in DIRECTIONS:
-            self._demand(found[direction], direction, directory)
-        return dict(found)
+            return self._paths_on(os.stat(directory).st_dev, lambda: directory, directory)
 
     def moved(self) -> dict[Direction, dict[DevicePath, int]]:
         """Return the bytes of device memory that were moved so far, by the path that they took.
@@ -233,7 +223,9 @@ class KvikioBackend(PosixBackend):
         if library is None:
             opened = Opened(Used("bounce", "asked for by path='bounce'"), None)
             return {"read": opened, "write": opened}
-        found = self.paths_in(os.path.dirname(path) or ".")
+        # A backend that is being closed still ends the transfers that were started.
+        with reporting("examine", path):
+            found = self._paths_on(os.fstat(fd).st_dev, lambda: _directory_of(path, fd), path)
         gds, refusal = None, ""
         if any(found[direction].path == "gds" for direction in DIRECTIONS):
             gds, refusal = self._open_gds(library, path, fd, writable=writable)
@@ -258,6 +250,21 @@ class KvikioBackend(PosixBackend):
     def abandon(self, handles: Handles) -> None:
         """Keep handles that belong to the parent of this forked child from being closed here."""
         _abandoned.append(handles)
+
+    def _paths_on(
+        self, device: int, directory: Callable[[], str], path: str
+    ) -> dict[Direction, Used]:
+        """Return the paths on a file system, which `directory` is on, for a use of `path`."""
+        if self._path in ("compat", "bounce"):
+            used = Used(self._path, f"asked for by path={self._path!r}")
+            return {"read": used, "write": used}
+        with self._examining:
+            if device not in self._examined:
+                self._examined[device] = self._examine(directory())
+            found = dict(self._examined[device])
+        for direction in DIRECTIONS:
+            self._demand(found[direction], direction, path)
+        return found
 
     def _open_gds(
         self, library: Library, path: str, fd: int, *, writable: bool
@@ -308,6 +315,13 @@ class KvikioBackend(PosixBackend):
             self._library.configure(
                 num_threads=self.read_threads + self.write_threads, task_bytes=self.request_bytes
             )
+
+
+def _directory_of(path: str, fd: int) -> str:
+    """Return the directory of an open file, which may have been renamed since it was opened."""
+    with contextlib.suppress(OSError):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+    return os.path.dirname(path) or "."
 
 
 def _examined(directory: str) -> dict[Direction, Used]:

@@ -1,4 +1,4 @@
-"""A GPU made of host memory, and the two libraries at its boundary: what is used of CuPy and KvikIO.
+"""A GPU made of host memory, and the libraries at its boundary: what is used of CuPy and KvikIO.
 
 Nothing of ours is replaced. What the fake makes worse than a real machine, so that mistakes show:
 streams do nothing until somebody waits for them; device memory is filled with rubbish when it is
@@ -45,7 +45,8 @@ class FakeGpu:
         self.pinned: dict[int, int] = {}
         self.registered: dict[int, int] = {}
         self.num_registrations = 0
-        self.open_handles: set[Any] = set()
+        self.num_open = 0
+        """Handles of KvikIO that are open."""
         self.num_opened = 0
         self.settings: dict[str, Any] = {
             "compat_mode": CompatMode.AUTO,
@@ -90,9 +91,14 @@ class FakeGpu:
     def run(self, stream: int, position: int) -> None:
         with self.lock:
             while self._ran[stream] < position:
-                work = self._streams[stream][self._ran[stream]]
+                queue, number = self._streams[stream], self._ran[stream]
+                work, queue[number] = queue[number], _nothing
                 self._ran[stream] += 1
                 work()
+
+    def reset(self) -> None:
+        """Forget the work that nobody waited for, and the memory that it refers to."""
+        self._streams.clear()
 
     def modules(self) -> dict[str, types.ModuleType]:
         """Return the modules by the names under which they are imported."""
@@ -125,14 +131,7 @@ class FakeGpu:
         before = {name: self.settings[name] for name in wanted}
         self.settings.update(wanted)
 
-        class Restore:
-            def __enter__(inner) -> None:
-                pass
-
-            def __exit__(inner, *_: object) -> None:
-                self.settings.update(before)
-
-        return Restore()
+        return _Restore(self.settings, before)
 
     def _allocation_of(self, buf: Any) -> int:
         address, nbytes = _range_of(buf)
@@ -152,6 +151,23 @@ class FakeGpu:
 
     def _deregister(self, buf: Any) -> None:
         self.registered.pop(self._allocation_of(buf))
+
+
+def _nothing() -> None:
+    """Be work that has been done."""
+
+
+class _Restore:
+    """What `kvikio.defaults.set` returns: settings have changed already, and may change back."""
+
+    def __init__(self, settings: dict[str, Any], before: dict[str, Any]) -> None:
+        self._settings, self._before = settings, before
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._settings.update(self._before)
 
 
 class CompatMode(enum.Enum):
@@ -180,8 +196,8 @@ class CuFile:
             self._fd = os.open(path, os.O_RDONLY if flags == "r" else os.O_RDWR)
         except OSError as error:
             raise RuntimeError(f"Unable to open file. {path}: {error.strerror}") from None
-        self.in_flight = 0
-        gpu.open_handles.add(self)
+        self._in_flight: list[None] = []
+        gpu.num_open += 1
         gpu.num_opened += 1
 
     def fileno(self) -> int:
@@ -193,11 +209,15 @@ class CuFile:
     def close(self) -> None:
         if self._fd < 0:
             return
-        if self.in_flight:
+        if self._in_flight:
             self.gpu.violations.append("a file was closed during its transfers")
         os.close(self._fd)
         self._fd = -1
-        self.gpu.open_handles.discard(self)
+        self.gpu.num_open -= 1
+
+    def __del__(self) -> None:
+        if hasattr(self, "_in_flight"):  # it was opened
+            self.close()
 
     def pread(self, buf: Any, size: int, file_offset: int = 0) -> _Future:
         return self._start("read", buf, size, file_offset)
@@ -212,11 +232,19 @@ class CuFile:
             raise ValueError("Size is greater than the size of the buffer")
         if self.mode == "gds" and (offset | size | address) % ALIGNMENT:
             gpu.violations.append(f"{direction} of {size} at {offset} is not aligned")
-        self.in_flight += 1
-        return _Future(lambda: self._move(direction, address, size, offset))
+        task = _Task(gpu, self._fd, self.mode, self._in_flight)
+        return _Future(lambda: task.move(direction, address, size, offset))
 
-    def _move(self, direction: str, address: int, size: int, offset: int) -> int:
-        gpu = self.gpu
+
+class _Task:
+    """A transfer, which knows numbers only: nothing here keeps a buffer or a file."""
+
+    def __init__(self, gpu: FakeGpu, fd: int, mode: str, in_flight: list[None]) -> None:
+        self._gpu, self._fd, self._mode, self._in_flight = gpu, fd, mode, in_flight
+        in_flight.append(None)
+
+    def move(self, direction: str, address: int, size: int, offset: int) -> int:
+        gpu = self._gpu
         try:
             gpu.need_device(direction, address, size)
             if text := gpu.error(direction, offset):
@@ -232,14 +260,14 @@ class CuFile:
                         f"POSIX error on p{direction}: {os.strerror(error.errno or errno.EIO)}"
                     ) from None
                 if moved == 0:
-                    if self.mode == "gds":
+                    if self._mode == "gds":
                         break  # cuFile returns what there was
                     raise RuntimeError("POSIX error on pread: EOF")
                 done += moved
             gpu.need_device(f"the end of a {direction}", address, size)
             return done
         finally:
-            self.in_flight -= 1
+            self._in_flight.pop()
 
 
 class _Future:
