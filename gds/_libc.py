@@ -70,15 +70,15 @@ def rename_with(source: str, target: str, flags: int) -> None:
         raise OSError(number, os.strerror(number), source, None, target)
 
 
-def cached_bytes(fd: int, nbytes: int) -> int | None:
-    """Return how much of the first `nbytes` bytes of an open file the page cache holds.
+def cached_bytes(fd: int, nbytes: int, offset: int = 0) -> int | None:
+    """Return how much of `nbytes` bytes from `offset` of an open file the page cache holds.
 
     In whole pages. None says that the kernel (before 6.5) does not tell.
     """
     call = _function("syscall")
     if call is None:
         return None
-    wanted = struct.pack("=QQ", 0, nbytes)
+    wanted = struct.pack("=QQ", offset, nbytes)
     answer = ctypes.create_string_buffer(5 * 8)
     number = ctypes.c_long(_CACHESTAT)
     if call(number, ctypes.c_int(fd), ctypes.c_char_p(wanted), answer, ctypes.c_uint(0)):

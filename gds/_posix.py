@@ -17,6 +17,7 @@ from gds import probe
 from gds._backend import ALIGNMENT, Buffer, Capabilities, Counters
 from gds._buffers import HostBuffer
 from gds._errors import StorageError
+from gds._hybrid import Hybrid, HybridFile, HybridPolicy
 from gds._names import PosixNames, overwrite_in_place, reporting
 from gds._pool import Meter, Part, TransferPool, check_threads
 from gds._posix_file import PosixFile
@@ -45,6 +46,7 @@ class PosixBackend(PosixNames):
         write_threads: int = 2,
         request_bytes: int | None = None,
         direct: bool | None = None,
+        hybrid: bool | HybridPolicy = False,
     ) -> None:
         """Make a backend; threads start with the first transfer.
 
@@ -56,8 +58,17 @@ class PosixBackend(PosixNames):
             direct: True demands direct I/O and raises `StorageError` where a file does not take
                 it; False never uses it; None uses it where it works, and warns once
                 (`gds.probe.DirectIOUnavailable`) where it does not.
+            hybrid: Let requests that could be direct go through the page cache where that is
+                faster, by a `HybridPolicy`; True is the default one. A write then has reached
+                memory when its future resolves: its error may come at the next `File.sync`.
         """
         super().__init__()
+        if hybrid and direct is False:
+            raise ValueError("hybrid chooses between direct and buffered, and direct=False forbids")
+        self.hybrid = (
+            Hybrid(hybrid if isinstance(hybrid, HybridPolicy) else None) if hybrid else None
+        )
+        """What chooses, and how often it chose what; None where all that can be is direct."""
         self._wanted = direct
         self._request_bytes = check_request_bytes(request_bytes)
         self._pools: dict[Direction, TransferPool] = {
@@ -212,7 +223,8 @@ class PosixBackend(PosixNames):
                 reason, direct_fd, memory_alignment = self._open_direct(path, fd, flags)
                 if reason:
                     self._settle(path, reason)
-            descriptors = Descriptors(fd, direct_fd, memory_alignment, refused)
+            chooser = HybridFile(self.hybrid, found.st_size) if self.hybrid else None
+            descriptors = Descriptors(fd, direct_fd, memory_alignment, refused, chooser)
         file = self.make_file(path, descriptors, found.st_size, bool(flags & os.O_RDWR))
         with self._lock:
             self._files.add(file)

@@ -1,0 +1,335 @@
+"""Direct or buffered, chosen for each request: by size, alignment, page cache and memory.
+
+What decides, as measured on ext4 (see ``bench/hybrid.py``): a request costs a system call and a
+trip to the drive, whichever way it goes; past that, direct I/O has the drive's full rate for a
+tenth of the processor time, and the page cache has what it holds already (five times the drive's
+rate), collects small writes into large ones, and reads ahead.
+
+Both ways may be mixed on one file, because the kernel keeps them coherent: before a direct read it
+writes dirty pages of that range back, before and after a direct write it drops cached ones. It
+cannot when a buffered write dirties a page between the two ends of a direct write to the same large
+folio: it then reports an error at the next sync. So buffered and direct *writes* of one file take
+turns here (`WriteGate`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from gds import _libc
+
+Direction = Literal["read", "write"]
+Mode = Literal["direct", "buffered"]
+
+_LEAST_GRANULE_BYTES: Final = 64 << 10
+_MOST_GRANULES: Final = 1 << 16
+_PRESSURE_S: Final = 1.0
+"""How long what is known of the machine's memory is believed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridPolicy:
+    """Where the limits are; the defaults are the measured ones."""
+
+    write_bytes: int = 128 << 10
+    """Writes shorter than this are collected in the page cache."""
+
+    read_bytes: int = 64 << 10
+    """Reads shorter than this, at the start of a file or going on where the last one ended, are
+    read ahead by the page cache."""
+
+    unaligned_bytes: int = 512 << 10
+    """Reads shorter than this whose ends are within blocks are left to the page cache whole: a
+    request of its own for each end would take longer."""
+
+    cached_share: float = 0.9
+    """A read goes through the page cache where that holds so much of its range."""
+
+    reread_share: float = 0.25
+    """Of the machine's memory, for all files together: what is read directly a second time is
+    brought into the page cache if its whole file fits in there; 0 never does that."""
+
+    least_available_share: float = 0.05
+    """With less of the machine's memory available, nothing more is put into the page cache."""
+
+    most_stalled_percent: float = 10.0
+    """Nor where tasks were waiting for memory for this share of the last ten seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is done with a request, and why."""
+
+    mode: Mode
+    reason: str
+
+
+def choose(
+    policy: HybridPolicy,
+    direction: Direction,
+    nbytes: int,
+    *,
+    partial: bool,
+    continues: bool,
+    again: bool,
+    cached_share: float,
+    pressed: bool,
+) -> Choice:
+    """Decide on a request that could go direct, or mostly. Pure.
+
+    Args:
+        policy: The limits.
+        direction: Of the request.
+        nbytes: Its length.
+        partial: Whether one of its ends is within a block.
+        continues: It is at the start of the file, or where the last one ended.
+        again: All of it was read directly before, and would be welcome in the page cache.
+        cached_share: How much of it the page cache holds, 0 to 1.
+        pressed: Whether memory is short.
+    """
+    if direction == "write":
+        if pressed:
+            return Choice("direct", "memory is short")
+        if nbytes < policy.write_bytes:
+            return Choice("buffered", "small")
+        return Choice("direct", "large")
+    if cached_share >= policy.cached_share:
+        return Choice("buffered", "cached")
+    if pressed:
+        return Choice("direct", "memory is short")
+    if continues and nbytes < policy.read_bytes:
+        return Choice("buffered", "small")
+    if partial and nbytes < policy.unaligned_bytes:
+        return Choice("buffered", "unaligned")
+    if again:
+        return Choice("buffered", "read again")
+    return Choice("direct", "large" if nbytes >= policy.read_bytes else "random")
+
+
+class Hybrid:
+    """What the files of a backend share: the policy, the state of memory, and the counts."""
+
+    def __init__(
+        self,
+        policy: HybridPolicy | None = None,
+        *,
+        read_text: Callable[[str], str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start with a policy.
+
+        Args:
+            policy: None is the default one.
+            read_text: Reads a file of ``/proc``.
+            clock: Seconds.
+        """
+        self.policy = policy or HybridPolicy()
+        self._read_text = read_text or _read_text
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._looked_s = -_PRESSURE_S
+        self._pressed = False
+        self._memory_bytes = 0
+        self._kept_bytes = 0
+        self._counts: Counter[str] = Counter()
+
+    def pressed(self) -> bool:
+        """Return whether memory is short; looks once a second."""
+        now_s = self._clock()
+        with self._lock:
+            if now_s - self._looked_s >= _PRESSURE_S:
+                self._looked_s = now_s
+                self._memory_bytes, available = _memory(self._read_text("/proc/meminfo"))
+                stalled = _stalled(self._read_text("/proc/pressure/memory"))
+                self._pressed = (
+                    available < self.policy.least_available_share * self._memory_bytes
+                    or stalled > self.policy.most_stalled_percent
+                )
+            return self._pressed
+
+    def keep(self, nbytes: int) -> bool:
+        """Take so much of what the page cache may hold of files that are read again, if it fits."""
+        with self._lock:
+            most = self.policy.reread_share * self._memory_bytes
+            fits = self._kept_bytes + nbytes <= most
+            self._kept_bytes += nbytes * fits
+            return fits
+
+    def unkeep(self, nbytes: int) -> None:
+        """Give it back."""
+        with self._lock:
+            self._kept_bytes -= nbytes
+
+    def count(self, direction: Direction, choice: Choice) -> None:
+        """Note a decision."""
+        with self._lock:
+            self._counts[f"{direction} {choice.mode}: {choice.reason}"] += 1
+
+    def counts(self) -> dict[str, int]:
+        """Return how often each decision was taken, such as ``"read buffered: cached"``."""
+        with self._lock:
+            return dict(self._counts)
+
+
+class WriteGate:
+    """Lets writes of one mode in while there is none of the other; both come to their turn."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._mode: Mode = "direct"
+        self._num_active = 0
+        self._num_waiting: dict[Mode, int] = {"direct": 0, "buffered": 0}
+        self._num_called: dict[Mode, int] = {"direct": 0, "buffered": 0}
+        """Those that waited, have their turn (they count as active), and have not woken up yet."""
+
+    @contextlib.contextmanager
+    def passing(self, mode: Mode) -> Iterator[None]:
+        """Run the body as a write of that mode."""
+        self._enter(mode)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self, mode: Mode) -> None:
+        other = _other(mode)
+        with self._changed:
+            # Who finds the other mode waiting stands behind it, or it might wait for ever.
+            if not self._num_active or (self._mode == mode and not self._num_waiting[other]):
+                self._mode = mode
+                self._num_active += 1
+                return
+            self._num_waiting[mode] += 1
+            self._changed.wait_for(lambda: self._num_called[mode])
+            self._num_called[mode] -= 1
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._num_active -= 1
+            if self._num_active:
+                return
+            other = _other(self._mode)
+            turn = other if self._num_waiting[other] else self._mode
+            if count := self._num_waiting[turn]:
+                self._mode = turn
+                self._num_waiting[turn] = 0
+                self._num_called[turn] += count
+                self._num_active = count
+                self._changed.notify_all()
+
+
+def _other(mode: Mode) -> Mode:
+    return "buffered" if mode == "direct" else "direct"
+
+
+class HybridFile:
+    """Decides for one open file, and remembers what was read from it."""
+
+    def __init__(self, hybrid: Hybrid, size_bytes: int) -> None:
+        self.gate = WriteGate()
+        self._hybrid = hybrid
+        self._size_bytes = size_bytes
+        self._granule_bytes = _LEAST_GRANULE_BYTES
+        while size_bytes > self._granule_bytes * _MOST_GRANULES:
+            self._granule_bytes *= 2
+        self._read_before = bytearray(-(-size_bytes // self._granule_bytes))
+        self._last_end = 0
+        self._kept = False
+
+    def mode(self, direction: Direction, fd: int, offset: int, nbytes: int) -> Mode:
+        """Return how a request that could go direct is to go.
+
+        Args:
+            direction: Of the request.
+            fd: Descriptor that goes through the page cache.
+            offset: In the file, in bytes.
+            nbytes: Its length; at least a block.
+        """
+        hybrid, end = self._hybrid, offset + nbytes
+        pressed = hybrid.pressed()
+        is_read = direction == "read"
+        choice = choose(
+            hybrid.policy,
+            direction,
+            nbytes,
+            partial=bool((offset | nbytes) % mmap.PAGESIZE),
+            continues=offset in (0, self._last_end),
+            again=is_read and self._again(offset, end),
+            cached_share=_cached_share(fd, offset, nbytes) if is_read else 0.0,
+            pressed=pressed,
+        )
+        self._last_end = end  # a hint: several threads may be at it
+        self._note(offset, end, was_read=is_read and choice.mode == "direct")
+        hybrid.count(direction, choice)
+        return choice.mode
+
+    def close(self) -> None:
+        """Give back what was kept. Idempotent."""
+        kept, self._kept = self._kept, False
+        if kept:
+            self._hybrid.unkeep(self._size_bytes)
+
+    def _granules(self, offset: int, end: int) -> slice:
+        """Return the granules that lie within a range."""
+        return slice(-(-offset // self._granule_bytes), end // self._granule_bytes)
+
+    def _again(self, offset: int, end: int) -> bool:
+        inside = self._read_before[self._granules(offset, end)]
+        if not inside or not all(inside):
+            return False
+        self._kept = self._kept or self._hybrid.keep(self._size_bytes)
+        return self._kept
+
+    def _note(self, offset: int, end: int, *, was_read: bool) -> None:
+        if was_read:
+            inside = self._granules(offset, end)
+        else:  # all that it touches: what was written is not what was read
+            inside = slice(offset // self._granule_bytes, -(-end // self._granule_bytes))
+        count = len(self._read_before[inside])
+        self._read_before[inside] = (b"\1" if was_read else b"\0") * count
+
+
+def _cached_share(fd: int, offset: int, nbytes: int) -> float:
+    # Not by a read that must not wait (RWF_NOWAIT): since Linux 6.0 a miss starts to read ahead,
+    # and the same bytes would be fetched twice.
+    pages_bytes = -(-(offset % mmap.PAGESIZE + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return (_libc.cached_bytes(fd, nbytes, offset) or 0) / pages_bytes
+
+
+def _memory(text: str) -> tuple[int, int]:
+    """Return all memory and what is available, in bytes; zeros where that is not known."""
+    found = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        words = value.split()
+        if name in ("MemTotal", "MemAvailable") and words and words[0].isdecimal():
+            found[name] = int(words[0]) << 10
+    return found.get("MemTotal", 0), found.get("MemAvailable", 0)
+
+
+def _stalled(text: str) -> float:
+    """Return the percentage of the last ten seconds that some task waited for memory."""
+    for line in text.splitlines():
+        words = line.split()
+        if words[:1] == ["some"]:
+            for word in words[1:]:
+                name, _, value = word.partition("=")
+                if name == "avg10":
+                    with contextlib.suppress(ValueError):
+                        return float(value)
+    return 0.0
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read()
+    except OSError:  # not every kernel has it, and not every container shows it
+        return ""
