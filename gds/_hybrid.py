@@ -6,10 +6,10 @@ tenth of the processor time, and the page cache has what it holds already (five 
 rate), collects small writes into large ones, and reads ahead.
 
 Both ways may be mixed on one file, because the kernel keeps them coherent: before a direct read it
-writes dirty pages of that range back, before and after a direct write it drops cached ones. It
-cannot when a buffered write dirties a page between the two ends of a direct write to the same large
-folio: it then reports an error at the next sync. So buffered and direct *writes* of one file take
-turns here (`WriteGate`).
+writes dirty pages of that range back, before and after a direct write it drops cached ones. What it
+cannot drop is a page, or a large folio, that a buffered write dirties meanwhile: it then has the
+next sync fail with EIO (`dio_warn_stale_pagecache`). So buffered and direct *writes* of one file
+take turns here (`WriteGate`).
 """
 
 from __future__ import annotations

@@ -291,7 +291,21 @@ def test_any_order_of_both_modes_moves_the_right_bytes(
     assert modes == {"read direct", "read buffered", "write direct", "write buffered"}
 
 
-def test_both_modes_at_once_beside_each_other_lose_nothing(directory: str) -> None:
+def test_both_modes_at_once_beside_each_other_lose_nothing(directory: str, kernel: Kernel) -> None:
+    lock, active, num_calls = threading.Lock(), [0, 0], [0, 0]
+
+    def answer(name: str, real: Any, fd: int, view: memoryview, offset: int) -> int:
+        mode = kernel.is_direct(fd)
+        with lock:
+            active[mode] += 1
+            num_calls[mode] += 1
+            assert not (active[0] and active[1]), "a direct write beside a buffered one"
+        moved: int = real(fd, [view], offset)
+        with lock:
+            active[mode] -= 1
+        return moved
+
+    kernel.start(answer)
     # Large folios of the page cache span the ranges of both: a read of all of it makes them.
     backend = PosixBackend(direct=True, hybrid=True, read_threads=2, write_threads=4)
     nbytes, num_rounds = 256 * KIB, 24
@@ -317,6 +331,7 @@ def test_both_modes_at_once_beside_each_other_lose_nothing(directory: str) -> No
             else:
                 for edge in (start, start + nbytes - 4 * KIB):
                     assert data[edge : edge + 4 * KIB] == contents(small)
+    assert min(num_calls) >= num_rounds, "both modes were used"
     backend.close()
 
 
