@@ -30,6 +30,10 @@ Mode = Literal["direct", "buffered"]
 
 _LEAST_GRANULE_BYTES: Final = 64 << 10
 _MOST_GRANULES: Final = 1 << 16
+_WINDOW_BYTES: Final = 16 << 10
+"""Of a larger read's range the page cache is asked for parts of this size only: it looks at every
+page, and for megabytes that takes as long as a tenth of copying them."""
+
 _PRESSURE_S: Final = 1.0
 """How long what is known of the machine's memory is believed."""
 
@@ -50,7 +54,8 @@ class HybridPolicy:
     request of its own for each end would take longer."""
 
     cached_share: float = 0.9
-    """A read goes through the page cache where that holds so much of its range."""
+    """A read goes through the page cache where that holds so much of its range, as far as samples
+    of it tell."""
 
     reread_share: float = 0.25
     """Of the machine's memory, for all files together: what is read directly a second time is
@@ -71,6 +76,16 @@ class Choice:
     reason: str
 
 
+_CACHED: Final = Choice("buffered", "cached")
+_SMALL: Final = Choice("buffered", "small")
+_SMALL_FILE: Final = Choice("buffered", "small file")
+_UNALIGNED: Final = Choice("buffered", "unaligned")
+_AGAIN: Final = Choice("buffered", "read again")
+_NO_MEMORY: Final = Choice("direct", "memory is short")
+_LARGE: Final = Choice("direct", "large")
+_RANDOM: Final = Choice("direct", "random")
+
+
 def choose(
     policy: HybridPolicy,
     direction: Direction,
@@ -79,7 +94,7 @@ def choose(
     partial: bool,
     continues: bool,
     again: bool,
-    cached_share: float,
+    cached: bool,
     pressed: bool,
 ) -> Choice:
     """Decide on a request that could go direct, or mostly. Pure.
@@ -91,26 +106,24 @@ def choose(
         partial: Whether one of its ends is within a block.
         continues: It is at the start of the file, or where the last one ended.
         again: All of it was read directly before, and would be welcome in the page cache.
-        cached_share: How much of it the page cache holds, 0 to 1.
+        cached: Whether the page cache holds it, or nearly all of it.
         pressed: Whether memory is short.
     """
     if direction == "write":
         if pressed:
-            return Choice("direct", "memory is short")
-        if nbytes < policy.write_bytes:
-            return Choice("buffered", "small")
-        return Choice("direct", "large")
-    if cached_share >= policy.cached_share:
-        return Choice("buffered", "cached")
+            return _NO_MEMORY
+        return _SMALL if nbytes < policy.write_bytes else _LARGE
+    if cached:
+        return _CACHED
     if pressed:
-        return Choice("direct", "memory is short")
+        return _NO_MEMORY
     if continues and nbytes < policy.read_bytes:
-        return Choice("buffered", "small")
+        return _SMALL
     if partial and nbytes < policy.unaligned_bytes:
-        return Choice("buffered", "unaligned")
+        return _UNALIGNED
     if again:
-        return Choice("buffered", "read again")
-    return Choice("direct", "large" if nbytes >= policy.read_bytes else "random")
+        return _AGAIN
+    return _LARGE if nbytes >= policy.read_bytes else _RANDOM
 
 
 class Hybrid:
@@ -138,7 +151,7 @@ class Hybrid:
         self._pressed = False
         self._memory_bytes = 0
         self._kept_bytes = 0
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[Direction, Mode, str]] = Counter()
 
     def pressed(self) -> bool:
         """Return whether memory is short; looks once a second."""
@@ -170,12 +183,15 @@ class Hybrid:
     def count(self, direction: Direction, choice: Choice) -> None:
         """Note a decision."""
         with self._lock:
-            self._counts[f"{direction} {choice.mode}: {choice.reason}"] += 1
+            self._counts[direction, choice.mode, choice.reason] += 1
 
     def counts(self) -> dict[str, int]:
         """Return how often each decision was taken, such as ``"read buffered: cached"``."""
         with self._lock:
-            return dict(self._counts)
+            return {
+                f"{direction} {mode}: {reason}": count
+                for (direction, mode, reason), count in self._counts.items()
+            }
 
 
 class WriteGate:
@@ -241,7 +257,10 @@ class HybridFile:
             self._granule_bytes *= 2
         self._read_before = bytearray(-(-size_bytes // self._granule_bytes))
         self._last_end = 0
+        self._was_cached = False
         self._kept = False
+        # Every request of a small file would be buffered: no second descriptor, nothing to decide.
+        self.is_small = size_bytes < min(hybrid.policy.read_bytes, hybrid.policy.write_bytes)
 
     def mode(self, direction: Direction, fd: int, offset: int, nbytes: int) -> Mode:
         """Return how a request that could go direct is to go.
@@ -252,29 +271,58 @@ class HybridFile:
             offset: In the file, in bytes.
             nbytes: Its length; at least a block.
         """
-        hybrid, end = self._hybrid, offset + nbytes
-        pressed = hybrid.pressed()
+        choice = self._choice(direction, fd, offset, nbytes)
+        self._last_end = offset + nbytes  # a hint: several threads may be at it
+        self._hybrid.count(direction, choice)
+        return choice.mode
+
+    def _choice(self, direction: Direction, fd: int, offset: int, nbytes: int) -> Choice:
+        if self.is_small:
+            return _SMALL_FILE
         is_read = direction == "read"
+        if is_read and self._is_cached(fd, offset, nbytes):
+            return _CACHED  # decided already, and the copy takes little longer than the rest
+        end = offset + nbytes
         choice = choose(
-            hybrid.policy,
+            self._hybrid.policy,
             direction,
             nbytes,
             partial=bool((offset | nbytes) % mmap.PAGESIZE),
             continues=offset in (0, self._last_end),
             again=is_read and self._again(offset, end),
-            cached_share=_cached_share(fd, offset, nbytes) if is_read else 0.0,
-            pressed=pressed,
+            cached=False,
+            pressed=self._hybrid.pressed(),
         )
-        self._last_end = end  # a hint: several threads may be at it
         self._note(offset, end, was_read=is_read and choice.mode == "direct")
-        hybrid.count(direction, choice)
-        return choice.mode
+        return choice
 
     def close(self) -> None:
         """Give back what was kept. Idempotent."""
         kept, self._kept = self._kept, False
         if kept:
             self._hybrid.unkeep(self._size_bytes)
+
+    def _is_cached(self, fd: int, offset: int, nbytes: int) -> bool:
+        # Not by a read that must not wait (RWF_NOWAIT): since Linux 6.0 a miss starts to read
+        # ahead, and the same bytes would be fetched twice.
+        if nbytes <= 8 * _WINDOW_BYTES:
+            found = self._window_is_cached(fd, offset, nbytes)
+        else:
+            # The first tells where the last read was cached as well, or where this one is not.
+            found = self._window_is_cached(fd, offset, _WINDOW_BYTES) and (
+                self._was_cached
+                or (
+                    self._window_is_cached(fd, offset + nbytes - _WINDOW_BYTES, _WINDOW_BYTES)
+                    and self._window_is_cached(fd, offset + nbytes // 2, _WINDOW_BYTES)
+                )
+            )
+        self._was_cached = found
+        return found
+
+    def _window_is_cached(self, fd: int, offset: int, nbytes: int) -> bool:
+        pages = -(-(offset % mmap.PAGESIZE + nbytes) // mmap.PAGESIZE)
+        cached = _libc.cached_bytes(fd, nbytes, offset) or 0
+        return cached >= self._hybrid.policy.cached_share * pages * mmap.PAGESIZE
 
     def _granules(self, offset: int, end: int) -> slice:
         """Return the granules that lie within a range."""
@@ -294,13 +342,6 @@ class HybridFile:
             inside = slice(offset // self._granule_bytes, -(-end // self._granule_bytes))
         count = len(self._read_before[inside])
         self._read_before[inside] = (b"\1" if was_read else b"\0") * count
-
-
-def _cached_share(fd: int, offset: int, nbytes: int) -> float:
-    # Not by a read that must not wait (RWF_NOWAIT): since Linux 6.0 a miss starts to read ahead,
-    # and the same bytes would be fetched twice.
-    pages_bytes = -(-(offset % mmap.PAGESIZE + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-    return (_libc.cached_bytes(fd, nbytes, offset) or 0) / pages_bytes
 
 
 def _memory(text: str) -> tuple[int, int]:

@@ -23,8 +23,8 @@ from gds._device_buffers import (
     tensor_buffer,
 )
 from gds._errors import StorageError
+from gds._hybrid import HybridPolicy
 from gds._kvikio_file import (
-    DevicePath,
     Handles,
     KvikioFile,
     Opened,
@@ -36,6 +36,7 @@ from gds._names import reporting
 from gds._posix import PosixBackend
 from gds._posix_file import PosixFile
 from gds._transfer import Descriptors, Direction
+from gds.paths import DevicePath
 
 Memory = Literal["device", "pinned", "host"]
 DIRECTIONS: Final[tuple[Direction, ...]] = ("read", "write")
@@ -86,6 +87,7 @@ class KvikioBackend(PosixBackend):
         write_threads: int = 2,
         request_bytes: int | None = None,
         direct: bool | None = None,
+        hybrid: bool | HybridPolicy = False,
         examine: Examine | None = None,
     ) -> None:
         """Import KvikIO and CuPy, and set KvikIO up.
@@ -102,7 +104,8 @@ class KvikioBackend(PosixBackend):
                 have.
             request_bytes: Most bytes that one thread moves at a time, a multiple of `ALIGNMENT`:
                 `PosixBackend`'s parts, and KvikIO's tasks (16 MiB where it is None).
-            direct: See `PosixBackend`.
+            direct: See `PosixBackend`; of host memory.
+            hybrid: See `PosixBackend`; of host memory, and of what goes through it.
             examine: Replaces the examination.
 
         Raises:
@@ -115,6 +118,7 @@ class KvikioBackend(PosixBackend):
             write_threads=write_threads,
             request_bytes=request_bytes,
             direct=direct,
+            hybrid=hybrid,
         )
         self._memory: Memory = memory
         self._path = path

@@ -6,7 +6,7 @@ import errno
 import threading
 from collections import Counter
 from functools import partial
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from gds._backend import ALIGNMENT, Buffer
 from gds._buffer_pool import BufferPool
@@ -18,9 +18,7 @@ from gds._kvikio_library import Handle, is_end_of_file, storage_error, whole_blo
 from gds._pool import Part
 from gds._posix_file import PosixFile, Transfers
 from gds._transfer import Descriptors, Direction, cut, direct_part
-
-DevicePath = Literal["gds", "compat", "bounce"]
-"""How device memory is moved; see `gds.paths`."""
+from gds.paths import DevicePath
 
 
 class Used(NamedTuple):

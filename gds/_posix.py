@@ -219,12 +219,15 @@ class PosixBackend(PosixNames):
             found = os.fstat(fd)
             refused = partial(self._direct_refused, found.st_dev, path)
             direct_fd, memory_alignment = -1, 1
-            if self._wanted is not False:
+            chooser = HybridFile(self.hybrid, found.st_size) if self.hybrid else None
+            spared = bool(chooser and chooser.is_small and self._tried.get(found.st_dev) == "")
+            if self._wanted is not False and not spared:
                 reason, direct_fd, memory_alignment = self._open_direct(path, fd, flags)
                 if reason:
                     self._settle(path, reason)
-            chooser = HybridFile(self.hybrid, found.st_size) if self.hybrid else None
-            descriptors = Descriptors(fd, direct_fd, memory_alignment, refused, chooser)
+            descriptors = Descriptors(
+                fd, direct_fd, memory_alignment, refused, hybrid=chooser, spared=spared
+            )
         file = self.make_file(path, descriptors, found.st_size, bool(flags & os.O_RDWR))
         with self._lock:
             self._files.add(file)

@@ -102,7 +102,9 @@ class Descriptors:
         direct_fd: int,
         memory_alignment: int,
         refused: Callable[[str], None],
+        *,
         hybrid: HybridFile | None = None,
+        spared: bool = False,
     ) -> None:
         """Take over two descriptors of one file.
 
@@ -113,13 +115,14 @@ class Descriptors:
             refused: Called with a reason when the file system refuses a direct transfer that it
                 promised to take; returns if buffered transfers will do, raises otherwise.
             hybrid: Decides which requests go direct; None is for all that can.
+            spared: There is no `direct_fd` because `hybrid` would send no request there.
         """
         self.buffered_fd = buffered_fd
         self._direct_fd = direct_fd
         self._memory_alignment = memory_alignment
         self._refused = refused
         self._hybrid = hybrid
-        self.direct = direct_fd >= 0
+        self.direct = direct_fd >= 0 or spared
         if self.direct and hybrid is None:
             # Read-ahead would pull pages into the cache that direct writes then have to evict.
             _advise(buffered_fd, os.POSIX_FADV_RANDOM)

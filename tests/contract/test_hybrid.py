@@ -12,7 +12,7 @@ import pytest
 
 from gds import ALIGNMENT, Backend, PosixBackend, _libc
 from gds._hybrid import Choice, Hybrid, HybridPolicy, WriteGate, choose
-from gds.probe import direct_io
+from gds.probe import DirectIOUnavailable, direct_io
 from gds.testing import BackendContract
 from gds.testing._harness import contents, filled
 from tests.contract.conftest import Kernel
@@ -100,12 +100,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any], Choice]] = {
         Choice("direct", "memory is short"),
     ),
     "large-read": ("read", MIB, {}, Choice("direct", "large")),
-    "cached-read": ("read", MIB, {"cached_share": 0.9}, Choice("buffered", "cached")),
-    "half-cached-read": ("read", MIB, {"cached_share": 0.8}, Choice("direct", "large")),
+    "cached-read": ("read", MIB, {"cached": True}, Choice("buffered", "cached")),
     "cached-read-no-memory": (
         "read",
         MIB,
-        {"cached_share": 1.0, "pressed": True},
+        {"cached": True, "pressed": True},
         Choice("buffered", "cached"),
     ),
     "small-read-in-order": ("read", 4 * KIB, {"continues": True}, Choice("buffered", "small")),
@@ -135,7 +134,7 @@ def test_the_choice(case: tuple[Any, int, dict[str, Any], Choice]) -> None:
         "partial": False,
         "continues": False,
         "again": False,
-        "cached_share": 0.0,
+        "cached": False,
         "pressed": False,
     }
     assert choose(POLICY, direction, nbytes, **(facts | given)) == expected
@@ -169,6 +168,50 @@ def test_the_choice_is_what_the_kernel_is_asked(
     drop_cache(file.path)
     assert calls(file.read, MIB, 0) == [True]
     file.close()
+
+
+def test_a_read_that_is_cached_in_part_goes_to_the_drive(
+    backend: PosixBackend, directory: str, residency: None
+) -> None:
+    file = backend.create(f"{directory}/file", 2 * MIB)
+    memory = filled(backend, 2 * MIB, 1)
+    file.write(memory, 0).result()
+    for cached, expected in ((MIB, "direct: large"), (2 * MIB, "buffered: cached")):
+        drop_cache(file.path)
+        with open(file.path, "rb", buffering=0) as whole:
+            os.posix_fadvise(whole.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no further
+            assert len(whole.read(cached)) == cached
+        before = counts(backend).get(f"read {expected}", 0)
+        file.read(memory, 0).result()
+        assert counts(backend)[f"read {expected}"] == before + 1
+    file.close()
+
+
+def test_a_small_file_has_one_descriptor_and_is_read_and_written_whole(
+    backend: PosixBackend, directory: str, kernel: Kernel
+) -> None:
+    backend.create(f"{directory}/first", MIB).close()  # direct I/O works here
+    before = len(os.listdir("/proc/self/fd"))
+    file = backend.create(f"{directory}/small", 40_000)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert file.direct
+    memory = filled(backend, 40_000, 1)
+    kernel.start()
+    file.write(memory, 0).result()
+    file.read(memory, 0).result()
+    assert [call[1:] for call in kernel.calls] == [(False, 0, 40_000)] * 2
+    assert contents(memory) == contents(filled(backend, 40_000, 1))
+    assert counts(backend) == {"write buffered: small file": 1, "read buffered: small file": 1}
+    file.close()
+
+
+def test_a_small_file_without_direct_io_does_not_claim_it(memory_directory: str) -> None:
+    backend = PosixBackend(hybrid=True)
+    with pytest.warns(DirectIOUnavailable):
+        file = backend.create(f"{memory_directory}/small", 4000)
+    assert not file.direct
+    file.close()
+    backend.close()
 
 
 def test_what_is_read_again_is_brought_into_the_page_cache(

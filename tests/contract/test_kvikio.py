@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import random
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -310,6 +311,22 @@ def test_without_a_library_the_remedy_is_named(
     with pytest.raises(RefusedError, match=r"pip install 'ssd-offload\[gpu\]'") as caught:
         KvikioBackend()
     assert module in str(caught.value)
+
+
+def test_one_call_makes_any_backend(gpu: FakeGpu) -> None:
+    for name, expected in (("posix", PosixBackend), ("kvikio", KvikioBackend)):
+        backend = gds.open_backend(name, hybrid=True, read_threads=3)  # type: ignore[arg-type]
+        assert type(backend) is expected
+        assert isinstance(backend, PosixBackend)
+        assert (backend.read_threads, backend.hybrid is not None) == (3, True)
+        backend.close()
+    with pytest.raises(ValueError, match="'posix' or 'kvikio'"):
+        gds.open_backend("cufile")  # type: ignore[arg-type]
+
+
+def test_importing_the_backend_imports_no_library() -> None:
+    code = "import sys, gds.kvikio; sys.exit(bool({'kvikio', 'cupy', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_kvikio_is_set_up_and_tuned(make: Make, gpu: FakeGpu) -> None:
