@@ -249,8 +249,13 @@ class HybridFile:
     """Decides for one open file, and remembers what was read from it."""
 
     def __init__(self, hybrid: Hybrid, size_bytes: int) -> None:
-        self.gate = WriteGate()
         self._hybrid = hybrid
+        self._kept = False
+        # Every request of a small file is buffered: no second descriptor, nothing to remember.
+        self.is_small = size_bytes < min(hybrid.policy.read_bytes, hybrid.policy.write_bytes)
+        self.gate = None if self.is_small else WriteGate()
+        if self.is_small:
+            return
         self._size_bytes = size_bytes
         self._granule_bytes = _LEAST_GRANULE_BYTES
         while size_bytes > self._granule_bytes * _MOST_GRANULES:
@@ -258,9 +263,6 @@ class HybridFile:
         self._read_before = bytearray(-(-size_bytes // self._granule_bytes))
         self._last_end = 0
         self._was_cached = False
-        self._kept = False
-        # Every request of a small file would be buffered: no second descriptor, nothing to decide.
-        self.is_small = size_bytes < min(hybrid.policy.read_bytes, hybrid.policy.write_bytes)
 
     def mode(self, direction: Direction, fd: int, offset: int, nbytes: int) -> Mode:
         """Return how a request that could go direct is to go.
@@ -271,14 +273,12 @@ class HybridFile:
             offset: In the file, in bytes.
             nbytes: Its length; at least a block.
         """
-        choice = self._choice(direction, fd, offset, nbytes)
-        self._last_end = offset + nbytes  # a hint: several threads may be at it
+        choice = _SMALL_FILE if self.is_small else self._choice(direction, fd, offset, nbytes)
         self._hybrid.count(direction, choice)
         return choice.mode
 
     def _choice(self, direction: Direction, fd: int, offset: int, nbytes: int) -> Choice:
-        if self.is_small:
-            return _SMALL_FILE
+        last_end, self._last_end = self._last_end, offset + nbytes  # a hint: threads may race
         is_read = direction == "read"
         if is_read and self._is_cached(fd, offset, nbytes):
             return _CACHED  # decided already, and the copy takes little longer than the rest
@@ -288,7 +288,7 @@ class HybridFile:
             direction,
             nbytes,
             partial=bool((offset | nbytes) % mmap.PAGESIZE),
-            continues=offset in (0, self._last_end),
+            continues=offset in (0, last_end),
             again=is_read and self._again(offset, end),
             cached=False,
             pressed=self._hybrid.pressed(),

@@ -244,6 +244,8 @@ class KvikioBackend(PosixBackend):
             self._demand(used, direction, path)
             if compat is None:
                 compat = library.open(path, fd, writable=writable, compat=True)
+            if not compat.is_direct_io_supported():
+                used = Used("compat", f"{used.reason}; KvikIO goes through the page cache here")
             handles[direction] = Opened(used, compat)
         return handles
 

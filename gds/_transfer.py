@@ -193,9 +193,10 @@ class Descriptors:
             self.close()
 
     def _turn(self, request: _Request, mode: Mode) -> contextlib.AbstractContextManager[None]:
-        if self._hybrid is None or request.direction == "read":
+        gate = None if self._hybrid is None else self._hybrid.gate
+        if gate is None or request.direction == "read":
             return _ANY_TIME
-        return self._hybrid.gate.passing(mode)
+        return gate.passing(mode)
 
     def _move_buffered(self, request: _Request, stop: int) -> None:
         if request.done < stop:
