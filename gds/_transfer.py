@@ -123,7 +123,7 @@ class Descriptors:
         self._refused = refused
         self._hybrid = hybrid
         self.direct = direct_fd >= 0 or spared
-        if self.direct and hybrid is None:
+        if direct_fd >= 0:
             # Read-ahead would pull pages into the cache that direct writes then have to evict.
             _advise(buffered_fd, os.POSIX_FADV_RANDOM)
 

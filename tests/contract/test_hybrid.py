@@ -115,8 +115,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any], Choice]] = {
         {"continues": True, "pressed": True},
         Choice("direct", "memory is short"),
     ),
-    "unaligned-read": ("read", 512 * KIB - 1, {"partial": True}, Choice("buffered", "unaligned")),
-    "large-unaligned-read": ("read", 512 * KIB + 1, {"partial": True}, Choice("direct", "large")),
+    "unaligned-read": ("read", 128 * KIB - 1, {"partial": True}, Choice("buffered", "unaligned")),
+    "large-unaligned-read": ("read", 128 * KIB + 1, {"partial": True}, Choice("direct", "large")),
     "read-again": ("read", MIB, {"again": True}, Choice("buffered", "read again")),
     "read-again-no-memory": (
         "read",
@@ -159,7 +159,8 @@ def test_the_choice_is_what_the_kernel_is_asked(
     drop_cache(file.path)
     assert calls(file.read, 4 * KIB, 3 * MIB) == [True]
     assert calls(file.read, 4 * KIB, 3 * MIB + 4 * KIB) == [False], "it goes on there"
-    assert calls(file.read, 256 * KIB, 100) == [False]
+    assert calls(file.read, 100 * KIB, 100) == [False]
+    assert calls(file.read, 256 * KIB, 2 * MIB + 100) == [False, True, False]
     drop_cache(file.path)
     assert calls(file.read, MIB, 0) == [True]
     Path(file.path).read_bytes()
@@ -184,6 +185,25 @@ def test_a_read_that_is_cached_in_part_goes_to_the_drive(
         before = counts(backend).get(f"read {expected}", 0)
         file.read(memory, 0).result()
         assert counts(backend)[f"read {expected}"] == before + 1
+    file.close()
+
+
+def test_what_has_left_the_page_cache_is_noticed_soon(
+    backend: PosixBackend, directory: str, kernel: Kernel, residency: None
+) -> None:
+    file = backend.create(f"{directory}/file", 16 * MIB)
+    memory = filled(backend, MIB, 1)
+    for number in range(16):
+        file.write(memory, number * MIB).result()
+    Path(file.path).read_bytes()
+    kernel.start()
+    for number in range(16):
+        if number == 9:
+            drop_cache(file.path)
+            del kernel.calls[:]
+        file.read(memory, number * MIB).result()
+    assert [call[1] for call in kernel.calls].index(True) < 4
+    assert all(call[1] for call in kernel.calls[4:])
     file.close()
 
 
