@@ -188,6 +188,24 @@ def test_a_read_that_is_cached_in_part_goes_to_the_drive(
     file.close()
 
 
+def test_small_reads_in_order_are_read_ahead_and_large_ones_are_not(
+    backend: PosixBackend, directory: str, residency: None
+) -> None:
+    file = backend.create(f"{directory}/file", 4 * MIB)
+    memory = filled(backend, 4 * MIB, 1)
+    file.write(memory, 0).result()
+    fd = os.open(file.path, os.O_RDONLY)
+    for nbytes in (4 * KIB, MIB):
+        drop_cache(file.path)
+        file.read(memory.slice(0, nbytes), 0).result()
+        cached = _libc.cached_bytes(fd, 4 * MIB)
+        assert cached is not None
+        assert (cached > 4 * KIB) == (nbytes == 4 * KIB)
+        assert cached <= 512 * KIB
+    os.close(fd)
+    file.close()
+
+
 def test_what_has_left_the_page_cache_is_noticed_soon(
     backend: PosixBackend, directory: str, kernel: Kernel, residency: None
 ) -> None:
