@@ -27,6 +27,7 @@ _TITLES = {
     "overlap": "The step, behind compute",
     "checkpoint": "Checkpoints",
     "resume": "Resuming",
+    "hybrid": "Hybrid I/O, beside direct and buffered",
     "peers": "Beside DeepSpeed ZeRO-Infinity",
     "finetune": "What smaller state does to a fine-tune",
 }

@@ -4,7 +4,9 @@ from typing import TYPE_CHECKING
 
 from gds._backend import ALIGNMENT, Backend, Buffer, Capabilities, File, IOFuture
 from gds._errors import LockHeldError, ShortReadError, StorageError
+from gds._hybrid import HybridPolicy
 from gds._memory import MemoryBackend
+from gds._open import open_backend
 from gds._posix import PosixBackend
 from gds._wrapper import WrapperBackend
 
@@ -14,6 +16,7 @@ __all__ = [
     "Buffer",
     "Capabilities",
     "File",
+    "HybridPolicy",
     "IOFuture",
     "LockHeldError",
     "MemoryBackend",
@@ -21,7 +24,10 @@ __all__ = [
     "ShortReadError",
     "StorageError",
     "WrapperBackend",
+    "open_backend",
 ]
 
 if TYPE_CHECKING:  # where one of these does not fulfil the contract, the type checker says why
-    _: tuple[type[Backend], ...] = (MemoryBackend, PosixBackend, WrapperBackend)
+    from gds._kvikio import KvikioBackend
+
+    _: tuple[type[Backend], ...] = (MemoryBackend, PosixBackend, WrapperBackend, KvikioBackend)

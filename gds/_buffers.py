@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from typing import Final
+from typing import Final, Self
 
 from gds._backend import ALIGNMENT, BufferKind
 
@@ -73,17 +73,14 @@ class HostBuffer:
         """Always ``"host"``."""
         return "host"
 
-    def slice(self, start: int, nbytes: int) -> HostBuffer:
+    def slice(self, start: int, nbytes: int) -> Self:
         """Return the `nbytes` bytes from `start`, sharing this memory.
 
         Raises:
             ValueError: The range is not within this buffer.
         """
-        if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
-            raise ValueError(
-                f"bytes {start} to {start + nbytes} are not within a buffer of {self.nbytes} bytes"
-            )
-        part = HostBuffer.__new__(HostBuffer)
+        check_slice(start, nbytes, self.nbytes)
+        part = type(self).__new__(type(self))
         part._address = self._address + start
         part._view = self._view[start : start + nbytes]
         return part
@@ -93,4 +90,12 @@ class HostBuffer:
         return self._view[:]
 
     def __repr__(self) -> str:
-        return f"HostBuffer({self.nbytes} bytes at {self._address:#x})"
+        return f"{type(self).__name__}({self.nbytes} bytes at {self._address:#x})"
+
+
+def check_slice(start: int, nbytes: int, whole_bytes: int) -> None:
+    """Raise `ValueError` if `nbytes` bytes from `start` are not within a buffer of that size."""
+    if start < 0 or nbytes < 0 or start + nbytes > whole_bytes:
+        raise ValueError(
+            f"bytes {start} to {start + nbytes} are not within a buffer of {whole_bytes} bytes"
+        )

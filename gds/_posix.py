@@ -14,9 +14,10 @@ from functools import partial
 from typing import Final
 
 from gds import probe
-from gds._backend import ALIGNMENT, Capabilities, Counters
+from gds._backend import ALIGNMENT, Buffer, Capabilities, Counters
 from gds._buffers import HostBuffer
 from gds._errors import StorageError
+from gds._hybrid import Hybrid, HybridFile, HybridPolicy
 from gds._names import PosixNames, overwrite_in_place, reporting
 from gds._pool import Meter, Part, TransferPool, check_threads
 from gds._posix_file import PosixFile
@@ -45,6 +46,7 @@ class PosixBackend(PosixNames):
         write_threads: int = 2,
         request_bytes: int | None = None,
         direct: bool | None = None,
+        hybrid: bool | HybridPolicy = False,
     ) -> None:
         """Make a backend; threads start with the first transfer.
 
@@ -56,8 +58,17 @@ class PosixBackend(PosixNames):
             direct: True demands direct I/O and raises `StorageError` where a file does not take
                 it; False never uses it; None uses it where it works, and warns once
                 (`gds.probe.DirectIOUnavailable`) where it does not.
+            hybrid: Let requests that could be direct go through the page cache where that is
+                faster, by a `HybridPolicy`; True is the default one. A write then has reached
+                memory when its future resolves: its error may come at the next `File.sync`.
         """
         super().__init__()
+        if hybrid and direct is False:
+            raise ValueError("hybrid chooses between direct and buffered, and direct=False forbids")
+        self.hybrid = (
+            Hybrid(hybrid if isinstance(hybrid, HybridPolicy) else None) if hybrid else None
+        )
+        """What chooses, and how often it chose what; None where all that can be is direct."""
         self._wanted = direct
         self._request_bytes = check_request_bytes(request_bytes)
         self._pools: dict[Direction, TransferPool] = {
@@ -124,7 +135,7 @@ class PosixBackend(PosixNames):
             reason=found.reason,
         )
 
-    def allocate(self, nbytes: int) -> HostBuffer:
+    def allocate(self, nbytes: int) -> Buffer:
         """Return zeroed memory, on huge pages from 2 MiB on where the kernel has them."""
         self.check_usable("allocate", self.name)
         return HostBuffer(nbytes)
@@ -208,15 +219,25 @@ class PosixBackend(PosixNames):
             found = os.fstat(fd)
             refused = partial(self._direct_refused, found.st_dev, path)
             direct_fd, memory_alignment = -1, 1
-            if self._wanted is not False:
+            chooser = HybridFile(self.hybrid, found.st_size) if self.hybrid else None
+            spared = bool(chooser and chooser.is_small and self._tried.get(found.st_dev) == "")
+            if self._wanted is not False and not spared:
                 reason, direct_fd, memory_alignment = self._open_direct(path, fd, flags)
                 if reason:
                     self._settle(path, reason)
-            descriptors = Descriptors(fd, direct_fd, memory_alignment, refused)
-        file = PosixFile(self, path, descriptors, found.st_size, bool(flags & os.O_RDWR))
+            descriptors = Descriptors(
+                fd, direct_fd, memory_alignment, refused, hybrid=chooser, spared=spared
+            )
+        file = self.make_file(path, descriptors, found.st_size, bool(flags & os.O_RDWR))
         with self._lock:
             self._files.add(file)
         return file
+
+    def make_file(
+        self, path: str, descriptors: Descriptors, size_bytes: int, writable: bool
+    ) -> PosixFile:
+        """Return the object for an open file; for a backend that derives from this one."""
+        return PosixFile(self, path, descriptors, size_bytes, writable)
 
     def _open_direct(self, path: str, fd: int, flags: int) -> tuple[str, int, int]:
         """Return why not, or ""; a descriptor for direct transfers; its memory alignment."""

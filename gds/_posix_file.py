@@ -141,15 +141,8 @@ class PosixFile:
         return f"PosixFile({self.path!r}, {self._size_bytes} bytes, {state})"
 
     def _start(self, direction: Direction, buffer: Buffer, offset: int) -> Future[int]:
-        if buffer.kind == "device":
-            raise TypeError(
-                f"{direction} {self.path!r}: the posix backend moves host memory only, not "
-                f"memory of a device; copy through a buffer of allocate()"
-            )
-        nbytes = buffer.nbytes
-        self._check(direction, offset, nbytes)
-        parts = cut(offset, nbytes, self._backend.request_bytes)
-        moves = [partial(self._move, direction, buffer, offset, part) for part in parts]
+        self._check(direction, offset, buffer.nbytes)
+        moves = self._moves(direction, buffer, offset)
         with self._lock:
             self._check(direction, offset)
             future = self._backend.submit(direction, moves)
@@ -157,6 +150,16 @@ class PosixFile:
         # Not a method of this file: a future that is kept must not keep the file open.
         future.add_done_callback(partial(_ended, self._lock, self._in_flight))
         return future
+
+    def _moves(self, direction: Direction, buffer: Buffer, offset: int) -> list[Part]:
+        """Return the parts of a transfer, as threads will run them; at least one."""
+        if buffer.kind == "device":
+            raise TypeError(
+                f"{direction} {self.path!r}: the posix backend moves host memory only, not "
+                f"memory of a device; copy through a buffer of allocate()"
+            )
+        parts = cut(offset, buffer.nbytes, self._backend.request_bytes)
+        return [partial(self._move, direction, buffer, offset, part) for part in parts]
 
     def _move(
         self, direction: Direction, buffer: Buffer, offset: int, part: tuple[int, int]

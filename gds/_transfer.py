@@ -13,11 +13,14 @@ from typing import Final, Literal
 from gds import probe
 from gds._backend import ALIGNMENT
 from gds._errors import ShortReadError, StorageError
+from gds._hybrid import HybridFile, Mode
 
 _AGAIN_ATTEMPTS: Final = 500
 _AGAIN_S: Final = 0.01
 
 Direction = Literal["read", "write"]
+
+_ANY_TIME: Final = contextlib.nullcontext()
 
 
 def direct_part(offset: int, nbytes: int, address: int, memory_alignment: int) -> tuple[int, int]:
@@ -99,6 +102,9 @@ class Descriptors:
         direct_fd: int,
         memory_alignment: int,
         refused: Callable[[str], None],
+        *,
+        hybrid: HybridFile | None = None,
+        spared: bool = False,
     ) -> None:
         """Take over two descriptors of one file.
 
@@ -108,13 +114,16 @@ class Descriptors:
             memory_alignment: Bytes, for the memory of direct transfers.
             refused: Called with a reason when the file system refuses a direct transfer that it
                 promised to take; returns if buffered transfers will do, raises otherwise.
+            hybrid: Decides which requests go direct; None is for all that can.
+            spared: There is no `direct_fd` because `hybrid` would send no request there.
         """
         self.buffered_fd = buffered_fd
         self._direct_fd = direct_fd
         self._memory_alignment = memory_alignment
         self._refused = refused
-        self.direct = direct_fd >= 0
-        if self.direct:
+        self._hybrid = hybrid
+        self.direct = direct_fd >= 0 or spared
+        if direct_fd >= 0:
             # Read-ahead would pull pages into the cache that direct writes then have to evict.
             _advise(buffered_fd, os.POSIX_FADV_RANDOM)
 
@@ -149,11 +158,15 @@ class Descriptors:
             start, stop = direct_part(
                 offset + first, last - first, address + first, self._memory_alignment
             )
+            if start < stop and self._hybrid is not None:
+                mode = self._hybrid.mode(direction, self.buffered_fd, offset + first, last - first)
+                start = stop if mode == "buffered" else start
         try:
             if start < stop:
-                request.move_buffered(self.buffered_fd, first + start)
-                self._move_direct(request, first + stop)
-            request.move_buffered(self.buffered_fd, last)
+                self._move_buffered(request, first + start)
+                with self._turn(request, "direct"):
+                    self._move_direct(request, first + stop)
+            self._move_buffered(request, last)
         except StorageError:
             raise
         except _EndOfFileError:
@@ -168,6 +181,8 @@ class Descriptors:
 
     def close(self) -> None:
         """Close both descriptors. Idempotent."""
+        if self._hybrid is not None:
+            self._hybrid.close()
         fds, self.buffered_fd, self._direct_fd = (self.buffered_fd, self._direct_fd), -1, -1
         for fd in fds:
             if fd >= 0:
@@ -176,6 +191,17 @@ class Descriptors:
     def __del__(self) -> None:
         if hasattr(self, "direct"):  # the constructor took them over
             self.close()
+
+    def _turn(self, request: _Request, mode: Mode) -> contextlib.AbstractContextManager[None]:
+        gate = None if self._hybrid is None else self._hybrid.gate
+        if gate is None or request.direction == "read":
+            return _ANY_TIME
+        return gate.passing(mode)
+
+    def _move_buffered(self, request: _Request, stop: int) -> None:
+        if request.done < stop:
+            with self._turn(request, "buffered"):
+                request.move_buffered(self.buffered_fd, stop)
 
     def _move_direct(self, request: _Request, stop: int) -> None:
         try:

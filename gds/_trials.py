@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Final
 
 from gds import probe
-from gds._buffers import HostBuffer
+from gds._backend import Buffer
 from gds._errors import StorageError
 from gds._names import reporting
 from gds._posix import PosixBackend
@@ -59,7 +59,7 @@ class Trials:
         memory_bytes = min(file.size_bytes // 2, MOST_IN_FLIGHT_BYTES)
         # Random, because some drives shrink or skip what repeats, and touched before it is timed.
         pattern = os.urandom(_PATTERN_BYTES)
-        self._memory: dict[Direction, HostBuffer] = {}
+        self._memory: dict[Direction, Buffer] = {}
         for direction in BOTH:
             self._memory[direction] = memory = backend.allocate(memory_bytes)
             view = memory.memoryview()

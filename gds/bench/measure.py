@@ -18,6 +18,7 @@ import numpy as np
 
 from gds._backend import ALIGNMENT, Backend, Buffer, File, IOFuture
 from gds._buffers import HUGE_PAGE_BYTES
+from gds._device_buffers import DeviceBuffer
 from gds._errors import RefusedError
 from gds.bench.stamps import Words
 from gds.bench.target import Target
@@ -287,15 +288,23 @@ def _slots(backend: Backend, workload: Workload, target: Target) -> list[Buffer]
     return slots
 
 
-# For memory of a device these two are where a copy through the host belongs.
+# Memory of a device is filled and compared on the host.
 
 
 def _fill(buffer: Buffer, target: Target, offset: int, generations: Words) -> None:
-    target.stamps.fill(buffer.memoryview(), offset, generations)
+    if isinstance(buffer, DeviceBuffer):
+        data = bytearray(buffer.nbytes)
+        target.stamps.fill(memoryview(data), offset, generations)
+        buffer.upload(data)
+    else:
+        target.stamps.fill(buffer.memoryview(), offset, generations)
 
 
 def _compare(buffer: Buffer, target: Target, offset: int, generations: Words) -> None:
-    target.stamps.check(buffer.memoryview(), offset, generations, target.path)
+    view = memoryview(
+        buffer.download() if isinstance(buffer, DeviceBuffer) else buffer.memoryview()
+    )
+    target.stamps.check(view, offset, generations, target.path)
 
 
 def _order(workload: Workload, generator: np.random.Generator) -> _Order:

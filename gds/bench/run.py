@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 from gds import probe
 from gds._errors import RefusedError
@@ -107,10 +109,21 @@ def run(
     return report
 
 
+@runtime_checkable
+class FindsPaths(Protocol):
+    """A backend of device memory, which may have to refuse a directory."""
+
+    def paths_in(self, directory: str) -> object:
+        """Raise `StorageError` where the path that was asked for cannot be taken."""
+        ...
+
+
 def _check_paths(plan: Plan, make: OpenBackend) -> None:
     """Refuse what has no backend or no direct I/O, before a file is written."""
     for name in dict.fromkeys(workload.path for workload in plan.workloads):
-        make(name, 1).close()
+        with contextlib.closing(make(name, 1)) as backend:
+            if os.path.isdir(plan.place) and isinstance(backend, FindsPaths):
+                backend.paths_in(plan.place)  # where GPUDirect Storage is demanded, and is not
     if not os.path.isdir(plan.place) or (
         probe.mount_of(plan.place).volatile and not plan.allow_volatile  # said soon
     ):

@@ -63,7 +63,7 @@ class Examination:
             "directory": self.directory,
             "reads": choice(self.reads),
             "writes": choice(self.writes),
-            "backends": sorted(path.name for path in PATHS.values() if path.make),
+            "backends": sorted(PATHS),
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "required": requirement,
             "for": directions,

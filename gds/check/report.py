@@ -37,10 +37,6 @@ def _show_choice(what: str, choice: Choice) -> None:
         typer.secho(f"  {what:<8}none", fg="red")
     else:
         typer.secho(f"  {what:<8}{choice.path}: {PATHS[choice.path].title}", fg="green")
-        if PATHS[choice.path].make is None:
-            typer.echo(
-                f"{'':10}This version has no backend for it yet: it moves host memory, by POSIX."
-            )
     better = CONSIDERED if choice.path is None else CONSIDERED[: CONSIDERED.index(choice.path)]
     for name in better:
         typer.echo(f"{'':10}not {name}: {choice.why_not[name]}")

@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from gds._backend import ALIGNMENT, Backend, Buffer, File
+from gds._device_buffers import DeviceBuffer
 from gds._errors import StorageError
 
 FILE_BYTES: Final = 9 * ALIGNMENT + 1234
@@ -49,13 +50,21 @@ class Harness:
 def filled(backend: Backend, nbytes: int, seed: int, *, misaligned_by: int = 0) -> Buffer:
     """Return a buffer of reproducible random bytes, `misaligned_by` bytes off alignment."""
     buffer = backend.allocate(nbytes + misaligned_by).slice(misaligned_by, nbytes)
-    buffer.memoryview()[:] = random.Random(seed).randbytes(nbytes)
+    put(buffer, random.Random(seed).randbytes(nbytes))
     return buffer
+
+
+def put(buffer: Buffer, data: bytes) -> None:
+    """Fill a buffer, wherever its memory is."""
+    if isinstance(buffer, DeviceBuffer):
+        buffer.upload(data)
+    else:
+        buffer.memoryview()[:] = data
 
 
 def contents(buffer: Buffer) -> bytes:
     """Return a copy of a buffer's bytes."""
-    return bytes(buffer.memoryview())
+    return buffer.download() if isinstance(buffer, DeviceBuffer) else bytes(buffer.memoryview())
 
 
 def new_file(backend: Backend, path: str, seed: int = 1, nbytes: int = FILE_BYTES) -> File:

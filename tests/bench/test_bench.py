@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import offload.digests
-from bench import checkpoint, digests, overlap, peers, report, resume, step
+from bench import checkpoint, digests, hybrid, overlap, peers, report, resume, step
 from bench._fio import Fio, FioMissingError
 from bench._harness import BenchError, Result, scratch
 from bench._model import Stack
@@ -113,6 +113,28 @@ def test_overlap(measured: Measured) -> None:
     found = measured(overlap.main, "--overlap", "none")
     check(found, rounds=3, claims=2)
     assert found["facts"]["bit_identical"] is True
+
+
+def test_hybrid(measured: Measured) -> None:
+    found = measured(hybrid.main, "--rounds", "3")
+    check(found, rounds=3, claims=8)
+    choices = {name: counts for name, counts in found["facts"].items() if name.endswith("choices")}
+    assert set(choices["small-read_choices"]) == {"read buffered: small file"}
+    assert set(choices["stream-read_choices"]) == {"read direct: large"}
+    assert set(choices["stream-write_choices"]) == {"write direct: large"}
+    limits = {claim["claim"].partition(":")[0]: claim["limit"] for claim in found["claims"]}
+    assert [text for text, limit in limits.items() if limit is None] == [
+        "cold reads, six times over"
+    ]
+    for claim in found["claims"]:
+        fixed = {
+            way: found["medians"][claim["numerator"].replace("hybrid", way)]
+            for way in ("direct", "buffered")
+        }
+        better = min(fixed, key=fixed.__getitem__)
+        assert claim["denominator"] == claim["numerator"].replace("hybrid", better)
+    with pytest.raises(BenchError, match="stream-read"):
+        hybrid.main(["--quick", "--scenarios", "nothing"])
 
 
 def test_checkpoint(measured: Measured) -> None:

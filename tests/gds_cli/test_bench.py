@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from gds import paths
+from gds import StorageError, paths
+from gds._kvikio_file import Used
 from gds.bench import target as target_module
 from gds.bench.run import Plan
 from gds.bench.run import run as run_plan
 from gds.bench.workload import Workload
 from gds.check import System
+from tests.contract.fake_gpu import FakeGpu
 
 SMALL = ("--file-size", "1M", "--size", "64K", "--allow-small")
 SIZE = 64 << 10
@@ -214,12 +216,14 @@ def test_what_cannot_be_measured_is_one_line_and_status_1(run, drive, arguments,
     assert list(drive.iterdir()) == []
 
 
-def test_paths_of_a_gpu_are_refused_for_want_of_a_driver_or_of_a_backend():
-    assert [name for name, path in paths.PATHS.items() if path.make] == ["direct", "buffered"]
+def test_paths_of_a_gpu_are_refused_for_want_of_a_driver_or_of_a_library(monkeypatch):
     with pytest.raises(paths.RefusedError, match="no CUDA driver here: libcuda"):
         paths.open_backend("gds", 1, no_driver="libcuda.so.1 is missing")
-    with pytest.raises(paths.RefusedError, match="no backend for it; there are: direct, buffered"):
-        paths.open_backend("gds", 1)
+    monkeypatch.setattr("gds._cuda.no_driver", lambda: "")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    for name in ("gds", "compat", "bounce"):
+        with pytest.raises(paths.RefusedError, match=r"pip install 'ssd-offload\[gpu\]'"):
+            paths.open_backend(name, 1)
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="there is no /dev/shm")
@@ -324,11 +328,53 @@ def test_fio_reads_a_users_file_and_nothing_else(run, drive):
     assert list(drive.iterdir()) == [file]
 
 
-def test_a_run_with_a_driver_but_no_backend_is_refused_too(drive):
-    class WithDriver(System):
-        def library_error(self, name):
-            return ""
+class WithDriver(System):
+    def library_error(self, name):
+        return ""
 
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU made of host memory."""
+    fake = FakeGpu()
+    monkeypatch.setattr("gds._cuda.no_driver", lambda: "")
+    for name, module in fake.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield fake
+    assert fake.violations == []
+
+
+@pytest.mark.parametrize("path", ["gds", "compat", "bounce"])
+def test_device_memory_is_measured_and_verified(drive, gpu, monkeypatch, path):
+    monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "false")
+    monkeypatch.setattr(
+        "gds._kvikio._examined", lambda _: dict.fromkeys(("read", "write"), Used("gds", ""))
+    )
+    gpu.gds = path == "gds"
+    workload = Workload(path=path, rw="randmixed", size=1 << 16, file_bytes=1 << 20)
+    plan = Plan(place=str(drive), workloads=[workload], verify=True, allow_small=True)
+    (point,) = run_plan(plan, system=WithDriver()).points
+    assert point.runs[0].num_bytes == 1 << 20
+    assert point.runs[0].verified_bytes > 1 << 20
+    modes = {mode for _, mode, _, _ in gpu.calls}
+    assert modes == ({path} if path != "bounce" else set())
+
+
+def test_demanded_direct_storage_that_is_not_there_is_refused_before_anything_is_written(
+    drive, gpu, monkeypatch
+):
+    monkeypatch.setattr(
+        "gds._kvikio._examined", lambda _: dict.fromkeys(("read", "write"), Used("compat", "why"))
+    )
+    plan = Plan(place=str(drive), workloads=[Workload(path="gds", file_bytes=1 << 30)])
+    with pytest.raises(StorageError, match="copied through the host: why"):
+        run_plan(plan, system=WithDriver())
+    assert list(drive.iterdir()) == []
+
+
+def test_a_run_with_a_driver_but_no_library_is_refused_too(drive, monkeypatch):
+    monkeypatch.setattr("gds._cuda.no_driver", lambda: "")
+    monkeypatch.setitem(sys.modules, "cupy", None)
     plan = Plan(place=str(drive), workloads=[Workload(path="compat", file_bytes=1 << 30)])
-    with pytest.raises(paths.RefusedError, match="no backend"):
+    with pytest.raises(paths.RefusedError, match="pip install"):
         run_plan(plan, system=WithDriver())

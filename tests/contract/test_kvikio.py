@@ -1,0 +1,797 @@
+"""The KvikIO backend: over a GPU made of host memory always, over a real one with ``-m gpu``."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import random
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gds._cuda
+import gds._kvikio
+from gds import ALIGNMENT, Backend, PosixBackend, ShortReadError, StorageError
+from gds._device_buffers import DeviceBuffer, tensor_buffer
+from gds._errors import RefusedError
+from gds._kvikio import KvikioBackend, RegistrationRefused
+from gds._kvikio_file import KvikioFile, Used
+from gds.probe import direct_io
+from gds.testing import BackendContract, TransferContract
+from gds.testing._harness import FILE_BYTES, contents, filled, new_file, put
+from tests.contract.fake_gpu import FakeGpu
+
+MIB = 1 << 20
+GDS = {"read": Used("gds", ""), "write": Used("gds", "")}
+NO_GDS = {"read": Used("compat", "no nvidia-fs"), "write": Used("compat", "no nvidia-fs")}
+
+
+def _on_a_drive(path: Path) -> str:
+    if not (found := direct_io(str(path))).supported:
+        pytest.skip(f"no direct I/O in {path}: {found.reason}")
+    return str(path)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    return _on_a_drive(tmp_path)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """A machine with one GPU; at the end nothing of it may be held, and no rule broken."""
+    fake = FakeGpu()
+    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "")
+    for name in ("CUFILE_ALLOW_COMPAT_MODE", "CUFILE_LOGGING_LEVEL", "CUFILE_LOGFILE_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, module in fake.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield fake
+    fake.reset()
+    if fake.live or fake.pinned or fake.num_open:
+        gc.collect()  # an error's traceback may hold some of it
+    assert fake.violations == []
+    assert (fake.num_open, fake.live, fake.registered, fake.pinned) == (0, {}, {}, {})
+
+
+Make = Callable[..., KvikioBackend]
+
+
+@pytest.fixture
+def make(gpu: FakeGpu) -> Iterator[Make]:
+    """Make backends of the fake GPU, which are closed at the end."""
+    made = []
+
+    def make(**arguments: Any) -> KvikioBackend:
+        arguments.setdefault("examine", lambda _: dict(GDS if gpu.gds else NO_GDS))
+        made.append(KvikioBackend(**arguments))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+    made.clear()
+
+
+class FakeGpuContract(TransferContract):
+    arguments: Mapping[str, Any] = {}
+    gds = False
+    short = False
+
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> str:
+        return _on_a_drive(tmp_path)
+
+    @pytest.fixture
+    def backend(self, make: Make, gpu: FakeGpu) -> Backend:
+        gpu.gds = self.gds
+        if self.short:
+            draw = random.Random(1)
+            gpu.shorten = lambda _direction, size: draw.choice([size, size // 2, 5000, 100, 0])
+        return make(**self.arguments)
+
+    def reopened(self, backend: Backend) -> Backend:
+        return KvikioBackend(examine=lambda _: dict(GDS), **self.arguments)
+
+    def raw(self, backend: Backend, path: str) -> bytes:
+        return Path(path).read_bytes()
+
+    def make_symlink(self, target: str, path: str) -> None:
+        Path(path).symlink_to(target)
+
+
+class TestDirectStorage(FakeGpuContract, BackendContract):
+    gds = True
+
+
+class TestDirectStorageWithShortTransfers(FakeGpuContract):
+    gds = True
+    short = True
+
+
+class TestCompatibility(FakeGpuContract):
+    pass
+
+
+class TestBounce(FakeGpuContract):
+    arguments: Mapping[str, Any] = {"path": "bounce", "request_bytes": 4 * ALIGNMENT}
+
+
+class TestPinnedHostMemory(FakeGpuContract):
+    arguments: Mapping[str, Any] = {"memory": "pinned"}
+
+
+# Which path.
+
+
+def test_whole_blocks_take_the_path_and_the_rest_is_copied_through_the_host(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    gpu.gds = True
+    backend = make()
+    file = backend.create(f"{directory}/file", 20 * ALIGNMENT)
+    source = filled(backend, 10 * ALIGNMENT, 1)
+    file.write(source, 100).result()  # the memory suits no block of the file
+    assert gpu.calls == []
+    file.write(source.slice(100, 5 * ALIGNMENT), 100).result()
+    assert gpu.calls == [("write", "gds", ALIGNMENT, 4 * ALIGNMENT)]
+    file.read(source, 2 * ALIGNMENT).result()
+    assert gpu.calls[1:] == [("read", "gds", 2 * ALIGNMENT, 10 * ALIGNMENT)]
+    assert backend.moved() == {
+        "read": {"gds": 10 * ALIGNMENT, "compat": 0, "bounce": 0},
+        "write": {"gds": 4 * ALIGNMENT, "compat": 0, "bounce": 11 * ALIGNMENT},
+    }
+    total = backend.counters()
+    assert (total.bytes_read, total.num_reads) == (10 * ALIGNMENT, 1)
+    assert (total.bytes_written, total.num_writes) == (15 * ALIGNMENT, 2)
+
+
+@pytest.mark.parametrize("works", ["read", "write"])
+def test_each_direction_takes_its_own_path(
+    make: Make, gpu: FakeGpu, directory: str, works: str
+) -> None:
+    gpu.gds = True
+    found = {**NO_GDS, works: Used("gds", "")}
+    backend = make(examine=lambda _: found)
+    assert backend.paths_in(directory) == found
+    file = backend.create(f"{directory}/file", ALIGNMENT)
+    assert isinstance(file, KvikioFile)
+    assert {name: file.used(name) for name in ("read", "write")} == found
+    buffer = backend.allocate(ALIGNMENT)
+    file.write(buffer, 0).result()
+    file.read(buffer, 0).result()
+    assert {direction: mode for direction, mode, _, _ in gpu.calls} == {
+        name: used.path for name, used in found.items()
+    }
+
+
+def test_what_cufile_does_not_take_is_not_called_direct(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    backend = make(examine=lambda _: dict(GDS))
+    file = backend.create(f"{directory}/file", ALIGNMENT)
+    file.write(filled(backend, ALIGNMENT, 1), 0).result()
+    assert isinstance(file, KvikioFile)
+    for direction in ("read", "write"):
+        used = file.used(direction)
+        assert used.path == "compat"
+        assert "unsupported file system" in used.reason
+    assert backend.moved()["write"] == {"gds": 0, "compat": ALIGNMENT, "bounce": 0}
+
+
+@pytest.mark.parametrize("told", ["by the environment", "by the driver"])
+def test_what_may_be_a_copy_through_the_host_is_not_called_direct(
+    make: Make, gpu: FakeGpu, directory: str, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    gpu.gds = True
+    gpu.copies_untold = told == "by the driver"
+    if told == "by the environment":
+        monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "true")
+    backend = make()
+    file = backend.create(f"{directory}/file", ALIGNMENT)
+    file.write(backend.allocate(ALIGNMENT), 0).result()
+    assert isinstance(file, KvikioFile)
+    assert file.used("write").path == "compat"
+    assert "copy through the host" in file.used("write").reason
+    assert backend.moved()["write"]["gds"] == 0
+    demanding = make(path="gds")
+    with pytest.raises(StorageError, match="copy through the host") as caught:
+        demanding.open(f"{directory}/file").read(demanding.allocate(1), 0).result()
+    assert caught.value.errno == errno.EOPNOTSUPP
+
+
+def test_a_demand_that_cannot_be_met_says_why(make: Make, directory: str) -> None:
+    backend = make(path="gds")
+    with pytest.raises(StorageError, match="no nvidia-fs") as caught:
+        backend.paths_in(directory)
+    assert caught.value.errno == errno.EOPNOTSUPP
+    file = backend.create(f"{directory}/file", ALIGNMENT)
+    with pytest.raises(StorageError, match="no nvidia-fs"):
+        file.write(backend.allocate(ALIGNMENT), 0).result()
+
+
+def test_a_directory_is_examined_once_and_only_for_device_memory(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    examined = []
+
+    def examine(path: str) -> dict[Any, Used]:
+        examined.append(path)
+        return dict(NO_GDS)
+
+    backend = make(examine=examine)
+    for number in range(3):
+        file = backend.create(f"{directory}/{number}", ALIGNMENT)
+        file.write(backend.allocate_in("host", ALIGNMENT), 0).result()
+        file.write(backend.allocate_in("pinned", ALIGNMENT), 0).result()
+    assert (examined, gpu.num_opened) == ([], 0)
+    for number in range(3):
+        file = backend.open(f"{directory}/{number}")
+        for _ in range(2):
+            file.read(backend.allocate(ALIGNMENT), 0).result()
+    assert (examined, gpu.num_opened) == ([directory], 3)
+
+
+def test_a_file_whose_directory_was_renamed_is_examined_where_it_is(
+    make: Make, directory: str
+) -> None:
+    examined: list[str] = []
+
+    def examine(path: str) -> dict[Any, Used]:
+        examined.append(path)
+        return dict(NO_GDS)
+
+    backend = make(examine=examine)
+    backend.make_dir(f"{directory}/before")
+    file = backend.create(f"{directory}/before/file", ALIGNMENT)
+    backend.rename(f"{directory}/before", f"{directory}/after")
+    file.write(backend.allocate(ALIGNMENT), 0).result()
+    assert examined == [f"{directory}/after"]
+
+
+@pytest.mark.parametrize("path", ["compat", "bounce"])
+def test_a_path_that_was_asked_for_needs_no_examination(
+    make: Make, gpu: FakeGpu, directory: str, path: str
+) -> None:
+    backend = make(path=path, examine=lambda _: pytest.fail("examined"))
+    file = new_file(backend, f"{directory}/file", nbytes=4 * ALIGNMENT)
+    assert isinstance(file, KvikioFile)
+    assert file.used("write").path == backend.paths_in(directory)["write"].path == path
+    assert backend.moved()["write"][path] == 4 * ALIGNMENT
+    assert gpu.num_opened == (path == "compat")
+
+
+def test_the_bounce_needs_no_kvikio(
+    make: Make, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    backend = make(path="bounce")
+    new_file(backend, f"{directory}/file").close()
+    assert backend.capabilities(directory).device_memory
+
+
+def test_the_examination_is_that_of_the_check(
+    make: Make, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gds.check import system
+
+    class Machine(system.System):
+        def library_error(self, name: str) -> str:
+            return "no such file"
+
+    monkeypatch.setattr(system, "System", Machine)
+    found = make(examine=None).paths_in(directory)
+    assert {used.path for used in found.values()} == {"compat"}
+    assert "no CUDA driver: no such file" in found["read"].reason
+
+
+# Libraries.
+
+
+def test_without_a_driver_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "libcuda.so.1: not found")
+    with pytest.raises(RefusedError, match=r"libcuda\.so\.1: not found"):
+        KvikioBackend()
+
+
+@pytest.mark.parametrize("module", ["cupy", "kvikio"])
+def test_without_a_library_the_remedy_is_named(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(RefusedError, match=r"pip install 'ssd-offload\[gpu\]'") as caught:
+        KvikioBackend()
+    assert module in str(caught.value)
+
+
+def test_one_call_makes_any_backend(gpu: FakeGpu) -> None:
+    for name, expected in (("posix", PosixBackend), ("kvikio", KvikioBackend)):
+        backend = gds.open_backend(name, hybrid=True, read_threads=3)  # type: ignore[arg-type]
+        assert type(backend) is expected
+        assert isinstance(backend, PosixBackend)
+        assert (backend.read_threads, backend.hybrid is not None) == (3, True)
+        backend.close()
+    with pytest.raises(ValueError, match="'posix' or 'kvikio'"):
+        gds.open_backend("cufile")  # type: ignore[arg-type]
+
+
+def test_importing_the_backend_imports_no_library() -> None:
+    code = "import sys, gds.kvikio; sys.exit(bool({'kvikio', 'cupy', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_kvikio_is_set_up_and_tuned(make: Make, gpu: FakeGpu) -> None:
+    backend = make(read_threads=3, write_threads=2)
+    expected = {
+        "num_threads": 5,
+        "task_size": 16 * MIB,
+        "gds_threshold": 0,
+        "auto_direct_io_read": True,
+        "auto_direct_io_write": True,
+    }
+    assert expected.items() <= gpu.settings.items()
+    backend.tune(read_threads=1, write_threads=1, request_bytes=4 * MIB)
+    assert (gpu.settings["num_threads"], gpu.settings["task_size"]) == (2, 4 * MIB)
+    assert backend.staging.num_buffers == 2
+
+
+def test_cufile_is_told_before_it_is_loaded_and_only_then(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    compat = make(path="compat")
+    new_file(compat, f"{directory}/compat").close()
+    assert not [name for name in os.environ if name.startswith("CUFILE_")]
+    gpu.gds = True
+    new_file(make(), f"{directory}/gds").close()
+    assert os.environ["CUFILE_ALLOW_COMPAT_MODE"] == "false"
+    assert not os.path.samefile(os.path.dirname(os.environ["CUFILE_LOGFILE_PATH"]), ".")
+
+
+def test_a_handle_is_of_the_file_that_was_opened(
+    make: Make, gpu: FakeGpu, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make()
+    file = new_file(backend, f"{directory}/first", seed=1)
+    file.close()
+    file = backend.open(f"{directory}/first")
+    new_file(backend, f"{directory}/second", seed=2).close()
+    backend.rename(f"{directory}/second", f"{directory}/first")
+    into = backend.allocate(FILE_BYTES)
+    file.read(into, 0).result()  # opens it for KvikIO only now
+    assert contents(into) == contents(filled(backend, FILE_BYTES, 1))
+    file.close()
+    # Without /proc it is opened by its name, and what has replaced it is refused.
+    file = backend.open(f"{directory}/first")
+    new_file(backend, f"{directory}/third", seed=3).close()
+    backend.rename(f"{directory}/third", f"{directory}/first")
+    monkeypatch.setattr(os.path, "exists", lambda _: False)
+    with pytest.raises(StorageError) as caught:
+        file.read(into, 0).result()
+    assert caught.value.errno == errno.ESTALE
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("POSIX error on pwrite: No space left on device", errno.ENOSPC),
+        ("POSIX error on pread: Input/output error at: posix_io.hpp:80", errno.EIO),
+        ("cuFile error at: file_handle.cpp:120: internal error", errno.EIO),
+        ("CUDA error at: CUDA_ERROR_ILLEGAL_ADDRESS", errno.EIO),
+    ],
+)
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_an_error_of_kvikio_gets_its_number_back(
+    make: Make, gpu: FakeGpu, directory: str, direction: str, text: str, number: int
+) -> None:
+    backend = make()
+    file = new_file(backend, f"{directory}/file")
+    gpu.error = lambda name, offset: text if (name, offset) == (direction, ALIGNMENT) else None
+    buffer = backend.allocate(2 * ALIGNMENT)
+    with pytest.raises(StorageError) as caught:
+        getattr(file, direction)(buffer, ALIGNMENT).result()
+    error = caught.value
+    assert (error.errno, error.filename, error.offset) == (
+        number,
+        f"{directory}/file",
+        ALIGNMENT,
+    )
+    assert text in str(error)
+    gpu.error = lambda _direction, _offset: None
+    assert getattr(file, direction)(buffer, ALIGNMENT).result() == 2 * ALIGNMENT
+
+
+@pytest.mark.parametrize("gds", [False, True], ids=["compat", "gds"])
+def test_a_file_that_became_shorter_is_a_short_read(
+    make: Make, gpu: FakeGpu, directory: str, gds: bool
+) -> None:
+    gpu.gds = gds
+    backend = make()
+    file = new_file(backend, f"{directory}/file", nbytes=8 * ALIGNMENT)
+    os.truncate(f"{directory}/file", 3 * ALIGNMENT)
+    with pytest.raises(ShortReadError) as caught:
+        file.read(backend.allocate(8 * ALIGNMENT), 0).result()
+    assert caught.value.filename == f"{directory}/file"
+
+
+def test_nothing_moved_at_all_ends_with_the_hosts_reason(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    # A count of zero forever must neither spin nor pass for success.
+    gpu.gds = True
+    gpu.shorten = lambda _direction, _size: 0
+    backend = make()
+    file = new_file(backend, f"{directory}/file", seed=4)
+    into = backend.allocate(FILE_BYTES)
+    file.read(into, 0).result()
+    assert contents(into) == contents(filled(backend, FILE_BYTES, 4))
+    assert backend.moved()["read"] == {"gds": 0, "compat": 0, "bounce": FILE_BYTES}
+
+
+# Memory.
+
+
+def test_device_memory_is_registered_once_and_before_it_goes(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    gpu.gds = True
+    backend = make()
+    early = backend.allocate(3 * ALIGNMENT)
+    assert gpu.registered == {}, "this would have loaded cuFile for nothing"
+    file = new_file(backend, f"{directory}/file")
+    late = backend.allocate(ALIGNMENT).slice(0, 100)
+    file.write(late, 0).result()
+    file.write(early.slice(ALIGNMENT, ALIGNMENT), 0).result()
+    assert len(gpu.registered) == 2 == gpu.num_registrations - 1  # one was that of new_file
+    del early
+    gc.collect()
+    assert len(gpu.registered) == 1
+    file.close()
+    backend.close()
+    assert contents(late) == bytes(100)
+
+
+def test_memory_that_cufile_does_not_register_is_moved_all_the_same(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    gpu.gds = gpu.refuses_registration = True
+    backend = make()
+    file = backend.create(f"{directory}/file", ALIGNMENT)
+    assert isinstance(file, KvikioFile)
+    assert file.used("write").path == "gds"
+    with pytest.warns(RegistrationRefused, match="GPU memory registration failed"):
+        buffer = backend.allocate(ALIGNMENT)
+    file.write(buffer, 0).result()
+    assert backend.moved()["write"]["gds"] == ALIGNMENT
+
+
+def test_pinned_memory_stays_pinned_while_somebody_looks_at_it(make: Make, gpu: FakeGpu) -> None:
+    backend = make(memory="pinned")
+    buffer = backend.allocate(3 * MIB)
+    assert buffer.kind == "pinned"
+    assert gpu.pinned == {buffer.address: 3 * MIB}
+    tensor = torch.frombuffer(buffer.slice(MIB, MIB).memoryview(), dtype=torch.bfloat16)
+    del buffer
+    gc.collect()
+    assert len(gpu.pinned) == 1
+    tensor.fill_(1.5)
+    del tensor
+    gc.collect()
+    assert gpu.pinned == {}
+
+
+def test_device_memory_has_no_view_for_the_host(make: Make) -> None:
+    buffer = make().allocate(10)
+    assert buffer.kind == "device"
+    with pytest.raises(TypeError, match="device"):
+        buffer.memoryview()
+    assert isinstance(buffer, DeviceBuffer)
+    with pytest.raises(ValueError, match="10"):
+        buffer.upload(b"longer than it is")
+
+
+def test_posix_files_refuse_device_memory(make: Make, directory: str) -> None:
+    posix = PosixBackend()
+    file = posix.create(f"{directory}/file", 10)
+    with pytest.raises(TypeError, match="device"):
+        file.write(make().allocate(10), 0)
+    posix.close()
+
+
+# Tensors.
+
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.uint16,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+]
+
+
+class OnDevice:
+    """A tensor of the fake GPU: torch without CUDA cannot make one."""
+
+    def __init__(self, gpu: FakeGpu, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.device = types.SimpleNamespace(type="cuda", index=0)
+        gpu.adopted[tensor.data_ptr()] = tensor.nbytes
+
+    def detach(self) -> OnDevice:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("place", ["cpu", "device"])
+def test_tensors_of_every_type_are_bytes(
+    make: Make, gpu: FakeGpu, directory: str, dtype: torch.dtype, place: str
+) -> None:
+    backend = make()
+    raw = torch.randint(0, 2, (4096, 3, 8), dtype=torch.uint8)
+    expected = raw.clone()
+    tensor = raw.view(dtype)
+    given: Any = OnDevice(gpu, tensor) if place == "device" else tensor
+    buffer = backend.buffer_of(given)
+    assert buffer.kind == ("device" if place == "device" else "host")
+    assert (buffer.address, buffer.nbytes) == (tensor.data_ptr(), tensor.nbytes)
+    file = backend.create(f"{directory}/file", buffer.nbytes)
+    file.write(buffer, 0).result()
+    assert Path(f"{directory}/file").read_bytes() == raw.numpy().tobytes()
+    raw.zero_()
+    file.read(buffer, 0).result()
+    assert torch.equal(raw, expected)
+    file.close()
+
+
+def test_a_tensor_lives_as_long_as_its_buffer(make: Make, gpu: FakeGpu) -> None:
+    tensor = torch.full((1000,), 7, dtype=torch.bfloat16)
+    expected = tensor.view(torch.uint8).numpy().tobytes()
+    buffer = make().buffer_of(OnDevice(gpu, tensor))
+    part = buffer.slice(100, 200)
+    del tensor, buffer
+    gc.collect()
+    assert contents(part) == expected[100:300]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.zeros(4, 4).t()[1:], id="strided"),
+        pytest.param(torch.zeros(4, 4).to_sparse(), id="sparse"),
+        pytest.param(torch.zeros(4, device="meta"), id="elsewhere"),
+    ],
+)
+def test_tensors_that_are_not_one_range_of_memory_are_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="tensor"):
+        tensor_buffer(tensor)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,)], ids=str)
+def test_scalars_and_empty_tensors_are_buffers(shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(shape, dtype=torch.bfloat16)
+    assert tensor_buffer(tensor).nbytes == tensor.nbytes
+    assert bytes(tensor_buffer(tensor).memoryview()) == b"\x80\x3f" * tensor.numel()
+
+
+def test_a_device_buffer_is_an_array_of_bytes_for_others(make: Make) -> None:
+    buffer = make().allocate(100).slice(10, 20)
+    interface = buffer.__cuda_array_interface__  # type: ignore[attr-defined]
+    assert interface["data"] == (buffer.address, False)
+    assert (interface["shape"], interface["typestr"]) == ((20,), "|u1")
+
+
+# Order.
+
+
+@pytest.mark.parametrize("path", ["compat", "bounce"])
+def test_a_write_waits_for_the_kernel_before_it(
+    make: Make, gpu: FakeGpu, directory: str, path: str
+) -> None:
+    backend = make(path=path)
+    buffer = backend.allocate(2 * ALIGNMENT)
+    assert isinstance(buffer, DeviceBuffer)
+    file = backend.create(f"{directory}/file", 2 * ALIGNMENT)
+    stream, other = gpu.new_stream(), gpu.new_stream()
+
+    def kernel(value: int) -> Callable[[], None]:
+        return lambda: ctypes.memset(buffer.address + ALIGNMENT, value, 100) and None
+
+    gpu.launch(stream, kernel(1))
+    buffer.slice(ALIGNMENT, 100).after(stream)
+    gpu.launch(stream, kernel(2))  # not waited for: it was queued afterwards
+    gpu.launch(other, kernel(3))  # nor this, of which nobody spoke
+    file.write(buffer, 0).result()
+    expected = bytes(ALIGNMENT) + b"\1" * 100 + bytes(ALIGNMENT - 100)
+    assert Path(f"{directory}/file").read_bytes() == expected
+    buffer.after(stream)
+    buffer.after(other)
+    file.write(buffer, 0).result()
+    assert Path(f"{directory}/file").read_bytes()[ALIGNMENT] == 3
+    assert buffer.region.events(0, sys.maxsize) == []
+
+
+def test_a_read_waits_for_the_kernel_that_still_needs_the_memory(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    backend = make()
+    file = new_file(backend, f"{directory}/file", seed=1, nbytes=ALIGNMENT)
+    buffer = filled(backend, ALIGNMENT, 2)
+    assert isinstance(buffer, DeviceBuffer)
+    seen: list[bytes] = []
+    stream = gpu.new_stream()
+    gpu.launch(stream, lambda: seen.append(ctypes.string_at(buffer.address, ALIGNMENT)))
+    buffer.after(stream)
+    file.read(buffer, 0).result()
+    assert seen == [contents(filled(backend, ALIGNMENT, 2))]
+    assert contents(buffer) == contents(filled(backend, ALIGNMENT, 1))
+
+
+def test_only_the_memory_that_is_moved_is_waited_for(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    backend = make()
+    file = backend.create(f"{directory}/file", ALIGNMENT)
+    buffer = backend.allocate(2 * ALIGNMENT)
+    assert isinstance(buffer, DeviceBuffer)
+    ran: list[bool] = []
+    stream = gpu.new_stream()
+    gpu.launch(stream, lambda: ran.append(True))
+    buffer.slice(ALIGNMENT, ALIGNMENT).after(stream)
+    file.write(buffer.slice(0, ALIGNMENT), 0).result()
+    assert ran == []
+    file.write(buffer.slice(ALIGNMENT, 1), 0).result()
+    assert ran == [True]
+
+
+def test_events_of_a_stream_do_not_pile_up(make: Make, gpu: FakeGpu) -> None:
+    buffer = make().allocate(100)
+    assert isinstance(buffer, DeviceBuffer)
+    streams = [gpu.new_stream() for _ in range(2)]
+    for _ in range(50):
+        for stream in streams:
+            buffer.slice(10, 20).after(stream)
+            buffer.after(stream)
+    assert len(buffer.region.events(buffer.address, buffer.address + 1)) == 2
+
+
+# A process that forks.
+
+
+def test_a_forked_child_leaves_the_parents_handles_alone(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    backend = make()
+    file = new_file(backend, f"{directory}/file")
+    child = os.fork()
+    if child == 0:
+        try:
+            file.close()
+            backend.close()
+            os._exit(0 if gpu.num_open == 1 and gds._kvikio._abandoned else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    into = backend.allocate(FILE_BYTES)
+    assert file.read(into, 0).result() == FILE_BYTES
+
+
+# The real ones.
+
+
+@pytest.fixture
+def real(request: pytest.FixtureRequest) -> Callable[..., KvikioBackend]:
+    try:
+        KvikioBackend(path="compat").close()
+    except RefusedError as error:
+        pytest.skip(str(error))
+    return KvikioBackend
+
+
+class RealGpuContract(BackendContract):
+    arguments: Mapping[str, Any] = {}
+
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> str:
+        return _on_a_drive(tmp_path)
+
+    @pytest.fixture
+    def backend(self, real: Make) -> Iterator[Backend]:
+        backend = real(**self.arguments)
+        yield backend
+        backend.close()
+
+    def reopened(self, backend: Backend) -> Backend:
+        return KvikioBackend(**self.arguments)
+
+    def raw(self, backend: Backend, path: str) -> bytes:
+        return Path(path).read_bytes()
+
+
+@pytest.mark.gpu
+class TestRealGpu(RealGpuContract):
+    """Whatever is the best path here."""
+
+
+@pytest.mark.gpu
+class TestRealGpuCompatibility(RealGpuContract):
+    arguments: Mapping[str, Any] = {"path": "compat"}
+
+
+@pytest.mark.gpu
+class TestRealGpuBounce(RealGpuContract):
+    arguments: Mapping[str, Any] = {"path": "bounce", "request_bytes": 4 * ALIGNMENT}
+
+
+@pytest.mark.gpu
+class TestRealPinnedMemory(RealGpuContract):
+    arguments: Mapping[str, Any] = {"memory": "pinned"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", [None, "compat", "bounce"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_real_tensors_and_side_streams(
+    real: Make, directory: str, path: Any, dtype: torch.dtype
+) -> None:
+    backend = real(path=path)
+    count = 16 * MIB
+    buffer = backend.allocate(count * dtype.itemsize)
+    assert isinstance(buffer, DeviceBuffer)
+    tensor = torch.as_tensor(buffer, device="cuda").view(dtype)
+    assert tensor.data_ptr() == buffer.address
+    file = backend.create(f"{directory}/file", buffer.nbytes)
+    stream = torch.cuda.Stream()
+    for value in (1.0, 2.0, 4.0):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)  # the write would overtake this kernel
+            tensor.copy_(torch.full((count,), value, dtype=dtype, device="cuda"))
+        buffer.after(stream.cuda_stream)
+        file.write(buffer, 0).result()
+        expected = torch.full((1,), value, dtype=dtype).view(torch.uint8).numpy().tobytes()
+        assert Path(f"{directory}/file").read_bytes() == expected * count
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            seen = tensor.clone()
+        buffer.after(stream.cuda_stream)
+        file.write_bytes(bytes(buffer.nbytes), 0)
+        file.read(buffer, 0).result()
+        assert not tensor.view(torch.uint8).any()
+        assert seen.view(torch.uint8).cpu().numpy().tobytes() == expected * count
+    used = file.used("read")  # type: ignore[attr-defined]
+    assert backend.moved()["read"][used.path] == 3 * buffer.nbytes
+    file.close()
+    backend.close()
+
+
+@pytest.mark.gpu
+def test_real_tensors_of_the_caller(real: Make, directory: str) -> None:
+    backend = real()
+    tensor = torch.randn(1 << 20, device="cuda").to(torch.bfloat16)
+    torch.cuda.synchronize()
+    file = backend.create(f"{directory}/file", tensor.nbytes)
+    file.write(backend.buffer_of(tensor), 0).result()
+    assert (
+        Path(f"{directory}/file").read_bytes() == tensor.view(torch.uint8).cpu().numpy().tobytes()
+    )
+    put(backend.allocate_in("pinned", 10), b"0123456789")
+    file.close()
+    backend.close()
