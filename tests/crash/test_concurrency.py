@@ -21,7 +21,9 @@ from gds._backend import File, Lock
 from gds._wrapper import WrapperFile
 from offload import AdamW, Checkpoint, list_checkpoints, load_parameters, open_checkpoint
 from offload.errors import SealError, StoreBusyError, StoreLockedError
-from offload.seal import Seal
+from offload.layout import Layout
+from offload.seal import SEAL_THREAD, Seal
+from offload.slot import Slot
 from tests.crash import children as child
 from tests.crash.fault_backend import FaultBackend, Kind
 from tests.crash.training import (
@@ -217,6 +219,9 @@ def test_the_newest_are_kept_and_nothing_else_grows(keep: int) -> None:
 def test_there_is_never_more_than_one_slot_to_work_in(keep: int) -> None:
     """Also while seals are in flight: disks are sized for `keep` and one more."""
 
+    asked = threading.Event()
+    """A step has got a slot, or waits for one: until then every seal is held up."""
+
     class Counted(WrapperBackend):
         most = 0
 
@@ -225,11 +230,31 @@ def test_there_is_never_more_than_one_slot_to_work_in(keep: int) -> None:
             if path.startswith(f"{STORE}/"):
                 self.most = max(self.most, len(self.list_dir(STORE)) - 1)  # but for LOCK
 
+        def sync_dir(self, path: str) -> None:
+            if threading.current_thread().name.startswith(SEAL_THREAD) and path != STORE:
+                assert asked.wait(60.0)
+            super().sync_dir(path)
+
     backend = Counted(MemoryBackend())
     training = Training(backend, keep=keep)
+    store = training.optimizer._engine.store
+    acquire, wait = store.acquire, store._changed.wait
+
+    def acquired(layout: Layout, num_groups: int) -> Slot:
+        slot = acquire(layout, num_groups)
+        asked.set()
+        return slot
+
+    def waiting(timeout: float | None = None) -> bool:
+        asked.set()
+        return wait(timeout)
+
+    store.acquire, store._changed.wait = acquired, waiting
     for _ in range(8):
         training.step()
+        asked.clear()
         training.optimizer.checkpoint()
+    asked.set()
     training.optimizer.close()
     assert backend.most == keep + 1
 
