@@ -92,6 +92,5 @@ def _kernels(device: int) -> tuple[Any, Any, Any]:
 
     with cupy.cuda.Device(device):
         module = cupy.RawModule(code=digest_source(), options=OPTIONS, backend="nvrtc")
-        return tuple(
-            module.get_function(name) for name in ("digest_blocks", "digest_scan", "digest_merge")
-        )  # type: ignore[return-value]
+        get = module.get_function
+        return get("digest_blocks"), get("digest_scan"), get("digest_merge")

@@ -318,9 +318,7 @@ def _set_pointers(record: Any, form: Form, block: DeviceBlock, start: int) -> bo
 
     record["live"], record["gradient"] = pointer(block.live), pointer(block.gradient)
     if form.master != "own":
-        record["master"] = pointer(
-            block.arrays[MASTER_LOW if form.master == "split" else MASTER]
-        )
+        record["master"] = pointer(block.arrays[MASTER_LOW if form.master == "split" else MASTER])
     for k, name in enumerate(form.moments):
         record["moments"][k] = pointer(block.arrays[name])
         if form.state == "int8":

@@ -297,7 +297,7 @@ HIDDEN void load(const Arguments &a, u64 group, Lane &lane) {
       const float m = lane.master[i];
       const u16 rounded = LIVE == BFLOAT16 ? to_bfloat16(m) : to_float16(m);
       // somebody has edited it: the live parameter wins
-      if (rounded != lane.live[i] && !(is_nan(m) && is_nan(live[i]))) lane.master[i] = live[i];
+      if (rounded != lane.live[i]) lane.master[i] = live[i];
     }
 #endif
   }

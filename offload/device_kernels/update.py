@@ -17,8 +17,9 @@ from offload.device_kernels.sources import OPTIONS, defines, update_source
 
 _THREADS = 256
 _LANES = 8
-_WARM_BLOCKS = 8
-"""Thread blocks for each multiprocessor: 2048 threads, as many as one holds."""
+_BLOCKS_PER_PROCESSOR = 32
+"""Thread blocks at most: a multiprocessor holds 5 or 6, and what a thread computes once, such as
+the corrections of `fused`, should be used more than once."""
 
 
 def update_block(
@@ -72,7 +73,7 @@ def _enqueue(launch: Launch, device: int, stream: int) -> None:
 
     kernel, num_processors = _kernel(launch.form, device), _num_processors(device)
     needed = -(-launch.num_groups * _LANES // _THREADS)
-    grid = max(1, min(needed, num_processors * _WARM_BLOCKS))
+    grid = max(1, min(needed, num_processors * _BLOCKS_PER_PROCESSOR))
     with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream, device):
         kernel((grid,), (_THREADS,), (launch.arguments,))
 

@@ -45,7 +45,8 @@ extern "C" void digest(const u8 *data, u64 num_bytes, u64 *sums, u64 *out) {
   const u64 num_leaves = (num_bytes + LEAF_BYTES - 1) / LEAF_BYTES;
   for (u64 leaf = 0; leaf < num_leaves; leaf++)
     for (u32 lane = 0; lane < LANES; lane++) digest_chain(num_bytes, sums, leaf, lane);
-  for (u64 leaf = 0; leaf < num_leaves; leaf++) out[leaf] = digest_leaf(data, num_bytes, sums, leaf);
+  for (u64 leaf = 0; leaf < num_leaves; leaf++)
+    out[leaf] = digest_leaf(data, num_bytes, sums, leaf);
 }
 """
 

@@ -70,7 +70,11 @@ def run_torch(name: str, group: dict, block: DeviceBlock, step: int) -> dict[str
 def all_kernels(kernels):
     """Compile what this file needs at once."""
     blocks = [
-        (CLASSES[name], group_of(name, ADAM[case], fused=fused), adam_block("normal", "ams" in case))
+        (
+            CLASSES[name],
+            group_of(name, ADAM[case], fused=fused),
+            adam_block("normal", "ams" in case),
+        )
         for (name, case), fused in itertools.product(ADAM_CASES, (False, True))
     ]
     for case, fused in itertools.product(SGD, (False, True)):

@@ -101,9 +101,9 @@ class TorchArithmetic:
         lerp = _function(text, r"template <typename scalar_t, typename weight_t>", "lerp(")
         # of FP32, which the type of its arithmetic is as well
         lerp = re.sub(r"at::opmath_type<\w+>", "float", lerp)
-        source = "\n".join(
-            [_PREFIX, _QUALIFIERS, adam_math(), ADAM_ENTRY, pointwise, small, lerp, _FOREACH_ENTRY]
-        )
+        parts = [_PREFIX, _QUALIFIERS, adam_math(), ADAM_ENTRY]
+        parts += [pointwise, small, lerp, _FOREACH_ENTRY]
+        source = "\n".join(parts)
         self._library = build(source, directory, options=options)
 
     def adam(
