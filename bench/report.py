@@ -29,6 +29,7 @@ _TITLES = {
     "resume": "Resuming",
     "peers": "Beside DeepSpeed ZeRO-Infinity",
     "finetune": "What smaller state does to a fine-tune",
+    "kernel": "The kernels of a device, beside copies within its memory",
 }
 _INTRODUCTION = """\
 # Performance

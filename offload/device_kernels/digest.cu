@@ -29,7 +29,8 @@ typedef unsigned long long u64;
 #define PRIME_MX1 0x165667919E3779F9ull
 #define PRIME_MX2 0x9FB21C651E98DF25ull
 
-__constant__ u64 SECRET[24] = {
+// Not __constant__: neighbours read different words of it.
+__device__ const u64 SECRET[24] = {
     0xbe4ba423396cfeb8ull, 0x1cad21f72c81017cull, 0xdb979083e96dd4deull, 0x1f67b3b7a4a44072ull,
     0x78e5c0cc4ee679cbull, 0x2172ffcc7dd05a82ull, 0x8e2443f7744608b8ull, 0x4c263a81e69035e0ull,
     0xcb00c391bb52283cull, 0xa32e531b8b65d088ull, 0x4ef90da297486471ull, 0xd8acdea946ef1938ull,
@@ -37,6 +38,9 @@ __constant__ u64 SECRET[24] = {
     0xc3ebd33483acc5eaull, 0xeb6313faffa081c5ull, 0x49daf0b751dd0d17ull, 0x9e68d429265516d3ull,
     0xfca1477d58be162bull, 0xce31d07ad1b8f88full, 0x280416958f3acb45ull, 0x7e404bbbcafbd7afull,
 };
+
+__device__ const u64 STARTS[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
+                                      PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
 
 // Eight bytes of the secret, from any of them on.
 HIDDEN u64 secret(u32 at) {
@@ -144,11 +148,9 @@ HIDDEN void digest_block(const u8 *data, u64 num_bytes, u64 *sums, u64 block, u3
 HIDDEN void digest_chain(u64 num_bytes, u64 *sums, u64 leaf, u32 lane) {
   const u64 length = leaf_length(num_bytes, leaf);
   if (length <= LONGEST_SHORT) return;
-  const u64 starts[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
-                             PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
   u64 *own = sums + leaf * BLOCKS_PER_LEAF * LANES + lane;
   const u64 num_scrambles = (length - 1) / BLOCK_BYTES, key = secret(128 + 8 * lane);
-  u64 sum = starts[lane];
+  u64 sum = STARTS[lane];
 #pragma unroll 8
   for (u64 block = 0; block < num_scrambles; block++) {
     sum += own[block * LANES];

@@ -1,6 +1,9 @@
-"""The kernels, compiled once for the tests of a process."""
+"""The kernels, compiled once for the tests of a run."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 
@@ -9,18 +12,27 @@ from tests.device.torch_sources import TorchArithmetic
 
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory) -> HostKernels:
+def libraries(tmp_path_factory) -> Path:
+    """Where compiled code is kept: the workers of a run share it."""
     compiler()
-    return HostKernels(tmp_path_factory.mktemp("kernels"))
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    directory = base / "device-kernels"
+    directory.mkdir(exist_ok=True)
+    return directory
 
 
 @pytest.fixture(scope="session")
-def digests(tmp_path_factory) -> HostDigests:
-    compiler()
-    return HostDigests(tmp_path_factory.mktemp("digests") / "host")
+def kernels(libraries) -> HostKernels:
+    return HostKernels(libraries)
 
 
 @pytest.fixture(scope="session")
-def torch_arithmetic(tmp_path_factory) -> TorchArithmetic:
-    compiler()
-    return TorchArithmetic(tmp_path_factory.mktemp("torch") / "host")
+def digests(libraries) -> HostDigests:
+    return HostDigests(libraries)
+
+
+@pytest.fixture(scope="session")
+def torch_arithmetic(libraries) -> TorchArithmetic:
+    return TorchArithmetic(libraries)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -60,12 +62,17 @@ def compiler() -> str:
 
 
 def build(source: str, directory: Path, *, options: Sequence[str] = ()) -> ctypes.CDLL:
-    """Compile C++ to a library and load it."""
-    path = directory / "source.cpp"
-    path.write_text(source)
-    library = directory / "library.so"
+    """Compile C++ to a library and load it; once for all processes that share the directory."""
     command = [compiler(), "-std=c++17", "-O0", "-fPIC", "-shared", "-ffp-contract=off", *options]
-    subprocess.run([*command, "-o", library, path], check=True, timeout=240)
+    name = hashlib.sha256(repr((command, source)).encode()).hexdigest()[:16]
+    library, text = directory / f"{name}.so", directory / f"{name}.cpp"
+    with (directory / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            text.write_text(source)
+            unfinished = directory / f"{name}.new"
+            subprocess.run([*command, "-o", unfinished, text], check=True, timeout=240)
+            unfinished.rename(library)
     return ctypes.CDLL(str(library))
 
 
@@ -89,9 +96,7 @@ class HostKernels:
             text += "".join(f"#define {name} {value}\n" for name, value in macros.items())
             text += f"namespace variant_{index} {{\n{source}{_ENTRY.format(index=index)}}}\n"
             text += "".join(f"#undef {name}\n" for name in macros)
-        directory = self._directory / f"update_{len(self._entries)}"
-        directory.mkdir()
-        library = build(text, directory)
+        library = build(text, self._directory)
         for index, form in enumerate(missing):
             size = getattr(library, f"arguments_bytes_{index}")
             size.restype = ctypes.c_ulonglong
@@ -116,7 +121,6 @@ class HostDigests:
     """The digests' kernels."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir()
         library = build(SHIM.read_text() + digest_source() + _DIGEST_ENTRY, directory)
         self._entry = library.digest
         self._entry.restype = None

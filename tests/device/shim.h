@@ -4,7 +4,6 @@
 #include <string.h>
 
 #define __device__
-#define __constant__ static const
 #define __forceinline__ inline
 
 struct uint2 {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from bench import kernel
 from offload.device_kernels import digest
 from offload.device_kernels.forms import DeviceBlock, DeviceScalars
 from offload.device_kernels.update import update_block
@@ -138,3 +141,12 @@ def test_digests_of_a_device_are_those_of_the_cpu(num_bytes):
     digest.leaf_digests(there, workspace, out, stream=stream.cuda_stream)
     stream.synchronize()
     assert out.cpu().numpy().tobytes() == leaf_digests(memoryview(data.numpy()))
+
+
+def test_the_measurement_runs(tmp_path):
+    kernel.main(["--quick", "--directory", str(tmp_path), "--output", str(tmp_path / "results")])
+    (path,) = (tmp_path / "results").iterdir()
+    found = json.loads(path.read_text())
+    assert len(found["claims"]) == 9
+    assert found["facts"]["exact_bytes_per_parameter"] == 30
+    assert all(claim["gbps"] > 0 for claim in found["claims"])

@@ -181,4 +181,4 @@ def test_adam_is_that_of_the_cpu_but_for_a_few_last_bits(case, fused, all_kernel
     change = (expected["live"] - before).abs()
     error = (block.live - expected["live"]).abs()
     unit = torch.finfo(torch.float32).eps
-    assert (error <= 2 * unit * before.abs() + 2e-5 * change).all()
+    assert (error <= 2 * unit * before.abs() + (2e-5 if fused else 1e-6) * change).all()

@@ -88,7 +88,6 @@ class TorchArithmetic:
     """torch's functions of CUDA on CPU tensors."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir()
         options = ["-O2", "-ffp-contract=fast"]
         if platform.machine() in ("x86_64", "AMD64"):
             if " fma " not in Path("/proc/cpuinfo").read_text():
