@@ -195,6 +195,23 @@ def test_an_edited_parameter_wins(name, kind, all_kernels):
     assert step_both(all_kernels, form, block) == {}
 
 
+@pytest.mark.parametrize("name", ["bf16-bf16-state", "split-int8", "fp16-int8-amsgrad"])
+def test_masters_between_two_parameters_are_rounded_as_on_a_cpu(name, all_kernels):
+    """Ties above all: a step of length zero leaves every master where it is."""
+    form = FORMS[name]
+    optimizer_class, group = optimizer(form, lr=0.0, weight_decay=0.0)
+    state = State("normal", 3 << 16, form.num_moments)
+    low = torch.arange(1 << 16, dtype=torch.int32)
+    # odd and even upper halves, and halfway between FP16 numbers as well
+    uppers = (0x3F80_0000, 0xBF81_0000 - (1 << 32), 0x477F_0000)
+    state.master = torch.cat([low + upper for upper in uppers]).view(torch.float32)
+    block, before = state.stored(form), state.stored(form)
+    all_kernels.update_block(optimizer_class, group, block, step=STEP)
+    masters = [n for n in ("live", "master", "master_low") if n in contents(before)]
+    found, expected = ({n: contents(b)[n] for n in masters} for b in (block, before))
+    assert different(found, expected) == {}
+
+
 @pytest.mark.parametrize("first", [0, 1, (1 << 33) - 100, (1 << 33) - 99, (5 << 33) - 1])
 def test_stochastic_rounding_depends_on_the_element_alone(first, all_kernels):
     form = FORMS["bf16-bf16-state"]
