@@ -30,6 +30,7 @@ _TITLES = {
     "hybrid": "Hybrid I/O, beside direct and buffered",
     "peers": "Beside DeepSpeed ZeRO-Infinity",
     "finetune": "What smaller state does to a fine-tune",
+    "kernel": "The kernels of a device, beside copies within its memory",
 }
 _INTRODUCTION = """\
 # Performance

@@ -1,0 +1,157 @@
+"""The update's and the digests' kernels, beside copies within the memory of the same device.
+
+A copy of as many bytes, half of them read and half written, is the least that the memory takes for
+a pass; the ratio says how near a kernel comes to it. Times are the device's, between events on the
+stream that the kernels run on; a sample is many launches back to back, over buffers far larger than
+the caches.
+
+    python -m bench.kernel                    # kernel / copy, per byte, for each form of state
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bench._harness import BenchError, Parser, Result, count, mebi, run, say
+from bench._statistics import alternate, ratios
+from offload.device_kernels import digest
+from offload.device_kernels.forms import DeviceBlock, form_of
+from offload.device_kernels.update import update_block
+from offload.formats import BLOCK_ELEMENTS
+
+_LIMIT = 1 / 0.9
+"""At least nine tenths of the bandwidth of a copy."""
+
+_FORMS = {
+    "exact": ("float32", torch.float32),
+    "split": ("split", torch.float32),
+    "bf16-state": ("float32", torch.bfloat16),
+    "split-int8": ("split", torch.int8),
+}
+"""Master and state of each measured form; parameters and gradients are bf16."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and write the result."""
+    args = _arguments(arguments)
+    if not torch.cuda.is_available():
+        raise BenchError("there is no CUDA device, and this measures one")
+    result = Result("kernel", args, args.directory)
+    properties = torch.cuda.get_device_properties(0)
+    result.fact("device", properties.name)
+    result.fact("device_memory_bytes", properties.total_memory)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for name in _FORMS:
+            for fused in (False, True):
+                _measure_update(args, result, name, fused)
+        _measure_digests(args, result)
+    result.write()
+
+
+def _measure_update(args: argparse.Namespace, result: Result, name: str, fused: bool) -> None:
+    block = _block(args.parameters, *_FORMS[name])
+    optimizer = torch.optim.AdamW([torch.zeros(1)], fused=fused)
+    group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    stream = torch.cuda.current_stream().cuda_stream
+
+    def update() -> None:
+        update_block(torch.optim.AdamW, group, block, stream=stream, step=10)
+
+    label = f"{name}{' fused' if fused else ''}"
+    nbytes = form_of(torch.optim.AdamW, group, block).traffic_bytes * args.parameters
+    result.fact(f"{label}_bytes_per_parameter", nbytes / args.parameters)
+    _compare(args, result, label, update, nbytes)
+
+
+def _measure_digests(args: argparse.Namespace, result: Result) -> None:
+    data = torch.randn(args.parameters, device="cuda")
+    workspace = torch.empty(digest.workspace_bytes(data.nbytes), dtype=torch.uint8, device="cuda")
+    out = torch.empty(digest.num_leaves(data.nbytes), dtype=torch.int64, device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+
+    def digests() -> None:
+        digest.leaf_digests(data, workspace, out, stream=stream)
+
+    _compare(args, result, "digests", digests, data.nbytes, limit=None)
+
+
+def _compare(
+    args: argparse.Namespace,
+    result: Result,
+    label: str,
+    kernel: Callable[[], None],
+    nbytes: float,
+    limit: float | None = _LIMIT,
+) -> None:
+    """Compare a kernel that moves `nbytes` with a copy that does, in turns."""
+    source = torch.ones(int(nbytes) // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    names = (f"{label}_s", f"{label}_copy_s")
+    samples = alternate(
+        {
+            names[0]: lambda: _seconds(kernel, args.launches),
+            names[1]: lambda: _seconds(lambda: target.copy_(source), args.launches),
+        },
+        args.rounds,
+        report=say,
+    )
+    result.add_samples(samples)
+    result.claim(
+        f"{label}, beside a copy of as many bytes within the device",
+        ratios(samples[names[0]], samples[names[1]]),
+        numerator=names[0],
+        denominator=names[1],
+        limit=limit,
+        gbps=nbytes / min(samples[names[0]]) / 1e9,
+        copy_gbps=nbytes / min(samples[names[1]]) / 1e9,
+    )
+
+
+def _seconds(work: Callable[[], object], num_launches: int) -> float:
+    """Return the device's seconds for one of many launches; compiles and warms up before."""
+    work()
+    began, ended = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(2)
+    )
+    began.record()
+    for _ in range(num_launches):
+        work()
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3 / num_launches
+
+
+def _block(num: int, master: str, state: torch.dtype) -> DeviceBlock:
+    live = torch.randn(num, device="cuda").bfloat16()
+    arrays: dict[str, torch.Tensor] = {}
+    if master == "split":
+        arrays["master_low"] = torch.zeros(num, dtype=torch.int16, device="cuda")
+    else:
+        arrays["master"] = live.float()
+    for name in ("exp_avg", "exp_avg_sq"):
+        dtype = torch.uint8 if state == torch.int8 and name == "exp_avg_sq" else state
+        arrays[name] = torch.zeros(num, dtype=dtype, device="cuda")
+        if state == torch.int8:
+            num_blocks = -(-num // BLOCK_ELEMENTS)
+            arrays[f"{name}_scale"] = torch.zeros(num_blocks, dtype=torch.bfloat16, device="cuda")
+    gradient = torch.randn(num, device="cuda").bfloat16()
+    return DeviceBlock(live=live, gradient=gradient, arrays=arrays)
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("kernel", __doc__ or "")
+    add = parser.add_argument
+    add("--parameters", type=count, default="128Mi", help="of a block (default: %(default)s)")
+    add("--launches", type=int, default=20, help="in one sample (default: %(default)s)")
+    args = parser.read(arguments, quick={"parameters": "1Mi", "launches": 2})
+    args.what = args.what or mebi(args.parameters)
+    return args
+
+
+if __name__ == "__main__":
+    run(main)

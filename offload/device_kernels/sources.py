@@ -1,0 +1,31 @@
+"""The kernels' sources, and how they are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+
+OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
+"""Of NVRTC. The update rounds by intrinsics, which these do not change; they keep `powf` exact."""
+
+
+@cache
+def update_source() -> str:
+    """Return the source of the kernel ``update``; `Form.macros` chooses the variant."""
+    return _text("values.cuh") + _text("update.cu")
+
+
+@cache
+def digest_source() -> str:
+    """Return the source of ``digest_blocks``, ``digest_scan`` and ``digest_merge``."""
+    return _text("digest.cu")
+
+
+def defines(macros: Mapping[str, int]) -> tuple[str, ...]:
+    """Return macros as options of a compiler."""
+    return tuple(f"-D{name}={value}" for name, value in macros.items())
+
+
+def _text(name: str) -> str:
+    return files(__package__).joinpath(name).read_text("ascii")

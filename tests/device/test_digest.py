@@ -1,0 +1,96 @@
+"""Digests of leaves by the kernels' arithmetic, against the xxhash library."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import xxhash
+
+from offload.device_kernels import digest
+from offload.digests import LEAF_BYTES, DigestContext, leaf_digests
+
+# Where formulas change: short inputs, stripes of 64, blocks of 1024.
+SHORT = list(range(1, 300))
+LONG = [511, 512, 513, 960, 961, 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 65_537]
+LEAVES = [
+    LEAF_BYTES - 1,
+    LEAF_BYTES,
+    LEAF_BYTES + 1,
+    LEAF_BYTES + 240,
+    LEAF_BYTES + 241,
+    2 * LEAF_BYTES,
+    3 * LEAF_BYTES - 64,
+]
+
+
+def content(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+
+def test_leaves_of_every_short_length(digests):
+    data = content(max(SHORT))
+    wrong = [
+        n for n in SHORT
+        if digests.leaf_digests(data[:n].clone())
+        != xxhash.xxh3_64_intdigest(data[:n].numpy().tobytes()).to_bytes(8, "little")
+    ]  # fmt: skip
+    assert wrong == []
+
+
+@pytest.mark.parametrize("num_bytes", LONG + LEAVES)
+def test_leaves_of_any_length(num_bytes, digests):
+    data = content(num_bytes, num_bytes)
+    expected = leaf_digests(memoryview(data.numpy()))
+    assert len(expected) == 8 * digest.num_leaves(num_bytes)
+    assert digests.leaf_digests(data) == expected
+
+
+@pytest.mark.parametrize("offset", range(1, 8))
+def test_data_that_is_not_aligned(offset, digests):
+    data = content(LEAF_BYTES + 5000)[offset:]
+    assert digests.leaf_digests(data) == leaf_digests(memoryview(data.numpy()))
+
+
+def test_zeros_and_ones(digests):
+    for value in (0, 255):
+        data = torch.full((LEAF_BYTES + 777,), value, dtype=torch.uint8)
+        assert digests.leaf_digests(data) == leaf_digests(memoryview(data.numpy()))
+
+
+def test_the_digest_of_a_chunk_is_made_of_the_leaves_on_the_host(digests):
+    data = torch.randn(400_000)
+    context = DigestContext("0123", 7)
+    expected = context.digest("exp_avg", 3, memoryview(data.numpy()).cast("B"))
+    assert context.digest_leaves("exp_avg", 3, digests.leaf_digests(data)) == expected
+
+
+def test_the_workspace_is_a_sixteenth_of_the_data():
+    assert digest.workspace_bytes(LEAF_BYTES) == LEAF_BYTES // 16
+    assert digest.workspace_bytes(1) == 64
+    assert digest.workspace_bytes(0) == 0
+
+
+WRONG = {
+    "a small workspace": (1000, 504, torch.int64, 1, "workspace must have 64 bytes|aligned"),
+    "another dtype": (5000, 4096, torch.int32, 1, "must have 1 int64"),
+    "too few results": (LEAF_BYTES + 1, 1 << 17, torch.int64, 1, "must have 2 int64"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_tensors_that_do_not_fit_are_refused(case):
+    num_bytes, workspace, dtype, num, message = WRONG[case]
+    data = torch.zeros(num_bytes, dtype=torch.uint8)
+    memory = torch.zeros(workspace, dtype=torch.uint8)
+    if case == "a small workspace":
+        memory = memory[: digest.workspace_bytes(num_bytes) - 1]
+    with pytest.raises(ValueError, match=message):
+        digest.leaf_digests(data, memory, torch.zeros(num, dtype=dtype), stream=0)
+    with pytest.raises(ValueError, match="contiguous"):
+        digest.leaf_digests(data[::2], memory, torch.zeros(num, dtype=dtype), stream=0)
+
+
+def test_nothing_has_no_leaves():
+    nothing = torch.zeros(0, dtype=torch.uint8)
+    digest.leaf_digests(nothing, nothing, torch.zeros(0, dtype=torch.int64), stream=0)

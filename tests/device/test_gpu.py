@@ -1,0 +1,152 @@
+"""The kernels on a device: the bytes of the CPU's compilation of them, and torch's own steps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from bench import kernel
+from offload.device_kernels import digest
+from offload.device_kernels.forms import DeviceBlock, DeviceScalars
+from offload.device_kernels.update import update_block
+from offload.digests import LEAF_BYTES, leaf_digests
+from tests.device.blocks import State, bits, contents, different, ulps
+from tests.device.test_digest import LEAVES, LONG, SHORT, content
+from tests.device.test_update_arithmetic import ADAM, ADAM_CASES, CLASSES, SGD, group_of
+from tests.device.test_update_forms import FORMS, SEED, STEP, STORE_STEP, optimizer
+
+pytestmark = pytest.mark.gpu
+OPTIONS = {"step": STEP, "seed": SEED, "rounding_step": STORE_STEP}
+
+
+@pytest.fixture(autouse=True)
+def device() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    pytest.importorskip("cupy", reason="cupy compiles the kernels")
+
+
+def moved(block: DeviceBlock, where: str) -> DeviceBlock:
+    return DeviceBlock(
+        live=block.live.to(where),
+        gradient=block.gradient.to(where),
+        arrays={name: array.to(where) for name, array in block.arrays.items()},
+        first_element=block.first_element,
+        is_new=block.is_new,
+    )
+
+
+def on_device(optimizer_class, group, block: DeviceBlock, **options) -> DeviceBlock:
+    """Step a copy of a block on the device; return it, on the CPU."""
+    there = moved(block, "cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    update_block(optimizer_class, group, there, stream=stream.cuda_stream, **options)
+    stream.synchronize()
+    return moved(there, "cpu")
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["later", "first"])
+@pytest.mark.parametrize("kind", ["normal", "wide"])
+@pytest.mark.parametrize("name", [n for n in FORMS if FORMS[n].arithmetic == "foreach"])
+def test_a_device_stores_what_the_cpu_does_to_the_bit(name, kind, is_new, kernels):
+    form = FORMS[name]
+    optimizer_class, group = optimizer(form)
+    for num in (1, 33, 100_003):
+        block = State(kind, num, form.num_moments).stored(form, is_new=is_new, first=num)
+        block.live[::5] = -block.live[::5]
+        found = on_device(optimizer_class, group, block, **OPTIONS)
+        kernels.update_block(optimizer_class, group, block, **OPTIONS)
+        assert different(contents(found), contents(block)) == {}
+
+
+@pytest.mark.parametrize("name", [n for n in FORMS if FORMS[n].arithmetic == "fused"])
+def test_fused_differs_from_the_cpu_by_its_power_function_alone(name, kernels):
+    form = FORMS[name]
+    optimizer_class, group = optimizer(form)
+    block = State("normal", 10_000, form.num_moments).stored(form)
+    found = on_device(optimizer_class, group, block, **OPTIONS)
+    kernels.update_block(optimizer_class, group, block, **OPTIONS)
+    # neither moment depends on it
+    assert not different(contents(found), contents(block)).keys() - {"live", "master", "master_low"}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+@pytest.mark.parametrize(("name", "case"), [*ADAM_CASES, *(("SGD", case) for case in SGD)])
+def test_it_is_torchs_step_of_the_same_flags(name, case, fused):
+    options = {**(SGD if name == "SGD" else ADAM)[case], "fused": fused, "foreach": not fused}
+    parameter = torch.randn(100_000, device="cuda")
+    instance = CLASSES[name]([parameter], **options)
+    group = group_of(name, options)
+    names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else [])]
+    if name == "SGD":
+        names = ["momentum_buffer"] if group["momentum"] else []
+    block = DeviceBlock(
+        live=parameter.clone(),
+        gradient=torch.empty_like(parameter),
+        arrays={n: torch.empty_like(parameter) for n in names},
+        is_new=True,
+    )
+    for step in range(1, 6):
+        parameter.grad = torch.randn_like(parameter)
+        block.gradient.copy_(parameter.grad)
+        instance.step()
+        stream = torch.cuda.current_stream().cuda_stream
+        update_block(CLASSES[name], group, block, stream=stream, step=step)
+        block = DeviceBlock(live=block.live, gradient=block.gradient, arrays=block.arrays)
+    state = {n: instance.state[parameter][n] for n in names}
+    pairs = [(block.live, parameter), *((block.arrays[n], state[n]) for n in names)]
+    exact = torch.__version__ >= "2.13" and (name, fused) != ("SGD", True)
+    for found, expected in pairs:
+        if exact:
+            assert torch.equal(bits(found), bits(expected))
+        else:  # earlier versions computed some steps in another order or in FP64
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    if name == "SGD":
+        assert all(ulps(f.cpu(), e.cpu()) <= 8 for f, e in pairs)
+
+
+def test_scalars_of_the_device_are_read_there(kernels):
+    form = FORMS["bf16-float32"]
+    optimizer_class, group = optimizer(form)
+    block = State("normal", 5000, form.num_moments).stored(form)
+    values = {"inverse_scale": 1 / 512, "clip": 0.7}
+    for found_inf in (0.0, 1.0):
+        values["found_inf"] = found_inf
+        there = {n: torch.tensor([v], device="cuda") for n, v in values.items()}
+        here = {n: torch.tensor([v]) for n, v in values.items()}
+        found = on_device(optimizer_class, group, block, scalars=DeviceScalars(**there), **OPTIONS)
+        expected = moved(block, "cpu")
+        expected = DeviceBlock(
+            live=block.live.clone(),
+            gradient=block.gradient,
+            arrays={n: a.clone() for n, a in block.arrays.items()},
+        )
+        kernels.update_block(
+            optimizer_class, group, expected, scalars=DeviceScalars(**here), **OPTIONS
+        )
+        assert different(contents(found), contents(expected)) == {}
+
+
+@pytest.mark.parametrize("num_bytes", [*SHORT[::7], *LONG, *LEAVES, 64 * LEAF_BYTES + 12_345])
+def test_digests_of_a_device_are_those_of_the_cpu(num_bytes):
+    data = content(num_bytes, num_bytes)
+    there = data.cuda()
+    workspace = torch.empty(digest.workspace_bytes(num_bytes), dtype=torch.uint8, device="cuda")
+    out = torch.empty(digest.num_leaves(num_bytes), dtype=torch.int64, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    digest.leaf_digests(there, workspace, out, stream=stream.cuda_stream)
+    stream.synchronize()
+    assert out.cpu().numpy().tobytes() == leaf_digests(memoryview(data.numpy()))
+
+
+def test_the_measurement_runs(tmp_path):
+    kernel.main(["--quick", "--directory", str(tmp_path), "--output", str(tmp_path / "results")])
+    (path,) = (tmp_path / "results").iterdir()
+    found = json.loads(path.read_text())
+    assert len(found["claims"]) == 9
+    assert found["facts"]["exact_bytes_per_parameter"] == 30
+    assert all(claim["gbps"] > 0 for claim in found["claims"])

@@ -1,0 +1,387 @@
+"""Stored forms: the kernel's bytes are those of the codecs that a CPU uses.
+
+What is stored is decoded with `offload.codecs` and `offload.update`, stepped as plain FP32 arrays
+(`test_update_arithmetic.py` shows that that is torch's step), and encoded with the codecs again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+
+import pytest
+import torch
+
+from offload import codecs
+from offload.codecs import Scratch
+from offload.device_kernels.forms import (
+    ARGUMENTS,
+    DeviceBlock,
+    DeviceScalars,
+    Form,
+    form_of,
+    launches,
+)
+from offload.update import _take_edits
+from tests.device.blocks import (
+    BF16,
+    BLOCK,
+    FP16,
+    FP32,
+    State,
+    bits,
+    contents,
+    different,
+    odd,
+)
+from tests.device.test_update_arithmetic import CLASSES, group_of
+
+SEED, STEP, STORE_STEP = 77, 12, 19
+NUMS = [1, 3, 31, 32, 33, 1000, 4099]
+KINDS = ["normal", "wide", "odd"]
+
+# Every form of everything, though not every combination.
+FORMS = {
+    "bf16-float32": Form("adamw", "foreach", BF16, BF16, "float32", "float32", 2),
+    "fp16-fp32-gradient": Form("adamw", "fused", FP16, FP32, "float32", "float32", 2),
+    "bf16-fp16-gradient": Form("adam", "foreach", BF16, FP16, "float32", "float32", 3),
+    "fp32-bf16-state": Form("adamw", "fused", FP32, FP32, "own", "bfloat16", 2),
+    "bf16-bf16-state": Form("adamw", "foreach", BF16, BF16, "float32", "bfloat16", 3),
+    "split": Form("adamw", "foreach", BF16, BF16, "split", "float32", 2),
+    "split-int8": Form("adamw", "fused", BF16, BF16, "split", "int8", 2),
+    "fp16-int8-amsgrad": Form("adamw", "foreach", FP16, FP16, "float32", "int8", 3),
+    "sgd-split-int8": Form("sgd", "foreach", BF16, BF16, "split", "int8", 1),
+    "sgd-fp16-no-state": Form("sgd", "foreach", FP16, FP16, "float32", "float32", 0),
+}
+PLAIN = {
+    f: Form(f.rule, f.arithmetic, FP32, FP32, "own", "float32", f.num_moments)
+    for f in FORMS.values()
+}
+
+
+UNSCALED = {
+    name: dataclasses.replace(FORMS[name], gradient=FP32)
+    for name in ("bf16-float32", "split-int8", "sgd-split-int8")
+}
+
+
+def optimizer(form: Form, **more):
+    """Return the class and the hyper-parameters of a form."""
+    name = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}[form.rule]
+    options: dict = {"weight_decay": 0.05}
+    if form.rule == "sgd":
+        options["momentum"] = 0.9 * form.num_moments
+    else:
+        options["amsgrad"] = form.num_moments == 3
+    return CLASSES[name], group_of(name, options, fused=form.arithmetic == "fused", **more)
+
+
+@pytest.fixture(scope="module")
+def all_kernels(kernels):
+    kernels.prepare([*FORMS.values(), *PLAIN.values(), *UNSCALED.values()])
+    return kernels
+
+
+def decoded(form: Form, block: DeviceBlock) -> DeviceBlock:
+    """Return the block as FP32 arrays, with edits taken."""
+    scratch, num = Scratch(), len(block.live)
+    master = torch.empty(num)
+    if form.master == "split" and not block.is_new:
+        codecs.join_master(block.live, block.arrays["master_low"], master, scratch=scratch)
+    elif form.master == "float32" and not block.is_new:
+        master.copy_(block.arrays["master"])
+        _take_edits(master, block.live.clone(), master.to(form.live))
+    else:
+        master.copy_(block.live)
+    arrays = {}
+    for name in form.moments:
+        stored = block.arrays[name]
+        arrays[name] = torch.zeros(num)
+        if block.is_new:
+            continue
+        if form.state == "int8":
+            codecs.decode_blocks(
+                stored, block.arrays[name + "_scale"], arrays[name], scratch=scratch
+            )
+        else:
+            arrays[name].copy_(stored)
+    gradient = block.gradient.float()
+    return DeviceBlock(live=master, gradient=gradient, arrays=arrays, is_new=block.is_new)
+
+
+def encoded(form: Form, plain: DeviceBlock, first: int) -> dict[str, torch.Tensor]:
+    """Return what is to be stored of it."""
+    scratch, num, master = Scratch(), len(plain.live), plain.live
+    found = {"live": master}
+    if form.master == "float32":
+        found = {"live": master.to(form.live), "master": master}
+    elif form.master == "split":
+        found = {"live": torch.empty(num, dtype=BF16), "master_low": torch.empty(num).short()}
+        codecs.split_master(master, found["live"], found["master_low"], scratch=scratch)
+    for name, values in plain.arrays.items():
+        found[name] = values
+        if form.state == "bfloat16":
+            found[name] = torch.empty(num, dtype=BF16)
+            codecs.round_stochastic(
+                values,
+                found[name],
+                seed=SEED,
+                stream=zlib.crc32(name.encode()),
+                step=STORE_STEP,
+                first_element=first,
+                scratch=scratch,
+            )
+        elif form.state == "int8":
+            signed = name in ("exp_avg", "momentum_buffer")
+            found[name] = torch.empty(num, dtype=torch.int8 if signed else torch.uint8)
+            scales = found[name + "_scale"] = torch.empty(-(-num // BLOCK), dtype=BF16)
+            codecs.encode_blocks(values, found[name], scales, scratch=scratch)
+    return found
+
+
+def step_both(kernels, form: Form, block: DeviceBlock) -> dict[str, int]:
+    """Step a block, and decode, step and encode it; return how many values differ in a bit."""
+    optimizer_class, group = optimizer(form)
+    assert form_of(optimizer_class, group, block) == form
+    plain = decoded(form, block)
+    kernels.update_block(optimizer_class, group, plain, step=STEP)
+    expected = encoded(form, plain, block.first_element)
+    gradient = block.gradient.clone()
+    kernels.update_block(
+        optimizer_class, group, block, step=STEP, seed=SEED, rounding_step=STORE_STEP
+    )
+    assert torch.equal(bits(block.gradient), bits(gradient))
+    return different(contents(block), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_stored_is_what_a_cpu_stores_to_the_bit(name, kind, all_kernels):
+    form = FORMS[name]
+    for num in NUMS:
+        state = State(kind, num, form.num_moments)
+        assert step_both(all_kernels, form, state.stored(form, first=10 * num + 1)) == {}, num
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4])
+@pytest.mark.parametrize("name", FORMS)
+def test_unaligned_memory_makes_no_difference(name, offset, all_kernels):
+    form = FORMS[name]
+    state = State("normal", 517, form.num_moments)
+    block = state.stored(form, offset=offset)
+    assert step_both(all_kernels, form, block) == {}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_first_step_makes_state_of_nothing(name, all_kernels):
+    form = FORMS[name]
+    block = State("normal", 700, form.num_moments).stored(form, is_new=True)
+    for array in block.arrays.values():
+        bits(array).fill_(-1)
+    assert step_both(all_kernels, form, block) == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [n for n in FORMS if FORMS[n].master != "own"])
+def test_an_edited_parameter_wins(name, kind, all_kernels):
+    form = FORMS[name]
+    block = State(kind, 999, form.num_moments).stored(form)
+    before = block.live.clone()
+    edits = odd(999, 50).to(form.live)
+    block.live[::3] = edits[::3]
+    block.live[1::7] = -block.live[1::7]
+    assert (bits(block.live) != bits(before)).sum() > 300
+    assert step_both(all_kernels, form, block) == {}
+
+
+@pytest.mark.parametrize("name", ["bf16-bf16-state", "split-int8", "fp16-int8-amsgrad"])
+def test_masters_between_two_parameters_are_rounded_as_on_a_cpu(name, all_kernels):
+    """Ties above all: a step of length zero leaves every master where it is."""
+    form = FORMS[name]
+    optimizer_class, group = optimizer(form, lr=0.0, weight_decay=0.0)
+    state = State("normal", 3 << 16, form.num_moments)
+    low = torch.arange(1 << 16, dtype=torch.int32)
+    # odd and even upper halves, and halfway between FP16 numbers as well
+    uppers = (0x3F80_0000, 0xBF81_0000 - (1 << 32), 0x477F_0000)
+    state.master = torch.cat([low + upper for upper in uppers]).view(torch.float32)
+    block, before = state.stored(form), state.stored(form)
+    all_kernels.update_block(optimizer_class, group, block, step=STEP)
+    masters = [n for n in ("live", "master", "master_low") if n in contents(before)]
+    found, expected = ({n: contents(b)[n] for n in masters} for b in (block, before))
+    assert different(found, expected) == {}
+
+
+@pytest.mark.parametrize("first", [0, 1, (1 << 33) - 100, (1 << 33) - 99, (5 << 33) - 1])
+def test_stochastic_rounding_depends_on_the_element_alone(first, all_kernels):
+    form = FORMS["bf16-bf16-state"]
+    state = State("normal", 300, 3)
+    assert step_both(all_kernels, form, state.stored(form, first=first)) == {}
+
+
+def test_where_a_block_is_cut_makes_no_difference(all_kernels):
+    for form in FORMS.values():
+        optimizer_class, group = optimizer(form)
+        whole = State("normal", 2000, form.num_moments).stored(form)
+        parts = State("normal", 2000, form.num_moments).stored(form)
+        all_kernels.update_block(optimizer_class, group, whole, step=STEP, seed=SEED)
+        for start, stop in ((0, 96), (96, 1024), (1024, 2000)):
+            cut = slice(start, stop)
+            blocks = slice(start // BLOCK, -(-stop // BLOCK))
+            part = DeviceBlock(
+                live=parts.live[cut],
+                gradient=parts.gradient[cut],
+                arrays={
+                    n: a[blocks if n.endswith("_scale") else cut] for n, a in parts.arrays.items()
+                },
+                first_element=start,
+            )
+            all_kernels.update_block(optimizer_class, group, part, step=STEP, seed=SEED)
+        assert different(contents(parts), contents(whole)) == {}
+
+
+def test_nothing_beyond_the_block_is_touched(all_kernels):
+    for form in FORMS.values():
+        optimizer_class, group = optimizer(form)
+        small = State("normal", 45, form.num_moments).stored(form)
+        around = {}
+        for name, values in contents(small).items():
+            memory = torch.zeros(len(values) + 16, dtype=values.dtype)
+            bits(memory).fill_(0x5A)
+            memory[8 : 8 + len(values)] = values
+            around[name] = memory
+        block = DeviceBlock(
+            live=around["live"][8:53],
+            gradient=small.gradient,
+            arrays={n: around[n][8 : 8 + len(a)] for n, a in small.arrays.items()},
+        )
+        all_kernels.update_block(optimizer_class, group, block, step=STEP)
+        for memory in around.values():
+            assert (bits(memory[:8]) == 0x5A).all()
+            assert (bits(memory[-8:]) == 0x5A).all()
+
+
+@pytest.mark.parametrize("name", UNSCALED)
+def test_the_gradient_is_unscaled_and_clipped_in_fp32(name, all_kernels):
+    form = FORMS[name]
+    optimizer_class, group = optimizer(form)
+    state = State("normal", 500, form.num_moments)
+    block = state.stored(form)
+    scale, clip = torch.tensor([1 / 1024]), torch.tensor([0.37])
+    state.gradient = (block.gradient.float() * scale) * clip
+    expected = state.stored(form)
+    expected = DeviceBlock(live=expected.live, gradient=state.gradient, arrays=expected.arrays)
+    all_kernels.update_block(optimizer_class, group, expected, step=STEP)
+
+    scalars = DeviceScalars(inverse_scale=scale, clip=clip, found_inf=torch.zeros(1))
+    all_kernels.update_block(optimizer_class, group, block, step=STEP, scalars=scalars)
+    assert different(contents(block), contents(expected)) == {}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_found_inf_leaves_everything_as_it_is(name, all_kernels):
+    form = FORMS[name]
+    optimizer_class, group = optimizer(form)
+    state = State("odd", 333, form.num_moments)
+    block, before = state.stored(form), state.stored(form)
+    scalars = DeviceScalars(found_inf=torch.ones(1))
+    all_kernels.update_block(optimizer_class, group, block, step=STEP, scalars=scalars)
+    assert different(contents(block), contents(before)) == {}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_found_inf_in_the_first_step_leaves_masters_and_zeros(name, all_kernels):
+    form = FORMS[name]
+    optimizer_class, group = optimizer(form)
+    block = State("wide", 333, form.num_moments).stored(form, is_new=True)
+    live = block.live.clone()
+    for array in block.arrays.values():
+        bits(array).fill_(-1)
+    scalars = DeviceScalars(found_inf=torch.tensor([2.0]))
+    all_kernels.update_block(optimizer_class, group, block, step=STEP, scalars=scalars)
+    assert torch.equal(bits(block.live), bits(live))
+    expected = {"live": live, **{n: torch.zeros_like(a) for n, a in block.arrays.items()}}
+    if form.master == "float32":
+        expected["master"] = live.float()
+    assert different(contents(block), expected) == {}
+
+
+def test_an_empty_block_launches_nothing():
+    form = FORMS["split-int8"]
+    optimizer_class, group = optimizer(form)
+    block = State("normal", 0, form.num_moments).stored(form)
+    assert list(launches(optimizer_class, group, block, step=1)) == []
+
+
+def test_the_arguments_are_passed_by_value_within_what_every_device_takes():
+    assert ARGUMENTS.itemsize % 8 == 0
+    assert ARGUMENTS.itemsize <= 4096
+
+
+REFUSED = {
+    "another class": (
+        lambda _, g, b: (torch.optim.RAdam, g, b),
+        "no kernel for RAdam",
+    ),
+    "single-tensor": (lambda c, g, b: (c, {**g, "foreach": False}, b), "foreach=False"),
+    "a fp64 gradient": (
+        lambda c, g, b: (c, g, DeviceBlock(live=b.live, gradient=b.live.double(), arrays=b.arrays)),
+        "gradient is torch.float64",
+    ),
+    "no master": (
+        lambda c, g, b: (c, g, DeviceBlock(live=b.live, gradient=b.gradient, arrays={})),
+        "cannot have a master",
+    ),
+    "no moments": (
+        lambda c, g, b: (
+            c,
+            g,
+            DeviceBlock(live=b.live, gradient=b.gradient, arrays={"master": b.arrays["master"]}),
+        ),
+        "lacks exp_avg, exp_avg_sq",
+    ),
+    "a short gradient": (
+        lambda c, g, b: (c, g, DeviceBlock(live=b.live, gradient=b.live[1:], arrays=b.arrays)),
+        "gradient: expected 10",
+    ),
+    "steps of two": (
+        lambda c, g, b: (
+            c,
+            g,
+            DeviceBlock(live=b.live, gradient=torch.zeros(20, dtype=BF16)[::2], arrays=b.arrays),
+        ),
+        "gradient: expected 10 contiguous",
+    ),
+    "another device": (
+        lambda c, g, b: (
+            c,
+            g,
+            DeviceBlock(live=b.live, gradient=b.gradient.to("meta"), arrays=b.arrays),
+        ),
+        "gradient is on meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_there_is_no_kernel_for_is_refused(change):
+    form = FORMS["bf16-float32"]
+    block = State("normal", 10, form.num_moments).stored(form)
+    arguments, message = REFUSED[change]
+    with pytest.raises(ValueError, match=message):
+        form_of(*arguments(*optimizer(form), block))
+
+
+TRAFFIC = {
+    # gradient, then twice: parameter, master, moments
+    "bf16-float32": 2 + 2 * (2 + 4 + 4 + 4),
+    "split": 2 + 2 * (2 + 2 + 4 + 4),
+    "split-int8": 2 + 2 * (2 + 2 + 2 * (1 + 2 / 32)),
+    "fp32-bf16-state": 4 + 2 * (4 + 2 + 2),
+    "sgd-fp16-no-state": 2 + 2 * (2 + 4),
+}
+
+
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_every_byte_is_read_once_and_written_once(name):
+    assert math.isclose(FORMS[name].traffic_bytes, TRAFFIC[name])
