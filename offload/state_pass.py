@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -32,6 +33,14 @@ class ChunkWork(Protocol):
 
         `digests` may be told what has been written, as soon as it has.
         """
+        ...
+
+    def prepare(self, chunk: int) -> None:
+        """Begin what can be done for a chunk before it is updated."""
+        ...
+
+    def fence(self) -> None:
+        """Let the calling thread's work on devices wait for the parameters changed so far."""
         ...
 
     def finish(self) -> list[Scalars | None]:
@@ -104,11 +113,15 @@ class StatePass:
         streamer, seal = self._streamer, self._seal
         model_stops = streamer.layout.model_stops
         self.announce(self.chunks)
+        ahead = dict(pairwise(self.chunks)) if self.schedule is self.chunks else {}
         for chunk in self.schedule:
+            self.updater.prepare(chunk)
             frame = streamer.take(chunk)
             try:
                 if seal is not None:
                     seal.wait_copied(model_stops[chunk])
+                if chunk in ahead:
+                    self.updater.prepare(ahead[chunk])
                 with self._meter.timed("compute_s", chunk=chunk):
                     self.updater.update(chunk, frame.tensors(), frame.digests)
             except BaseException:
@@ -118,6 +131,7 @@ class StatePass:
                 updated(chunk)
             streamer.put(frame, self.target, self._run_many)
         scalars = self.updater.finish()
+        self.updater.fence()
         if seal is not None:
             # From here on the user may also change what no step does: frozen parameters.
             seal.wait_copied(seal.data_bytes)
