@@ -129,11 +129,13 @@ class CudaBoundary:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Take memory from torch's pool of pinned memory, which minds copies in progress."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.device(self._device):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def lock_pages(self, memory: torch.Tensor) -> object:
         """Register memory with the driver; where it refuses, copies are slower and as correct."""
-        return _Registered(memory)
+        with torch.cuda.device(self._device):
+            return _Registered(memory)
 
     def _order(
         self, stream: torch.cuda.Stream, after: Iterable[Event], sent: torch.cuda.Event | None

@@ -119,8 +119,12 @@ class StateFiller:
                 if self._progress is not None:
                     self._progress(piece.stop - piece.start)
 
-    def prepare(self, chunk: int) -> None:
-        """Do nothing: a chunk that is filled has nothing to wait for."""
+    def prepare(self, chunk: int) -> bool:  # noqa: ARG002
+        """Return False: there is nothing that can be begun."""
+        return False
+
+    def arrive(self, chunk: int) -> None:
+        """Do nothing."""
 
     def fence(self) -> None:
         """Let the calling thread's current streams wait for the parameters filled so far."""

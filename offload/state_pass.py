@@ -35,8 +35,15 @@ class ChunkWork(Protocol):
         """
         ...
 
-    def prepare(self, chunk: int) -> None:
-        """Begin what can be done for a chunk before it is updated."""
+    def prepare(self, chunk: int) -> bool:
+        """Begin what can be done for a chunk before it is updated; more than once does no harm.
+
+        Returns whether `arrive` is to be called before `update`.
+        """
+        ...
+
+    def arrive(self, chunk: int) -> None:
+        """Wait for what `prepare` has begun."""
         ...
 
     def fence(self) -> None:
@@ -115,13 +122,16 @@ class StatePass:
         self.announce(self.chunks)
         ahead = dict(pairwise(self.chunks)) if self.schedule is self.chunks else {}
         for chunk in self.schedule:
-            self.updater.prepare(chunk)
+            crosses = self.updater.prepare(chunk)
             frame = streamer.take(chunk)
             try:
                 if seal is not None:
                     seal.wait_copied(model_stops[chunk])
-                if chunk in ahead:
-                    self.updater.prepare(ahead[chunk])
+                if crosses:
+                    if chunk in ahead:
+                        self.updater.prepare(ahead[chunk])
+                    with self._meter.timed("wait_device_s", chunk=chunk):
+                        self.updater.arrive(chunk)
                 with self._meter.timed("compute_s", chunk=chunk):
                     self.updater.update(chunk, frame.tensors(), frame.digests)
             except BaseException:

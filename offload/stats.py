@@ -60,6 +60,10 @@ class Stats:
     """With ``Options(overlap=...)``: seconds that the training thread waited for the step that runs
     beside it. All other waits and the computing are then that step's own."""
 
+    wait_device_s: float
+    """Seconds that the update waited for gradients and parameters that are on a device: for the
+    backward that computes them, mostly, as that has only been queued when ``step()`` is called."""
+
     moved_gradient_bytes: int
     """With ``Options(overlap=...)``: most bytes of gradients that such a step has held at once."""
 
@@ -136,6 +140,8 @@ class Stats:
             "waiting for writes": self.wait_write_s,
             "waiting for seals": self.wait_seal_s,
         }
+        if self.wait_device_s:
+            parts["waiting for device"] = self.wait_device_s
         parts["everything else"] = max(self.step_s - sum(parts.values()), 0.0)
         total = max(self.step_s, 1e-9)
         millions = self.num_parameters / 1e6
@@ -170,6 +176,7 @@ class Meter:
     wait_write_s: float = 0.0
     wait_seal_s: float = 0.0
     wait_update_s: float = 0.0
+    wait_device_s: float = 0.0
     moved_gradient_bytes: int = 0
     seal_s: float = 0.0
     restore_s: float = 0.0

@@ -145,19 +145,22 @@ class ChunkUpdater:
                     start = block.starts[name] * stored.itemsize
                     digests.written(name, start, start + stored.nbytes)
 
-        self.prepare(chunk)
-        for tensors in self._crossing:
-            tensors.arrive(chunk)
         self._pool.run(update, list(self._blocks(chunk, arrays)))
         for tensors in self._crossing:
             tensors.leave(chunk)
 
-    def prepare(self, chunk: int) -> None:
+    def prepare(self, chunk: int) -> bool:
         """Begin to bring what a chunk needs to the host, where parameters are on a device."""
         if self._crossing:
             pieces = [p for p in self._layout.pieces(chunk) if _is_used(self._keys[p.parameter])]
             for tensors in self._crossing:
                 tensors.prepare(chunk, pieces, lambda index: self._keys[index].has_gradient)
+        return bool(self._crossing)
+
+    def arrive(self, chunk: int) -> None:
+        """Wait for that."""
+        for tensors in self._crossing:
+            tensors.arrive(chunk)
 
     def fence(self) -> None:
         """Let the calling thread's current streams wait for the parameters updated so far."""

@@ -13,10 +13,10 @@ from gds import MemoryBackend
 from offload.crossing import CrossingTensors
 from offload.errors import UnsupportedParameterError
 from offload.flat_tensors import FlatTensors
-from tests.device.fake_device import Event, OnDevice, on_device, upload, values
 from tests.numerics.models import Mixed, clip, give_gradients, trainable
 from tests.numerics.pairs import CASES, MAX_NORM, Case, Cut, Pair
 from tests.numerics.reference import assert_same_bits
+from tests.placement.fake_device import Event, OnDevice, on_device, upload, values
 
 STEPS = (0, 1, 7, 8)
 """Some parameters have no gradient in two of them, and some get their first in the third."""
@@ -63,6 +63,7 @@ def train(pair: Pair, steps: Sequence[int] = STEPS) -> None:
         ("adamw", Cut(2 * 4096, 2)),
         ("sgd-momentum-in-some-groups", Cut(20480, 2)),
         ("rprop", Cut(1 << 20, 2)),
+        ("adam-coupled-decay", Cut(3 * 4096, 2, settings={"host_memory": 100_000})),
     ],
     ids=str,
 )
@@ -139,6 +140,8 @@ def test_gradients_cross_once_and_parameters_once_each_way(device):
     model_bytes = sum(p.nbytes for p in pair.live.parameters())
     assert stats.to_host_bytes - after.to_host_bytes == model_bytes, sealed.path
     assert stats.to_device_bytes == after.to_device_bytes
+    assert stats.wait_device_s > 0
+    assert "waiting for device" in stats.summary()
     assert stats.to_host_bytes == device.num_fetched
     assert stats.to_device_bytes == device.num_sent
 
@@ -169,6 +172,39 @@ def test_an_edited_parameter_wins(device):
     train(pair, STEPS[2:])
 
 
+def test_parameters_that_are_added_and_edited_through_data(device):
+    torch.manual_seed(1)
+    models = [torch.nn.ParameterList(torch.randn(n) for n in (3000, 50, 700)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    on_device(models[0])
+    optimizers = []
+    for model in models:
+        options = Cut(4096, 2).options(MemoryBackend())
+        optimizers.append(offload.AdamW([*model][:2], directory="/s", options=options))
+
+    def step(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for group in zip(*models, strict=True):
+            gradient = torch.randn(group[0].shape, generator=generator)
+            for parameter in group:
+                on = isinstance(parameter, OnDevice)
+                parameter.grad = upload(gradient.clone()) if on else gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        for found, expected in zip(*models, strict=True):
+            assert_same_bits(values(found), expected.detach(), f"after step {number}")
+
+    step(0)
+    for optimizer, model in zip(optimizers, models, strict=True):
+        optimizer.add_param_group({"params": [model[2]]})
+    step(1)
+    step(2)
+    with torch.no_grad():
+        for model in models:
+            model[0].data.mul_(0.5)  # which leaves no trace on the parameter
+    step(3)
+
+
 def test_some_parameters_on_the_device_and_some_in_host_memory(device):
     def is_on(name: str) -> bool:
         return "full" in name or "matrix" in name or "strided" in name
@@ -194,6 +230,42 @@ def test_state_is_taken_out_and_put_in(device):
     train(pair, STEPS[2:])
     pair.assert_same_state()
     before.close()
+
+
+def test_a_learning_rate_on_the_device_is_read_at_each_step(device):
+    pair = device_pair(Case(torch.optim.AdamW, {}, ({}, {"weight_decay": 0.3})), Cut(3 * 4096, 2))
+    for step, rate in zip(STEPS, (1e-3, 2e-3, 5e-4, 1e-4), strict=True):
+        for group in pair.optimizer.param_groups:
+            group["lr"] = upload(torch.tensor(rate))
+        for group in pair.reference.inner.param_groups:
+            group["lr"] = torch.tensor(rate)
+        pair.step(step)
+        pair.assert_same_parameters()
+
+
+def test_parameters_are_loaded_into_a_model_on_the_device_without_an_optimizer(device):
+    pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2))
+    train(pair, STEPS[:2])
+    path = pair.optimizer.checkpoint().result().path
+    pair.live = on_device(Mixed(seed=99))
+    assert offload.load_parameters(pair.live, path, backend=pair.backend) == 2
+    pair.assert_same_parameters()
+
+
+def test_a_checkpoint_is_of_the_moment_at_which_it_is_asked_for(device):
+    model, backend = on_device(Network()), MemoryBackend()
+    options = Cut(4096, 2).options(backend)
+    optimizer = offload.AdamW(model.parameters(), model=model, directory="/s", options=options)
+    batch = upload(torch.ones(2, 16))
+    model(batch).square().mean().backward()
+    optimizer.step()
+    handle = optimizer.checkpoint()
+    model(batch)
+    assert values(model.seen).item() == 2
+    loaded = on_device(Network())
+    offload.load_parameters(loaded, handle.result().path, backend=backend)
+    assert values(loaded.seen).item() == 1
+    optimizer.close()
 
 
 class Network(torch.nn.Module):
@@ -280,6 +352,30 @@ def test_the_fake_finds_what_the_library_computes_on_the_device(device, monkeypa
     pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2))
     with pytest.raises(AssertionError, match=r"the library calls .* in update.py"):
         pair.step(0)
+
+
+class DeviceMemory(MemoryBackend):
+    """A backend whose buffers the host cannot read."""
+
+    def allocate(self, nbytes):
+        return DeviceBuffer(super().allocate(nbytes))
+
+
+class DeviceBuffer:
+    kind = "device"
+
+    def __init__(self, buffer):
+        self.nbytes = buffer.nbytes
+
+
+def test_a_backend_that_allocates_device_memory_is_refused_by_name():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    options = Cut(4096, 2).options(DeviceMemory())
+    optimizer = offload.SGD([parameter], lr=1.0, momentum=0.9, directory="/s", options=options)
+    with pytest.raises(ValueError, match=r"the memory backend .* allocates device memory"):
+        optimizer.step()
+    assert not parameter.detach().any()
 
 
 def test_state_in_device_memory_is_refused_with_the_remedy():

@@ -183,7 +183,7 @@ class FakeDevice:
                 assert not isinstance(into, OnDevice)
                 if self._written.get(self._see(source), 0) > max(tick, self._passed):
                     raise AssertionError("a copy may begin before its source has been computed")
-                into.view(torch.uint8).fill_(GARBAGE)
+                into.reshape(-1).view(torch.uint8).fill_(GARBAGE)
                 self.num_fetched += into.nbytes
 
                 def copy(source: OnDevice = source, into: torch.Tensor = into) -> None:

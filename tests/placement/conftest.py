@@ -9,7 +9,7 @@ import torch
 
 import offload.device
 import offload.update_pool
-from tests.device import fake_device
+from tests.placement import fake_device
 
 
 @pytest.fixture(params=[False, True], ids=["at-once", "late"])
