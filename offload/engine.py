@@ -53,6 +53,8 @@ Groups = Sequence[dict[str, Any]]
 Metrics: TypeAlias = Mapping[str, float] | None
 """What was measured, checked; None where nobody said, which leaves those of a checkpoint alone."""
 
+_HOST = torch.device("cpu")
+
 
 class Engine(Usable):
     """Owns the store, the ring and the threads of one optimizer.
@@ -332,6 +334,7 @@ class Engine(Usable):
             step=self.num_steps + 1,
             seed=self._options.rounding_seed,
             factors=self.gradient_factors,
+            traffic=self._meter.traffic,
         )
         chunks = self._order()
         if self._slots.is_working:
@@ -447,7 +450,8 @@ class Engine(Usable):
         return self._memory.ring(self._layout())
 
     def _block_buffers(self) -> BlockBuffers:
-        return self._memory.blocks(self._layout())
+        blocks = self._memory.blocks(self._layout())
+        return blocks.serve({t.tensor.device for t in self._table.trainables} - {_HOST})
 
     def _layout(self) -> Layout:
         if self._table.layout is None:

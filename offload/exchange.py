@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from offload.crossing import flat_tensors
 from offload.engine import Engine, Groups
 from offload.errors import MismatchError
-from offload.flat_tensors import FlatTensors
 from offload.state_decoding import StateDecoder, kept_arrays
 from offload.state_dicts import MaterializedState, num_steps, read_state_dict
 from offload.state_filling import ParameterState, StateFiller
@@ -65,7 +65,9 @@ class ExchangingEngine(Engine):
             [self._rule.initial_state(group) for group in groups],
         )
         streamer, chunks = self._ring(), range(layout.num_chunks)
-        live = FlatTensors([t.tensor for t in table.trainables], writable=False)
+        live = flat_tensors(
+            [t.tensor for t in table.trainables], writable=False, traffic=self._meter.traffic
+        )
         decoder = StateDecoder(layout, table.scalars, live)
         streamer.begin(self._slots.present, chunks)
         for chunk in chunks:
@@ -93,7 +95,9 @@ class ExchangingEngine(Engine):
         self._relayout(merged)
         found = [states.get(t.tensor, ParameterState()) for t in trainables]
         steps = num_steps([state.scalars for state in found])
-        live = FlatTensors([t.tensor for t in trainables], writable=True)
+        live = flat_tensors(
+            [t.tensor for t in trainables], writable=True, traffic=self._meter.traffic
+        )
         work = StateFiller(
             layout,
             found,

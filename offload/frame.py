@@ -27,6 +27,12 @@ class Frame:
         self._bytes: dict[str, torch.Tensor] = {}
         for name, nbytes in frame_sizes(layout).items():
             buffer = backend.allocate(nbytes)
+            if buffer.kind == "device":
+                raise ValueError(
+                    f"the {backend.name} backend that was passed in allocates device memory, and "
+                    "state is updated on the CPU in this version: make it allocate host memory, "
+                    "pinned or not"
+                )
             self._buffers[name] = buffer
             self._bytes[name] = torch.frombuffer(buffer.memoryview(), dtype=torch.uint8)
         self.chunk = -1

@@ -7,11 +7,20 @@ are all the memory that sealing or restoring a model of any size takes.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
 from gds import ALIGNMENT, Backend, Buffer, File, IOFuture
+from offload.crossing import Traffic
+from offload.device import (
+    Copies,
+    Event,
+    Marks,
+    boundary_of,
+    is_on_device,
+    marks_of,
+)
 from offload.digests import DigestContext, leaf_digests
 from offload.errors import DamagedError
 from offload.manifest import MODEL_BLOCK_BYTES
@@ -22,14 +31,30 @@ MODEL_ARRAY = "model"
 
 
 class BlockBuffers:
-    """Two buffers of one block each, made once and used by seals and restores."""
+    """Two buffers of one block each, made once and used by seals and restores.
 
-    def __init__(self, backend: Backend, data_bytes: int) -> None:
+    Args:
+        backend: Allocates them.
+        data_bytes: Of the model file; they need not be larger.
+        traffic: Counts what crosses between them and devices.
+    """
+
+    def __init__(self, backend: Backend, data_bytes: int, traffic: Traffic | None = None) -> None:
+        self.traffic = traffic or Traffic()
+        self._locked: dict[torch.device, list[object]] = {}
         nbytes = max(min(MODEL_BLOCK_BYTES, data_bytes), 1)
         self._buffers = [backend.allocate(-(-nbytes // ALIGNMENT) * ALIGNMENT) for _ in range(2)]
         self._tensors = [
             torch.frombuffer(buffer.memoryview(), dtype=torch.uint8) for buffer in self._buffers
         ]
+
+    def serve(self, devices: Iterable[torch.device]) -> BlockBuffers:
+        """Make copies from and to these devices fast; returns itself."""
+        for device in devices:
+            if device not in self._locked:
+                lock_pages = boundary_of(device).lock_pages
+                self._locked[device] = [lock_pages(tensor) for tensor in self._tensors]
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -46,15 +71,26 @@ class ModelImage:
 
     Args:
         header: Says which bytes are which tensor.
-        tensors: A live tensor for each name, of the header's dtype and shape.
+        tensors: A live tensor for each name, of the header's dtype and shape. Those on a device are
+            as the streams there have been told to leave them by `marks`.
+        marks: None for what the calling thread's current streams have been told until now.
+        traffic: Counts what crosses.
     """
 
-    def __init__(self, header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        header: Header,
+        tensors: Mapping[str, torch.Tensor],
+        marks: Marks | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
         entries = [e for e in header.entries.values() if e.nbytes]
         self._starts = [e.start for e in entries]
         self._stops = [e.stop for e in entries]
         self._tensors = [tensors[e.name] for e in entries]
         self._staged: dict[int, torch.Tensor] = {}
+        self._marks = marks_of(self._tensors) if marks is None else marks
+        self._traffic = traffic or Traffic()
         self.data_start = header.data_start
         self.data_bytes = header.file_bytes - header.data_start
 
@@ -65,21 +101,58 @@ class ModelImage:
 
     def gather(self, start: int, stop: int, out: torch.Tensor) -> None:
         """Copy the live bytes of a range of the data into `out`."""
+        fetched: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for index, first, last, at in self._overlaps(start, stop):
-            flat = self._flat(index)
-            out[at : at + last - first].copy_(flat[first:last])
+            flat, into = self._flat(index), out[at : at + last - first]
+            if is_on_device(flat):
+                fetched.setdefault(flat.device, []).append((flat[first:last], into))
+            else:
+                into.copy_(flat[first:last])
             if last == flat.numel():
                 self._staged.pop(index, None)
+        if fetched:
+            self._fetch(fetched)
 
     def scatter(self, start: int, stop: int, data: torch.Tensor) -> None:
         """Copy the bytes of a range of the data into the live tensors."""
+        sent: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for index, first, last, at in self._overlaps(start, stop):
             flat = self._flat(index)
-            flat[first:last].copy_(data[at : at + last - first])
+            copies = [(data[at : at + last - first], flat[first:last])]
             if last == flat.numel() and index in self._staged:
                 tensor = self._tensors[index]
-                tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
+                copies.append((flat.view(tensor.dtype).view(tensor.shape), tensor.detach()))
                 del self._staged[index]
+            if is_on_device(flat):
+                sent.setdefault(flat.device, []).extend(copies)
+            else:
+                for source, into in copies:
+                    into.copy_(source)
+        if sent:
+            self._send(sent)
+
+    def _fetch(self, copies: Mapping[torch.device, Copies]) -> None:
+        """Copy from devices, and wait for it."""
+        events = [
+            (device, boundary_of(device).fetch(pairs, self._after(device)))
+            for device, pairs in copies.items()
+        ]
+        for device, event in events:
+            boundary_of(device).wait(event)
+            self._traffic.fetched(sum(into.nbytes for _, into in copies[device]))
+
+    def _send(self, copies: Mapping[torch.device, Copies]) -> None:
+        """Copy to devices, and wait for it: the sources are about to be used for something else."""
+        events = [
+            (device, boundary_of(device).send(pairs, self._after(device)))
+            for device, pairs in copies.items()
+        ]
+        for device, event in events:
+            boundary_of(device).wait(event)
+            self._traffic.sent(sum(s.nbytes for s, _ in copies[device] if not is_on_device(s)))
+
+    def _after(self, device: torch.device) -> list[Event]:
+        return [self._marks[device]] if device in self._marks else []
 
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         index = max(bisect_right(self._starts, start) - 1, 0)
@@ -95,7 +168,12 @@ class ModelImage:
         if tensor.is_contiguous():
             return tensor.reshape(-1).view(torch.uint8)
         if index not in self._staged:
-            self._staged[index] = tensor.contiguous().reshape(-1).view(torch.uint8)
+            if is_on_device(tensor):
+                device = tensor.device
+                flat = boundary_of(device).flatten(tensor, self._after(device))
+            else:
+                flat = tensor.contiguous().reshape(-1)
+            self._staged[index] = flat.view(torch.uint8)
         return self._staged[index]
 
 

@@ -55,7 +55,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     Raises:
         UnsupportedOptimizerError: The class or a flag needs more than one element at a time.
-        UnsupportedParameterError: A parameter is complex, sparse, FP64, or not in host memory.
+        UnsupportedParameterError: A parameter is complex, sparse, FP64, or on a device that is
+            neither the CPU nor CUDA's.
         StoreLockedError: Another process trains in this directory.
         VolatileStoreError: The directory would be lost at power-off.
         StoreFullError: There is no room for ``keep + 1`` slots, besides those that are pinned.

@@ -12,8 +12,10 @@ from offload.formats import MasterFormat, StateDtype, StateFormat
 from offload.train_state import MAX_CAPACITY_BYTES
 
 Overlap: TypeAlias = Literal["forward", "backward"]
-Verify: TypeAlias = Literal["restored", "always"]
 """What of the model's work a step may run beside."""
+
+Placement: TypeAlias = Literal["auto", "host", "device"]
+Verify: TypeAlias = Literal["restored", "always"]
 
 _MIN_CHUNK_BYTES = ALIGNMENT
 
@@ -73,6 +75,12 @@ class Options:
     parameters are updated as soon as their gradients are final, so that nothing can be done to
     gradients between ``backward()`` and ``step()``."""
 
+    placement: Placement = "auto"
+    """Where parameters on a device are updated. ``"host"``: on the CPU, next to the drive; their
+    gradients cross to the host, and the parameters both ways, chunk by chunk, while others are
+    updated. State never crosses. ``"device"`` needs state in device memory, which this version has
+    no backend for: refused. ``"auto"`` is therefore the same as ``"host"``."""
+
     rounding_seed: int = 0
     """Seed of the stochastic rounding of ``state_dtype="bfloat16"``."""
 
@@ -124,12 +132,19 @@ class Options:
             ("master", self.master, get_args(MasterFormat)),
             ("state_dtype", self.state_dtype, get_args(StateDtype)),
             ("overlap", self.overlap, (None, *get_args(Overlap))),
+            ("placement", self.placement, get_args(Placement)),
             ("verify", self.verify, get_args(Verify)),
         ):
             if value not in known:
                 raise ValueError(
                     f"{name} must be one of {', '.join(map(str, known))}, got {value!r}"
                 )
+        if self.placement == "device":
+            raise ValueError(
+                'placement="device" needs a backend that moves state between storage and device '
+                'memory, which this version does not have: use "host", which updates parameters '
+                "of a device on the CPU"
+            )
         _ = self.host_memory_bytes
         if (
             self.train_state_bytes % ALIGNMENT

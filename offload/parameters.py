@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offload.device import is_reachable
 from offload.errors import MismatchError, UnsupportedParameterError
 from offload.formats import StateFormat
 from offload.layout import ModelTensor, ParameterSpec
@@ -116,10 +117,10 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
                 else "Convert it, or give it to another optimizer."
             )
         )
-    if parameter.device.type != "cpu":
+    if not is_reachable(parameter.device):
         raise UnsupportedParameterError(
-            f"parameter {name!r} is on {parameter.device}; this version updates parameters in host "
-            "memory only. Move the model to the CPU before constructing the optimizer."
+            f"parameter {name!r} is on {parameter.device}; parameters can be in host memory or on "
+            "a CUDA device. Move the model there before constructing the optimizer."
         )
 
 

@@ -41,9 +41,8 @@ def is_unchanged(
     saved = [encode_group(i, group) for i, group in enumerate(manifest.groups)]
     if saved != [encode_group(i, group) for i, group in enumerate(groups)]:
         return False
-    image = ModelImage(
-        manifest.layout.model_header, {item.spec.name: item.tensor for item in stored}
-    )
+    tensors = {item.spec.name: item.tensor for item in stored}
+    image = ModelImage(manifest.layout.model_header, tensors, traffic=buffers.traffic)
     return tuple(digest_model(image, buffers, slot.context)) == manifest.model_digests
 
 

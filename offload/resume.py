@@ -178,9 +178,8 @@ def load_checkpoint(
         DamagedError: The model file is damaged; some parameters may have been overwritten.
     """
     manifest = checkpoint.manifest
-    image = ModelImage(
-        manifest.layout.model_header, {item.spec.name: item.tensor for item in stored}
-    )
+    tensors = {item.spec.name: item.tensor for item in stored}
+    image = ModelImage(manifest.layout.model_header, tensors, traffic=buffers.traffic)
     read_model(image, slot.model, buffers, slot.context, manifest.model_digests)
     for group, saved in zip(groups, manifest.groups, strict=True):
         group.update(copy.deepcopy(dict(saved)))  # a tensor learning rate is changed in place

@@ -115,17 +115,20 @@ class RunningPass:
         if not self._has_ended:
             needed = max((self._positions.get(chunk, 0) for chunk in chunks), default=0)
             self._wait(lambda: self._num_updated >= needed or self._has_ended)
+        self.state_pass.updater.fence()
         self.raise_error()
 
     def wait_ended(self) -> None:
         """Wait until all parameters have their new values, or the pass has failed."""
         self._wait(lambda: self._has_ended)
+        self.state_pass.updater.fence()
 
     def join(self) -> None:
         """Wait until everything that was asked for is done, too, and the thread has ended."""
         self._wait(lambda: self._is_done)
         if self._thread is not None:
             self._thread.join()
+        self.state_pass.updater.fence()
 
     def raise_error(self) -> None:
         """Raise the error of a pass that failed, to the first who asks only."""

@@ -22,6 +22,7 @@ import torch
 
 from offload._manifest_fields import NOT_HYPERPARAMETERS
 from offload.checkpoint import Checkpoint, train_state_header
+from offload.device import Marks, marks_of
 from offload.errors import SealError
 from offload.layout import Layout
 from offload.manifest import Manifest, num_model_blocks
@@ -105,6 +106,9 @@ class Captured:
     stored: Sequence[Stored]
     """The tensors of the model file: copies of those that a forward changes."""
 
+    marks: Marks
+    """Where the streams of devices were at that moment."""
+
     handle: SealHandle
     """What the caller has got."""
 
@@ -149,7 +153,9 @@ class Seal:
                 stop = entries[name].stop
                 self._versions.append((name, item.tensor, item.tensor._version, stop))
         self._versions.sort(key=lambda version: version[3], reverse=True)
-        self._image = ModelImage(manifest.layout.model_header, tensors)
+        self._image = ModelImage(
+            manifest.layout.model_header, tensors, captured.marks, buffers.traffic
+        )
 
     def start(self, succeeded: Callable[[int, float], None]) -> None:
         """Seal on a thread of its own, which the interpreter waits for before it exits.
@@ -283,7 +289,9 @@ def capture(
         capacity_bytes=slot.train_state.size_bytes,
         header=train_state_header(manifest),
     )
-    return Captured(manifest, packed, [item.captured() for item in stored], SealHandle(step))
+    captured = [item.captured() for item in stored]
+    marks = marks_of(item.tensor for item in captured)
+    return Captured(manifest, packed, captured, marks, SealHandle(step))
 
 
 def _describe(

@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from offload.codecs import join_master
+from offload.crossing import on_host
 from offload.formats import MASTER, MASTER_LOW
 from offload.layout import Layout, ParameterSpec, Piece
 from offload.rules import Scalars
@@ -92,9 +93,10 @@ class StateDecoder:
 
     def blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[Block]:
         """Decode one chunk, given just its range of each state array, as it is stored."""
-        for piece in cut_pieces(self._layout, chunk):
-            stored = stored_block(self._layout, chunk, piece, arrays)
-            yield piece.parameter, piece.start, self._decode(piece, stored)
+        with on_host(self._live, chunk, [*self._layout.pieces(chunk)]):
+            for piece in cut_pieces(self._layout, chunk):
+                stored = stored_block(self._layout, chunk, piece, arrays)
+                yield piece.parameter, piece.start, self._decode(piece, stored)
 
     def _decode(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         spec = self._layout.parameters[piece.parameter]

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from offload import codecs
+from offload.crossing import CrossingTensors, on_host
 from offload.digests import ChunkDigests
 from offload.errors import MismatchError
 from offload.formats import MASTER, MASTER_LOW
@@ -110,12 +111,25 @@ class StateFiller:
         digests: ChunkDigests | None = None,  # noqa: ARG002  (taken when the chunk is put)
     ) -> None:
         """Fill one chunk, given just its range of each state array, as it is stored."""
-        for piece in cut_pieces(self._layout, chunk):
-            stored = stored_block(self._layout, chunk, piece, arrays)
-            first = self._layout.chunk_range(chunk)[0] + piece.at
-            self._fill(piece, stored, first)
-            if self._progress is not None:
-                self._progress(piece.stop - piece.start)
+        with on_host(self._live, chunk, [*self._layout.pieces(chunk)]):
+            for piece in cut_pieces(self._layout, chunk):
+                stored = stored_block(self._layout, chunk, piece, arrays)
+                first = self._layout.chunk_range(chunk)[0] + piece.at
+                self._fill(piece, stored, first)
+                if self._progress is not None:
+                    self._progress(piece.stop - piece.start)
+
+    def prepare(self, chunk: int) -> bool:  # noqa: ARG002
+        """Return False: there is nothing that can be begun."""
+        return False
+
+    def arrive(self, chunk: int) -> None:
+        """Do nothing."""
+
+    def fence(self) -> None:
+        """Let the calling thread's current streams wait for the parameters filled so far."""
+        if isinstance(self._live, CrossingTensors):
+            self._live.fence()
 
     def finish(self) -> list[Scalars | None]:
         """Return the scalar state of each parameter."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -32,6 +33,21 @@ class ChunkWork(Protocol):
 
         `digests` may be told what has been written, as soon as it has.
         """
+        ...
+
+    def prepare(self, chunk: int) -> bool:
+        """Begin what can be done for a chunk before it is updated; more than once does no harm.
+
+        Returns whether `arrive` is to be called before `update`.
+        """
+        ...
+
+    def arrive(self, chunk: int) -> None:
+        """Wait for what `prepare` has begun."""
+        ...
+
+    def fence(self) -> None:
+        """Let the calling thread's work on devices wait for the parameters changed so far."""
         ...
 
     def finish(self) -> list[Scalars | None]:
@@ -104,11 +120,18 @@ class StatePass:
         streamer, seal = self._streamer, self._seal
         model_stops = streamer.layout.model_stops
         self.announce(self.chunks)
+        ahead = dict(pairwise(self.chunks)) if self.schedule is self.chunks else {}
         for chunk in self.schedule:
+            crosses = self.updater.prepare(chunk)
             frame = streamer.take(chunk)
             try:
                 if seal is not None:
                     seal.wait_copied(model_stops[chunk])
+                if crosses:
+                    if chunk in ahead:
+                        self.updater.prepare(ahead[chunk])
+                    with self._meter.timed("wait_device_s", chunk=chunk):
+                        self.updater.arrive(chunk)
                 with self._meter.timed("compute_s", chunk=chunk):
                     self.updater.update(chunk, frame.tensors(), frame.digests)
             except BaseException:
@@ -118,6 +141,7 @@ class StatePass:
                 updated(chunk)
             streamer.put(frame, self.target, self._run_many)
         scalars = self.updater.finish()
+        self.updater.fence()
         if seal is not None:
             # From here on the user may also change what no step does: frozen parameters.
             seal.wait_copied(seal.data_bytes)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from torch.profiler import record_function
 
+from offload.crossing import Traffic
 from offload.trace import Trace
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ class Stats:
     """With ``Options(overlap=...)``: seconds that the training thread waited for the step that runs
     beside it. All other waits and the computing are then that step's own."""
 
+    wait_device_s: float
+    """Seconds that the update waited for gradients and parameters that are on a device: for the
+    backward that computes them, mostly, as that has only been queued when ``step()`` is called."""
+
     moved_gradient_bytes: int
     """With ``Options(overlap=...)``: most bytes of gradients that such a step has held at once."""
 
@@ -82,6 +87,15 @@ class Stats:
 
     resident_bytes: int
     """Host memory in which state is kept between steps."""
+
+    to_host_bytes: int
+    """Bytes copied from devices to the host: gradients and parameters, for steps and seals."""
+
+    to_device_bytes: int
+    """Bytes copied from the host to devices: parameters, by steps and restores."""
+
+    crossing_bytes: int
+    """Most page-locked host memory that gradients and parameters have passed through at once."""
 
     state_bytes: int
     """Bytes of optimizer state on storage in one slot."""
@@ -138,6 +152,8 @@ class Stats:
             "waiting for writes": self.wait_write_s,
             "waiting for seals": self.wait_seal_s,
         }
+        if self.wait_device_s:
+            parts["waiting for device"] = self.wait_device_s
         parts["everything else"] = max(self.step_s - sum(parts.values()), 0.0)
         total = max(self.step_s, 1e-9)
         millions = self.num_parameters / 1e6
@@ -172,9 +188,11 @@ class Meter:
     wait_write_s: float = 0.0
     wait_seal_s: float = 0.0
     wait_update_s: float = 0.0
+    wait_device_s: float = 0.0
     moved_gradient_bytes: int = 0
     seal_s: float = 0.0
     restore_s: float = 0.0
+    traffic: Traffic = field(default_factory=Traffic)
     trace: Trace | None = None
 
     def count_seal(self, nbytes: int, seconds: float) -> None:
@@ -222,7 +240,10 @@ def collect_stats(
         layout: Of the state, if it has been laid out.
         wait_seal_s: Seconds that a seal in flight has held up training.
     """
-    totals = {f.name: getattr(meter, f.name) for f in fields(meter) if f.name != "trace"}
+    traffic = meter.traffic
+    totals = {
+        f.name: getattr(meter, f.name) for f in fields(meter) if f.name not in ("trace", "traffic")
+    }
     totals["wait_seal_s"] += wait_seal_s
     counters = drives.counters()
     read_gbps, write_gbps, mixed_gbps = drives.rates()
@@ -236,6 +257,9 @@ def collect_stats(
         ring_bytes=streamer.ring_bytes if streamer else 0,
         resident_bytes=streamer.resident_bytes if streamer else 0,
         state_bytes=layout.state_bytes if layout else 0,
+        to_host_bytes=traffic.to_host_bytes,
+        to_device_bytes=traffic.to_device_bytes,
+        crossing_bytes=traffic.peak_bytes,
         drive_read_gbps=read_gbps,
         drive_write_gbps=write_gbps,
         drive_mixed_gbps=mixed_gbps,

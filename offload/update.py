@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 from offload import codecs
+from offload.crossing import CrossingTensors, Traffic, flat_tensors
+from offload.device import is_on_device, to_host
 from offload.digests import ChunkDigests
 from offload.flat_tensors import FlatTensors
 from offload.formats import BLOCK_ELEMENTS, MASTER, MASTER_LOW
@@ -73,6 +75,7 @@ class ChunkUpdater:
         step: Number of this step, from 1.
         seed: Of stochastic rounding, where state is stored so.
         factors: Each gradient is multiplied by these in turn, in FP32.
+        traffic: Counts what crosses between the host and a device that the parameters are on.
     """
 
     def __init__(
@@ -88,12 +91,13 @@ class ChunkUpdater:
         step: int,
         seed: int = 0,
         factors: Sequence[float] = (),
+        traffic: Traffic | None = None,
     ) -> None:
         self._pool = pool
         self._layout = layout
         # By value: a scheduler may change a tensor in place while the step is still going on.
         self._hyper = [
-            {k: copy.deepcopy(v) for k, v in g.items() if k not in ("params", "param_names")}
+            {k: _by_value(v) for k, v in g.items() if k not in ("params", "param_names")}
             for g in groups
         ]
         self._rules = [rule.rule(group) for group in self._hyper]
@@ -103,8 +107,13 @@ class ChunkUpdater:
             _Key(spec.group, p.dtype, s, g is not None)
             for spec, p, g, s in zip(layout.parameters, parameters, gradients, scalars, strict=True)
         ]
-        self._live = FlatTensors(parameters, writable=True)
+        traffic = traffic or Traffic()
+        self._live = flat_tensors(parameters, writable=True, traffic=traffic)
         self._gradients = FlatTensors(gradients, writable=False)
+        self._crossing: list[CrossingTensors] = []
+        if isinstance(self._live, CrossingTensors):
+            self._gradients = CrossingTensors(gradients, writable=False, traffic=traffic)
+            self._crossing = [self._live, self._gradients]
         self._stepped: dict[_Key, Scalars] = {}
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
         self._coder = StateCoder(layout.state_dtype, seed, step)
@@ -140,6 +149,26 @@ class ChunkUpdater:
                     digests.written(name, start, start + stored.nbytes)
 
         self._pool.run(update, list(self._blocks(chunk, arrays)))
+        for tensors in self._crossing:
+            tensors.leave(chunk)
+
+    def prepare(self, chunk: int) -> bool:
+        """Begin to bring what a chunk needs to the host, where parameters are on a device."""
+        if self._crossing:
+            pieces = [p for p in self._layout.pieces(chunk) if _is_used(self._keys[p.parameter])]
+            for tensors in self._crossing:
+                tensors.prepare(chunk, pieces, lambda index: self._keys[index].has_gradient)
+        return bool(self._crossing)
+
+    def arrive(self, chunk: int) -> None:
+        """Wait for that."""
+        for tensors in self._crossing:
+            tensors.arrive(chunk)
+
+    def fence(self) -> None:
+        """Let the calling thread's current streams wait for the parameters updated so far."""
+        for tensors in self._crossing:
+            tensors.fence()
 
     def finish(self) -> list[Scalars | None]:
         """Return the scalar state of each parameter after the step."""
@@ -154,7 +183,7 @@ class ChunkUpdater:
         origin = layout.chunk_range(chunk)[0]
         bases = {name: layout.array_range(name, origin, origin)[0] for name in arrays}
         for key, run in groupby(layout.pieces(chunk), lambda p: self._keys[p.parameter]):
-            if key.scalars is not None and not key.has_gradient:
+            if not _is_used(key):
                 continue  # nothing to do: its state, if it was read, is written back unchanged
             for pieces in _cut(run, self._multiple):
                 first = origin + pieces[0].at
@@ -324,6 +353,17 @@ def _master(
     rounded = context.buffer("rounded", live.dtype, len(live)).copy_(master)
     _take_edits(master, live, rounded)
     return master
+
+
+def _is_used(key: _Key) -> bool:
+    return key.scalars is None or key.has_gradient
+
+
+def _by_value(value: object) -> object:
+    # A hyper-parameter on a device would be asked for its value by every block.
+    if isinstance(value, torch.Tensor) and is_on_device(value):
+        return to_host(value)
+    return copy.deepcopy(value)
 
 
 def _length(piece: Piece) -> int:

@@ -47,7 +47,7 @@ class WorkingMemory:
         if self._blocks is None:
             header = layout.model_header
             data_bytes = header.file_bytes - header.data_start
-            self._blocks = BlockBuffers(self._drives.backends[0], data_bytes)
+            self._blocks = BlockBuffers(self._drives.backends[0], data_bytes, self._meter.traffic)
         return self._blocks
 
     def synchronize(self) -> None:

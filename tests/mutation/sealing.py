@@ -305,8 +305,8 @@ SEALING = (
         (
             Edit(
                 _SEAL,
-                "[item.captured() for item in stored], SealHandle(step)",
-                "list(stored), SealHandle(step)",
+                "captured = [item.captured() for item in stored]",
+                "captured = list(stored)",
             ),
         ),
         (_BEHIND, _OVERLAP),

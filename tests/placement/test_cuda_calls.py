@@ -1,0 +1,163 @@
+"""What the boundary with CUDA asks of torch: which stream waits for which event, and when."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+
+import pytest
+import torch
+
+import offload.device
+from offload.device import CudaBoundary
+
+DEVICE = torch.device("cuda", 1)
+
+
+class Recorder:
+    """Stands where ``torch.cuda`` is, and writes down what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.streams: list[Stream] = []
+        self.active: list[str] = ["none"]
+        self.refuses = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            offload.device,
+            "_cuda",
+            types.SimpleNamespace(Stream=self.stream, Event=self.event, cudart=lambda: self),
+        )
+        training = Stream(self, "training")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: training)
+        monkeypatch.setattr(torch.cuda, "stream", self.within)
+        monkeypatch.setattr(torch.cuda, "device", self.on)
+
+    def stream(self, device: torch.device) -> Stream:
+        assert device == DEVICE
+        self.streams.append(Stream(self, f"stream {len(self.streams)}"))
+        return self.streams[-1]
+
+    def event(self, *, blocking: bool) -> Event:
+        assert blocking
+        return Event(self)
+
+    @contextlib.contextmanager
+    def within(self, stream: Stream):
+        self.active.append(stream.name)
+        yield
+        self.active.pop()
+
+    def on(self, device: torch.device):
+        assert device == DEVICE
+        return contextlib.nullcontext()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        self.calls.append(f"register {nbytes} {flags}")
+        return self.refuses
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.calls.append("unregister")
+        return 0
+
+    def take(self) -> list[str]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+class Stream:
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self.recorder, self.name = recorder, name
+
+    def wait_event(self, event: Event) -> None:
+        self.recorder.calls.append(f"{self.name} waits for {event.name}")
+
+
+class Event:
+    num = 0
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.name = recorder, "an event that was not recorded"
+
+    def record(self, stream: Stream) -> None:
+        Event.num += 1
+        self.name = f"event {Event.num} of {stream.name}"
+        self.recorder.calls.append(f"record {self.name}")
+
+    def synchronize(self) -> None:
+        self.recorder.calls.append(f"the host waits for {self.name}")
+
+
+class Copied(torch.Tensor):
+    """Writes down on which stream it is copied to."""
+
+    recorder: Recorder
+
+    def copy_(self, source, non_blocking=False):
+        assert non_blocking
+        self.recorder.calls.append(f"copy on {self.recorder.active[-1]}")
+        return super().copy_(source)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    recorder.install(monkeypatch)
+    monkeypatch.setattr(Event, "num", 0)
+    monkeypatch.setattr(Copied, "recorder", recorder, raising=False)
+    return recorder
+
+
+def tensor(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers).as_subclass(Copied)
+
+
+def test_copies_are_ordered_by_events_on_two_streams_made_once(cuda):
+    boundary = CudaBoundary(DEVICE)
+    assert len(cuda.streams) == 2
+    boundary.fence()
+    assert cuda.take() == [], "nothing has been sent"
+    began = boundary.now()
+    host, device = tensor(0.0, 0.0), tensor(1.0, 2.0)
+    boundary.wait(boundary.fetch([(device, host)], [began]))
+    assert cuda.take() == [
+        "record event 1 of training",
+        "stream 0 waits for event 1 of training",
+        "copy on stream 0",
+        "record event 2 of stream 0",
+        "the host waits for event 2 of stream 0",
+    ]
+    assert host.tolist() == [1.0, 2.0]
+    boundary.send([(host, device), (host, device)], [])
+    assert cuda.take() == ["copy on stream 1"] * 2 + ["record event 3 of stream 1"]
+    boundary.fetch([(device, host)], [])
+    assert cuda.take() == [
+        "stream 0 waits for event 3 of stream 1",
+        "copy on stream 0",
+        "record event 4 of stream 0",
+    ]
+    boundary.send([], [began])
+    boundary.fence()
+    assert cuda.take() == [
+        "stream 1 waits for event 1 of training",
+        "record event 5 of stream 1",
+        "training waits for event 5 of stream 1",
+    ]
+    assert len(cuda.streams) == 2
+
+
+def test_pages_are_locked_for_as_long_as_that_is_asked_for(cuda):
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    locked = CudaBoundary(DEVICE).lock_pages(memory)
+    assert cuda.take() == ["register 4096 1"]
+    del locked
+    assert cuda.take() == ["unregister"]
+
+
+def test_pages_that_the_driver_refuses_to_lock_are_not_unlocked(cuda):
+    cuda.refuses = 2
+    locked = CudaBoundary(DEVICE).lock_pages(torch.zeros(4096, dtype=torch.uint8))
+    assert locked is not None
+    del locked
+    assert cuda.take() == ["register 4096 1"]
