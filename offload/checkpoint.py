@@ -34,7 +34,13 @@ from offload.reading import (
 )
 from offload.slot import LOCK_NAME, TRAIN_STATE_NAME
 from offload.tensorfile import TensorEntry, TensorFileError, header_length
-from offload.train_state import MAX_CAPACITY_BYTES, unpack
+from offload.train_state import (
+    MAX_CAPACITY_BYTES,
+    TrainStateDigestError,
+    TrainStateFormatError,
+    TrainStateTagError,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -197,7 +203,9 @@ class Checkpoint:
             path = f"{self.path}/{TRAIN_STATE_NAME}"
             try:
                 state, header = unpack(self.read_train_state(), path)
-            except TensorFileError as error:
+            except TrainStateTagError:
+                raise  # it is what was written, by a later version
+            except (TensorFileError, TrainStateFormatError, TrainStateDigestError) as error:
                 raise DamagedError(f"{path}: damaged: {error}") from error
             if dict(header) != train_state_header(self.manifest):
                 raise DamagedError(f"{path}: belongs to another checkpoint")

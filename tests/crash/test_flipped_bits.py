@@ -135,3 +135,19 @@ def test_a_bit_that_flips_anywhere_is_found(
     assert len(paths) == NUM_FILES[name]
     record_property("flips", num_flips)
     record_property("flipped_files", len(paths))
+
+
+def test_a_train_state_is_given_up_whatever_part_of_its_text_is_hit() -> None:
+    """Its length, names, values, digest and version: each is refused by another check."""
+    rng = random.Random(f"{SEED} text")
+    (path,) = files_of_the_newest(sealed().backend(), "train_state")
+    file = sealed().backend().open(path)
+    text = file.read_bytes(0, file.size_bytes).rstrip(b" \0")
+    values = [
+        text.index(before) + len(before)
+        for before in (b'"store_id":"', b'"train_state":"{', b'_digest":"', b'_format":"')
+    ]
+    for offset in [0, *values, *rng.sample(range(8, len(text)), 20)]:
+        damaged = sealed().backend()
+        flip(damaged, path, offset, rng.randrange(8))
+        go_on(damaged)
