@@ -9,12 +9,12 @@ import sys
 from tests.exchange.streaming import KINDS
 
 MIB = 1 << 20
-SIZE = 7 << 20
-"""Elements of bfloat16: 84 MiB of state."""
+SIZE = 10 << 20
+"""Elements of bfloat16: 120 MiB of state."""
 
-LIMIT_BYTES = 64 * MIB
+LIMIT_BYTES = 96 * MIB
 """Of private memory, beyond what the process had: two blocks of 16 MiB, three chunks of 3 MiB, and
-the stacks of threads, which the kernel counts whole."""
+the stacks and heaps of threads, which the kernel counts whole: 50 to 70 MiB in all."""
 
 
 def test_a_state_larger_than_the_limit_on_memory_is_exported_and_imported(tmp_path) -> None:
