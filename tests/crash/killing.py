@@ -182,6 +182,7 @@ def kill_at_random_moments(parent: str) -> None:
     num_killed = 0
     while num_killed < num_kills:
         num_killed += killer.live(1 << 40, kill=True)
+    killer.live(0, kill=False)  # the last one killed may have sealed more than it could tell of
     last_step = killer.acknowledged + STEPS_AFTER_LAST_KILL
     killer.live(last_step, kill=False)
     undisturbed = Killer(f"{directory}/undisturbed", keep, drives, seed)
