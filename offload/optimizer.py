@@ -77,6 +77,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         **hyper: Any,
     ) -> None:
         retention = as_retention(keep)
+        if not isinstance(options, Options):
+            raise TypeError(
+                f"options must be an offload.Options, got {type(options).__name__}: write "
+                'options=offload.Options(overlap="forward"), for example'
+            )
         close_left_open()
         if options.overlap is not None and model is None:
             raise ValueError(

@@ -995,3 +995,10 @@ class TestDamage:
         step(model, optimizer)
         assert optimizer.state_dict()["step"] == 3
         optimizer.close()
+
+
+def test_options_that_are_a_dict(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(8))
+    with pytest.raises(TypeError, match=r"offload\.Options, got dict: write options=offload"):
+        AdamW([weight], directory=tmp_path / "run", options={"overlap": "forward"})
+    assert not (tmp_path / "run").exists()
