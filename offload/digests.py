@@ -54,9 +54,9 @@ def one_by_one(function: Callable[[memoryview], bytes], items: Sequence[memoryvi
 class ChunkDigests:
     """Digests of one chunk of every state array, taken while what was written is still in cache.
 
-    From memory, a digest costs twice as much as from a cache, and the drive's transfers wait for
-    the same memory. So whoever writes says what is done; whichever thread completes a leaf digests
-    it at once. Leaves that nobody has completed are digested in the end.
+    Reading memory is most of what a digest costs (`bench.digests`). So whoever writes says what is
+    done, and whichever thread completes a leaf digests it at once. Leaves that nobody has completed
+    are digested in the end.
 
     Args:
         arrays: The bytes of the chunk in each array; they must stay where they are.
