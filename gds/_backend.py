@@ -221,8 +221,17 @@ class Backend(Protocol):
         """Say what can be done in an existing directory. May create and remove a probe file."""
         ...
 
-    def allocate(self, nbytes: int) -> Buffer:
-        """Return zeroed memory aligned to at least `ALIGNMENT`, registered once if that matters."""
+    def allocate(self, nbytes: int, kind: BufferKind | None = None) -> Buffer:
+        """Return zeroed memory aligned to at least `ALIGNMENT`, registered once if that matters.
+
+        Args:
+            nbytes: Length in bytes.
+            kind: Where it is to be; None for what this backend moves best.
+
+        Raises:
+            RefusedError: This backend has no memory of that kind.
+            MemoryError: There is none left.
+        """
         ...
 
     def create(self, path: str, size_bytes: int) -> File:

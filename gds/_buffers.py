@@ -8,6 +8,7 @@ import mmap
 from typing import Final, Self
 
 from gds._backend import ALIGNMENT, BufferKind
+from gds._errors import RefusedError
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 """A direct transfer of 4 KiB pages reaches the device in many small pieces; measured, huge pages
@@ -91,6 +92,20 @@ class HostBuffer:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.nbytes} bytes at {self._address:#x})"
+
+
+def host_buffer(backend: str, nbytes: int, kind: BufferKind | None) -> HostBuffer:
+    """Return memory for a backend that has no other than this.
+
+    Raises:
+        RefusedError: Another kind is asked for; names the backend.
+    """
+    if kind not in (None, "host"):
+        raise RefusedError(
+            f"the {backend} backend has host memory only, and {kind!r} memory was asked for: "
+            "gds.kvikio.KvikioBackend has it, on a machine with a GPU"
+        )
+    return HostBuffer(nbytes)
 
 
 def check_slice(start: int, nbytes: int, whole_bytes: int) -> None:

@@ -10,9 +10,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from gds._backend import Buffer, Capabilities
+from gds._backend import Buffer, BufferKind, Capabilities
 from gds._buffer_pool import BufferPool
 from gds._buffers import HostBuffer
 from gds._cuda import Cuda
@@ -38,7 +38,6 @@ from gds._posix_file import PosixFile
 from gds._transfer import Descriptors, Direction
 from gds.paths import DevicePath
 
-Memory = Literal["device", "pinned", "host"]
 DIRECTIONS: Final[tuple[Direction, ...]] = ("read", "write")
 
 Examine: TypeAlias = Callable[[str], dict[Direction, Used]]
@@ -80,7 +79,7 @@ class KvikioBackend(PosixBackend):
     def __init__(
         self,
         *,
-        memory: Memory = "device",
+        memory: BufferKind = "device",
         path: DevicePath | None = None,
         device: int | None = None,
         read_threads: int = 2,
@@ -93,7 +92,7 @@ class KvikioBackend(PosixBackend):
         """Import KvikIO and CuPy, and set KvikIO up.
 
         Args:
-            memory: What `allocate` returns.
+            memory: What `allocate` returns where it is not told.
             path: How device memory is moved: ``"gds"`` demands GPUDirect Storage, and raises
                 `StorageError` where a file cannot have it; ``"compat"`` and ``"bounce"`` take
                 KvikIO's, or our own, copy through the host (``"bounce"`` needs no KvikIO); None
@@ -120,7 +119,7 @@ class KvikioBackend(PosixBackend):
             direct=direct,
             hybrid=hybrid,
         )
-        self._memory: Memory = memory
+        self._memory: BufferKind = memory
         self._path = path
         self._examine = examine or _examined
         self._examined: dict[int, dict[Direction, Used]] = {}
@@ -171,20 +170,13 @@ class KvikioBackend(PosixBackend):
         """
         return {direction: self._paths.totals(direction) for direction in DIRECTIONS}
 
-    def allocate(self, nbytes: int) -> Buffer:
-        """Return zeroed memory of the kind that the constructor was told, registered once."""
-        return self.allocate_in(self._memory, nbytes)
-
-    def allocate_in(self, memory: Memory, nbytes: int) -> Buffer:
-        """Return zeroed memory of a kind, aligned to `ALIGNMENT`, registered once.
-
-        Raises:
-            MemoryError: There is none left.
-        """
+    def allocate(self, nbytes: int, kind: BufferKind | None = None) -> Buffer:
+        """Return zeroed memory, registered once; of the constructor's kind if none is given."""
         self.check_usable("allocate", self.name)
-        if memory == "host":
+        kind = kind or self._memory
+        if kind == "host":
             return HostBuffer(nbytes)
-        if memory == "pinned":
+        if kind == "pinned":
             return self._pinned(nbytes)
         buffer = device_buffer(self.cuda, nbytes)
         if self._library is not None:

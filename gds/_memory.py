@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from gds._backend import Capabilities, Counters, Stat
-from gds._buffers import HostBuffer
+from gds._backend import BufferKind, Capabilities, Counters, Stat
+from gds._buffers import HostBuffer, host_buffer
 from gds._errors import LockHeldError, StorageError
 from gds._memory_files import DirectoryNode, MemoryFile, MemoryLock, RegularNode
 from gds._pool import Meter
@@ -79,10 +79,10 @@ class MemoryBackend:
             reason="files are in process memory: there is no device to transfer to",
         )
 
-    def allocate(self, nbytes: int) -> HostBuffer:
+    def allocate(self, nbytes: int, kind: BufferKind | None = None) -> HostBuffer:
         """Return zeroed memory, aligned as `PosixBackend` does."""
         self._check("allocate", self.name)
-        return HostBuffer(nbytes)
+        return host_buffer(self.name, nbytes, kind)
 
     def create(self, path: str, size_bytes: int) -> MemoryFile:
         """Create a file of zeros and open it for reading and writing."""

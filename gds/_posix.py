@@ -14,8 +14,8 @@ from functools import partial
 from typing import Final
 
 from gds import probe
-from gds._backend import ALIGNMENT, Buffer, Capabilities, Counters
-from gds._buffers import HostBuffer
+from gds._backend import ALIGNMENT, Buffer, BufferKind, Capabilities, Counters
+from gds._buffers import HostBuffer, host_buffer
 from gds._errors import StorageError
 from gds._hybrid import Hybrid, HybridFile, HybridPolicy
 from gds._names import PosixNames, overwrite_in_place, reporting
@@ -135,10 +135,10 @@ class PosixBackend(PosixNames):
             reason=found.reason,
         )
 
-    def allocate(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int, kind: BufferKind | None = None) -> Buffer:
         """Return zeroed memory, on huge pages from 2 MiB on where the kernel has them."""
         self.check_usable("allocate", self.name)
-        return HostBuffer(nbytes)
+        return host_buffer(self.name, nbytes, kind)
 
     def create(self, path: str, size_bytes: int) -> PosixFile:
         """Create a file, reserve all its space, and open it for reading and writing."""

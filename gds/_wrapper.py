@@ -6,7 +6,17 @@ overrides `WrapperBackend.wrap_file` to return its own.
 
 from __future__ import annotations
 
-from gds._backend import Backend, Buffer, Capabilities, Counters, File, IOFuture, Lock, Stat
+from gds._backend import (
+    Backend,
+    Buffer,
+    BufferKind,
+    Capabilities,
+    Counters,
+    File,
+    IOFuture,
+    Lock,
+    Stat,
+)
 
 
 class WrapperFile:
@@ -83,9 +93,9 @@ class WrapperBackend:
         """Forward."""
         return self.inner.capabilities(directory)
 
-    def allocate(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int, kind: BufferKind | None = None) -> Buffer:
         """Forward."""
-        return self.inner.allocate(nbytes)
+        return self.inner.allocate(nbytes, kind)
 
     def create(self, path: str, size_bytes: int) -> File:
         """Forward, and wrap the file."""

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from gds._backend import ALIGNMENT, Backend, Buffer, File
-from gds._errors import ShortReadError, StorageError
+from gds._backend import ALIGNMENT, Backend, Buffer, BufferKind, File
+from gds._errors import RefusedError, ShortReadError, StorageError
 from gds.testing._harness import FILE_BYTES, Harness, contents, fails_with, filled, new_file, put
 
 HUGE_BYTES = 2 << 20
@@ -26,6 +26,18 @@ class TransferContract(Harness):
         assert buffer.nbytes == nbytes
         assert buffer.address % ALIGNMENT == 0
         assert contents(buffer) == bytes(nbytes)
+
+    @pytest.mark.parametrize("kind", ["host", "pinned", "device"])
+    def test_memory_of_a_kind_is_of_that_kind_or_refused(
+        self, backend: Backend, kind: BufferKind
+    ) -> None:
+        own = backend.allocate(ALIGNMENT).kind
+        if kind != "host" and own == "host":
+            with pytest.raises(RefusedError, match=backend.name):
+                backend.allocate(ALIGNMENT, kind)
+        else:
+            buffer = backend.allocate(ALIGNMENT, kind)
+            assert (buffer.kind, buffer.nbytes) == (kind, ALIGNMENT)
 
     def test_a_slice_shares_memory_and_keeps_it_alive(self, backend: Backend) -> None:
         whole = backend.allocate(ALIGNMENT)

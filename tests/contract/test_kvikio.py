@@ -231,8 +231,8 @@ def test_a_directory_is_examined_once_and_only_for_device_memory(
     backend = make(examine=examine)
     for number in range(3):
         file = backend.create(f"{directory}/{number}", ALIGNMENT)
-        file.write(backend.allocate_in("host", ALIGNMENT), 0).result()
-        file.write(backend.allocate_in("pinned", ALIGNMENT), 0).result()
+        file.write(backend.allocate(ALIGNMENT, "host"), 0).result()
+        file.write(backend.allocate(ALIGNMENT, "pinned"), 0).result()
     assert (examined, gpu.num_opened) == ([], 0)
     for number in range(3):
         file = backend.open(f"{directory}/{number}")
@@ -792,6 +792,6 @@ def test_real_tensors_of_the_caller(real: Make, directory: str) -> None:
     assert (
         Path(f"{directory}/file").read_bytes() == tensor.view(torch.uint8).cpu().numpy().tobytes()
     )
-    put(backend.allocate_in("pinned", 10), b"0123456789")
+    put(backend.allocate(10, "pinned"), b"0123456789")
     file.close()
     backend.close()
