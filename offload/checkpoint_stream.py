@@ -13,6 +13,7 @@ from offload.checkpoint import Checkpoint
 from offload.digests import DigestContext
 from offload.errors import DamagedError
 from offload.formats import MASTER
+from offload.frame import HostFrames
 from offload.layout import Layout
 from offload.manifest import MODEL_BLOCK_BYTES
 from offload.model_file import MODEL_ARRAY
@@ -96,7 +97,11 @@ class CheckpointStream:
             DamagedError: What was read is not what was written.
         """
         streamer = Streamer(
-            self.checkpoint.backend, self.layout, _RING_CHUNKS, Meter(), verify_reads=True
+            HostFrames(self.checkpoint.backend),
+            self.layout,
+            _RING_CHUNKS,
+            Meter(),
+            verify_reads=True,
         )
         decoder = StateDecoder(self.layout, self.manifest.scalars, _StoredParameters(self._slot))
         chunks = range(self.layout.num_chunks)

@@ -19,6 +19,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+HOST = torch.device("cpu")
+
 Event: TypeAlias = Any
 """A point in the work of a device; each boundary has its own class."""
 

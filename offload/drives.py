@@ -7,11 +7,14 @@ import os
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from gds import Backend, PosixBackend, probe
+import torch
+
+from gds import Backend, probe
 from gds._backend import Counters
 from gds.calibration import Calibration
 from offload.manifest import MAX_DIRECTORIES
 from offload.options import Options
+from offload.state_device import new_backend
 from offload.trace import Trace, TracedBackend
 from offload.tuning import MIN_STATE_BYTES, apply_calibration, find_calibration
 
@@ -55,9 +58,19 @@ class Drives:
         directories: One on each drive.
         options: The user's.
         trace: Notes all transfers.
+        device: That the parameters are on; None for host memory.
+
+    Raises:
+        gds.RefusedError: State is to be on a device, and what moves it there is missing.
     """
 
-    def __init__(self, directories: Sequence[str], options: Options, trace: Trace | None) -> None:
+    def __init__(
+        self,
+        directories: Sequence[str],
+        options: Options,
+        trace: Trace | None,
+        device: torch.device | None = None,
+    ) -> None:
         if options.shares is not None and len(options.shares) != len(directories):
             raise ValueError(
                 f"Options(shares=...) needs one number for each directory, got "
@@ -69,7 +82,7 @@ class Drives:
         self._transports: list[Backend] = (
             [options.backend]
             if options.backend
-            else [PosixBackend(direct=options.direct) for _ in directories]
+            else [new_backend(options, device) for _ in directories]
         )
         traced = self._transports
         if trace is not None:

@@ -12,11 +12,15 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from offload.checkpoint import Checkpoint
+from offload.device import HOST
+from offload.device_compute import Compute
+from offload.device_update import DeviceUpdater
 from offload.drives import Drives
 from offload.errors import DamagedError, OffloadError
 from offload.layout import Layout
@@ -34,6 +38,7 @@ from offload.retention import Retention
 from offload.rules import Scalars, UpdateRule
 from offload.seal import Captured, Seal, SealHandle, capture
 from offload.slot import Slot
+from offload.state_device import choose_compute
 from offload.state_pass import ChunkWork, StatePass
 from offload.state_slots import StateSlots
 from offload.stats import Meter, Stats, collect_stats
@@ -53,8 +58,6 @@ Groups = Sequence[dict[str, Any]]
 Metrics: TypeAlias = Mapping[str, float] | None
 """What was measured, checked; None where nobody said, which leaves those of a checkpoint alone."""
 
-_HOST = torch.device("cpu")
-
 
 class Engine(Usable):
     """Owns the store, the ring and the threads of one optimizer.
@@ -66,9 +69,11 @@ class Engine(Usable):
         keep: Which checkpoints to keep.
         fresh: Whether to start over although the store has checkpoints.
         options: Settings of the machine.
+        device: That the parameters are on now; None for host memory.
     """
 
     _updater_class = ChunkUpdater
+    _device_updater_class = DeviceUpdater
 
     def __init__(
         self,
@@ -79,13 +84,14 @@ class Engine(Usable):
         keep: Retention,
         fresh: bool,
         options: Options,
+        device: torch.device | None = None,
     ) -> None:
         self._rule = rule
         self._pool = UpdatePool(rule)
         self._options = options
         self._table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
         self._meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
-        self._drives = Drives(directories, options, self._meter.trace)
+        self._drives = Drives(directories, options, self._meter.trace, device)
         self._memory = WorkingMemory(self._drives, options, self._meter)
         self._backend = self._drives.backends[0]
         try:
@@ -110,6 +116,8 @@ class Engine(Usable):
         self.gradient_factors: tuple[float, ...] = ()
         """What gradients are multiplied by, in turn, in steps that begin now."""
         self._slots = StateSlots(store)
+        self._compute: Compute | None = None
+        """Of the device that state is updated on; None for the CPU."""
         self._seal: Seal | None = None
 
     def require_space(self, groups: Groups) -> None:
@@ -229,6 +237,7 @@ class Engine(Usable):
         trainables, stored = match_checkpoint(
             found, groups, self._table.model, self._rule, self._table.state_format
         )
+        compute = choose_compute(self._options, self._rule, groups, trainables)
         started = time.perf_counter()
         checkpoint = Checkpoint(
             self._backend, found.path, found.manifest, self.store.directories[1:]
@@ -236,6 +245,7 @@ class Engine(Usable):
         _ = checkpoint.train_state  # read and checked before anything is changed
         self._broken = f"restoring {found.path} failed half way"
         self._forget()
+        self._compute = compute
         slot = self.store.slot_of(found)
         self._table.adopt(found.manifest.layout, trainables, found.manifest.scalars)
         if parameters:
@@ -323,7 +333,10 @@ class Engine(Usable):
 
     def _begin_pass(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> StatePass:
         """Prepare a pass over every chunk that needs it; all of them if the state moves."""
-        updater = self._updater_class(
+        make: Callable[..., ChunkUpdater] = self._updater_class
+        if self._compute is not None:
+            make = partial(self._device_updater_class, compute=self._compute)
+        updater = make(
             self._rule,
             self._pool,
             self._layout(),
@@ -397,6 +410,7 @@ class Engine(Usable):
         layout, trainables = self._table.describe(groups)
         if layout == self._table.layout:
             return
+        compute = choose_compute(self._options, self._rule, groups, trainables)
         present = self._slots.present
         if self._table.layout is not None and present is not None:
             self._collect_seal(wait=True)
@@ -406,6 +420,7 @@ class Engine(Usable):
             flush.start(present)
             flush.wait()
         self._memory.drop()
+        self._compute = compute
         self._table.adopt(layout, trainables)
 
     def _collect_seal(self, *, wait: bool = False, errors: bool = True) -> None:
@@ -447,11 +462,11 @@ class Engine(Usable):
         self._table.clear()
 
     def _ring(self) -> Streamer:
-        return self._memory.ring(self._layout())
+        return self._memory.ring(self._layout(), self._compute)
 
     def _block_buffers(self) -> BlockBuffers:
         blocks = self._memory.blocks(self._layout())
-        return blocks.serve({t.tensor.device for t in self._table.trainables} - {_HOST})
+        return blocks.serve({t.tensor.device for t in self._table.trainables} - {HOST})
 
     def _layout(self) -> Layout:
         if self._table.layout is None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.crossing import flat_tensors
+from offload.device import HOST
 from offload.engine import Engine, Groups
 from offload.errors import MismatchError
 from offload.state_decoding import StateDecoder, kept_arrays
@@ -73,8 +74,9 @@ class ExchangingEngine(Engine):
         for chunk in chunks:
             frame = streamer.take(chunk)
             try:
-                for block in decoder.blocks(chunk, frame.tensors()):
-                    held.copy(*block)
+                with frame.tensors_on(HOST, changes=False) as arrays:
+                    for block in decoder.blocks(chunk, arrays):
+                        held.copy(*block)
             finally:
                 streamer.keep(frame)
         streamer.begin(self._slots.present, self._order())

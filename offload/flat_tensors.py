@@ -9,11 +9,11 @@ import torch
 
 
 class FlatTensors:
-    """Flat views of tensors, through a contiguous copy where a tensor has no flat view.
+    """Flat views of tensors, through a copy where a tensor has none.
 
-    A copy lives until all its elements have been finished, and is then written back if it may have
-    been changed. Tensors that are only read are let go of at that moment. Safe for several threads
-    that ask for different elements.
+    What may be changed is contiguous. A copy lives until all its elements have been finished, and
+    is then written back if it may have been changed. Tensors that are only read are let go of at
+    that moment. Safe for several threads that ask for different elements.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor | None], *, writable: bool) -> None:
@@ -35,7 +35,10 @@ class FlatTensors:
                     if tensor is None:
                         raise RuntimeError(f"tensor {index} is asked for, but there is none")
                     # reshape is a view where one exists and a copy elsewhere
-                    flat = self._flat[index] = tensor.detach().reshape(-1)
+                    flat = tensor.detach().reshape(-1)
+                    if self._writable:
+                        flat = flat.contiguous()
+                    self._flat[index] = flat
                     self._num_left[index] = flat.numel()
         return flat[start:stop]
 
@@ -53,5 +56,5 @@ class FlatTensors:
             flat, tensor = self._flat.pop(index), self._tensors[index]
             if not self._writable:
                 self._tensors[index] = None
-        if self._writable and tensor is not None and flat.data_ptr() != tensor.data_ptr():
+        if self._writable and tensor is not None and not tensor.is_contiguous():
             tensor.detach().copy_(flat.view(tensor.shape))

@@ -20,6 +20,7 @@ from offload.checkpoint import Checkpoint, train_state_header
 from offload.drives import Directory, Drives, as_directories
 from offload.errors import MismatchError, StoreError
 from offload.formats import MASTER_LOW
+from offload.frame import HostFrames
 from offload.layout import Layout, ModelTensor, ParameterSpec, element_space_order, model_order
 from offload.manifest import Manifest
 from offload.model_file import BlockBuffers, ModelImage, write_model
@@ -388,7 +389,7 @@ def _fill(
         seed=options.rounding_seed,
         progress=advance,
     )
-    streamer = Streamer(drives.backends[0], layout, _RING_CHUNKS, Meter())
+    streamer = Streamer(HostFrames(drives.backends[0]), layout, _RING_CHUNKS, Meter())
     chunks = range(layout.num_chunks)
     streamer.begin(None, chunks)
     try:

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 
 from offload.checkpoint import Checkpoint
 from offload.closing import close_left_open, close_quietly
+from offload.device_update import require_steps
 from offload.drives import Directory, as_directories
 from offload.errors import OffloadError
 from offload.exchange import ExchangingEngine
@@ -22,6 +23,7 @@ from offload.options import Options, Overlap
 from offload.retention import Retention, as_retention
 from offload.rules import UpdateRule
 from offload.seal import SealHandle
+from offload.state_device import device_of
 from offload.state_dicts import MASTERS, MaterializedState, StateElsewhere, number_parameters
 from offload.state_reference import is_reference, reference_to
 from offload.stats import Stats
@@ -91,11 +93,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._engine: ExchangingEngine | None = None
         self._materialized: MaterializedState | None = None
         self._running = ""
-        rule = UpdateRule(optimizer_class, hyper)
+        on_device = options.placement == "device"
+        rule = UpdateRule(optimizer_class, hyper, allow_fused=on_device)
         super().__init__(params, dict(rule.defaults))
         self.state = StateElsewhere()
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
+        if on_device:
+            split = options.master == "split"
+            require_steps(rule, self.param_groups, options.state_dtype, split=split)
         engine = _engine_class(options.overlap)(
             rule,
             as_directories(directory),
@@ -103,6 +109,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             keep=retention,
             fresh=fresh,
             options=options,
+            device=device_of(self.param_groups),
         )
         try:
             engine.require_space(self.param_groups)

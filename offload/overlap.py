@@ -22,7 +22,7 @@ from offload.engine import Groups, Metrics
 from offload.errors import OffloadError, SealError
 from offload.exchange import ExchangingEngine
 from offload.forward_hooks import ForwardHooks
-from offload.running import BesideUpdater, RunningPass
+from offload.running import BesideDeviceUpdater, BesideUpdater, RunningPass
 from offload.seal import Captured, SealHandle, capture
 from offload.slot import Slot
 from offload.train_state import encode
@@ -37,6 +37,7 @@ class ForwardEngine(ExchangingEngine):
     """
 
     _updater_class = BesideUpdater
+    _device_updater_class = BesideDeviceUpdater
 
     def __init__(self, *arguments: Any, model: torch.nn.Module, **options: Any) -> None:
         super().__init__(*arguments, model=model, **options)

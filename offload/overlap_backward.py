@@ -24,7 +24,7 @@ from offload.exchange import ExchangingEngine
 from offload.gradient_schedule import GradientSchedule
 from offload.parameters import check_gradient
 from offload.rules import Scalars
-from offload.running import BesideUpdater, RunningPass
+from offload.running import BesideDeviceUpdater, BesideUpdater, RunningPass
 from offload.seal import SealHandle
 from offload.state_pass import StatePass
 
@@ -38,6 +38,7 @@ class BackwardEngine(ExchangingEngine):
     """
 
     _updater_class = BesideUpdater
+    _device_updater_class = BesideDeviceUpdater
 
     def __init__(self, *arguments: Any, model: torch.nn.Module, **options: Any) -> None:
         super().__init__(*arguments, model=model, **options)

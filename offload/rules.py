@@ -63,6 +63,8 @@ class UpdateRule:
     Args:
         optimizer_class: A torch optimizer class.
         hyper: The keyword arguments its users give its constructor.
+        allow_fused: Whether ``fused=True`` is honoured: by kernels of a device, whose results do
+            not depend on where a tensor is cut.
 
     Raises:
         UnsupportedOptimizerError: The class needs more than one element at a time, says why.
@@ -70,7 +72,11 @@ class UpdateRule:
     """
 
     def __init__(
-        self, optimizer_class: type[torch.optim.Optimizer], hyper: Mapping[str, Any]
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        hyper: Mapping[str, Any],
+        *,
+        allow_fused: bool = False,
     ) -> None:
         if not isinstance(optimizer_class, type):
             raise TypeError(
@@ -80,6 +86,7 @@ class UpdateRule:
         self.optimizer_class = optimizer_class
         self.class_name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
         self._hyper = dict(hyper)
+        self._allow_fused = allow_fused
         for cls in optimizer_class.__mro__:
             if cls.__module__.startswith("torch.optim") and cls.__name__ in _REFUSED:
                 raise UnsupportedOptimizerError(
@@ -108,6 +115,8 @@ class UpdateRule:
         Raises:
             UnsupportedOptimizerError: Not element-wise, or a flag that cannot be honoured.
         """
+        if self._allow_fused:
+            group = {**group, "fused": None}  # keeps the same state
         _refuse_flags(group)
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         key = tuple((k, bool(_truth(v))) for k, v in sorted(options.items()))

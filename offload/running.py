@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 import torch._dynamo.convert_frame
 
-from offload.digests import ChunkDigests
+from offload.device_update import DeviceUpdater
 from offload.errors import OffloadError
+from offload.frame import Digests
 from offload.rules import Scalars
 from offload.state_pass import STEP_THREAD, StatePass
 from offload.stats import Meter
@@ -19,7 +20,7 @@ from offload.update import ChunkUpdater
 _compile_lock = torch._dynamo.convert_frame.compile_lock
 
 
-class BesideUpdater(ChunkUpdater):
+class _BesideModel(ChunkUpdater):
     """An updater that runs beside the model.
 
     torch's optimizers compute in another way, which differs in the last bit, while a graph is
@@ -27,7 +28,7 @@ class BesideUpdater(ChunkUpdater):
     """
 
     def update(
-        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: ChunkDigests | None = None
+        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
     ) -> None:
         """Step one chunk."""
         with _compile_lock:
@@ -37,6 +38,14 @@ class BesideUpdater(ChunkUpdater):
         """Return the scalar state of each parameter after the step."""
         with _compile_lock:
             return super().finish()
+
+
+class BesideUpdater(_BesideModel):
+    """On the CPU."""
+
+
+class BesideDeviceUpdater(_BesideModel, DeviceUpdater):
+    """On a device."""
 
 
 class RunningPass:

@@ -10,9 +10,10 @@ import torch
 
 from offload import codecs
 from offload.crossing import CrossingTensors, on_host
-from offload.digests import ChunkDigests
+from offload.device import HOST
 from offload.errors import MismatchError
 from offload.formats import MASTER, MASTER_LOW
+from offload.frame import Digests
 from offload.layout import Layout, Piece
 from offload.rules import Scalars
 from offload.state_decoding import Live, cut_pieces, has_master, kept_arrays, stored_block
@@ -83,6 +84,9 @@ class StateFiller:
         progress: Called with the number of elements filled after each block.
     """
 
+    device = HOST
+    """Where chunks are filled."""
+
     def __init__(
         self,
         layout: Layout,
@@ -108,7 +112,7 @@ class StateFiller:
         self,
         chunk: int,
         arrays: Mapping[str, torch.Tensor],
-        digests: ChunkDigests | None = None,  # noqa: ARG002  (taken when the chunk is put)
+        digests: Digests | None = None,  # noqa: ARG002  (taken when the chunk is put)
     ) -> None:
         """Fill one chunk, given just its range of each state array, as it is stored."""
         with on_host(self._live, chunk, [*self._layout.pieces(chunk)]):

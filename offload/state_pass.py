@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from offload.digests import ChunkDigests, Run
+from offload.digests import Run
+from offload.frame import Digests, Frame
 from offload.rules import Scalars
 from offload.seal import Seal
 from offload.slot import Slot
@@ -22,16 +23,21 @@ STEP_THREAD = "offload-step"
 class ChunkWork(Protocol):
     """What is done to the chunks of a pass: a step, or filling them with other state."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where it wants a chunk to be: where the frames are, or the CPU."""
+        ...
+
     def touched(self, chunk: int) -> bool:
         """Return whether there is anything to do to a chunk, even if the state does not move."""
         ...
 
     def update(
-        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: ChunkDigests | None = None
+        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
     ) -> None:
         """Change a chunk in place, given just its range of each state array, as it is stored.
 
-        `digests` may be told what has been written, as soon as it has.
+        `digests`, if there are any, may be told what has been written, as soon as it has.
         """
         ...
 
@@ -133,7 +139,7 @@ class StatePass:
                     with self._meter.timed("wait_device_s", chunk=chunk):
                         self.updater.arrive(chunk)
                 with self._meter.timed("compute_s", chunk=chunk):
-                    self.updater.update(chunk, frame.tensors(), frame.digests)
+                    self._update(chunk, frame)
             except BaseException:
                 streamer.discard(frame)
                 raise
@@ -146,3 +152,9 @@ class StatePass:
             # From here on the user may also change what no step does: frozen parameters.
             seal.wait_copied(seal.data_bytes)
         return scalars
+
+    def _update(self, chunk: int, frame: Frame) -> None:
+        work, digests = self.updater, frame.digests
+        with frame.tensors_on(work.device, changes=True) as arrays:
+            # Of copies nothing is final before they are sent back.
+            work.update(chunk, arrays, digests if frame.device == work.device else None)

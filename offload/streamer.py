@@ -24,10 +24,10 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from gds import Backend, IOFuture
-from offload.digests import ChunkDigests, Run, one_by_one
+from gds import IOFuture
+from offload.digests import Run, one_by_one
 from offload.errors import DamagedError
-from offload.frame import Frame, frame_bytes
+from offload.frame import Frame, FrameMemory, frame_bytes
 from offload.layout import Layout
 from offload.slot import Slot
 from offload.stats import Meter
@@ -37,31 +37,32 @@ class Streamer:
     """Moves chunks between slots and frames; one per optimizer, used by the training thread.
 
     Args:
-        backend: Allocates the memory.
+        memory: Of the frames.
         layout: The target's layout; its chunks are what is streamed.
         ring_chunks: Most frames to have; fewer are made if there are fewer chunks.
         meter: Counts the seconds that `take` waits.
-        host_memory_bytes: What chunks that stay in memory may take together.
+        resident_bytes: What chunks that stay in memory may take together.
         verify_reads: Compare every chunk that is read with its digest.
     """
 
     def __init__(
         self,
-        backend: Backend,
+        memory: FrameMemory,
         layout: Layout,
         ring_chunks: int,
         meter: Meter,
         *,
-        host_memory_bytes: int = 0,
+        resident_bytes: int = 0,
         verify_reads: bool = False,
     ) -> None:
         self.layout = layout
+        self._memory = memory
         self._verify_reads = verify_reads
         nbytes = frame_bytes(layout)
-        resident = _spread(host_memory_bytes // nbytes if nbytes else 0, layout)
-        self._resident = {chunk: Frame(backend, layout) for chunk in resident}
+        resident = _spread(resident_bytes // nbytes if nbytes else 0, layout)
+        self._resident = {chunk: Frame(memory, layout) for chunk in resident}
         num_frames = min(ring_chunks, layout.num_chunks - len(resident))
-        self._free = [Frame(backend, layout) for _ in range(num_frames)]
+        self._free = [Frame(memory, layout) for _ in range(num_frames)]
         self._num_frames = num_frames
         self.ring_bytes = nbytes * num_frames
         self.resident_bytes = nbytes * len(resident)
@@ -127,7 +128,7 @@ class Streamer:
                 self._release(frame)
             raise
         if chunk not in self._resident:
-            frame.digests = ChunkDigests(frame.memoryviews())
+            frame.digests = frame.new_digests()
         return frame
 
     def put(self, frame: Frame, target: Slot, run: Run = one_by_one) -> None:
@@ -157,7 +158,7 @@ class Streamer:
             transfers = [
                 (name, *frame.buffer(self.layout, name, chunk)) for name in self.layout.array_names
             ]
-            digests = frame.digests or ChunkDigests(frame.memoryviews())
+            digests = frame.digests or frame.new_digests()
             frame.digests = None
             for name, digest in digests.finish(target.context, chunk, run).items():
                 target.digests[name][chunk] = digest
@@ -198,14 +199,16 @@ class Streamer:
             return
         for name in source.layout.array_names:
             expected = source.digests[name][frame.chunk]
-            buffer, offset = frame.buffer(source.layout, name, frame.chunk)
             if expected is None:
                 continue
-            found = source.context.digest(name, frame.chunk, buffer.memoryview())
+            data = frame.bytes_of(source.layout, name, frame.chunk)
+            digests = self._memory.digests({name: data})
+            found = digests.finish(source.context, frame.chunk, one_by_one)[name]
             if found != expected:
                 path = source.array(name, frame.chunk).path
+                offset, nbytes = source.layout.byte_range(name, frame.chunk)
                 raise DamagedError(
-                    f"{path}: bytes {offset} to {offset + buffer.nbytes} are "
+                    f"{path}: bytes {offset} to {offset + nbytes} are "
                     f"damaged: their digest is {found}, expected {expected}"
                 )
 

@@ -24,10 +24,10 @@ import torch
 
 from offload import codecs
 from offload.crossing import CrossingTensors, Traffic, flat_tensors
-from offload.device import is_on_device, to_host
-from offload.digests import ChunkDigests
+from offload.device import HOST, is_on_device, to_host
 from offload.flat_tensors import FlatTensors
 from offload.formats import BLOCK_ELEMENTS, MASTER, MASTER_LOW
+from offload.frame import Digests
 from offload.layout import Layout, Piece
 from offload.rules import FUSED_MULTIPLE, Scalars, UpdateRule, read_scalars, write_scalars
 from offload.stored_state import StateCoder
@@ -37,7 +37,7 @@ HOT_ELEMENTS = 512 << 10
 """Elements of one call of torch's step: about 5 MiB of state, gradient and parameter."""
 
 
-class _Key(NamedTuple):
+class Key(NamedTuple):
     """What two neighbouring parameters must share to be stepped in one call."""
 
     group: int
@@ -46,10 +46,10 @@ class _Key(NamedTuple):
     has_gradient: bool
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """What one call of torch's step works on."""
 
-    key: _Key
+    key: Key
     pieces: list[Piece]
     first: int
     """Its first element, in element space."""
@@ -78,6 +78,9 @@ class ChunkUpdater:
         traffic: Counts what crosses between the host and a device that the parameters are on.
     """
 
+    device = HOST
+    """Where chunks are updated."""
+
     def __init__(
         self,
         rule: UpdateRule,
@@ -104,7 +107,7 @@ class ChunkUpdater:
         exact = layout.state_dtype == "float32"
         self._fused = [None if exact else rule.fused(group) for group in self._hyper]
         self._keys = [
-            _Key(spec.group, p.dtype, s, g is not None)
+            Key(spec.group, p.dtype, s, g is not None)
             for spec, p, g, s in zip(layout.parameters, parameters, gradients, scalars, strict=True)
         ]
         traffic = traffic or Traffic()
@@ -114,7 +117,7 @@ class ChunkUpdater:
         if isinstance(self._live, CrossingTensors):
             self._gradients = CrossingTensors(gradients, writable=False, traffic=traffic)
             self._crossing = [self._live, self._gradients]
-        self._stepped: dict[_Key, Scalars] = {}
+        self._stepped: dict[Key, Scalars] = {}
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
         self._coder = StateCoder(layout.state_dtype, seed, step)
         self._factors = factors
@@ -129,7 +132,7 @@ class ChunkUpdater:
         return any(self._keys[p.parameter].has_gradient for p in self._layout.pieces(chunk))
 
     def update(
-        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: ChunkDigests | None = None
+        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
     ) -> None:
         """Step one chunk.
 
@@ -141,7 +144,7 @@ class ChunkUpdater:
             digests: Told of each block when it has been stepped.
         """
 
-        def update(context: BlockContext, block: _Block) -> None:
+        def update(context: BlockContext, block: Block) -> None:
             self._update(context, block)
             if digests is not None:
                 for name, stored in block.stored.items():
@@ -174,10 +177,14 @@ class ChunkUpdater:
         """Return the scalar state of each parameter after the step."""
         missing = {k for k in self._keys if k.has_gradient and k not in self._stepped}
         # only empty parameters have those: torch counts their steps all the same
-        self._pool.run(self._update_nothing, [_Block(key, [], 0, {}, {}) for key in missing])
+        self._pool.run(self._update_nothing, [Block(key, [], 0, {}, {}) for key in missing])
         return [self._stepped.get(key, key.scalars) for key in self._keys]
 
-    def _blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[_Block]:
+    def _block_elements(self) -> int:
+        """Return how many elements a block may have."""
+        return HOT_ELEMENTS
+
+    def _blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[Block]:
         """Cut a chunk into runs, and each run into blocks."""
         layout = self._layout
         origin = layout.chunk_range(chunk)[0]
@@ -185,7 +192,7 @@ class ChunkUpdater:
         for key, run in groupby(layout.pieces(chunk), lambda p: self._keys[p.parameter]):
             if not _is_used(key):
                 continue  # nothing to do: its state, if it was read, is written back unchanged
-            for pieces in _cut(run, self._multiple):
+            for pieces in _cut(run, self._multiple, self._block_elements()):
                 first = origin + pieces[0].at
                 last = origin + pieces[-1].at + _length(pieces[-1])
                 stored, starts = {}, {}
@@ -193,9 +200,9 @@ class ChunkUpdater:
                     start, stop = layout.array_range(name, first, last)
                     stored[name] = arrays[name][start - bases[name] : stop - bases[name]]
                     starts[name] = start - bases[name]
-                yield _Block(key, pieces, first, stored, starts)
+                yield Block(key, pieces, first, stored, starts)
 
-    def _update(self, context: BlockContext, block: _Block) -> None:
+    def _update(self, context: BlockContext, block: Block) -> None:
         key, stored = block.key, block.stored
         live = self._gather(context, self._live, block, "live", key.dtype)
         master = _master(context, key, live, stored)
@@ -223,7 +230,7 @@ class ChunkUpdater:
             live.copy_(master)
         self._scatter(live, block.pieces)
 
-    def _update_nothing(self, context: BlockContext, block: _Block) -> None:
+    def _update_nothing(self, context: BlockContext, block: Block) -> None:
         empty = torch.empty(0, dtype=torch.float32)
         arrays = self._rules[block.key.group].arrays
         self._step(context, block, empty, empty.clone(), {a: empty.clone() for a in arrays})
@@ -231,7 +238,7 @@ class ChunkUpdater:
     def _step(
         self,
         context: BlockContext,
-        block: _Block,
+        block: Block,
         parameter: torch.Tensor,
         gradient: torch.Tensor,
         views: Mapping[str, torch.Tensor],
@@ -260,7 +267,7 @@ class ChunkUpdater:
         self,
         context: BlockContext,
         tensors: FlatTensors,
-        block: _Block,
+        block: Block,
         name: str,
         dtype: torch.dtype,
     ) -> torch.Tensor:
@@ -336,7 +343,7 @@ def step_fused(
 
 
 def _master(
-    context: BlockContext, key: _Key, live: torch.Tensor, stored: Mapping[str, torch.Tensor]
+    context: BlockContext, key: Key, live: torch.Tensor, stored: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """Return the FP32 parameter of a block, to be stepped in place."""
     if MASTER_LOW in stored:
@@ -355,7 +362,7 @@ def _master(
     return master
 
 
-def _is_used(key: _Key) -> bool:
+def _is_used(key: Key) -> bool:
     return key.scalars is None or key.has_gradient
 
 
@@ -370,10 +377,10 @@ def _length(piece: Piece) -> int:
     return piece.stop - piece.start
 
 
-def _cut(run: Iterator[Piece], multiple: int) -> Iterator[list[Piece]]:
-    """Cut a run into blocks of at most `HOT_ELEMENTS`, pieces only at a multiple of elements."""
+def _cut(run: Iterator[Piece], multiple: int, most: int) -> Iterator[list[Piece]]:
+    """Cut a run into blocks of `most` elements or fewer, pieces only at a multiple of elements."""
     block: list[Piece] = []
-    room = HOT_ELEMENTS
+    room = most
     for piece in run:
         start, at = piece.start, piece.at
         while start < piece.stop:
@@ -387,7 +394,7 @@ def _cut(run: Iterator[Piece], multiple: int) -> Iterator[list[Piece]]:
             start += length
             if room == 0 or start < piece.stop:
                 yield block
-                block, room = [], HOT_ELEMENTS
+                block, room = [], most
     if block:
         yield block
 
@@ -395,6 +402,10 @@ def _cut(run: Iterator[Piece], multiple: int) -> Iterator[list[Piece]]:
 def _take_edits(master: torch.Tensor, live: torch.Tensor, rounded: torch.Tensor) -> None:
     # Compared as bits: NaN equals itself, and 0.0 differs from -0.0. Eight bytes at a time where
     # the memory allows it, which takes a third of the time of a cast.
+    if is_on_device(master):  # which is not to be waited for
+        edited = rounded.view(torch.int16) != live.view(torch.int16)
+        master.copy_(torch.where(edited, live.float(), master))
+        return
     wide = len(live) % 4 == 0 and live.data_ptr() % 8 == 0 and live.storage_offset() % 4 == 0
     bits = torch.int64 if wide else torch.int16
     if not torch.equal(rounded.view(bits), live.view(bits)):

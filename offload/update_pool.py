@@ -26,26 +26,42 @@ Result = TypeVar("Result")
 
 
 class BlockMemory:
-    """Memory for one block, used again for the next one."""
+    """Memory for one block, used again for the next one.
 
-    def __init__(self) -> None:
+    Args:
+        empty: Makes a tensor of so many elements, wherever blocks are.
+    """
+
+    def __init__(self, empty: Callable[[int, torch.dtype], torch.Tensor] | None = None) -> None:
         self.scratch = Scratch()
+        self._empty = empty or _host_memory
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def buffer(self, name: str, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
         """Return flat memory by name, with whatever it was left with."""
         tensor = self._buffers.get((name, dtype))
         if tensor is None or len(tensor) < num_elements:
-            tensor = self._buffers[name, dtype] = torch.empty(num_elements, dtype=dtype)
+            tensor = self._buffers[name, dtype] = self._empty(num_elements, dtype)
         return tensor[:num_elements]
 
 
 class BlockContext(BlockMemory):
-    """What one thread needs to update a block."""
+    """What one thread needs to update a block.
 
-    def __init__(self, rule: UpdateRule) -> None:
-        super().__init__()
+    Args:
+        rule: For the stepper.
+        empty: As for `BlockMemory`.
+    """
+
+    def __init__(
+        self, rule: UpdateRule, empty: Callable[[int, torch.dtype], torch.Tensor] | None = None
+    ) -> None:
+        super().__init__(empty)
         self.stepper: Stepper = rule.stepper()
+
+
+def _host_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(num_elements, dtype=dtype)
 
 
 def default_num_threads() -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from offload.device_compute import Compute
+from offload.device_frames import DeviceFrames
 from offload.drives import Drives
-from offload.frame import frame_bytes
+from offload.frame import FrameMemory, HostFrames, frame_bytes
 from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.options import Options
@@ -28,17 +30,29 @@ class WorkingMemory:
         """What `ring` has made."""
         self._blocks: BlockBuffers | None = None
 
-    def ring(self, layout: Layout) -> Streamer:
-        """Return the streamer for a layout, with its ring and what is resident."""
+    def ring(self, layout: Layout, compute: Compute | None) -> Streamer:
+        """Return the streamer for a layout, with its ring and what is resident.
+
+        Args:
+            layout: Of the state.
+            compute: Of the device that the ring is to be on, if it is made now; None for host
+                memory.
+        """
         if self.streamer is None:
+            options, backend = self._options, self._drives.backends[0]
+            memory: FrameMemory = HostFrames(backend)
+            resident_bytes = options.host_memory_bytes
+            if compute is not None:
+                memory = DeviceFrames(backend, compute, self._meter.traffic)
+                resident_bytes = options.device_memory_bytes
             ring_chunks = self._drives.tune(layout.state_bytes, frame_bytes(layout))
             self.streamer = Streamer(
-                self._drives.backends[0],
+                memory,
                 layout,
                 ring_chunks,
                 self._meter,
-                host_memory_bytes=self._options.host_memory_bytes,
-                verify_reads=self._options.verify == "always",
+                resident_bytes=resident_bytes,
+                verify_reads=options.verify == "always",
             )
         return self.streamer
 

@@ -26,6 +26,9 @@ BLOCK_ELEMENTS = 32
 _RULES = {"sgd": 0, "adam": 1, "adamw": 2}
 _ARITHMETICS = {"foreach": 0, "fused": 1}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KERNEL_DTYPES = frozenset(_DTYPES)
+"""Of parameters and gradients."""
+
 _MASTERS = {"own": 0, "float32": 1, "split": 2}
 _STATES = {"float32": 0, "bfloat16": 1, "int8": 3}
 _STATE_DTYPES = {

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.device.host import HostDigests, HostKernels, compiler
+from tests.device.host import HostDigests, HostKernels, compiled
 from tests.device.torch_sources import TorchArithmetic
 
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory) -> Path:
     """Where compiled code is kept: the workers of a run share it."""
-    compiler()
-    base = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent
-    directory = base / "device-kernels"
-    directory.mkdir(exist_ok=True)
-    return directory
+    return compiled(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -59,6 +60,17 @@ def compiler() -> str:
         if found := shutil.which(name):
             return found
     pytest.skip("no C++ compiler (g++, clang++ or c++) to compile the kernels for the CPU with")
+
+
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory for compiled code, which the workers of a run share; or skip."""
+    compiler()
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    directory = base / "device-kernels"
+    directory.mkdir(exist_ok=True)
+    return directory
 
 
 def build(source: str, directory: Path, *, options: Sequence[str] = ()) -> ctypes.CDLL:

@@ -129,9 +129,12 @@ class TorchArithmetic:
         """Make torch's foreach functions that Adam uses round as they do on a device."""
 
         def call(name, values, *rest):
-            arguments = [ctypes.c_void_p(t.data_ptr()) for t in (values, *rest[:-1])]
+            dense = [t.contiguous() for t in (values, *rest[:-1])]
+            arguments = [ctypes.c_void_p(t.data_ptr()) for t in dense]
             length = ctypes.c_uint64(values.numel())
             getattr(self._library, name)(*arguments, length, ctypes.c_float(rest[-1]))
+            if dense[0] is not values:
+                values.copy_(dense[0])
 
         def each(scalars, num):
             return scalars if isinstance(scalars, list) else [scalars] * num
@@ -150,7 +153,7 @@ class TorchArithmetic:
 
         def sqrt(values):
             with np.errstate(invalid="ignore"):  # torch's of a CPU is not correctly rounded
-                return [torch.from_numpy(np.sqrt(v.numpy())) for v in values]
+                return [torch.from_numpy(np.asarray(np.sqrt(v.numpy()))) for v in values]
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "_foreach_lerp_", lerp_)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import offload.device
+import offload.device_compute
 import offload.update_pool
+from tests.device.host import HostDigests, HostKernels, compiled
+from tests.device.torch_sources import TorchArithmetic
 from tests.placement import fake_device
+from tests.placement.fake_compute import FakeCompute
 
 
 @pytest.fixture(params=[False, True], ids=["at-once", "late"])
@@ -25,3 +30,33 @@ def device(
     torch.set_num_threads(1)
     yield made
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory) -> Path:
+    """Where compiled code is kept: the workers of a run share it."""
+    return compiled(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def kernels(libraries) -> HostKernels:
+    return HostKernels(libraries)
+
+
+@pytest.fixture(scope="session")
+def torch_arithmetic(libraries) -> TorchArithmetic:
+    return TorchArithmetic(libraries)
+
+
+@pytest.fixture
+def compute(
+    device: fake_device.FakeDevice,
+    kernels: HostKernels,
+    libraries: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> FakeCompute:
+    """What computes on `device`."""
+    made = FakeCompute(device, kernels, HostDigests(libraries))
+    monkeypatch.setitem(offload.device_compute.COMPUTES, "meta", lambda _: made)
+    monkeypatch.setattr(offload.device_compute, "_made", {})
+    return made

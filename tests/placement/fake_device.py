@@ -69,16 +69,18 @@ class OnDevice(torch.Tensor):
         name = func._schema.name.split("::")[1]
         is_view = name in _VIEWS
         where = _library_frame()
-        if where is not None and not is_view and not (name == "clone" and "captured" in where):
+        if where is not None and name == "clone" and "captured" in where:
+            where = None
+        if where is not None and not is_view and not _device.computing():
             raise AssertionError(f"the library calls {func} on the device, in {where}")
         if not is_view:
-            _device.kernel(func, args, kwargs)
+            _device.kernel(func, args, kwargs, library=where is not None)
         out = func(*tree_map(_held, args), **tree_map(_held, kwargs))
         if name.endswith("_") and args and isinstance(args[0], OnDevice):
             return args[0]
         wrapped = tree_map(lambda t: OnDevice(t) if isinstance(t, torch.Tensor) else t, out)
         if not is_view:
-            _device.made(wrapped)
+            _device.made(wrapped, library=where is not None)
         return wrapped
 
 
@@ -140,6 +142,14 @@ class FakeDevice:
         self._written: dict[int, int] = {}
         self._used: dict[int, int] = {}
         self._unfenced: dict[int, int] = {}
+        self.num_computed = 0
+        self._num_computed = 0
+        self._computed: dict[int, int] = {}
+        """What the library has computed, and nobody has waited for."""
+        self._computing = 0
+        self._computes_after = 0
+        self.drain: Callable[[], object] = _nothing
+        """Runs what has been queued on the library's own stream."""
         self._passed = 0
         """The last kernel that a thread of the host has waited for."""
         self._queues: dict[str, list[Callable[[], object]]] = {"fetch": [], "send": []}
@@ -148,23 +158,69 @@ class FakeDevice:
 
     # What the training loop does.
 
-    def kernel(self, func: Any, args: Any, kwargs: Any) -> None:
+    def kernel(self, func: Any, args: Any, kwargs: Any, *, library: bool = False) -> None:
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if library:
+            self.drain()
+            self.compute(_tensors((args, kwargs)), _tensors(written))
+            return
         with self._lock:
             self.num_kernels += 1
             for tensor in _tensors((args, kwargs)):
                 key = self._see(tensor)
-                if key in self._unfenced:
+                if key in self._unfenced or key in self._computed:
                     raise AssertionError(f"{func} may run before its parameter has arrived")
                 self._used[key] = self.num_kernels
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self.made(value)
+            self.made(written)
 
-    def made(self, value: Any) -> None:
+    def made(self, value: Any, *, library: bool = False) -> None:
         with self._lock:
             for tensor in _tensors(value):
                 key = self._see(tensor)
-                self._written[key] = self._used[key] = self.num_kernels
+                if library:
+                    self._computed[key] = self._num_computed
+                else:
+                    self._written[key] = self._used[key] = self.num_kernels
+
+    # What the library computes: see `fake_compute`.
+
+    def computing(self) -> bool:
+        """Return whether this thread's work goes to the library's own stream."""
+        return self._computing == threading.get_ident()
+
+    def begin_computing(self, after: Iterable[Event]) -> None:
+        self._computing = threading.get_ident()
+        self._computes_after = max((event.tick for event in after), default=0)
+
+    def end_computing(self) -> None:
+        self._computing = 0
+
+    def compute(self, used: list[OnDevice], written: list[OnDevice]) -> None:
+        """Note a kernel on the library's own stream."""
+        with self._lock:
+            assert self.computing(), "work of the library belongs on its own stream"
+            self.num_computed += 1
+            self._num_computed += 1
+            seen = max(self._computes_after, self._passed)
+            for tensor in used:
+                key = self._see(tensor)
+                if self._written.get(key, 0) > seen or key in self._unfenced:
+                    raise AssertionError("the library may compute with what is not there yet")
+            for tensor in written:
+                key = self._see(tensor)
+                if self._used[key] > seen:
+                    raise AssertionError("the library may overwrite what a kernel still uses")
+                self._computed[key] = self._num_computed
+
+    def computed(self, position: int) -> None:
+        """Note that a thread of the host has waited for the library's own stream."""
+        with self._lock:
+            self._computed = {k: p for k, p in self._computed.items() if p > position}
+            self._passed = max(self._passed, self._computes_after)
 
     # What the library does: the boundary.
 
@@ -181,7 +237,8 @@ class FakeDevice:
                 _check(source, into)
                 assert isinstance(source, OnDevice)
                 assert not isinstance(into, OnDevice)
-                if self._written.get(self._see(source), 0) > max(tick, self._passed):
+                key = self._see(source)
+                if self._written.get(key, 0) > max(tick, self._passed) or key in self._computed:
                     raise AssertionError("a copy may begin before its source has been computed")
                 into.reshape(-1).view(torch.uint8).fill_(GARBAGE)
                 self.num_fetched += into.nbytes

@@ -378,13 +378,6 @@ def test_a_backend_that_allocates_device_memory_is_refused_by_name():
     assert not parameter.detach().any()
 
 
-def test_state_in_device_memory_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r'use "host"'):
-        offload.Options(placement="device")
-    with pytest.raises(ValueError, match="placement must be one of auto, host, device"):
-        offload.Options(placement="gpu")
-
-
 def test_a_device_that_cannot_be_reached_is_refused_by_name():
     parameter = torch.nn.Parameter(torch.zeros(3, device="meta"))
     with pytest.raises(UnsupportedParameterError, match=r"'group0.param0' is on meta"):

@@ -1,0 +1,196 @@
+"""Computing on the device that is not there, and memory of it that a backend moves.
+
+The kernels are the library's own sources, compiled for the CPU. With ``late=True`` they run when
+somebody waits for them, and what is fetched holds rubbish until then. Torch's operations run at
+once; `FakeDevice` says whether they were in order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from gds import Backend, Buffer, File, IOFuture, WrapperBackend
+from gds._wrapper import WrapperFile
+from offload.device_kernels.forms import DeviceBlock, DeviceScalars
+from tests.device.host import HostDigests, HostKernels
+from tests.placement.fake_device import GARBAGE, Event, FakeDevice, OnDevice, _held, _tensors
+
+
+class FakeCompute:
+    """`offload.device_compute.Compute` in host memory."""
+
+    def __init__(self, device: FakeDevice, kernels: HostKernels, digests: HostDigests) -> None:
+        self.device = torch.device("meta")
+        self._fake = device
+        self._kernels = kernels
+        self._digests = digests
+        self._lock = threading.Lock()
+        self._queue: list[Callable[[], object]] = []
+        self._done = 0
+        device.drain = self._drain
+        self.num_updates = self.num_fetched = self.num_sent = 0
+
+    def view(self, buffer: Buffer) -> torch.Tensor:
+        assert buffer.kind == "device"
+        array = (ctypes.c_ubyte * buffer.nbytes).from_address(buffer.address)
+        array.owner = buffer  # type: ignore[attr-defined]
+        return OnDevice(torch.frombuffer(array, dtype=torch.uint8))
+
+    @contextmanager
+    def queue(self, after: Iterable[Event]) -> Iterator[None]:
+        with self._lock:
+            self._fake.begin_computing(after)
+            try:
+                yield
+            finally:
+                self._fake.end_computing()
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        held = torch.empty(num_elements, dtype=dtype)
+        held.view(torch.uint8).fill_(GARBAGE)
+        return OnDevice(held)
+
+    def number(self, value: float) -> torch.Tensor:
+        return OnDevice(torch.full((1,), value))
+
+    def update(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        group: Mapping[str, Any],
+        block: DeviceBlock,
+        *,
+        scalars: DeviceScalars,
+        **options: int,
+    ) -> None:
+        assert all(v.device.type == "meta" for v in [block.live, *block.arrays.values()])
+        self._fake.compute(
+            _tensors([block.live, block.gradient, *block.arrays.values()]),
+            _tensors([block.live, *block.arrays.values()]),
+        )
+        held = replace(
+            block,
+            live=_held(block.live),
+            gradient=_held(block.gradient),
+            arrays={name: _held(array) for name, array in block.arrays.items()},
+        )
+        numbers = DeviceScalars(
+            **{f.name: _held(getattr(scalars, f.name)) for f in fields(scalars)}
+        )
+        group = dict(group)  # a scheduler may change it before the kernel runs
+        self._launch(
+            lambda: self._kernels.update_block(
+                optimizer_class, group, held, scalars=numbers, **options
+            )
+        )
+        self.num_updates += 1
+
+    def leaf_digests(self, data: torch.Tensor) -> torch.Tensor:
+        assert isinstance(data, OnDevice)
+        self._fake.compute([data], [])
+        out = torch.full((-(-data.nbytes >> 20),), -1, dtype=torch.int64)
+        held = data.held
+
+        def digest() -> None:
+            found = self._digests.leaf_digests(held)
+            out.copy_(torch.frombuffer(bytearray(found), dtype=torch.int64) if found else out)
+
+        self._launch(digest)
+        return out
+
+    def fetch(self, source: torch.Tensor) -> torch.Tensor:
+        self._fake.compute(_tensors(source), [])
+        out = torch.empty(source.shape, dtype=source.dtype)
+        out.view(torch.uint8).fill_(GARBAGE)
+        self.num_fetched += out.nbytes
+        self._launch(lambda: out.copy_(_held(source)))
+        return out
+
+    def send(self, source: torch.Tensor, into: torch.Tensor) -> None:
+        self._fake.compute([], _tensors(into))
+        self.num_sent += source.nbytes
+        self._launch(lambda: _held(into).copy_(source))
+
+    def mark(self) -> Event:
+        return Event("compute", len(self._queue), self._fake._num_computed)
+
+    def wait(self, event: Event) -> None:
+        self._run(event.position)
+        self._fake.computed(event.tick)
+
+    def _launch(self, work: Callable[[], object]) -> None:
+        self._queue.append(work)
+        if not self._fake.late:
+            self._drain()
+
+    def _drain(self) -> None:
+        self._run(len(self._queue))
+
+    def _run(self, position: int) -> None:
+        while self._done < position:
+            number = self._done
+            self._done += 1
+            self._queue[number]()
+            self._queue[number] = _nothing
+
+
+def _nothing() -> None:
+    """What is left of work that has been done."""
+
+
+class DeviceMemory:
+    """A buffer that the host cannot address, as far as anybody can see."""
+
+    kind = "device"
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.hidden = buffer
+        self.nbytes, self.address = buffer.nbytes, buffer.address
+
+    def slice(self, start: int, nbytes: int) -> DeviceMemory:
+        return DeviceMemory(self.hidden.slice(start, nbytes))
+
+    def memoryview(self) -> memoryview:
+        raise TypeError("memory of a device has no view")
+
+
+class DeviceBackend(WrapperBackend):
+    """Another backend, which can allocate memory of the device and move it.
+
+    Args:
+        inner: Has the files.
+        device: Of which compute must have ended before its memory is moved.
+    """
+
+    def __init__(self, inner: Backend, device: FakeDevice) -> None:
+        super().__init__(inner)
+        self._device = device
+        self.device_bytes = 0
+
+    def allocate(self, nbytes: int, kind: str | None = None) -> Any:
+        buffer = self.inner.allocate(nbytes)
+        if kind != "device":
+            return buffer
+        self.device_bytes += nbytes
+        buffer.memoryview()[:] = bytes([GARBAGE]) * nbytes
+        return DeviceMemory(buffer)
+
+    def wrap_file(self, file: File) -> File:
+        return _DeviceFile(file)
+
+    def reopened(self) -> DeviceBackend:
+        return DeviceBackend(self.inner.reopened(), self._device)  # type: ignore[attr-defined]
+
+
+class _DeviceFile(WrapperFile):
+    def read(self, into: Any, offset: int) -> IOFuture:
+        return self.inner.read(getattr(into, "hidden", into), offset)
+
+    def write(self, source: Any, offset: int) -> IOFuture:
+        return self.inner.write(getattr(source, "hidden", source), offset)

@@ -1,0 +1,342 @@
+"""State in device memory: the bits of torch's arithmetic there, no race, and nothing crosses."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from gds import MemoryBackend
+from offload.errors import UnsupportedOptimizerError, UnsupportedParameterError
+from tests.device.torch_sources import TorchArithmetic
+from tests.numerics.models import Mixed
+from tests.numerics.pairs import CASES, Case, Cut
+from tests.numerics.reference import Reference, assert_same_bits
+from tests.placement.fake_compute import DeviceBackend, FakeCompute
+from tests.placement.fake_device import FakeDevice, on_device, upload, values
+from tests.placement.test_host_placement import (
+    STEPS,
+    DevicePair,
+    give_device_gradients,
+    train,
+)
+
+ON_DEVICE = {"placement": "device"}
+
+
+def reference_of(arithmetic: TorchArithmetic | None) -> type[Reference]:
+    """Return the oracle, with torch's arithmetic of a device where that is not the CPU's."""
+    if arithmetic is None:
+        return Reference
+
+    class OnCuda(Reference):
+        def _step_inner(self) -> None:
+            with arithmetic.foreach():
+                self.inner.step()
+
+    return OnCuda
+
+
+def device_pair(
+    case: Case, cut: Cut, device: FakeDevice, arithmetic: TorchArithmetic | None = None
+) -> DevicePair:
+    backend = DeviceBackend(MemoryBackend(), device)
+    if arithmetic is not None:  # torch's default on a device
+        case = Case(case.optimizer, {**case.hyper, "foreach": True}, case.groups)
+    cut = Cut(cut.chunk_bytes, cut.ring_chunks, settings={**cut.settings, **ON_DEVICE})
+    reference = reference_of(arithmetic)
+    return DevicePair(case, cut, backend, live=on_device(Mixed()), reference=reference)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("adamw", Cut(2 * 4096, 2)),
+        ("adamw-amsgrad-in-one-group", Cut(1 << 20, 2)),
+        ("adam-coupled-decay", Cut(3 * 4096, 2, settings={"device_memory": 100_000})),
+        ("sgd", Cut(20480, 2)),
+        ("sgd-momentum-in-some-groups", Cut(4096, 3, settings={"verify": "always"})),
+    ],
+    ids=str,
+)
+def test_kernels_give_the_bits_of_torchs_arithmetic_on_a_device(
+    name, cut, device, compute, torch_arithmetic
+):
+    pair = device_pair(CASES[name], cut, device, torch_arithmetic)
+    train(pair)
+    pair.assert_same_state()
+    stats = pair.optimizer.stats()
+    pair.optimizer.close()
+    assert compute.num_updates > 0
+    assert pair.backend.device_bytes == stats.ring_bytes + stats.resident_bytes > 0
+    if cut.settings.get("device_memory"):
+        assert stats.resident_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["rmsprop-centered-momentum", "nadam", "adagrad", "adamax"])
+def test_other_classes_run_torchs_own_step_there(name, device, compute):
+    pair = device_pair(CASES[name], Cut(3 * 4096, 2), device)
+    train(pair)
+    pair.assert_same_state()
+    pair.optimizer.close()
+    assert compute.num_updates == 0
+    assert device.num_computed > 0
+
+
+FORMATS = [{"master": "split"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}]
+
+
+def checkpoint_files(optimizer: offload.OffloadedOptimizer, backend: Any) -> dict[str, bytes]:
+    path = optimizer.checkpoint().result().path
+    found = {}
+    for name in backend.list_dir(path):
+        if name.endswith("safetensors") and name != "train_state.safetensors":  # names the store
+            file = backend.open(f"{path}/{name}")
+            found[name] = file.read_bytes(0, file.size_bytes)
+            file.close()
+    return found
+
+
+@pytest.mark.parametrize("settings", FORMATS, ids=["split", "bfloat16", "int8"])
+def test_compressed_state_does_not_depend_on_chunks_or_residents(settings, device, compute):
+    found = []
+    for cut in (Cut(1 << 20, 2), Cut(1 << 20, 2, settings={"device_memory": "1GiB"})):
+        backend = DeviceBackend(MemoryBackend(), device)
+        model = on_device(Mixed())
+        options = Cut(cut.chunk_bytes, 2, settings={**cut.settings, **settings, **ON_DEVICE})
+        with offload.AdamW(
+            model.parameters(), model=model, directory="/s", options=options.options(backend)
+        ) as optimizer:
+            for step in (0, 1, 2):
+                give_device_gradients(step, model)
+                optimizer.step()
+            found.append(checkpoint_files(optimizer, backend))
+    assert found[0] == found[1]
+    assert compute.num_updates > 0
+
+
+@pytest.mark.parametrize("settings", FORMATS, ids=["split", "bfloat16", "int8"])
+def test_compressed_state_decodes_to_what_the_codecs_of_the_cpu_make(settings, device, compute):
+    # SGD's arithmetic is that of the CPU to the bit, and bf16 state is rounded by the same numbers
+    found = []
+    for model, placement in ((on_device(Mixed()), "device"), (Mixed(), "host")):
+        backend = DeviceBackend(MemoryBackend(), device)
+        options = Cut(3 * 4096, 2, settings={**settings, "placement": placement})
+        with offload.SGD(
+            model.parameters(),
+            model=model,
+            directory="/s",
+            lr=1e-2,
+            momentum=0.9,
+            nesterov=True,
+            options=options.options(backend),
+        ) as optimizer:
+            for step in (0, 1, 2):
+                give_device_gradients(step, model)
+                optimizer.step()
+            found.append(checkpoint_files(optimizer, backend))
+    assert found[0].keys() == found[1].keys()
+    assert [name for name in found[0] if found[0][name] != found[1][name]] == []
+
+
+def test_fused_is_honoured_there(device, compute, torch_arithmetic):
+    parameter = on_device(torch.nn.ParameterList([torch.randn(3000)]))[0]
+    master, gradient = values(parameter).clone(), torch.randn(3000)
+    moments = [torch.zeros(3000), torch.zeros(3000)]
+    backend = DeviceBackend(MemoryBackend(), device)
+    options = Cut(4096, 2, settings=ON_DEVICE).options(backend)
+    with offload.AdamW([parameter], directory="/s", fused=True, options=options) as optimizer:
+        for step in (1, 2):
+            parameter.grad = upload(gradient.clone())
+            optimizer.step()
+            group = {**optimizer.param_groups[0]}
+            torch_arithmetic.adam([master, gradient, *moments], group, decoupled=True, step=step)
+    assert_same_bits(values(parameter), master, "parameter")
+
+
+def test_training_goes_on_from_a_checkpoint(device, compute, torch_arithmetic):
+    pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2), device, torch_arithmetic)
+    train(pair, STEPS[:2])
+    pair.optimizer.checkpoint().result()
+    pair.optimizer.close()
+    pair.backend = pair.backend.reopened()
+    pair.live = on_device(Mixed(seed=99))
+    pair.optimizer = pair._offloaded({})
+    restored = pair.optimizer.restore()
+    assert restored.step == 2
+    pair.assert_same_parameters()
+    train(pair, STEPS[2:])
+    pair.assert_same_state()
+
+
+def test_a_flipped_bit_is_found_by_the_device(device, compute):
+    pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
+    train(pair, STEPS[:2])
+    path = pair.optimizer.checkpoint().result().path
+    pair.optimizer.close()
+    pair.backend = pair.backend.reopened()
+    file = pair.backend.open(f"{path}/momentum_buffer.safetensors", writable=True)
+    byte = file.read_bytes(file.size_bytes - 100, 1)
+    file.write_bytes(bytes([byte[0] ^ 1]), file.size_bytes - 100)
+    file.close()
+    pair.live = on_device(Mixed(seed=99))
+    pair.optimizer = pair._offloaded({})
+    pair.optimizer.restore()
+    give_device_gradients(2, pair.live)
+    with pytest.raises(offload.errors.DamagedError, match=r"momentum_buffer.*are damaged"):
+        pair.optimizer.step()
+
+
+def test_only_parameters_cross_and_only_when_sealed_or_restored(device, compute):
+    pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
+    train(pair, (0, 1, 2))
+    stats = pair.optimizer.stats()
+    assert (stats.to_host_bytes, stats.to_device_bytes, stats.crossing_bytes) == (0, 0, 0)
+    assert (device.num_fetched, device.num_sent) == (0, 0)
+    # Digests do: 8 bytes for each MiB that is written.
+    assert compute.num_sent == 0
+    chunks = pair.optimizer.stats().state_bytes // (3 * 4096) + 2
+    assert compute.num_fetched <= 3 * 8 * chunks
+    pair.optimizer.checkpoint().result()
+    after = pair.optimizer.stats()
+    model_bytes = sum(p.nbytes for p in pair.live.parameters())
+    assert (after.to_host_bytes, after.to_device_bytes) == (model_bytes, 0)
+    assert device.num_fetched == model_bytes
+
+
+def test_state_is_read_whole_and_replaced_through_the_host(device, compute, torch_arithmetic):
+    pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2), device, torch_arithmetic)
+    train(pair, STEPS[:2])
+    with pair.optimizer.materialized():
+        whole = copy.deepcopy(pair.optimizer.state_dict())
+    backend = DeviceBackend(MemoryBackend(), device)
+    other = DevicePair(pair.case, pair.cut, backend, live=on_device(Mixed(seed=99)))
+    with torch.no_grad():
+        for name, parameter in other.live.named_parameters():
+            parameter.copy_(upload(values(dict(pair.live.named_parameters())[name])))
+    other.optimizer.load_state_dict(whole)
+    other.expected, other.reference = pair.expected, pair.reference
+    train(other, STEPS[2:])
+    other.assert_same_state()
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_a_step_beside_the_model_gives_the_same_bits(overlap, device, compute):
+    found = []
+    for settings in ({}, {"overlap": overlap}):
+        torch.manual_seed(5)
+        model = on_device(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))))
+        backend = DeviceBackend(MemoryBackend(), device)
+        options = Cut(4096, 3, settings={**settings, **ON_DEVICE}).options(backend)
+        with offload.AdamW(
+            model.parameters(), model=model, directory="/s", options=options
+        ) as optimizer:
+            for step in range(3):
+                generator = torch.Generator().manual_seed(step)
+                batch = upload(torch.randn(8, 64, generator=generator))
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+            optimizer.synchronize()
+            found.append([values(p).clone() for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other, overlap)
+
+
+def test_gradients_are_scaled_there(device, compute):
+    results = []
+    for make in (on_device, lambda model: model):
+        model = make(torch.nn.ParameterList([torch.ones(3000)]))
+        placement = "device" if make is on_device else "host"
+        backend = DeviceBackend(MemoryBackend(), device)
+        options = Cut(4096, 2, settings={"placement": placement}).options(backend)
+        with offload.SGD(model.parameters(), directory="/s", lr=0.1, options=options) as optimizer:
+            gradient = torch.linspace(-1, 1, 3000)
+            parameter = model[0]
+            parameter.grad = upload(gradient) if make is on_device else gradient
+            optimizer._live_engine().gradient_factors = (1 / 3, 0.7)
+            optimizer.step()
+        results.append(values(parameter))
+    assert_same_bits(*results, "parameter")
+
+
+def test_parameters_that_are_added_are_updated_there(device, compute):
+    model = on_device(torch.nn.ParameterList(torch.ones(n) for n in (3000, 50, 700)))
+    backend = DeviceBackend(MemoryBackend(), device)
+    options = Cut(4096, 2, settings=ON_DEVICE).options(backend)
+    optimizer = offload.SGD([*model][:2], lr=1.0, directory="/s", options=options)
+    for parameter in model:
+        parameter.grad = upload(torch.ones(parameter.shape))
+    optimizer.step()
+    optimizer.add_param_group({"params": [model[2]]})
+    optimizer.step()
+    assert [values(p)[0].item() for p in model] == [-1, -1, 0]
+    with pytest.raises(UnsupportedParameterError, match=r"'group2.param0' is in host memory"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    optimizer.step()
+    assert [values(p)[0].item() for p in model] == [-2, -2, -1]
+
+
+def test_what_cannot_be_stepped_there_is_refused_before_anything_is_made(device, compute):
+    backend = DeviceBackend(MemoryBackend(), device)
+    parameter = on_device(torch.nn.ParameterList([torch.ones(30)]))[0]
+
+    def make(optimizer_class: Any, hyper: dict[str, Any], **settings: Any) -> None:
+        options = Cut(4096, 2, settings={**settings, **ON_DEVICE}).options(backend)
+        offload.OffloadedOptimizer(
+            optimizer_class, [parameter], directory="/s", options=options, **hyper
+        )
+
+    with pytest.raises(UnsupportedOptimizerError, match=r"no kernel for RMSprop.*FP32 state.*int8"):
+        make(torch.optim.RMSprop, {}, state_dtype="int8")
+    with pytest.raises(UnsupportedOptimizerError, match=r"foreach=False.*masters.*split"):
+        make(torch.optim.AdamW, {"foreach": False}, master="split")
+    with pytest.raises(UnsupportedOptimizerError, match=r"ASGD.*on the device"):
+        make(torch.optim.ASGD, {})
+    assert backend.list_dir("/") == []
+
+
+def test_parameters_elsewhere_are_refused_by_name(device, compute):
+    backend = DeviceBackend(MemoryBackend(), device)
+    options = Cut(4096, 2, settings=ON_DEVICE).options(backend)
+    parameter = torch.nn.Parameter(torch.ones(30))
+    optimizer = offload.AdamW([parameter], directory="/s", options=options)
+    parameter.grad = torch.ones(30)
+    with pytest.raises(UnsupportedParameterError, match=r"'group0.param0' is in host memory"):
+        optimizer.step()
+    assert parameter.detach().eq(1).all()
+
+
+def test_memory_for_the_wrong_place_is_refused():
+    with pytest.raises(ValueError, match="host_memory has no effect"):
+        offload.Options(placement="device", host_memory="1GiB")
+    with pytest.raises(ValueError, match="device_memory has no effect"):
+        offload.Options(placement="host", device_memory="1GiB")
+    with pytest.raises(ValueError, match="placement must be one of auto, host, device"):
+        offload.Options(placement="gpu")
+    backend = MemoryBackend()
+    parameter = torch.nn.Parameter(torch.ones(30))
+    options = Cut(4096, 2, settings=ON_DEVICE).options(backend)
+    optimizer = offload.AdamW([parameter], directory="/s", options=options)
+    optimizer.close()
+
+
+def test_work_outside_the_librarys_own_stream_is_noticed(device, compute, monkeypatch):
+    # a check of the fake: without the block, the same operations are refused
+    pair = device_pair(CASES["adagrad"], Cut(3 * 4096, 2), device)
+    monkeypatch.setattr(device, "computing", lambda: False)
+    with pytest.raises(AssertionError, match="the library calls"):
+        pair.step(0)
+
+
+def test_a_frame_that_is_written_too_early_is_noticed(device, compute, monkeypatch):
+    # a check of the fake: who does not wait for the device stores what was there before
+    if not device.late:
+        pytest.skip("what is computed at once need not be waited for")
+    monkeypatch.setattr(FakeCompute, "wait", lambda *_: None)
+    pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
+    with pytest.raises(AssertionError):
+        train(pair)
