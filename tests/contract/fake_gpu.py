@@ -11,13 +11,19 @@ from __future__ import annotations
 import ctypes
 import enum
 import errno
+import gc
 import os
+import sys
 import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import pytest
+
+import gds._cuda
 
 ALIGNMENT = 4096
 RUBBISH = 0xDD
@@ -403,3 +409,21 @@ class _Runtime:
 
     def hostUnregister(self, address: int) -> None:  # noqa: N802
         del self._gpu.pinned[address]
+
+
+@contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """Make a machine with one GPU; at the end nothing of it may be held, and no rule broken."""
+    fake = FakeGpu()
+    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "")
+    for name in ("CUFILE_ALLOW_COMPAT_MODE", "CUFILE_LOGGING_LEVEL", "CUFILE_LOGFILE_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, module in fake.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield fake
+    fake.reset()
+    if fake.live or fake.pinned or fake.num_open:
+        gc.collect()  # an error's traceback may hold some of it
+    assert fake.violations == []
+    assert (fake.num_open, fake.live, fake.registered, fake.pinned) == (0, {}, {}, {})

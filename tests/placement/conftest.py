@@ -30,6 +30,7 @@ def device(
     torch.set_num_threads(1)
     yield made
     torch.set_num_threads(before)
+    made.forget()
 
 
 @pytest.fixture(scope="session")

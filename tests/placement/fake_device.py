@@ -156,6 +156,11 @@ class FakeDevice:
         self._done = {"fetch": 0, "send": 0}
         self._lock = threading.RLock()
 
+    def forget(self) -> None:
+        """Let go of all memory."""
+        self._keep.clear()
+        self._queues.clear()
+
     # What the training loop does.
 
     def kernel(self, func: Any, args: Any, kwargs: Any, *, library: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What the boundary with CUDA asks of torch: which stream waits for which event, and when."""
+"""What is asked of torch's CUDA: which stream waits for which event, and when."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import offload.device
+import offload.device_compute
 from offload.device import CudaBoundary
+from offload.device_compute import CudaCompute
 
 DEVICE = torch.device("cuda", 1)
 
@@ -24,11 +26,9 @@ class Recorder:
         self.refuses = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(
-            offload.device,
-            "_cuda",
-            types.SimpleNamespace(Stream=self.stream, Event=self.event, cudart=lambda: self),
-        )
+        typed = types.SimpleNamespace(Stream=self.stream, Event=self.event, cudart=lambda: self)
+        monkeypatch.setattr(offload.device, "_cuda", typed)
+        monkeypatch.setattr(offload.device_compute, "_cuda", typed)
         training = Stream(self, "training")
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: training)
         monkeypatch.setattr(torch.cuda, "stream", self.within)
@@ -46,8 +46,10 @@ class Recorder:
     @contextlib.contextmanager
     def within(self, stream: Stream):
         self.active.append(stream.name)
-        yield
-        self.active.pop()
+        try:
+            yield
+        finally:
+            self.active.pop()
 
     def on(self, device: torch.device):
         assert device == DEVICE
@@ -161,3 +163,31 @@ def test_pages_that_the_driver_refuses_to_lock_are_not_unlocked(cuda):
     assert locked is not None
     del locked
     assert cuda.take() == ["register 4096 1"]
+
+
+def test_computing_follows_what_it_depends_on_and_is_waited_for_by_the_host_alone(
+    cuda, monkeypatch
+):
+    monkeypatch.setattr(offload.device_compute.torch, "empty", lambda *_, **__: torch.zeros(0))
+    compute, boundary = CudaCompute(DEVICE), CudaBoundary(DEVICE)
+    assert len(cuda.streams) == 3
+    began = boundary.now()
+    target = tensor(0.0)
+    with compute.queue([began]):
+        compute.send(tensor(1.0), target)
+        done = compute.mark()
+    compute.wait(done)
+    assert cuda.take() == [
+        "record event 1 of training",
+        "stream 0 waits for event 1 of training",
+        "copy on stream 0",
+        "record event 2 of stream 0",
+        "the host waits for event 2 of stream 0",
+    ]
+    assert cuda.active == ["none"]
+    with pytest.raises(ZeroDivisionError), compute.queue([]):
+        _ = 1 / 0
+    with compute.queue([]):
+        compute.mark()
+    assert cuda.take() == ["record event 3 of stream 0"]
+    assert len(cuda.streams) == 3, "streams are made once"

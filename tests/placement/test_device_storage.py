@@ -1,0 +1,137 @@
+"""State in device memory over storage that fails, and over KvikIO at the boundary of a fake GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import gds._kvikio
+import offload
+from gds import MemoryBackend, StorageError
+from gds._errors import RefusedError
+from gds._kvikio import KvikioBackend
+from gds._kvikio_file import Used
+from gds.probe import direct_io
+from offload.errors import BrokenOptimizerError
+from tests.contract.fake_gpu import FakeGpu, installed
+from tests.crash.fault_backend import FaultBackend
+from tests.numerics.models import Mixed
+from tests.numerics.pairs import CASES, Cut
+from tests.numerics.reference import assert_same_bits
+from tests.placement.fake_compute import DeviceBackend
+from tests.placement.fake_device import on_device, values
+from tests.placement.test_device_placement import ON_DEVICE, device_pair
+from tests.placement.test_host_placement import DevicePair, give_device_gradients, train
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+@pytest.mark.parametrize("nth", [1, 4, 9])
+def test_a_transfer_that_fails_breaks_the_step_and_a_restore_mends_it(kind, nth, device, compute):
+    faults = FaultBackend(MemoryBackend(), "later")
+    case = CASES["sgd-nesterov"]
+    pair = DevicePair(
+        case,
+        Cut(3 * 4096, 2, settings=ON_DEVICE),
+        DeviceBackend(faults, device),
+        live=on_device(Mixed()),
+    )
+    train(pair, (0, 1))
+    pair.optimizer.checkpoint().result()
+    sealed = [values(p).clone() for p in pair.live.parameters()]
+    # Of the next step the first reads have been done ahead.
+    faults.fail(kind, nth, forever=False)
+
+    def go_on() -> None:
+        for step in (2, 3):
+            give_device_gradients(step, pair.live)
+            pair.optimizer.step()
+        pair.optimizer.synchronize()
+
+    with pytest.raises(StorageError):
+        go_on()
+    assert faults.num_failed == 1
+    faults.repair()
+    with pytest.raises((BrokenOptimizerError, StorageError)):
+        pair.optimizer.step()
+    assert pair.optimizer.restore().step == 2
+    for parameter, expected in zip(pair.live.parameters(), sealed, strict=True):
+        assert_same_bits(values(parameter), expected, "restored")
+    train(pair, (2, 7))
+    pair.assert_same_state()
+    pair.optimizer.close()
+    assert faults.violations == []
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    with installed(monkeypatch) as fake:
+        yield fake
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    if not (found := direct_io(str(tmp_path))).supported:
+        pytest.skip(f"no direct I/O in {tmp_path}: {found.reason}")
+    return str(tmp_path / "store")
+
+
+@pytest.mark.parametrize("path", ["gds", "compat"])
+def test_kvikio_moves_state_between_drive_and_device(
+    path, gpu, directory, device, compute, monkeypatch
+):
+    gpu.gds = path == "gds"
+    used = Used(path, "" if gpu.gds else "there is no nvidia-fs")
+    monkeypatch.setattr(gds._kvikio, "_examined", lambda _: {"read": used, "write": used})
+    made: list[KvikioBackend] = []
+    original = KvikioBackend.__init__
+
+    def remember(self: KvikioBackend, **arguments: object) -> None:
+        original(self, **arguments)
+        made.append(self)
+
+    monkeypatch.setattr(KvikioBackend, "__init__", remember)
+    pair = DevicePair(
+        CASES["sgd-nesterov"],
+        Cut(3 * 4096, 3, settings=ON_DEVICE),
+        None,
+        directory,
+        live=on_device(Mixed()),
+    )
+    train(pair)
+    pair.assert_same_state()
+    moved = made[0].moved()
+    stats = pair.optimizer.stats()
+    assert moved["read"][path] > 0
+    assert moved["write"][path] > moved["write"]["bounce"], "partial blocks only"
+    assert (stats.to_host_bytes, stats.to_device_bytes) == (device.num_fetched, 0)
+    pair.reopen(live=on_device(Mixed(seed=99)))
+    assert pair.optimizer.restore().step == 4
+    pair.assert_same_parameters()
+    train(pair, (9,))
+    pair.optimizer.close()
+    assert len(made) == 2
+
+
+def test_without_the_libraries_the_remedy_is_named_before_anything_is_made(tmp_path):
+    parameter = torch.nn.Parameter(torch.ones(30))
+    options = offload.Options(placement="device")
+    with pytest.raises(RefusedError, match=r"no CUDA driver|cannot be imported"):
+        offload.AdamW([parameter], directory=tmp_path / "store", options=options)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_backend_without_device_memory_is_refused_before_the_step(device, compute):
+    pair = device_pair(CASES["sgd"], Cut(3 * 4096, 2), device)
+    pair.optimizer.close()
+    options = Cut(3 * 4096, 2, settings=ON_DEVICE).options(MemoryBackend())
+    model = on_device(Mixed())
+    optimizer = offload.SGD(model.parameters(), directory="/s", lr=0.1, options=options)
+    before = [values(p).clone() for p in model.parameters()]
+    give_device_gradients(0, model)
+    with pytest.raises(RefusedError, match=r"the memory backend has host memory only"):
+        optimizer.step()
+    for parameter, expected in zip(model.parameters(), before, strict=True):
+        assert_same_bits(values(parameter), expected, "parameter")
