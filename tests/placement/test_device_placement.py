@@ -172,6 +172,25 @@ def test_training_goes_on_from_a_checkpoint(device, compute, torch_arithmetic):
     pair.assert_same_state()
 
 
+@pytest.mark.parametrize("there_first", [False, True], ids=["host-first", "device-first"])
+def test_a_store_goes_from_one_placement_to_the_other(there_first, device, compute):
+    places = [{"placement": "host"}, ON_DEVICE]
+    if there_first:
+        places.reverse()
+    pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
+    pair.optimizer.close()
+    pair.backend = DeviceBackend(MemoryBackend(), device)
+    for place, steps in zip(places, (STEPS[:2], STEPS[2:]), strict=True):
+        pair.cut = Cut(3 * 4096, 2, settings=place)
+        pair.optimizer = pair._offloaded({})
+        pair.optimizer.restore()
+        train(pair, steps)
+        pair.assert_same_state()
+        pair.optimizer.close()
+        pair.backend = pair.backend.reopened()
+    assert compute.num_updates > 0
+
+
 def test_a_flipped_bit_is_found_by_the_device(device, compute):
     pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
     train(pair, STEPS[:2])

@@ -78,9 +78,10 @@ def directory(tmp_path: Path) -> str:
     return str(tmp_path / "store")
 
 
+@pytest.mark.parametrize("num_drives", [1, 2])
 @pytest.mark.parametrize("path", ["gds", "compat"])
-def test_kvikio_moves_state_between_drive_and_device(
-    path, gpu, directory, device, compute, monkeypatch
+def test_kvikio_moves_state_between_drives_and_device(
+    path, num_drives, gpu, directory, device, compute, monkeypatch
 ):
     gpu.gds = path == "gds"
     used = Used(path, "" if gpu.gds else "there is no nvidia-fs")
@@ -95,24 +96,24 @@ def test_kvikio_moves_state_between_drive_and_device(
     monkeypatch.setattr(KvikioBackend, "__init__", remember)
     pair = DevicePair(
         CASES["sgd-nesterov"],
-        Cut(3 * 4096, 3, settings=ON_DEVICE),
+        Cut(3 * 4096, 3, settings={**ON_DEVICE, "shares": (1,) * num_drives}),
         None,
-        directory,
+        [f"{directory}{number}" for number in range(num_drives)],
         live=on_device(Mixed()),
     )
     train(pair)
     pair.assert_same_state()
-    moved = made[0].moved()
     stats = pair.optimizer.stats()
-    assert moved["read"][path] > 0
-    assert moved["write"][path] > moved["write"]["bounce"], "partial blocks only"
+    assert len(made) == num_drives
+    for moved in (backend.moved() for backend in made):
+        assert moved["read"][path] > 0
+        assert moved["write"][path] > moved["write"]["bounce"], "partial blocks only"
     assert (stats.to_host_bytes, stats.to_device_bytes) == (device.num_fetched, 0)
     pair.reopen(live=on_device(Mixed(seed=99)))
     assert pair.optimizer.restore().step == 4
     pair.assert_same_parameters()
     train(pair, (9,))
     pair.optimizer.close()
-    assert len(made) == 2
 
 
 def test_without_the_libraries_the_remedy_is_named_before_anything_is_made(tmp_path):
