@@ -83,10 +83,10 @@ class Stats:
     """Seconds that the last restore took."""
 
     ring_bytes: int
-    """Host memory that state passes through."""
+    """Memory that state passes through: of the host, or of the device where it is updated there."""
 
     resident_bytes: int
-    """Host memory in which state is kept between steps."""
+    """Memory, of the same place, in which state is kept between steps."""
 
     to_host_bytes: int
     """Bytes copied from devices to the host: gradients and parameters, for steps and seals."""
