@@ -12,6 +12,7 @@ import ctypes
 import enum
 import errno
 import os
+import sys
 import threading
 import types
 from collections import defaultdict
@@ -19,8 +20,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+import gds._cuda
+
 ALIGNMENT = 4096
 RUBBISH = 0xDD
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Put a fake GPU where CuPy and KvikIO are imported from, and a driver where one is looked for.
+
+    Nothing of it may be held when the patches are undone.
+    """
+    fake = FakeGpu()
+    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "")
+    for name in ("CUFILE_ALLOW_COMPAT_MODE", "CUFILE_LOGGING_LEVEL", "CUFILE_LOGFILE_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, module in fake.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return fake
 
 
 class FakeGpu:
