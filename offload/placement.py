@@ -85,7 +85,8 @@ def decide(step: StepBytes, rates: Rates | str) -> Decision:
         return Decision("host", f"steps are taken on the CPU, because {rates}")
     host, device = _host_parts(step, rates), _device_parts(step, rates)
     place = choose_placement(step, rates)
-    expected = f"a step is expected to take {_slowest(device, 'there')}, and {_slowest(host, 'on the CPU')}"
+    there, here = _slowest(device, "there"), _slowest(host, "on the CPU")
+    expected = f"a step is expected to take {there}, and {here}"
     if place == "device":
         return Decision(place, f"steps are taken on the device: {expected}")
     return Decision(
