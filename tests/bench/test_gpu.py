@@ -1,0 +1,149 @@
+"""Everything that needs a GPU, in order: steps that fail, hang or print nonsense stop no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import gpu
+from bench.gpu import Step
+
+LEAVES_A_CHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600 if sys.argv[1] == "hang" else 0)
+"""
+
+
+def python(name: str, code: str, *arguments: str, **settings: Any) -> Step:
+    return Step(name, ("-c", code, *arguments), settings.pop("limit_s", 60.0), **settings)
+
+
+def performed(tmp_path: Path, *listed: Step) -> tuple[list[gpu.Outcome], dict[str, Any]]:
+    directory = tmp_path / "drive"
+    directory.mkdir()
+    output = tmp_path / "results"
+    outcomes = gpu.perform_all(listed, output, "x", str(directory), quick=True)
+    (path,) = output.glob("*.json")
+    assert path.name.endswith("-gpu-x.json")
+    assert (output / path.stem).is_dir()
+    return outcomes, json.loads(path.read_text())
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_what_fails_stops_nothing_after_it(tmp_path: Path) -> None:
+    outcomes, summary = performed(
+        tmp_path,
+        python("fails", "import sys; print('one'); sys.exit('two')"),
+        python("finding", "raise SystemExit(3)", accepted=(0, 3)),
+        python("crashes", "import os; os.abort()"),
+        python("works", "print('three')"),
+    )
+    assert [(o.name, o.status, o.succeeded) for o in outcomes] == [
+        ("fails", 1, False),
+        ("finding", 3, True),
+        ("crashes", -6, False),
+        ("works", 0, True),
+    ]
+    assert outcomes[0].last_lines == ["one", "two"]
+    assert [step["name"] for step in summary["steps"]] == [o.name for o in outcomes]
+    assert (tmp_path / "results" / outcomes[0].output).read_text() == "one\ntwo\n"
+    assert summary["steps"][3]["last_lines"] == ["three"]
+    assert summary["machine"]["cores"] >= 1
+
+
+@pytest.mark.parametrize("ending", ["hang", "leave"])
+def test_a_step_ends_with_its_children(tmp_path: Path, ending: str) -> None:
+    limit_s = 3.0 if ending == "hang" else 60.0
+    (outcome,), _ = performed(tmp_path, python("stuck", LEAVES_A_CHILD, ending, limit_s=limit_s))
+    assert outcome.status == (None if ending == "hang" else 0)
+    assert outcome.succeeded is (ending == "leave")
+    child = int((tmp_path / "results" / outcome.output).read_text())
+    deadline = time.monotonic() + 30  # it has been killed; how soon it is gone is not ours to say
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(child)
+
+
+def test_json_is_kept_as_such_and_nonsense_is_a_failure(tmp_path: Path) -> None:
+    outcomes, summary = performed(
+        tmp_path,
+        python("json", "print('{\"a\": [1]}')", is_json=True),
+        python("noise", "print('no json')", is_json=True),
+        python("refused", "import sys; sys.exit('error: no GPU')", is_json=True),
+        python("may-refuse", "import sys; sys.exit('no GDS')", is_json=True, accepted=(0, 1)),
+    )
+    assert [o.succeeded for o in outcomes] == [True, False, False, True]
+    assert summary["steps"][0]["found"] == {"a": [1]}
+    assert summary["steps"][0]["last_lines"] == []
+    assert summary["steps"][2]["last_lines"] == ["error: no GPU"]
+
+
+def test_no_path_of_the_user_is_recorded(tmp_path: Path) -> None:
+    code = "import os, sys; print(sys.argv[1:], os.getcwd())"
+    drive, output = str(tmp_path / "drive"), str(tmp_path / "results")
+    _, summary = performed(tmp_path, python("paths", code, drive, f"{output}/x"))
+    assert str(tmp_path) not in json.dumps(summary)
+    (step,) = summary["steps"]
+    assert step["command"].endswith("DIRECTORY OUTPUT/x")
+    assert step["last_lines"] == ["['DIRECTORY', 'OUTPUT/x'] ROOT"]
+
+
+def test_everything_fits_into_half_an_hour_and_can_be_asked_for(tmp_path: Path) -> None:
+    listed = gpu.steps("/data", "/out", quick=False)
+    assert sum(step.limit_s for step in listed) <= 1800
+    assert len({step.name for step in listed}) == len(listed)
+    # Every command is one that there is, with arguments that it takes.
+    for step in gpu.steps("/data", "/out", quick=True):
+        module = step.arguments[1]
+        if module == "pytest":
+            continue
+        words = [word for word in step.arguments[2:] if word.startswith("--")]
+        shown = help_of(module, step.arguments[2] if module == "gds.cli" else "")
+        assert [word for word in words if word not in shown] == []
+
+
+@cache
+def help_of(module: str, command: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", module, *([command] if command else []), "--help"],
+        cwd=gpu._ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "COLUMNS": "200"},
+    ).stdout
+
+
+def test_steps_are_named_to_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--directory", str(tmp_path), "--only", "kernel,nothing"])
+    assert "there are check, tests, kernel, device, bench-gds" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gpu.main(["--directory", str(tmp_path / "missing")])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_device_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--directory", str(tmp_path), "--output", str(tmp_path / "out"), "--what", "x"]
+    assert gpu.main(arguments) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
