@@ -365,3 +365,21 @@ def test_bytes_of_a_step_are_those_of_the_layout(make_site) -> None:
     assert (step.kept_on_host, step.kept_on_device) == (5000, 12 * num)
     split = step_bytes(make_site(state_format=StateFormat("split", "bfloat16")).layout)
     assert split.state == 6 * num
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_real_link_is_measured_and_nothing_queued_is_disturbed() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    # Memory that is let go of while a kernel that writes it is still queued.
+    matrix = torch.ones(4096, 4096, device=device)
+    for _ in range(20):
+        matrix = (matrix @ matrix).clamp_(0, 1)
+    kept = torch.zeros(rates._COPY_BYTES, dtype=torch.uint8, device=device)
+    source = torch.full_like(kept, 7)
+    kept.copy_(source)
+    del source
+    to_host, to_device = rates.link_gbps(device)
+    assert 0.1 < to_host < 2000
+    assert 0.1 < to_device < 2000
+    assert bool((kept == 7).all())
