@@ -18,8 +18,7 @@ from bench._harness import BenchError, Result
 from bench.replay import Plan, Replay
 from gds import probe
 from gds.kvikio import KvikioBackend, Used
-from tests.contract import fake_gpu
-from tests.contract.fake_gpu import FakeGpu
+from tests.contract.fake_gpu import FakeGpu, installed
 from tests.placement import fake_device
 from tests.placement.fake_device import FakeDevice
 
@@ -37,12 +36,11 @@ def drive(tmp_path: Path) -> Path:
 @pytest.fixture(params=["gds", "compat"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """CuPy and KvikIO of a machine that is not there."""
-    fake = fake_gpu.install(monkeypatch)
-    fake.gds = request.param == "gds"
-    used = Used("gds", "") if fake.gds else Used("compat", "no nvidia-fs")
-    monkeypatch.setattr(gds._kvikio, "_examined", lambda _: {"read": used, "write": used})
-    yield fake
-    assert fake.violations == []
+    with installed(monkeypatch) as fake:
+        fake.gds = request.param == "gds"
+        used = Used("gds", "") if fake.gds else Used("compat", "no nvidia-fs")
+        monkeypatch.setattr(gds._kvikio, "_examined", lambda _: {"read": used, "write": used})
+        yield fake
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import errno
+import gc
 import os
 import sys
 import threading
@@ -26,21 +27,6 @@ import gds._cuda
 
 ALIGNMENT = 4096
 RUBBISH = 0xDD
-
-
-def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """Put a fake GPU where CuPy and KvikIO are imported from, and a driver where one is looked for.
-
-    Nothing of it may be held when the patches are undone.
-    """
-    fake = FakeGpu()
-    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "")
-    for name in ("CUFILE_ALLOW_COMPAT_MODE", "CUFILE_LOGGING_LEVEL", "CUFILE_LOGFILE_PATH"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    for name, module in fake.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return fake
 
 
 class FakeGpu:
@@ -426,3 +412,21 @@ class _Runtime:
 
     def hostUnregister(self, address: int) -> None:  # noqa: N802
         del self._gpu.pinned[address]
+
+
+@contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """Make a machine with one GPU; at the end nothing of it may be held, and no rule broken."""
+    fake = FakeGpu()
+    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "")
+    for name in ("CUFILE_ALLOW_COMPAT_MODE", "CUFILE_LOGGING_LEVEL", "CUFILE_LOGFILE_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, module in fake.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield fake
+    fake.reset()
+    if fake.live or fake.pinned or fake.num_open:
+        gc.collect()  # an error's traceback may hold some of it
+    assert fake.violations == []
+    assert (fake.num_open, fake.live, fake.registered, fake.pinned) == (0, {}, {}, {})

@@ -27,7 +27,6 @@ from gds._kvikio_file import KvikioFile, Used
 from gds.probe import direct_io
 from gds.testing import BackendContract, TransferContract
 from gds.testing._harness import FILE_BYTES, contents, filled, new_file, put
-from tests.contract import fake_gpu
 from tests.contract.fake_gpu import FakeGpu
 
 MIB = 1 << 20
@@ -49,7 +48,13 @@ def directory(tmp_path: Path) -> str:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """A machine with one GPU; at the end nothing of it may be held, and no rule broken."""
-    fake = fake_gpu.install(monkeypatch)
+    fake = FakeGpu()
+    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "")
+    for name in ("CUFILE_ALLOW_COMPAT_MODE", "CUFILE_LOGGING_LEVEL", "CUFILE_LOGFILE_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, module in fake.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
     yield fake
     fake.reset()
     if fake.live or fake.pinned or fake.num_open:

@@ -23,8 +23,7 @@ from gds.bench.run import Plan
 from gds.bench.run import run as run_plan
 from gds.bench.workload import Workload
 from gds.kvikio import KvikioBackend
-from tests.contract import fake_gpu
-from tests.contract.fake_gpu import FakeGpu
+from tests.contract.fake_gpu import FakeGpu, installed
 from tests.gds_cli.machines import Machine
 
 HANDLE = 0x7F00_1234_5678
@@ -85,11 +84,10 @@ class FakeNvml:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    fake = fake_gpu.install(monkeypatch)
     used = Used("compat", "no nvidia-fs")
     monkeypatch.setattr("gds._kvikio._examined", lambda _: {"read": used, "write": used})
-    yield fake
-    assert fake.violations == []
+    with installed(monkeypatch) as fake:
+        yield fake
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from offload.placement import Rates, decide
 from offload.rates import Site, find_rates, load_rates, save_rates, step_bytes
 from offload.rules import UpdateRule
 from offload.update_pool import UpdatePool
-from tests.contract import fake_gpu
+from tests.contract.fake_gpu import installed
 from tests.placement.fake_device import Event
 
 DEVICE = torch.device("meta")
@@ -120,7 +120,6 @@ def boundary(time: Time, monkeypatch: pytest.MonkeyPatch) -> PacedBoundary:
 def make_site(
     time: Time, boundary: PacedBoundary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Site]]:
-    gpu = fake_gpu.install(monkeypatch)
     made: list[Any] = []
 
     def make(
@@ -156,10 +155,10 @@ def make_site(
         )
         return dataclasses.replace(site, **changes)
 
-    yield make
-    for one in made:
-        one.close()
-    assert gpu.violations == []
+    with installed(monkeypatch):
+        yield make
+        for one in made:
+            one.close()
 
 
 def test_each_rate_is_that_of_its_part(make_site, time, boundary) -> None:
