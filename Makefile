@@ -4,12 +4,13 @@
 #   make demo MODEL=tiny    the same with a small GPT (under a minute)
 #   make test               format, lint, types, tests
 #   make bench              measure on this drive and render docs/performance.md (10 minutes)
+#   make gpu                all that needs a GPU: tests, kernels, steps, transfers (30 minutes)
 #   make lint               format, lint, types
 #   make clean              remove .venv, caches and the demo's files
 
 PYTHON ?= python3
 MODEL ?= smollm2
-# Where `make bench` measures; a scratch directory in it is removed afterwards.
+# Where `make bench` and `make gpu` measure; a scratch directory in it is removed afterwards.
 DIRECTORY ?= .
 
 VENV := .venv
@@ -20,7 +21,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # An optimizer must not be tested with the Python files of another checkout on the path.
 unexport PYTHONPATH
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -48,6 +49,10 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m bench.resume --directory $(DIRECTORY) --parameters 64Mi
 	$(BIN)/python -m bench.report
 
+# Each part has a time limit, and one that fails does not stop the others: bench/gpu.py.
+gpu: $(VENV)/.gpu
+	$(BIN)/python -m bench.gpu --directory $(DIRECTORY)
+
 clean:
 	rm -rf $(VENV) offload-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
@@ -70,6 +75,10 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.bench: $(VENV)/.base
 	$(INSTALL) --no-build-isolation --editable '.[bench]'
+	@touch $@
+
+$(VENV)/.gpu: $(VENV)/.base constraints-gpu.txt
+	$(PIP) install --quiet --constraint constraints-gpu.txt --no-build-isolation --editable '.[gpu,test]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,6 +33,7 @@ class Streamed:
         label: What it is called in results.
         settings: For `offload.Options`.
         keep: Checkpoints to keep.
+        settle: Waits until a device that the parameters are on is idle.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class Streamed:
         settings: dict[str, Any],
         *,
         keep: int = 1,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.label = label
+        self._settle = settle
         self.parameters = parameters
         self._backend = settings.get("backend")
         self.optimizer = offload.AdamW(
@@ -79,10 +83,12 @@ class Streamed:
         Between the calls nothing is in flight and the ring is full of what the next step needs.
         """
         self.optimizer.synchronize()
+        self._settle()
         started = time.perf_counter()
         for _ in range(steps):
             self.optimizer.step()
         self.optimizer.synchronize()
+        self._settle()
         return (time.perf_counter() - started) / steps
 
     def bytes_of(self, steps: int) -> tuple[int, int]:

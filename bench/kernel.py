@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bench._harness import BenchError, Parser, Result, count, mebi, run, say
+from bench._device import describe_device, require_device
+from bench._harness import Parser, Result, count, mebi, run, say
 from bench._statistics import alternate, ratios
 from offload.device_kernels import digest
 from offload.device_kernels.forms import DeviceBlock, form_of
@@ -37,12 +38,9 @@ _FORMS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the result."""
     args = _arguments(arguments)
-    if not torch.cuda.is_available():
-        raise BenchError("there is no CUDA device, and this measures one")
+    require_device()
     result = Result("kernel", args, args.directory)
-    properties = torch.cuda.get_device_properties(0)
-    result.fact("device", properties.name)
-    result.fact("device_memory_bytes", properties.total_memory)
+    describe_device(result)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for name in _FORMS:

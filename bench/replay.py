@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from gds import ALIGNMENT, Backend, Buffer, IOFuture
+from gds.kvikio import DeviceBuffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,11 @@ class Plan:
 
 def fill_random(buffer: Buffer) -> None:
     """Fill memory with what cannot be compressed: a drive may be faster with zeros."""
-    buffer.memoryview()[:] = random.Random(buffer.nbytes).randbytes(buffer.nbytes)
+    data = random.Random(buffer.nbytes).randbytes(buffer.nbytes)
+    if isinstance(buffer, DeviceBuffer):
+        buffer.upload(data)
+    else:
+        buffer.memoryview()[:] = data
 
 
 class _Frame:
@@ -76,7 +81,7 @@ class Replay:
     write has ended.
 
     Args:
-        backend: Moves the bytes.
+        backend: Moves the bytes, between files and whatever memory it allocates.
         directory: Where the files are made; they are written in full once.
         plan: What is moved.
         ring_chunks: Frames.

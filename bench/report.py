@@ -31,6 +31,7 @@ _TITLES = {
     "peers": "Beside DeepSpeed ZeRO-Infinity",
     "finetune": "What smaller state does to a fine-tune",
     "kernel": "The kernels of a device, beside copies within its memory",
+    "device": "State in device memory, beside the raw path",
 }
 _INTRODUCTION = """\
 # Performance
@@ -159,7 +160,7 @@ def _remarks(one: Run) -> str:
     """Return what a run says beside its ratios."""
     lines = []
     medians = {k: v for k, v in one["medians"].items() if k.endswith("_s")}
-    if one["bench"] in ("step", "digests", "overlap", "resume") and len(medians) <= 8:
+    if one["bench"] in ("step", "digests", "overlap", "resume", "device") and len(medians) <= 8:
         times = ", ".join(f"`{k[:-2]}` {v:.3g} s" for k, v in medians.items())
         lines.append(f"Medians of {one['what']}: {times}.")
     if one["bench"] == "overlap" and one["settings"]["overlap"] != "none":

@@ -85,6 +85,10 @@ class Cuda:
             self._stream = self._cuda.Stream(non_blocking=True)
         self._lock = threading.Lock()
 
+    def pci_bus_id(self) -> str:
+        """Return the device's place on the bus, such as ``0000:41:00.0``."""
+        return str(self._runtime.deviceGetPCIBusId(self.device))
+
     def allocate(self, nbytes: int) -> DeviceMemory:
         """Return uninitialised memory, an allocation of its own and no part of a pool.
 

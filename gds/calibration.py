@@ -11,14 +11,12 @@ again with `load_calibration` for as long as the data stays on the same device.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime as dt
 import errno
 import json
 import math
 import os
-import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +27,7 @@ from gds import probe
 from gds._backend import ALIGNMENT
 from gds._errors import StorageError
 from gds._names import reporting
+from gds._small_files import read_small_file, write_small_file
 from gds._trials import BOTH, UNIT_BYTES, trials_in
 from gds._tuning import DEFAULT, MIB, Setting, choose
 
@@ -38,7 +37,6 @@ _MOST_THREADS: Final = 64
 _MOST_REQUEST_BYTES: Final = 1 << 30
 _MOST_GBPS: Final = 10_000.0
 _MOST_CHARACTERS: Final = 4096
-_MOST_FILE_BYTES: Final = 64 << 10
 _MOST_RING_CHUNKS: Final = 64
 
 _FILL_SHARE: Final = 0.35
@@ -205,19 +203,7 @@ def save_calibration(path: str, calibration: Calibration) -> None:
     if calibration.reason:
         return  # what stood in the way may be gone the next time
     data = json.dumps(dataclasses.asdict(calibration), indent=2).encode() + b"\n"
-    beside = f"{path}.new"
-    with reporting("write a calibration", path):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(beside)  # of a process that died here
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            with open(fd, "wb") as file:
-                file.write(data)
-            os.rename(beside, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
-            raise
+    write_small_file(path, data, "a calibration")
 
 
 def load_calibration(path: str) -> Calibration | None:
@@ -226,26 +212,12 @@ def load_calibration(path: str) -> Calibration | None:
     Never raises: whatever is wrong with the file, the remedy is to measure again.
     """
     try:
-        found = Calibration(**json.loads(_small_file(path)))
+        found = Calibration(**json.loads(read_small_file(path)))
         here = _identity(os.path.dirname(path) or ".")
     except (OSError, ValueError, TypeError, RecursionError):
         return None
     recorded = (found.device, found.source, found.filesystem)
     return found if recorded == here and not found.reason else None
-
-
-def _small_file(path: str) -> bytes:
-    # O_NONBLOCK: opening a pipe must not wait for its other end.
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ValueError(f"{path!r} is not a regular file")
-        data = os.read(fd, _MOST_FILE_BYTES + 1)
-    finally:
-        os.close(fd)
-    if len(data) > _MOST_FILE_BYTES:
-        raise ValueError(f"{path!r} is longer than {_MOST_FILE_BYTES} bytes")
-    return data
 
 
 def _identity(directory: str) -> tuple[str, str, str]:

@@ -20,6 +20,7 @@ from gds._backend import ALIGNMENT, Backend, Buffer, File, IOFuture
 from gds._buffers import HUGE_PAGE_BYTES
 from gds._device_buffers import DeviceBuffer
 from gds._errors import RefusedError
+from gds.bench.link import link_meter
 from gds.bench.stamps import Words
 from gds.bench.target import Target
 from gds.bench.workload import Workload
@@ -58,6 +59,19 @@ class Run:
     """Processor seconds of this process during `elapsed_s`, all threads."""
 
     cpu_system_s: float
+
+    pcie_rx_gbps: float | None
+    """GB/s that the GPU received over PCIe during `elapsed_s`, whoever sent it; None where that is
+    not readable. See `gds.bench.link`."""
+
+    pcie_tx_gbps: float | None
+    """GB/s that it sent."""
+
+    pcie_samples: int
+    """Number of samples of 20 ms that these are the mean of."""
+
+    pcie_reason: str
+    """Why there are none, for people."""
 
     direct: bool
     """Whether the transfers bypassed the page cache."""
@@ -135,7 +149,10 @@ def measure(
     elapsed_s = sync_s = user_s = system_s = 0.0
     cached: float | None = None
     passes = verified = 0
-    with closing(open_backend(workload.path, workload.threads)) as backend:
+    with (
+        closing(open_backend(workload.path, workload.threads)) as backend,
+        closing(link_meter(backend)) as meter,
+    ):
         file = backend.open(target.path, writable=workload.writes)
         slots = _slots(backend, workload, target)
         while passes < workload.passes or elapsed_s < workload.seconds:
@@ -144,7 +161,8 @@ def measure(
             cached = found if cached is None else max(cached, found or 0.0)
             one = _Pass(workload, file, target, slots, verify=verify)
             before = resource.getrusage(resource.RUSAGE_SELF)
-            elapsed_s += one.run(order)
+            with meter.running():
+                elapsed_s += one.run(order)
             after = resource.getrusage(resource.RUSAGE_SELF)
             user_s += after.ru_utime - before.ru_utime
             system_s += after.ru_stime - before.ru_stime
@@ -161,6 +179,7 @@ def measure(
             again = _Pass(workload, file, target, slots, verify=True)
             again.run([(block, True) for block in range(workload.num_requests)])
             verified += again.verified_bytes
+    link = meter.use()
     ordered = np.sort(np.frombuffer(latencies))
     num_reads = workload.num_reads * passes
     num_writes = workload.num_requests * passes - num_reads
@@ -176,6 +195,10 @@ def measure(
         latency_max_s=float(ordered[-1]),
         cpu_user_s=user_s,
         cpu_system_s=system_s,
+        pcie_rx_gbps=link.rx_gbps,
+        pcie_tx_gbps=link.tx_gbps,
+        pcie_samples=link.samples,
+        pcie_reason=link.reason,
         direct=direct,
         cached_before=cached,
         verified_bytes=verified,

@@ -13,6 +13,7 @@ from gds.bench.compare import Comparison
 from gds.bench.measure import Run
 from gds.bench.statistics import median
 from gds.bench.workload import Workload
+from gds.paths import PATHS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,10 +105,13 @@ class Report:
         for name in varied:
             table.add_column(name, no_wrap=True)
         spread = ["from-to"] if any(len(point.runs) > 1 for point in self.points) else []
-        for title in ("GB/s", *spread, "IOPS", "mean ms", "p50 ms", "p99 ms", "CPU", "sync s"):
+        titles = ["GB/s", *spread, "IOPS", "mean ms", "p50 ms", "p99 ms", "CPU", "sync s"]
+        link = any(PATHS[point.workload.path].memory == "device" for point in self.points)
+        for title in (*titles, *(("PCIe rx", "tx") if link else ())):
             table.add_column(title, justify="right", no_wrap=True)
         for row, point in zip(rows, self.points, strict=True):
-            table.add_row(*(row[name] for name in varied), *_numbers(point))
+            pcie = _link_numbers(point) if link else ()
+            table.add_row(*(row[name] for name in varied), *_numbers(point), *pcie)
         console.print(table)
         console.print(
             "GB/s: 1e9 bytes per second, syncs not counted. mean, p50, p99: of a request. CPU: "
@@ -223,6 +227,15 @@ def _numbers(point: Point) -> Sequence[str]:
         f"{point.middle('cpu_cores'):.2f}",
         f"{point.middle('sync_s'):.3f}" if point.workload.writes else "-",
     )
+
+
+def _link_numbers(point: Point) -> tuple[str, ...]:
+    """Return what crossed the GPU's link in each direction, GB/s."""
+    found = []
+    for name in ("pcie_rx_gbps", "pcie_tx_gbps"):
+        known = [getattr(run, name) for run in point.runs if getattr(run, name) is not None]
+        found.append(f"{median(known):.3f}" if known else "-")
+    return tuple(found)
 
 
 def _compared(comparison: Comparison) -> str:

@@ -181,6 +181,14 @@ def _remarks(report: Report) -> list[str]:
         found.append("Reads came from the page cache in part or wholly: no drive was measured.")
     if any(not run.direct for workload, run in runs if workload.writes):
         found.append("Writes through the page cache are not on the drive before the sync.")
+    of_gpu = [run for workload, run in runs if PATHS[workload.path].memory == "device"]
+    if of_gpu:
+        found.append(
+            "PCIe: what the GPU received (rx) and sent (tx), in GB/s, as NVML samples it, whoever "
+            "moved it. Copy engines themselves have no counter there."
+        )
+        reasons = dict.fromkeys(run.pcie_reason for run in of_gpu if run.pcie_reason)
+        found += [f"PCIe not readable: {reason}." for reason in reasons]
     if any(PATHS[w.path].memory == "host" and w.cache == "as-is" for w, _ in runs):
         found.append("The page cache was left as it was: see how much of the file it held.")
     return found

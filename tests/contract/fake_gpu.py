@@ -389,6 +389,9 @@ class _Runtime:
     def getDevice(self) -> int:  # noqa: N802
         return 0
 
+    def deviceGetPCIBusId(self, device: int) -> str:  # noqa: N802
+        return f"0000:4{device}:00.0"
+
     def memsetAsync(self, address: int, value: int, nbytes: int, stream: int) -> None:  # noqa: N802
         self._gpu.need_device("memset", address, nbytes)
         self._gpu.launch(stream, lambda: ctypes.memset(address, value, nbytes) and None)

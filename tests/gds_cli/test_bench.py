@@ -30,6 +30,7 @@ RUN = {
     "num_requests", "bytes_read", "bytes_written", "elapsed_s", "sync_s", "latency_mean_s",
     "latency_p50_s", "latency_p99_s", "latency_max_s", "cpu_user_s", "cpu_system_s", "direct",
     "cached_before", "verified_bytes", "bytes_per_s", "durable_bytes_per_s", "iops", "cpu_cores",
+    "pcie_rx_gbps", "pcie_tx_gbps", "pcie_samples", "pcie_reason",
 }  # fmt: skip
 MEDIAN = {
     "bytes_per_s", "durable_bytes_per_s", "iops", "latency_mean_s", "latency_p50_s",

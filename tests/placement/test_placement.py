@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from offload.placement import Rates, StepBytes, choose_placement, device_s, host_s
+from offload.placement import Rates, StepBytes, choose_placement, decide, device_s, host_s
 
 # 7 B parameters in bf16 with Adam
 STEP = StepBytes(state=84 * 10**9, gradients=14 * 10**9, parameters=14 * 10**9)
@@ -57,3 +57,66 @@ def test_a_link_slower_than_all_else_shows_in_both_places():
 def test_what_is_no_rate_is_refused(value):
     with pytest.raises(ValueError, match="update_gbps must be a rate"):
         changed(update_gbps=value)
+
+
+def test_state_that_stays_in_memory_is_not_waited_for():
+    on_host = dataclasses.replace(STEP, kept_on_host=STEP.state // 2)
+    assert host_s(on_host, WORKSTATION) == pytest.approx(84 / 7)
+    assert device_s(on_host, WORKSTATION) == device_s(STEP, WORKSTATION)
+    on_device = dataclasses.replace(STEP, kept_on_device=STEP.state // 2)
+    assert device_s(on_device, WORKSTATION) == pytest.approx(84 / 7)
+    assert choose_placement(on_device, WORKSTATION) == "device"
+    assert choose_placement(on_host, WORKSTATION) == "host"
+
+
+@pytest.mark.parametrize(
+    ("rates", "place", "reason"),
+    [
+        (
+            WORKSTATION,
+            "host",
+            (
+                "steps are taken on the CPU rather than on the device: a step is expected to take "
+                "24 s there (the drives), and 24 s on the CPU (the drives); state goes into device "
+                "memory only where that takes at most 95% of the time"
+            ),
+        ),
+        (
+            changed(update_gbps=4, direct=True),
+            "device",
+            (
+                "steps are taken on the device: a step is expected to take 24 s there (the "
+                "drives), and 42 s on the CPU (the CPU)"
+            ),
+        ),
+        (
+            "the drives have not been measured",
+            "host",
+            "steps are taken on the CPU, because the drives have not been measured",
+        ),
+    ],
+    ids=["host", "device", "unknown"],
+)
+def test_the_reason_names_the_times_and_what_they_are_spent_on(rates, place, reason):
+    assert decide(STEP, rates) == (place, reason)
+
+
+@pytest.mark.parametrize(
+    ("rates", "slowest"),
+    [
+        (changed(to_host_gbps=1), ("the link to the host", "the link to the host")),
+        (changed(to_device_gbps=0.5), ("the link to the device", "the link to the device")),
+        (changed(update_gbps=3), ("copies through host memory", "the CPU")),
+    ],
+    ids=["to-host", "to-device", "cpu"],
+)
+def test_the_slowest_part_is_named(rates, slowest):
+    there, here = (f"({name})" for name in slowest)
+    reason = decide(STEP, rates).reason
+    assert there in reason
+    assert here in reason
+
+
+def test_whether_the_way_is_direct_is_yes_or_no():
+    with pytest.raises(ValueError, match="direct must be True or False"):
+        changed(direct=1)

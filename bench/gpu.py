@@ -1,0 +1,288 @@
+"""Everything that needs a GPU, one after the other, each with a time limit: 30 minutes in all.
+
+    python -m bench.gpu --directory DIR
+
+A step that fails or takes too long does not stop those after it. What each printed is kept beside
+the results, in ``<date>-gpu-<what>/``; ``<date>-gpu-<what>.json`` says how each ended, and holds
+what `gds check` and `gds bench` found. The scripts among them write their own results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench._harness import RESULTS, BenchError, say
+from bench._machine import describe_machine, describe_storage, describe_versions
+
+_ROOT = Path(__file__).parent.parent
+_PATHS = ("gds", "compat", "bounce", "direct")
+_KILL_S = 10.0
+_LAST_LINES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One command."""
+
+    name: str
+    arguments: tuple[str, ...]
+    """For the Python that runs this."""
+
+    limit_s: float
+    """It is killed after so many seconds, with all its children."""
+
+    accepted: tuple[int, ...] = (0,)
+    """Exit statuses that are no failure."""
+
+    is_json: bool = False
+    """Whether its output is JSON, to be kept as such."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one ended."""
+
+    name: str
+    command: str
+    status: int | None
+    """Exit status; None where it was killed at its limit."""
+
+    succeeded: bool
+    seconds: float
+    limit_s: float
+    last_lines: list[str]
+    output: str
+    """Name of the file that holds all of it, beside this one."""
+
+    found: Any = None
+    """What it printed as JSON."""
+
+
+def steps(directory: str, output: str, *, quick: bool) -> list[Step]:
+    """Return all of them, in order; what is most worth knowing comes first.
+
+    Args:
+        directory: On the drive to be measured.
+        output: Folder for results.
+        quick: Whether to show only that they run.
+    """
+    bench = ("--directory", directory, "--output", output, *(("--quick",) if quick else ()))
+    # On a drive of 1 GB/s that is three minutes.
+    model = () if quick else ("--parameters", "64Mi")
+    sizes = ("--file-size", "64M") if quick else ("--file-size", "4G")
+    sweep = ("--sweep", "rw=read,write", "--sweep", f"size={'1M' if quick else '1M,16M'}")
+    listed = [
+        # 3 to 5: something less than GPUDirect Storage would be used, which is a finding.
+        Step("check", ("-m", "gds.cli", "check", directory, "--json"), 60, (0, 3, 4, 5), True),
+        Step(
+            "tests",
+            ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(_ROOT / "tests")),
+            540,
+        ),
+        Step("kernel", ("-m", "bench.kernel", *bench), 240),
+        Step("device", ("-m", "bench.device", *bench, *model), 480),
+    ]
+    listed += [
+        Step(
+            f"bench-{path}",
+            (
+                *("-m", "gds.cli", "bench", directory, "--path", path, "--threads", "4"),
+                *(*sizes, *sweep, "--repeat", "1" if quick else "3", "--json"),
+                *(("--allow-small",) if quick else ()),
+            ),
+            110,
+            (0, 1) if path == "gds" else (0,),  # 1: there is none here, and the rest says why
+            is_json=True,
+        )
+        for path in _PATHS
+    ]
+    return listed
+
+
+def perform(step: Step, folder: Path, hidden: dict[str, str]) -> Outcome:
+    """Run a step to its end or its limit; never raises for what it does.
+
+    Args:
+        step: What to run.
+        folder: Where its output is kept.
+        hidden: Words, by what stands in their place in everything that is recorded.
+    """
+    log = folder / f"{step.name}.txt"
+    began = time.monotonic()
+    with open(log, "w+b") as out, open(folder / f"{step.name}.err", "w+b") as err:
+        process = subprocess.Popen(
+            [sys.executable, *step.arguments],
+            cwd=_ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,  # so that its children end with it
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        status: int | None = None
+        try:
+            status = process.wait(step.limit_s)
+        except subprocess.TimeoutExpired:
+            say(f"  {step.name} is ended after {step.limit_s:g} s")
+        finally:
+            _end(process)
+        seconds = time.monotonic() - began
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(_without(file.read().decode(errors="replace"), hidden))
+    log.write_text("".join(texts))
+    Path(err.name).unlink()
+    succeeded = status in step.accepted
+    found = None
+    if step.is_json:
+        try:
+            found = json.loads(texts[0])
+        except ValueError:
+            succeeded = succeeded and status != 0  # it refused, and was allowed to
+    return Outcome(
+        name=step.name,
+        command=_without(" ".join(("python", *step.arguments)), hidden),
+        status=status,
+        succeeded=succeeded,
+        seconds=round(seconds, 1),
+        limit_s=step.limit_s,
+        last_lines=[line for text in texts for line in text.splitlines()[-_LAST_LINES:]]
+        if found is None
+        else [],
+        output=f"{folder.name}/{log.name}",
+        found=found,
+    )
+
+
+def perform_all(
+    listed: Sequence[Step], output: Path, what: str, directory: str, *, quick: bool
+) -> list[Outcome]:
+    """Run all steps and write their summary, anew after each: it may be the machine that ends.
+
+    Args:
+        listed: The steps.
+        output: Folder for results.
+        what: Label, for the names of files.
+        directory: On the drive that is measured; recorded by what it is on, not by its path.
+        quick: Whether that was asked for.
+    """
+    began = datetime.now(UTC)
+    name = f"{began:%Y-%m-%d}-gpu-{what}"
+    folder = output / name
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden = {str(output): "OUTPUT", str(_ROOT): "ROOT"}
+    if os.path.dirname(directory) != directory:
+        hidden[directory] = "DIRECTORY"
+    summary: dict[str, Any] = {
+        "bench": "gpu",
+        "what": what,
+        "date": f"{began:%Y-%m-%d}",
+        "started": began.isoformat(timespec="seconds"),
+        "quick": quick,
+        "machine": describe_machine(),
+        "storage": describe_storage(directory),
+        "versions": describe_versions(),
+        "steps": [],
+    }
+    outcomes: list[Outcome] = []
+    for step in listed:
+        say(f"{step.name}, at most {step.limit_s:g} s")
+        outcomes.append(perform(step, folder, hidden))
+        one = outcomes[-1]
+        ended = "killed" if one.status is None else f"status {one.status}"
+        say(f"  {'succeeded' if one.succeeded else 'FAILED'} ({ended}) in {one.seconds:g} s")
+        for line in one.last_lines:
+            say(f"  | {line}")
+        summary["steps"] = [asdict(outcome) for outcome in outcomes]
+        (output / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    return outcomes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run everything; returns 0 where all of it succeeded, otherwise 1."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--directory", required=True, help="on the drive to be measured; 6 GB are needed there")
+    add("--output", default=str(RESULTS), help="folder for results (default: %(default)s)")
+    add("--what", default="", help="label in the files' names (default: the GPU's name)")
+    add("--only", default="", help="steps to run, with commas (default: all)")
+    add("--quick", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
+    args = parser.parse_args(arguments)
+    directory, output = os.path.abspath(args.directory), os.path.abspath(args.output)
+    if not os.path.isdir(directory):
+        parser.error(f"--directory {args.directory}: there is no such directory")
+    listed = steps(directory, output, quick=args.quick)
+    wanted = {word.strip() for word in args.only.split(",") if word.strip()}
+    unknown = wanted - {step.name for step in listed}
+    if unknown:
+        names = ", ".join(step.name for step in listed)
+        parser.error(f"--only: no {', '.join(sorted(unknown))}; there are {names}")
+    try:
+        device = _device_name()  # without one, tests that are skipped would count as passed
+    except BenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    outcomes = perform_all(
+        [step for step in listed if not wanted or step.name in wanted],
+        Path(output),
+        args.what or device,
+        directory,
+        quick=args.quick,
+    )
+    failed = [outcome.name for outcome in outcomes if not outcome.succeeded]
+    say(f"{len(outcomes) - len(failed)} of {len(outcomes)} succeeded")
+    if failed:
+        say(f"failed: {', '.join(failed)}; what they printed is in {output}")
+    return 1 if failed else 0
+
+
+def _device_name() -> str:
+    """Return the GPU's name as a label.
+
+    Raises:
+        BenchError: There is none.
+    """
+    from bench._device import require_device  # takes seconds to import torch
+
+    require_device()
+    import torch
+
+    return str(torch.cuda.get_device_properties(0).name).lower().replace(" ", "-")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of a step: itself, and children that outlived it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(_KILL_S)
+    except subprocess.TimeoutExpired:
+        say("  it does not end even so (stuck in a driver), and is left behind")
+
+
+def _without(text: str, hidden: dict[str, str]) -> str:
+    # The longest first: one may lie within another.
+    for word in sorted(hidden, key=len, reverse=True):
+        text = text.replace(word, hidden[word])
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

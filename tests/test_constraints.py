@@ -1,0 +1,38 @@
+"""Exact versions are within the ranges that are promised, and each is stated once."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+
+
+def pins(name: str) -> dict[str, str]:
+    found = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / name).read_text(), re.MULTILINE)
+    assert len(dict(found)) == len(found), "a package is pinned twice"
+    return {package.lower(): version for package, version in found}
+
+
+def test_what_the_gpu_extra_adds_is_pinned_within_its_ranges() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = [Requirement(text) for text in project["optional-dependencies"]["gpu"]]
+    assert {requirement.name for requirement in extra} == {"kvikio-cu13", "cupy-cuda13x"}
+    found = pins("constraints-gpu.txt")
+    for requirement in extra:
+        assert requirement.specifier.contains(found[requirement.name]), requirement
+    # KvikIO and its C++ library are of one release.
+    assert found["kvikio-cu13"].split(".")[:2] == found["libkvikio-cu13"].split(".")[:2]
+
+
+def test_the_pins_of_a_gpu_are_added_to_all_others() -> None:
+    text = (ROOT / "constraints-gpu.txt").read_text()
+    assert re.findall(r"^-c (\S+)$", text, re.MULTILINE) == ["constraints.txt"]
+    found = pins("constraints-gpu.txt")
+    assert list(found) == sorted(found)
+    assert not found.keys() & pins("constraints.txt").keys()
+    # torch's build decides on those: a pin here would keep one of both from being installed.
+    assert not [name for name in found if name.startswith(("nvidia-", "cuda-toolkit"))]
