@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -9,12 +11,13 @@ from typing import TypeAlias
 
 import torch
 
-from gds import Backend, probe
+from gds import Backend, PosixBackend, probe
 from gds._backend import Counters
+from gds._errors import RefusedError
 from gds.calibration import Calibration
+from offload.device_compute import COMPUTES
 from offload.manifest import MAX_DIRECTORIES
 from offload.options import Options
-from offload.state_device import new_backend
 from offload.trace import Trace, TracedBackend
 from offload.tuning import MIN_STATE_BYTES, apply_calibration, find_calibration
 
@@ -76,15 +79,17 @@ class Drives:
                 f"Options(shares=...) needs one number for each directory, got "
                 f"{len(options.shares)} for {len(directories)}: {', '.join(directories)}"
             )
-        self._directories = directories
+        self.directories = directories
+        """One on each drive."""
         self._options = options
         self._calibrations: list[Calibration | None] = [None] * len(directories)
-        self._transports: list[Backend] = (
+        self.transports: list[Backend] = (
             [options.backend]
             if options.backend
             else [new_backend(options, device) for _ in directories]
         )
-        traced = self._transports
+        """What moves the bytes, untraced: for each directory, or one for all."""
+        traced = self.transports
         if trace is not None:
             traced = [TracedBackend(backend, trace) for backend in traced]
         self.backends = traced * len(directories) if options.backend else traced
@@ -97,8 +102,8 @@ class Drives:
         """
         if self._options.shares is not None:
             return tuple(self._options.shares)
-        if len(self._directories) > 1:
-            self._calibrate(MIN_STATE_BYTES)
+        if len(self.directories) > 1:
+            self.calibrate(MIN_STATE_BYTES)
         speeds = [found.mixed_gbps if found else 0.0 for found in self._calibrations]
         return proportional_shares(speeds if all(speeds) else [1.0] * len(speeds))
 
@@ -109,8 +114,8 @@ class Drives:
             state_bytes: Of all state; a small one is not worth measuring for.
             frame_bytes: What one chunk takes in the ring.
         """
-        self._calibrate(state_bytes)
-        pairs = zip(self._transports, self._calibrations, strict=False)
+        self.calibrate(state_bytes)
+        pairs = zip(self.transports, self._calibrations, strict=False)
         chunks = [apply_calibration(b, self._options, c, frame_bytes) for b, c in pairs]
         if self._options.ring_chunks is not None:
             return self._options.ring_chunks
@@ -118,7 +123,7 @@ class Drives:
 
     def counters(self) -> Counters:
         """Add up what all have moved; seconds are those of the busiest one."""
-        found = [backend.counters() for backend in self._transports]
+        found = [backend.counters() for backend in self.transports]
         return Counters(
             bytes_read=sum(c.bytes_read for c in found),
             bytes_written=sum(c.bytes_written for c in found),
@@ -142,20 +147,59 @@ class Drives:
 
     def size_bytes(self) -> int:
         """Return the size of the file systems; 0 if that is not known."""
-        return sum(map(probe.size_bytes, self._directories))
+        return sum(map(probe.size_bytes, self.directories))
 
     def close(self) -> None:
         """Close the backends, unless the user passed one in."""
         if self._options.backend is None:
-            for backend in self._transports:
+            for backend in self.transports:
                 backend.close()
 
-    def _calibrate(self, state_bytes: int) -> None:
-        for index, directory in enumerate(self._directories):
-            if self._calibrations[index] is None and index < len(self._transports):
+    def calibrate(self, state_bytes: int) -> None:
+        """Measure the drives, where that has not been done and so much state is worth it."""
+        for index, directory in enumerate(self.directories):
+            if self._calibrations[index] is None and index < len(self.transports):
                 self._calibrations[index] = find_calibration(
-                    self._transports[index], directory, self._options, state_bytes
+                    self.transports[index], directory, self._options, state_bytes
                 )
+
+
+def new_backend(options: Options, device: torch.device | None) -> Backend:
+    """Return a backend that moves host memory, and device memory where state may be there.
+
+    Args:
+        options: The user's.
+        device: That the parameters are on now; None for host memory.
+
+    Raises:
+        gds.RefusedError: State is to be on a device, and a library or the driver is missing; names
+            the remedy.
+    """
+    if options.placement == "device" or (options.placement == "auto" and _may_be_on(device)):
+        from gds.kvikio import KvikioBackend  # needs a driver and libraries that few have
+
+        number = device.index if device is not None else None
+        try:
+            return KvikioBackend(memory="host", device=number, direct=options.direct)
+        except RefusedError as error:
+            if options.placement == "device":
+                raise
+            logging.getLogger("offload").info("state is updated on the CPU: %s", error)
+    return PosixBackend(direct=options.direct)
+
+
+def _may_be_on(device: torch.device | None) -> bool:
+    """Return whether a device can be given state, as far as that is known without trying."""
+    if device is None or device.type not in COMPUTES:
+        return False
+    missing = [name for name in ("kvikio", "cupy") if importlib.util.find_spec(name) is None]
+    if missing:
+        logging.getLogger("offload").info(
+            "state is updated on the CPU: without %s it cannot be in device memory "
+            "(pip install 'ssd-offload[gpu]')",
+            " and ".join(missing),
+        )
+    return not missing
 
 
 def proportional_shares(speeds: Sequence[float]) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ from offload.retention import Retention
 from offload.rules import Scalars, UpdateRule
 from offload.seal import Captured, Seal, SealHandle, capture
 from offload.slot import Slot
-from offload.state_device import choose_compute
+from offload.state_device import StateDevice
 from offload.state_pass import ChunkWork, StatePass
 from offload.state_slots import StateSlots
 from offload.stats import Meter, Stats, collect_stats
@@ -93,6 +93,7 @@ class Engine(Usable):
         self._meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
         self._drives = Drives(directories, options, self._meter.trace, device)
         self._memory = WorkingMemory(self._drives, options, self._meter)
+        self._state_device = StateDevice(options, rule, self._pool, self._drives)
         self._backend = self._drives.backends[0]
         try:
             store = Store(
@@ -237,7 +238,7 @@ class Engine(Usable):
         trainables, stored = match_checkpoint(
             found, groups, self._table.model, self._rule, self._table.state_format
         )
-        compute = choose_compute(self._options, self._rule, groups, trainables)
+        compute = self._state_device.choose(groups, found.manifest.layout, trainables)
         started = time.perf_counter()
         checkpoint = Checkpoint(
             self._backend, found.path, found.manifest, self.store.directories[1:]
@@ -410,7 +411,7 @@ class Engine(Usable):
         layout, trainables = self._table.describe(groups)
         if layout == self._table.layout:
             return
-        compute = choose_compute(self._options, self._rule, groups, trainables)
+        compute = self._state_device.choose(groups, layout, trainables)
         present = self._slots.present
         if self._table.layout is not None and present is not None:
             self._collect_seal(wait=True)

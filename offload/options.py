@@ -146,11 +146,12 @@ class Options:
                 raise ValueError(
                     f"{name} must be one of {', '.join(map(str, known))}, got {value!r}"
                 )
-        if self.placement == "device" and self.host_memory_bytes:
+        host_memory_bytes, device_memory_bytes = self.host_memory_bytes, self.device_memory_bytes
+        if self.placement == "device" and host_memory_bytes:
             raise ValueError(
                 'host_memory has no effect with placement="device": state stays in device_memory'
             )
-        if self.placement == "host" and self.device_memory_bytes:
+        if self.placement == "host" and device_memory_bytes:
             raise ValueError(
                 'device_memory has no effect with placement="host": state stays in host_memory'
             )

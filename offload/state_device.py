@@ -2,73 +2,103 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from gds import Backend, PosixBackend
 from offload.device import is_on_device
 from offload.device_compute import COMPUTES, Compute, compute_on
-from offload.device_update import require_steps
+from offload.device_update import require_steps, why_not_stepped
+from offload.drives import Drives
 from offload.errors import UnsupportedParameterError
+from offload.layout import Layout
 from offload.options import Options
 from offload.parameters import Trainable
+from offload.placement import decide
+from offload.rates import Site, find_rates, step_bytes
 from offload.rules import UpdateRule
+from offload.update_pool import UpdatePool
 
 Groups = Sequence[Mapping[str, Any]]
 
 
-def new_backend(options: Options, device: torch.device | None) -> Backend:
-    """Return a backend that moves host memory, and device memory where state may be there.
+class StateDevice:
+    """Chooses for one optimizer; with ``placement="auto"`` once, for all of its life.
 
     Args:
         options: The user's.
-        device: That the parameters are on now; None for host memory.
-
-    Raises:
-        gds.RefusedError: State is to be on a device, and a library or the driver is missing; names
-            the remedy.
+        rule: The optimizer's.
+        pool: Updates on the CPU; measured.
+        drives: Of the store; measured.
     """
-    if options.placement == "device" or (options.placement == "auto" and _may_be_on(device)):
-        from gds.kvikio import KvikioBackend  # needs a driver and libraries that few have
 
-        number = device.index if device is not None else None
-        return KvikioBackend(memory="host", device=number, direct=options.direct)
-    return PosixBackend(direct=options.direct)
+    def __init__(
+        self, options: Options, rule: UpdateRule, pool: UpdatePool, drives: Drives
+    ) -> None:
+        self._options = options
+        self._rule = rule
+        self._pool = pool
+        self._drives = drives
+        self._chosen: str | None = None
+
+    def choose(
+        self, groups: Groups, layout: Layout, trainables: Sequence[Trainable]
+    ) -> Compute | None:
+        """Return what updates state on the parameters' device; None if the CPU does.
+
+        Raises:
+            UnsupportedParameterError: ``placement="device"``, and a parameter is elsewhere.
+            UnsupportedOptimizerError: Likewise, and the step is not possible there.
+        """
+        placement = self._options.placement
+        if placement == "host" or not trainables:
+            return None
+        split = self._options.master == "split"
+        if placement == "device":
+            require_steps(self._rule, groups, layout.state_dtype, split=split)
+            if reason := why_not_there(trainables):
+                raise UnsupportedParameterError(
+                    f'placement="device" updates parameters on the device that they are on, and '
+                    f'{reason}: move the model to one device, or use placement="host"'
+                )
+        elif (
+            why_not_there(trainables)
+            or why_not_stepped(self._rule, groups, layout.state_dtype, split=split)
+            or self._choose(groups, layout, trainables[0].tensor.device) == "host"
+        ):
+            return None
+        return compute_on(trainables[0].tensor.device)
+
+    def _choose(self, groups: Groups, layout: Layout, device: torch.device) -> str:
+        if self._chosen is None:
+            options, drives = self._options, self._drives
+            drives.calibrate(layout.state_bytes)
+            site = Site(
+                backends=drives.transports,
+                directories=drives.directories,
+                drive_gbps=drives.rates()[2],
+                device=device,
+                pool=self._pool,
+                rule=self._rule,
+                groups=groups,
+                layout=layout,
+            )
+            step = step_bytes(
+                layout,
+                kept_on_host=options.host_memory_bytes,
+                kept_on_device=options.device_memory_bytes,
+            )
+            self._chosen, reason = decide(step, find_rates(site))
+            logging.getLogger("offload").info("%s", reason)
+        return self._chosen
 
 
 def device_of(groups: Groups) -> torch.device | None:
     """Return the device that a parameter is on, or None if all are in host memory."""
     parameters = (p for group in groups for p in group["params"])
     return next((p.device for p in parameters if is_on_device(p)), None)
-
-
-def choose_compute(
-    options: Options,
-    rule: UpdateRule,
-    groups: Groups,
-    trainables: Sequence[Trainable],
-) -> Compute | None:
-    """Return what updates state on the parameters' device; None if the CPU does, in host memory.
-
-    Raises:
-        UnsupportedParameterError: ``placement="device"``, and a parameter is elsewhere; names it.
-        UnsupportedOptimizerError: ``placement="device"``, and the step is not possible there.
-    """
-    if options.placement == "host" or not trainables:
-        return None
-    if options.placement == "device":
-        require_steps(rule, groups, options.state_dtype, split=options.master == "split")
-        if reason := why_not_there(trainables):
-            raise UnsupportedParameterError(
-                f'placement="device" updates parameters on the device that they are on, and '
-                f'{reason}: move the model to one device, or use placement="host"'
-            )
-        return compute_on(trainables[0].tensor.device)
-    return None
 
 
 def why_not_there(trainables: Sequence[Trainable]) -> str:
@@ -83,17 +113,3 @@ def why_not_there(trainables: Sequence[Trainable]) -> str:
         if device.type not in COMPUTES:
             return f"parameter {name!r} is on {device}, which has no kernels"
     return ""
-
-
-def _may_be_on(device: torch.device | None) -> bool:
-    """Return whether a device can be given state, as far as that is known without trying."""
-    if device is None or device.type not in COMPUTES:
-        return False
-    missing = [name for name in ("kvikio", "cupy") if importlib.util.find_spec(name) is None]
-    if missing:
-        logging.getLogger("offload").info(
-            "state is updated on the CPU: without %s it cannot be in device memory "
-            "(pip install 'ssd-offload[gpu]')",
-            " and ".join(missing),
-        )
-    return not missing

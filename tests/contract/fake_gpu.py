@@ -19,6 +19,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
@@ -125,12 +126,10 @@ class FakeGpu:
         driver.get = lambda _name: self.copies_untold  # type: ignore[attr-defined]
         cupy = types.ModuleType("cupy")
         cupy.cuda = _cuda(self)  # type: ignore[attr-defined]
-        return {
-            "kvikio": kvikio,
-            "kvikio.defaults": defaults,
-            "kvikio.cufile_driver": driver,
-            "cupy": cupy,
-        }
+        found = {module.__name__: module for module in (kvikio, defaults, driver, cupy)}
+        for name, module in found.items():
+            module.__spec__ = ModuleSpec(name, None)
+        return found
 
     def _set(self, *config: Any) -> Any:
         wanted = config[0] if len(config) == 1 else {config[0]: config[1]}

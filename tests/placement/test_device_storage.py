@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import gds._cuda
 import gds._kvikio
 import offload
+import offload.state_device
 from gds import MemoryBackend, StorageError
 from gds._errors import RefusedError
 from gds._kvikio import KvikioBackend
 from gds._kvikio_file import Used
 from gds.probe import direct_io
 from offload.errors import BrokenOptimizerError
+from offload.placement import Rates
+from offload.rates import Site
 from tests.contract.fake_gpu import FakeGpu, installed
 from tests.crash.fault_backend import FaultBackend
 from tests.numerics.models import Mixed
@@ -136,3 +141,62 @@ def test_a_backend_without_device_memory_is_refused_before_the_step(device, comp
         optimizer.step()
     for parameter, expected in zip(model.parameters(), before, strict=True):
         assert_same_bits(values(parameter), expected, "parameter")
+
+
+QUICK = Rates(drive_gbps=6.0, update_gbps=2.0, to_host_gbps=50.0, to_device_gbps=50.0, direct=True)
+"""Of a machine whose CPU is slower than its drive."""
+
+
+@pytest.mark.parametrize(
+    ("rates", "place"),
+    [
+        (QUICK, "device"),
+        (dataclasses.replace(QUICK, update_gbps=20.0), "host"),
+        ("the drives have not been measured", "host"),
+    ],
+    ids=["slow-cpu", "fast-cpu", "not-measured"],
+)
+def test_auto_goes_where_a_step_is_expected_to_take_less(
+    rates, place, gpu, directory, device, compute, monkeypatch, caplog
+):
+    asked = []
+
+    def find(site: Site) -> Rates | str:
+        asked.append(site)
+        return rates
+
+    monkeypatch.setattr(offload.state_device, "find_rates", find)
+    used = Used("compat", "there is no nvidia-fs")
+    monkeypatch.setattr(gds._kvikio, "_examined", lambda _: {"read": used, "write": used})
+    cut = Cut(3 * 4096, 3, settings={"placement": "auto"})
+    pair = DevicePair(CASES["sgd-nesterov"], cut, None, directory, live=on_device(Mixed()))
+    with caplog.at_level("INFO", "offload"):
+        train(pair)
+    pair.assert_same_state()
+    pair.optimizer.close()
+    assert (compute.num_updates > 0) == (place == "device")
+    assert len(asked) == 1, "it is decided once"
+    assert isinstance(asked[0].backends[0], KvikioBackend)
+    assert "steps are taken on the" in caplog.text
+
+
+def test_auto_needs_neither_libraries_nor_a_driver(directory, device, compute):
+    cut = Cut(3 * 4096, 3, settings={"placement": "auto"})
+    pair = DevicePair(CASES["adamw"], cut, None, directory, live=on_device(Mixed()))
+    train(pair)
+    pair.assert_same_state()
+    pair.optimizer.close()
+    assert compute.num_updates == 0
+
+
+def test_auto_does_without_a_driver_where_the_libraries_are(
+    gpu, directory, device, compute, monkeypatch, caplog
+):
+    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "libcuda.so.1: cannot open")
+    cut = Cut(3 * 4096, 3, settings={"placement": "auto"})
+    with caplog.at_level("INFO", "offload"):
+        pair = DevicePair(CASES["adamw"], cut, None, directory, live=on_device(Mixed()))
+    train(pair, (0,))
+    pair.optimizer.close()
+    assert "state is updated on the CPU" in caplog.text
+    assert "no CUDA driver" in caplog.text
