@@ -64,6 +64,13 @@ def require(module: str) -> Any:
         ) from error
 
 
+class _Handle:
+    """A stream by its raw handle: all that CuPy reads of one."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
 class Cuda:
     """One device. Copies run on a stream of its own, which never waits for the default stream."""
 
@@ -147,13 +154,22 @@ class Cuda:
         """
         with self._current():
             event = self._event()
-            event.record(self._cuda.ExternalStream(stream, self.device))
+            event.record(_Handle(stream))
         recorded: Event = event
         return recorded
 
     def _event(self) -> Any:
         # Blocking: whoever waits sleeps, where spinning would take a core from the training.
         return self._cuda.Event(block=True, disable_timing=True)
+
+    def use(self) -> None:
+        """Make the device the current one of the calling thread, for good: one of our own.
+
+        Going back, as `_current` does, would make a context on device 0, where no thread of ours
+        has any business.
+        """
+        if int(self._runtime.getDevice()) != self.device:
+            self._runtime.setDevice(self.device)
 
     def _current(self) -> Any:
         return self._cuda.Device(self.device)

@@ -322,7 +322,22 @@ def _directory_of(path: str, fd: int) -> str:
     return os.path.dirname(path) or "."
 
 
+_known: dict[int, dict[Direction, Used]] = {}
+"""What has been found out in this process, by the number of a file system."""
+
+_knowing = threading.Lock()
+
+
 def _examined(directory: str) -> dict[Direction, Used]:
+    """Find out once for each file system, for all backends of this process."""
+    device = os.stat(directory).st_dev
+    with _knowing:
+        if device not in _known:
+            _known[device] = _examine(directory)
+        return _known[device]
+
+
+def _examine(directory: str) -> dict[Direction, Used]:
     """Find out as `gds check` does: cuFile is tried in a child process, its own fallback off."""
     from gds.check.choice import choose  # these read half of /sys, and only GPUs need it
     from gds.check.gpu import examine_gpu

@@ -155,6 +155,7 @@ class _DeviceTransfer:
                 self._file.path,
                 offset=self._offset,
             )
+        self._backend.cuda.use()
         # The compute stream has to be done with this memory: KvikIO's own streams do not know it.
         for event in self._events:
             event.synchronize()

@@ -132,7 +132,7 @@ class CudaBoundary:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Take memory from torch's pool of pinned memory, which minds copies in progress."""
         with torch.cuda.device(self._device):
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def lock_pages(self, memory: torch.Tensor) -> object:
         """Register memory with the driver; where it refuses, copies are slower and as correct."""

@@ -19,7 +19,7 @@ import torch
 from gds import Buffer
 from offload.device import Event
 from offload.device_kernels import digest, update
-from offload.device_kernels.forms import DeviceBlock, DeviceScalars
+from offload.device_kernels.forms import DeviceBlock, DeviceScalars, Form
 
 _cuda: Any = torch.cuda  # which is typed in part
 
@@ -31,6 +31,10 @@ class Compute(Protocol):
 
     def view(self, buffer: Buffer) -> torch.Tensor:
         """Return device memory of a backend as a tensor of bytes, which keeps it alive."""
+        ...
+
+    def trim(self) -> None:
+        """Give memory back to the device that torch keeps for later, but nobody uses."""
         ...
 
     def queue(self, after: Iterable[Event]) -> AbstractContextManager[None]:
@@ -47,6 +51,10 @@ class Compute(Protocol):
 
     def number(self, value: float) -> torch.Tensor:
         """Return a number as FP32, of one element, without copying it from the host."""
+        ...
+
+    def prepare(self, form: Form) -> None:
+        """Compile a variant of the update, unless that has been done."""
         ...
 
     def update(
@@ -92,6 +100,7 @@ class CudaCompute:
         self._stream: torch.cuda.Stream = _cuda.Stream(device)
         self._lock = threading.Lock()
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
+        digest.compile_kernels(device.index or 0)
 
     def view(self, buffer: Buffer) -> torch.Tensor:
         """Make a tensor by ``__cuda_array_interface__``.
@@ -108,6 +117,11 @@ class CudaCompute:
             )
         return tensor
 
+    def trim(self) -> None:
+        """Empty torch's pool."""
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+
     @contextmanager
     def queue(self, after: Iterable[Event]) -> Iterator[None]:
         """Make the stream the current one."""
@@ -123,6 +137,10 @@ class CudaCompute:
     def number(self, value: float) -> torch.Tensor:
         """Fill a tensor."""
         return torch.full((1,), value, dtype=torch.float32, device=self.device)
+
+    def prepare(self, form: Form) -> None:
+        """Compile it."""
+        update.compile_form(form, self.device.index or 0)
 
     def update(
         self,
@@ -158,7 +176,7 @@ class CudaCompute:
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         """Copy to page-locked memory."""
-        out = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        out = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
         return out.copy_(source, non_blocking=True)
 
     def send(self, source: torch.Tensor, into: torch.Tensor) -> None:

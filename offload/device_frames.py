@@ -34,7 +34,12 @@ class DeviceFrames:
             gds.RefusedError: The backend has none.
             MemoryError: The device has none left.
         """
-        buffer = self._backend.allocate(nbytes, "device")
+        try:
+            buffer = self._backend.allocate(nbytes, "device")
+        except MemoryError:
+            # The backend's allocations are not torch's, which keeps what it has once had.
+            self._compute.trim()
+            buffer = self._backend.allocate(nbytes, "device")
         return buffer, self._compute.view(buffer)
 
     def digests(self, arrays: Mapping[str, torch.Tensor]) -> DeviceDigests:

@@ -11,15 +11,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from offload.crossing import Traffic
 from offload.device import Event, boundary_of, marks_of
 from offload.device_compute import Compute
-from offload.device_kernels.forms import KERNEL_DTYPES, DeviceBlock, DeviceScalars, why_not
+from offload.device_kernels.forms import (
+    KERNEL_DTYPES,
+    DeviceBlock,
+    DeviceScalars,
+    form_for,
+    why_not,
+)
 from offload.errors import UnsupportedOptimizerError, UnsupportedParameterError
 from offload.flat_tensors import FlatTensors
 from offload.formats import MASTER_LOW
-from offload.frame import Digests
+from offload.frame import DTYPES, Digests
 from offload.layout import Layout, Piece
 from offload.rules import Scalars, UpdateRule
 from offload.update import Block, ChunkUpdater
@@ -86,6 +93,7 @@ class DeviceUpdater(ChunkUpdater):
                     )
         self._compute = compute
         self._class = rule.optimizer_class
+        self._parameters = parameters
         self._live = FlatTensors(parameters, writable=True)
         self._gradients = FlatTensors(gradients, writable=False)
         self._crossing = []
@@ -96,6 +104,18 @@ class DeviceUpdater(ChunkUpdater):
         split = MASTER_LOW in layout.array_names
         require_steps(rule, self._hyper, layout.state_dtype, split=split)
         self._has_kernel = [not why_not_by_kernel(rule, group, factors) for group in self._hyper]
+        for spec, live, gradient in zip(layout.parameters, parameters, gradients, strict=True):
+            if self._has_kernel[spec.group]:
+                # Now: what cannot be compiled must not be found out in the middle of a step.
+                self._compute.prepare(
+                    form_for(
+                        self._class,
+                        self._hyper[spec.group],
+                        live=live.dtype,
+                        gradient=_kernel_dtype(live if gradient is None else gradient),
+                        arrays={n: DTYPES[layout.formats[n].dtype] for n in spec.arrays},
+                    )
+                )
         self._seed, self._rounding_step = seed, step
         self._scalars: DeviceScalars | None = None
 
@@ -113,7 +133,10 @@ class DeviceUpdater(ChunkUpdater):
     ) -> None:
         """Step one chunk, digest it, and wait until that is done."""
         compute = self._compute
-        given = {p.parameter for p in self._layout.pieces(chunk)} & self._given.keys()
+        numbers = {piece.parameter for piece in self._layout.pieces(chunk)}
+        given = numbers & self._given.keys()
+        # torch gives memory that is freed to whoever asks next, on the training's stream.
+        held = [self._gradients.tensor(number) for number in numbers]
         with compute.queue([*self._begun, *(self._given[index] for index in given)]):
             try:
                 for block in self._blocks(chunk, arrays):
@@ -124,6 +147,7 @@ class DeviceUpdater(ChunkUpdater):
             finally:  # also of a part: its memory is about to be used otherwise
                 done = compute.mark()
                 compute.wait(done)
+                held.clear()
 
     def _block_elements(self) -> int:
         return _RUN_ELEMENTS
@@ -146,6 +170,7 @@ class DeviceUpdater(ChunkUpdater):
                 rounding_step=self._rounding_step,
                 scalars=self._device_scalars(),
             )
+            increment_version(self._parameters[piece.parameter])
             self._live.finish(piece.parameter, piece.stop - piece.start)
             self._gradients.finish(piece.parameter, piece.stop - piece.start)
 
@@ -158,8 +183,7 @@ class DeviceUpdater(ChunkUpdater):
             start, stop = layout.array_range(name, first, first + piece.stop - piece.start)
             arrays[name] = stored[start - base : stop - base]
         gradient = self._gradients.view(piece.parameter, piece.start, piece.stop)
-        if gradient.dtype not in KERNEL_DTYPES:
-            gradient = gradient.float()
+        gradient = gradient.to(_kernel_dtype(gradient))
         return DeviceBlock(
             live=self._live.view(piece.parameter, piece.start, piece.stop),
             gradient=gradient.contiguous(),
@@ -197,8 +221,8 @@ def why_not_stepped(
 ) -> str:
     """Return why a parameter group cannot be stepped on a device, or an empty string."""
     for given in groups:
-        # Tensors are learning rates and the like, which the updater takes by value.
-        group = {k: v for k, v in given.items() if not isinstance(v, torch.Tensor)}
+        # As the updater has them: by value, in host memory.
+        group = {k: _host_like(v) for k, v in given.items()}
         reason = why_not_by_kernel(rule, group)
         refusal = why_not_by_torch(rule, group, state_dtype, split=split) if reason else ""
         if refusal:
@@ -234,3 +258,12 @@ def why_not_by_torch(
     if group.get("fused"):
         return "torch's own fused step keeps its count on the device"
     return ""
+
+
+def _kernel_dtype(gradient: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which the kernels are given a gradient."""
+    return gradient.dtype if gradient.dtype in KERNEL_DTYPES else torch.float32
+
+
+def _host_like(value: object) -> object:
+    return torch.empty(()) if isinstance(value, torch.Tensor) else value

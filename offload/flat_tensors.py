@@ -42,6 +42,10 @@ class FlatTensors:
                     self._num_left[index] = flat.numel()
         return flat[start:stop]
 
+    def tensor(self, index: int) -> torch.Tensor | None:
+        """Return a tensor itself; None if there is none, or it has been let go of."""
+        return self._tensors[index]
+
     def replace(self, index: int, tensor: torch.Tensor) -> None:
         """Set a tensor that has not been viewed yet."""
         self._tensors[index] = tensor

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 
-from offload.device_kernels.sources import OPTIONS, digest_source
+from offload.device_kernels.loading import Kernel, load
+from offload.device_kernels.sources import digest_source
 from offload.digests import LEAF_BYTES
 
 _BLOCK_BYTES = 1024
@@ -47,19 +47,20 @@ def leaf_digests(
     _check(data, workspace, out)
     if not num_bytes:
         return
-    import cupy
-
-    device = data.device.index or 0
-    blocks, scan, merge = _kernels(device)
+    blocks, scan, merge = _kernels(data.device.index or 0)
     leaves = num_leaves(num_bytes)
     size = np.uint64(num_bytes)
     source, sums, results = (np.uint64(t.data_ptr()) for t in (data, workspace, out))
-    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream, device):
-        num_threads = -(-num_bytes // _BLOCK_BYTES) * _LANES
-        blocks((_grid(num_threads, _THREADS),), (_THREADS,), (source, size, sums))
-        # few threads with long chains: spread over the processors
-        scan((_grid(leaves * _LANES, 32),), (32,), (size, sums))
-        merge((_grid(leaves, 32),), (32,), (source, size, sums, results))
+    num_threads = -(-num_bytes // _BLOCK_BYTES) * _LANES
+    blocks.launch(_grid(num_threads, _THREADS), _THREADS, (source, size, sums), stream=stream)
+    # few threads with long chains: spread over the processors
+    scan.launch(_grid(leaves * _LANES, 32), 32, (size, sums), stream=stream)
+    merge.launch(_grid(leaves, 32), 32, (source, size, sums, results), stream=stream)
+
+
+def compile_kernels(device: int = 0) -> None:
+    """Compile the kernels now rather than in the first step that needs them."""
+    _kernels(device)
 
 
 def _check(data: torch.Tensor, workspace: torch.Tensor, out: torch.Tensor) -> None:
@@ -87,10 +88,5 @@ def _grid(num_threads: int, threads: int) -> int:
 
 
 @cache
-def _kernels(device: int) -> tuple[Any, Any, Any]:
-    import cupy
-
-    with cupy.cuda.Device(device):
-        module = cupy.RawModule(code=digest_source(), options=OPTIONS, backend="nvrtc")
-        get = module.get_function
-        return get("digest_blocks"), get("digest_scan"), get("digest_merge")
+def _kernels(device: int) -> list[Kernel]:
+    return load(digest_source(), ["digest_blocks", "digest_scan", "digest_merge"], device)

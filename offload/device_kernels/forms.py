@@ -169,8 +169,11 @@ def why_not(optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, An
     name = optimizer_class.__name__
     if optimizer_class not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         return f"there is no kernel for {name}: it has Adam, AdamW and SGD"
-    if group.get("foreach") is False and not group.get("fused"):
-        return "foreach=False asks for torch's single-tensor step, which rounds differently"
+    if not group.get("fused") and _is_single_tensor(optimizer_class, group):
+        return (
+            "foreach=False (or fused=False, or a tensor as lr, without foreach=True) asks for "
+            "torch's single-tensor step, which rounds differently"
+        )
     for key, value in group.items():
         values = value if key == "betas" else (value,)
         if key != "params" and any(isinstance(v, torch.Tensor) and v.is_cuda for v in values):
@@ -178,13 +181,37 @@ def why_not(optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, An
     return ""
 
 
-def form_of(
-    optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any], block: DeviceBlock
+def _is_single_tensor(
+    optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any]
+) -> bool:
+    """Return whether torch takes its single-tensor step on a device, unless it is fused."""
+    foreach = group.get("foreach")
+    if foreach is None:
+        # torch's default is foreach where both flags are unset; Adam does not take it for a tensor.
+        is_tensor = isinstance(group.get("lr"), torch.Tensor)
+        return group.get("fused") is False or (is_tensor and optimizer_class is not torch.optim.SGD)
+    return not foreach
+
+
+def form_for(
+    optimizer_class: type[torch.optim.Optimizer],
+    group: Mapping[str, Any],
+    *,
+    live: torch.dtype,
+    gradient: torch.dtype,
+    arrays: Mapping[str, torch.dtype],
 ) -> Form:
-    """Return the variant that a block needs.
+    """Return the variant of the kernel for a parameter.
+
+    Args:
+        optimizer_class: `torch.optim.Adam`, `AdamW` or `SGD`.
+        group: Hyper-parameters.
+        live: Of the parameter.
+        gradient: Of its gradient.
+        arrays: Of what is stored of each state array, by its name in the layout.
 
     Raises:
-        ValueError: `why_not` says why, or the tensors do not fit together; says which.
+        ValueError: `why_not` says why, or these do not fit together; says which.
     """
     if reason := why_not(optimizer_class, group):
         raise ValueError(reason)
@@ -193,21 +220,46 @@ def form_of(
     else:
         decoupled = group.get("decoupled_weight_decay", optimizer_class is torch.optim.AdamW)
         rule, num_moments = "adamw" if decoupled else "adam", 3 if group["amsgrad"] else 2
-    arrays = block.arrays
     master = "split" if MASTER_LOW in arrays else "float32" if MASTER in arrays else "own"
     names = _MOMENTS[rule][:num_moments]
     state = "float32"
     if names and names[0] in arrays:
-        dtype = arrays[names[0]].dtype
+        dtype = arrays[names[0]]
         state = next((s for s, pair in _STATE_DTYPES.items() if pair[0] == dtype), "")
-    form = Form(
+    for name, found in (("live parameter", live), ("gradient", gradient)):
+        if found not in _DTYPES:
+            raise ValueError(f"the {name} is {found}: the kernel has float32, bfloat16 and float16")
+    if (live == torch.float32) != (master == "own"):
+        raise ValueError(f"a {live} parameter cannot have a master of the form {master}")
+    if master == "split" and live != torch.bfloat16:
+        raise ValueError(f"split masters need a bfloat16 parameter, and this one is {live}")
+    if state not in _STATES:
+        raise ValueError("state must be float32, bfloat16 or int8 with scales")
+    return Form(
         rule=rule,
         arithmetic="fused" if group.get("fused") else "foreach",
-        live=block.live.dtype,
-        gradient=block.gradient.dtype,
+        live=live,
+        gradient=gradient,
         master=master,
         state=state,
         num_moments=num_moments,
+    )
+
+
+def form_of(
+    optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any], block: DeviceBlock
+) -> Form:
+    """Return the variant for a block.
+
+    Raises:
+        ValueError: As `form_for`, or the tensors are not of one length, or not of one device.
+    """
+    form = form_for(
+        optimizer_class,
+        group,
+        live=block.live.dtype,
+        gradient=block.gradient.dtype,
+        arrays={name: array.dtype for name, array in block.arrays.items()},
     )
     _check(form, block)
     return form
@@ -275,15 +327,6 @@ def launches(
 
 def _check(form: Form, block: DeviceBlock) -> None:
     num = block.live.numel()
-    for name, dtype in (("live parameter", form.live), ("gradient", form.gradient)):
-        if dtype not in _DTYPES:
-            raise ValueError(f"the {name} is {dtype}: the kernel has float32, bfloat16 and float16")
-    if (form.live == torch.float32) != (form.master == "own"):
-        raise ValueError(f"a {form.live} parameter cannot have a master of the form {form.master}")
-    if form.master == "split" and form.live != torch.bfloat16:
-        raise ValueError(f"split masters need a bfloat16 parameter, and this one is {form.live}")
-    if form.state not in _STATES:
-        raise ValueError("state must be float32, bfloat16 or int8 with scales")
     expected: dict[str, tuple[torch.dtype, int]] = {}
     if form.master != "own":
         split = form.master == "split"

@@ -7,7 +7,8 @@ from functools import cache
 from importlib.resources import files
 
 OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
-"""Of NVRTC. The update rounds by intrinsics, which these do not change; they keep `powf` exact."""
+"""Of NVRTC. Intrinsics fix how the update rounds; ``-ftz`` is what they do follow. The others keep
+`powf` exact."""
 
 
 @cache

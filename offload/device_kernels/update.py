@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from offload.device_kernels.forms import DeviceBlock, DeviceScalars, Form, Launch, launches
-from offload.device_kernels.sources import OPTIONS, defines, update_source
+from offload.device_kernels.loading import Kernel, load
+from offload.device_kernels.sources import defines, update_source
 
 _THREADS = 256
 _LANES = 8
@@ -69,24 +70,15 @@ def compile_form(form: Form, device: int = 0) -> None:
 
 
 def _enqueue(launch: Launch, device: int, stream: int) -> None:
-    import cupy
-
-    kernel, num_processors = _kernel(launch.form, device), _num_processors(device)
+    num_processors = _num_processors(device)
     needed = -(-launch.num_groups * _LANES // _THREADS)
     grid = max(1, min(needed, num_processors * _BLOCKS_PER_PROCESSOR))
-    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream, device):
-        kernel((grid,), (_THREADS,), (launch.arguments,))
+    _kernel(launch.form, device).launch(grid, _THREADS, (launch.arguments,), stream=stream)
 
 
 @cache
-def _kernel(form: Form, device: int) -> Any:
-    import cupy
-
-    with cupy.cuda.Device(device):
-        module = cupy.RawModule(
-            code=update_source(), options=OPTIONS + defines(form.macros), backend="nvrtc"
-        )
-        return module.get_function("update")
+def _kernel(form: Form, device: int) -> Kernel:
+    return load(update_source(), ["update"], device, defines(form.macros))[0]
 
 
 @cache

@@ -3,6 +3,10 @@
 // operations that round once and are never contracted: the same source, compiled for the CPU with
 // the macros of tests/device/shim.h, gives the same bits.
 
+#if __CUDA_FTZ
+#error "denormal numbers must be kept: compile with -ftz=false"
+#endif
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;

@@ -30,6 +30,12 @@ ALIGNMENT = 4096
 RUBBISH = 0xDD
 
 
+class _Current(threading.local):
+    """The device that is current in each thread: CUDA begins with the first one."""
+
+    number = 0
+
+
 class FakeGpu:
     """The state of the machine, and what goes wrong on it."""
 
@@ -63,6 +69,7 @@ class FakeGpu:
             "auto_direct_io_read": False,
             "auto_direct_io_write": True,
         }
+        self.current = _Current()
         self.lock = threading.RLock()
         self._streams: dict[int, list[Callable[[], None]]] = defaultdict(list)
         self._ran: dict[int, int] = defaultdict(int)
@@ -344,10 +351,6 @@ def _cuda(gpu: FakeGpu) -> types.SimpleNamespace:
         def synchronize(self) -> None:
             gpu.run(self.ptr, gpu.position(self.ptr))
 
-    class ExternalStream:
-        def __init__(self, ptr: int, device_id: int = -1) -> None:
-            self.ptr, self.device_id = ptr, device_id
-
     class Event:
         def __init__(self, *, block: bool = False, disable_timing: bool = False) -> None:
             if not block:
@@ -369,7 +372,6 @@ def _cuda(gpu: FakeGpu) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         Memory=Memory,
         Stream=Stream,
-        ExternalStream=ExternalStream,
         Event=Event,
         Device=device,
         runtime=_Runtime(gpu),
@@ -386,7 +388,10 @@ class _Runtime:
         self._gpu = gpu
 
     def getDevice(self) -> int:  # noqa: N802
-        return 0
+        return self._gpu.current.number
+
+    def setDevice(self, number: int) -> None:  # noqa: N802
+        self._gpu.current.number = number
 
     def deviceGetPCIBusId(self, device: int) -> str:  # noqa: N802
         return f"0000:4{device}:00.0"

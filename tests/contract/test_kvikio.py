@@ -229,6 +229,24 @@ def test_a_directory_is_examined_once_and_only_for_device_memory(
     assert (examined, gpu.num_opened) == ([directory], 3)
 
 
+def test_a_file_system_is_examined_once_for_all_backends_of_a_process(
+    gpu: FakeGpu, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examined = []
+
+    def examine(path: str) -> dict[Any, Used]:
+        examined.append(path)
+        return dict(NO_GDS)
+
+    monkeypatch.setattr(gds._kvikio, "_known", {})
+    monkeypatch.setattr(gds._kvikio, "_examine", examine)
+    for _ in range(2):
+        backend = KvikioBackend()
+        assert backend.paths_in(directory)["read"].path == "compat"
+        backend.close()
+    assert examined == [directory]
+
+
 def test_a_file_whose_directory_was_renamed_is_examined_where_it_is(
     make: Make, directory: str
 ) -> None:

@@ -24,6 +24,21 @@ class Nvrtc:
     def __init__(self, library: str) -> None:
         self._library = ctypes.CDLL(library)
 
+    def refusal(self, source: str, architecture: str, options: Sequence[str]) -> str:
+        """Return what the compiler says of a source that it does not take; empty if it does."""
+        library, program = self._library, ctypes.c_void_p()
+        assert not library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None
+        )
+        try:
+            arguments = [o.encode() for o in (f"--gpu-architecture={architecture}", *options)]
+            result = library.nvrtcCompileProgram(
+                program, len(arguments), (ctypes.c_char_p * len(arguments))(*arguments)
+            )
+            return self._text(program, "ProgramLog") if result else ""
+        finally:
+            library.nvrtcDestroyProgram(ctypes.byref(program))
+
     def ptx(self, source: str, architecture: str, options: Sequence[str]) -> str:
         """Compile CUDA C++ to PTX; fails the test with the compiler's messages."""
         library, program = self._library, ctypes.c_void_p()

@@ -94,3 +94,13 @@ def test_no_operation_of_the_update_may_be_contracted(compiler):
             ptx = compiler.ptx(update_source(), architecture, OPTIONS + defines(form.macros))
             assert not re.findall(r"\b(?:mul|add|sub)\.f(?:32|64)", ptx)
             assert re.findall(r"\b(?:mul|add)\.rn\.f32", ptx)
+
+
+def test_denormal_numbers_are_kept_or_it_does_not_compile(compiler):
+    for architecture, form in FORMS.values():
+        options = OPTIONS + defines(form.macros)
+        if form.arithmetic == "foreach":  # powf, which `fused` needs, minds them itself
+            assert ".ftz" not in compiler.ptx(update_source(), architecture, options)
+        # what CuPy's RawModule adds
+        refusal = compiler.refusal(update_source(), architecture, (*options, "-ftz=true"))
+        assert "denormal numbers must be kept" in refusal

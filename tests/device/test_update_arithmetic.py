@@ -37,7 +37,8 @@ ADAM_CASES = list(itertools.product(["Adam", "AdamW"], ADAM))
 
 def group_of(name: str, options: dict, **more) -> dict:
     instance = CLASSES[name]([torch.zeros(1)], **options)
-    return {**instance.defaults, **more}
+    more.setdefault("fused", None)
+    return {**instance.defaults, **more, "fused": more["fused"] or None}  # torch's default: foreach
 
 
 def plain_block(state: State, names) -> DeviceBlock:
@@ -170,7 +171,7 @@ def test_adam_is_that_of_the_cpu_but_for_a_few_last_bits(case, fused, all_kernel
     block = adam_block("normal", group["amsgrad"])
     before = block.live.clone()
     expected = run_torch("AdamW", {**group, "foreach": False}, block, 1000)
-    all_kernels.update_block(torch.optim.AdamW, {**group, "fused": fused}, block, step=1000)
+    all_kernels.update_block(torch.optim.AdamW, {**group, "fused": fused or None}, block, step=1000)
     if not fused:
         assert torch.equal(block.arrays["exp_avg"], expected["exp_avg"])
         assert ulps(block.arrays["exp_avg_sq"], expected["exp_avg_sq"]) <= 1

@@ -22,6 +22,7 @@ from offload.device_kernels.forms import (
     Form,
     form_of,
     launches,
+    why_not,
 )
 from offload.update import _take_edits
 from tests.device.blocks import (
@@ -385,3 +386,29 @@ TRAFFIC = {
 @pytest.mark.parametrize("name", TRAFFIC)
 def test_every_byte_is_read_once_and_written_once(name):
     assert math.isclose(FORMS[name].traffic_bytes, TRAFFIC[name])
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "group", "has_kernel"),
+    [
+        (torch.optim.AdamW, {}, True),
+        (torch.optim.AdamW, {"foreach": True}, True),
+        (torch.optim.AdamW, {"fused": True}, True),
+        (torch.optim.AdamW, {"foreach": False}, False),
+        (torch.optim.AdamW, {"fused": False}, False),
+        (torch.optim.AdamW, {"fused": False, "foreach": True}, True),
+        (torch.optim.AdamW, {"lr": torch.tensor(1e-3)}, False),
+        (torch.optim.AdamW, {"lr": torch.tensor(1e-3), "foreach": True}, True),
+        (torch.optim.AdamW, {"lr": torch.tensor(1e-3), "fused": True}, True),
+        (torch.optim.Adam, {"lr": torch.tensor(1e-3)}, False),
+        (torch.optim.SGD, {"lr": torch.tensor(1e-3)}, True),
+        (torch.optim.SGD, {"fused": False}, False),
+        (torch.optim.RMSprop, {}, False),
+    ],
+    ids=str,
+)
+def test_there_is_a_kernel_where_torch_would_not_take_its_single_tensor_step(
+    optimizer_class, group, has_kernel
+):
+    group = {"lr": 1e-3, "foreach": None, "fused": None, **group}
+    assert (not why_not(optimizer_class, group)) == has_kernel

@@ -18,7 +18,7 @@ import torch
 
 from gds import Backend, Buffer, File, IOFuture, WrapperBackend
 from gds._wrapper import WrapperFile
-from offload.device_kernels.forms import DeviceBlock, DeviceScalars
+from offload.device_kernels.forms import DeviceBlock, DeviceScalars, Form, form_of
 from tests.device.host import HostDigests, HostKernels
 from tests.placement.fake_device import GARBAGE, Event, FakeDevice, OnDevice, _held, _tensors
 
@@ -32,6 +32,8 @@ class FakeCompute:
         self._kernels = kernels
         self._digests = digests
         self._lock = threading.Lock()
+        self.prepared: set[Form] = set()
+        self.num_trimmed = 0
         self._queue: list[Callable[[], object]] = []
         self._done = 0
         device.drain = self._drain
@@ -60,6 +62,14 @@ class FakeCompute:
     def number(self, value: float) -> torch.Tensor:
         return OnDevice(torch.full((1,), value))
 
+    def trim(self) -> None:
+        self.num_trimmed += 1
+
+    def prepare(self, form: Form) -> None:
+        assert not self._fake.computing(), "compiling takes long: not in the middle of a step"
+        self._kernels.prepare([form])
+        self.prepared.add(form)
+
     def update(
         self,
         optimizer_class: type[torch.optim.Optimizer],
@@ -83,6 +93,7 @@ class FakeCompute:
         numbers = DeviceScalars(
             **{f.name: _held(getattr(scalars, f.name)) for f in fields(scalars)}
         )
+        assert form_of(optimizer_class, group, held) in self.prepared
         group = dict(group)  # a scheduler may change it before the kernel runs
         self._launch(
             lambda: self._kernels.update_block(

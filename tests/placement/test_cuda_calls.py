@@ -169,6 +169,7 @@ def test_computing_follows_what_it_depends_on_and_is_waited_for_by_the_host_alon
     cuda, monkeypatch
 ):
     monkeypatch.setattr(offload.device_compute.torch, "empty", lambda *_, **__: torch.zeros(0))
+    monkeypatch.setattr(offload.device_compute.digest, "compile_kernels", lambda _device: None)
     compute, boundary = CudaCompute(DEVICE), CudaBoundary(DEVICE)
     assert len(cuda.streams) == 3
     began = boundary.now()

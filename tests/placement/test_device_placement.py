@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -341,6 +343,85 @@ def test_memory_for_the_wrong_place_is_refused():
     options = Cut(4096, 2, settings=ON_DEVICE).options(backend)
     optimizer = offload.AdamW([parameter], directory="/s", options=options)
     optimizer.close()
+
+
+@pytest.mark.parametrize("overlap", [None, "forward"])
+@pytest.mark.parametrize("name", ["adamw", "adamax"])
+def test_gradients_are_held_until_the_device_has_read_them(
+    name, overlap, device, compute, monkeypatch
+):
+    # torch gives freed memory to the training's stream, which does not wait for ours
+    pair = device_pair(CASES[name], Cut(4096, 2, settings={"overlap": overlap}), device)
+    gradients: dict[str, weakref.ref[torch.Tensor]] = {}
+    queue, wait = compute.queue, compute.wait
+    freed: list[str] = []
+    before: set[str] = set()
+
+    def alive() -> set[str]:
+        return {n for n, gradient in gradients.items() if gradient() is not None}
+
+    @contextlib.contextmanager
+    def watched_queue(after):
+        with queue(after):
+            before.clear()
+            before.update(alive())
+            yield
+
+    def watched_wait(event):
+        freed.extend(before - alive())
+        wait(event)
+
+    monkeypatch.setattr(compute, "queue", watched_queue)
+    monkeypatch.setattr(compute, "wait", watched_wait)
+    for step in range(2):
+        give_device_gradients(step, pair.live)
+        for n, parameter in pair.live.named_parameters():
+            if parameter.grad is not None:
+                gradients[n] = weakref.ref(parameter.grad)
+        pair.optimizer.step()
+    pair.optimizer.close()
+    assert len(gradients) > 10
+    assert freed == []
+
+
+def test_a_parameter_that_kernels_change_has_a_new_version(device, compute):
+    # else a backward that saved it would go on with other values, without a word
+    pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2), device)
+    give_device_gradients(0, pair.live)
+    stepped = [p for p in pair.live.parameters() if p.grad is not None and p.numel()]
+    before = [p._version for p in stepped]
+    pair.optimizer.step()
+    assert all(p._version > b for p, b in zip(stepped, before, strict=True))
+
+
+def test_kernels_that_do_not_compile_are_found_out_before_the_step(device, compute, monkeypatch):
+    pair = device_pair(CASES["sgd"], Cut(3 * 4096, 2), device)
+    prepare = compute.prepare
+
+    def refuse(form):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(compute, "prepare", refuse)
+    give_device_gradients(0, pair.live)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        pair.optimizer.step()
+    monkeypatch.setattr(compute, "prepare", prepare)
+    train(pair)
+    pair.assert_same_state()
+
+
+def test_memory_that_torch_keeps_is_asked_for_before_giving_up(device, compute, monkeypatch):
+    pair = device_pair(CASES["sgd"], Cut(3 * 4096, 2), device)
+    allocate = pair.backend.allocate
+
+    def full(nbytes, kind=None):
+        if kind == "device" and not compute.num_trimmed:
+            raise MemoryError("the device is full")
+        return allocate(nbytes, kind)
+
+    monkeypatch.setattr(pair.backend, "allocate", full)
+    train(pair)
+    assert compute.num_trimmed == 1
 
 
 def test_work_outside_the_librarys_own_stream_is_noticed(device, compute, monkeypatch):
