@@ -1,31 +1,3 @@
 """The kernels, compiled once for the tests of a run."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
-
-from tests.device.host import HostDigests, HostKernels, compiled
-from tests.device.torch_sources import TorchArithmetic
-
-
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory) -> Path:
-    """Where compiled code is kept: the workers of a run share it."""
-    return compiled(tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def kernels(libraries) -> HostKernels:
-    return HostKernels(libraries)
-
-
-@pytest.fixture(scope="session")
-def digests(libraries) -> HostDigests:
-    return HostDigests(libraries)
-
-
-@pytest.fixture(scope="session")
-def torch_arithmetic(libraries) -> TorchArithmetic:
-    return TorchArithmetic(libraries)
+from tests.device.fixtures import *  # noqa: F403

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ import torch
 import offload.device
 import offload.device_compute
 import offload.update_pool
-from tests.device.host import HostDigests, HostKernels, compiled
-from tests.device.torch_sources import TorchArithmetic
+from tests.device.fixtures import *  # noqa: F403
+from tests.device.host import HostDigests, HostKernels
 from tests.placement import fake_device
 from tests.placement.fake_compute import FakeCompute
 
@@ -33,31 +32,15 @@ def device(
     made.forget()
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory) -> Path:
-    """Where compiled code is kept: the workers of a run share it."""
-    return compiled(tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def kernels(libraries) -> HostKernels:
-    return HostKernels(libraries)
-
-
-@pytest.fixture(scope="session")
-def torch_arithmetic(libraries) -> TorchArithmetic:
-    return TorchArithmetic(libraries)
-
-
 @pytest.fixture
 def compute(
     device: fake_device.FakeDevice,
     kernels: HostKernels,
-    libraries: Path,
+    digests: HostDigests,
     monkeypatch: pytest.MonkeyPatch,
 ) -> FakeCompute:
     """What computes on `device`."""
-    made = FakeCompute(device, kernels, HostDigests(libraries))
+    made = FakeCompute(device, kernels, digests)
     monkeypatch.setitem(offload.device_compute.COMPUTES, "meta", lambda _: made)
     monkeypatch.setattr(offload.device_compute, "_made", {})
     return made
