@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeAlias, overload
 import torch
 from torch._compile import _disable_dynamo
 
+from offload.callers import warn_if_saved
 from offload.checkpoint import Checkpoint
 from offload.closing import close_left_open, close_quietly
 from offload.drives import Directory, as_directories
@@ -288,6 +289,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             masters = self._materialized.masters.items()
             torch_dict[MASTERS] = {numbers[p]: m for p, m in masters if p in numbers}
             return torch_dict
+        if not engine.position.sealed:
+            warn_if_saved(engine.store.directory)
         return reference_to(engine.position, torch_dict)
 
     def full_state_dict(self) -> dict[str, Any]:
