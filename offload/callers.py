@@ -22,6 +22,16 @@ _SAVES = {
 }
 """What writes a folder, by module and function: what becomes of it, and what helps."""
 
+_RESUMES = {
+    "transformers.trainer": (
+        "pass resume_from_checkpoint=latest_checkpoint(output_dir, directory), of "
+        "offload.integrations.transformers, to Trainer.train()"
+    ),
+    "lightning.pytorch.trainer.trainer": "pass ckpt_path= to Trainer.fit()",
+    "pytorch_lightning.trainer.trainer": "pass ckpt_path= to Trainer.fit()",
+}
+"""How users of a library go on from a checkpoint, by the module that runs their training."""
+
 _NEAR = 16
 """Frames between a library's save and the optimizer's `state_dict`: wrappers and decorators."""
 
@@ -44,6 +54,14 @@ def warn_if_saved(directory: str) -> None:
                 stacklevel=3,
             )
             return
+
+
+def how_to_resume() -> str:
+    """Return what to do to go on from the newest checkpoint, in the words of whose loop it is."""
+    for module, _ in _callers():
+        if module in _RESUMES:
+            return _RESUMES[module]
+    return "call restore()"
 
 
 def _callers() -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from offload.callers import how_to_resume
 from offload.errors import BrokenOptimizerError, NotRestoredError, OffloadError
 from offload.store import Store
 
@@ -45,8 +46,9 @@ class Usable:
             names = [os.path.basename(c.path) for c in self.store.checkpoints]
             names += [os.path.basename(path) for path, _ in self.store.refused]
             raise NotRestoredError(
-                f"{self.store.directory} already has checkpoints ({', '.join(names)}): call "
-                "restore() to continue from the newest, or pass fresh=True to start over"
+                f"{self.store.directory} already has checkpoints ({', '.join(names)}): "
+                f"{how_to_resume()} to continue from the newest, or pass fresh=True to the "
+                "optimizer to start over"
             )
 
     def _remedy(self) -> str:

@@ -526,7 +526,7 @@ class TestResuming:
             getattr(optimizer, call)()
         assert "step-00000001, step-00000002" in str(error.value)
         assert "call restore() to continue" in str(error.value)
-        assert "fresh=True to start over" in str(error.value)
+        assert "fresh=True to the optimizer to start over" in str(error.value)
         assert optimizer.restore() is not None
         getattr(optimizer, call)()
         optimizer.close()
