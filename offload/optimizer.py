@@ -20,6 +20,7 @@ from offload.errors import OffloadError
 from offload.exchange import ExchangingEngine
 from offload.metrics import check_metrics
 from offload.options import Options, Overlap
+from offload.parameters import check_given_once
 from offload.retention import Retention, as_retention
 from offload.rules import UpdateRule
 from offload.seal import SealHandle
@@ -263,12 +264,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Add a parameter group, also in the middle of training.
 
         Raises:
-            gds.StorageError: There is no room for the larger state; nothing has changed.
+            MismatchError: A parameter is given twice; nothing has changed.
+            gds.StorageError: There is no room for the larger state, likewise.
         """
         super().add_param_group(param_group)
         if self._engine is None:
             return  # torch's constructor adds the first groups through here
         try:
+            check_given_once(self.param_groups, {})
             self._engine.add_parameters(self.param_groups)
         except BaseException:
             self.param_groups.pop()

@@ -270,6 +270,46 @@ class TestParameters:
         with pytest.raises(MismatchError, match=r"two parameters are called 'w'.*different names"):
             AdamW([{"params": [("w", a)]}, {"params": [("w", b)]}], directory=tmp_path / "run")
 
+    @pytest.mark.parametrize("named", [True, False], ids=["model", "no-model"])
+    def test_one_that_is_given_twice(self, tmp_path: Path, named: bool) -> None:
+        """torch warns within a group, and refuses it in two."""
+        model = make_model()
+        weight = model[0].weight
+        arguments = {"directory": tmp_path / "run", "model": model if named else None}
+        name = r"0\.weight" if named else r"group0\.param2"
+        with (
+            pytest.warns(UserWarning, match="duplicate parameters"),
+            pytest.raises(
+                MismatchError, match=rf"'{name}' is given twice, at position 0 of .* position 2 of"
+            ) as error,
+        ):
+            AdamW([weight, model[0].bias, weight], **arguments)
+        assert "give it once" in str(error.value)
+        assert {p.name for p in tmp_path.glob("run/*")} <= {"LOCK"}
+        with pytest.raises(ValueError, match="in more than one parameter group"):
+            AdamW([{"params": [weight]}, {"params": [weight]}], **arguments)
+
+    @pytest.mark.parametrize("stepped", [True, False])
+    def test_one_that_is_given_twice_later(self, stepped: bool) -> None:
+        model, backend = make_model(), MemoryBackend()
+        optimizer = make_optimizer(model, backend, params=model[0].parameters())
+        if stepped:
+            step(model, optimizer)
+        weight, bias = model[1].parameters()
+        with (
+            nothing_changes(backend, model, optimizer),
+            pytest.warns(UserWarning, match="duplicate parameters"),
+            pytest.raises(MismatchError, match="is given twice, at position 0 of parameter grou"),
+        ):
+            optimizer.add_param_group({"params": [weight, weight]})
+        assert len(optimizer.param_groups) == 1
+        optimizer.param_groups[0]["params"] += [weight, bias, bias]  # as libraries do
+        with pytest.raises(MismatchError, match=r"'1\.bias' is given twice, at position 3 of"):
+            step(model, optimizer)
+        optimizer.param_groups[0]["params"].pop()
+        step(model, optimizer)
+        optimizer.close()
+
 
 class TestDirectories:
     def test_below_a_file(self, tmp_path: Path) -> None:
