@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import json
 import os
 import pickle
@@ -43,6 +44,7 @@ from offload.errors import (
     VolatileStoreError,
 )
 from offload.manifest import _body_digest
+from offload.options import Overlap
 from offload.train_state import TrainStateTooLargeError, TrainStateTypeError
 
 STORE = "/run"
@@ -70,6 +72,7 @@ def make_optimizer(
     optimizer_class: Callable[..., OffloadedOptimizer] = AdamW,
     *,
     train_state_bytes: int = 8192,
+    overlap: Overlap | None = None,
     **changes: Any,
 ) -> OffloadedOptimizer:
     settings = Options(
@@ -77,6 +80,7 @@ def make_optimizer(
         allow_volatile=True,
         chunk_bytes=CHUNK_BYTES,
         train_state_bytes=train_state_bytes,
+        overlap=overlap,
     )
     arguments = {"directory": STORE, "model": trained, "options": settings, **changes}
     return optimizer_class(arguments.pop("params", trained.parameters()), **arguments)
@@ -225,6 +229,52 @@ class TestOptimizers:
         for call in (optimizer.step, optimizer.checkpoint, optimizer.restore):
             with pytest.raises(OffloadError, match="is closed; construct it again"):
                 call()
+
+
+class TestClosing:
+    """Not refused, as there are runs without checkpoints, but said."""
+
+    @pytest.mark.parametrize("overlap", [None, "forward", "backward"])
+    @pytest.mark.parametrize("how", ["close", "with", "drop"])
+    def test_steps_of_which_no_checkpoint_was_made(
+        self, how: str, overlap: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model, backend = make_model(), MemoryBackend()
+        optimizer = make_optimizer(model, backend, overlap=overlap)
+        for _ in range(2):
+            model(torch.zeros(1, 30, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+        if how == "close":
+            optimizer.close()
+            optimizer.close()
+        elif how == "with":
+            with optimizer:
+                pass
+        else:
+            del optimizer
+            gc.collect()
+        (said,) = caplog.messages
+        assert said.startswith(f"{STORE}: 2 optimizer steps are lost: no checkpoint() was made")
+        assert said.endswith("the store has none")
+
+    def test_after_a_restore(self, caplog: pytest.LogCaptureFixture) -> None:
+        model, backend = make_model(), store_with_steps(2)
+        with make_optimizer(model, backend) as optimizer:
+            optimizer.restore()
+        assert not caplog.messages, "there was no step"
+        with make_optimizer(model, backend) as optimizer:
+            optimizer.restore()
+            step(model, optimizer)
+        (said,) = caplog.messages
+        assert "1 optimizer steps are lost" in said
+        assert said.endswith(f"the newest checkpoint is {STORE}/step-00000002")
+
+    def test_after_a_checkpoint(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = make_model()
+        with make_optimizer(model, MemoryBackend()) as optimizer:
+            step(model, optimizer)
+            optimizer.checkpoint()  # it ends within close()
+        assert not caplog.messages
 
 
 class TestParameters:
