@@ -70,7 +70,7 @@ def _from_structure(path: str, found: Any, model: str | None) -> Foreign:
     if not isinstance(tensors, Mapping):
         raise CheckpointError(
             f"{path}: no model's state dict in it (one of {', '.join(_MODEL_KEYS)}): say which "
-            "file has it"
+            "file has it, with --model (model= in Python)"
         )
     return _with_tensors(out, tensors)
 
