@@ -37,24 +37,37 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-# Small sizes. Every script has --help; DeepSpeed, the larger sizes and the variants are run by hand.
+# Small sizes. Every script has --help. Run by hand: the larger sizes and the variants; `peers`,
+# which needs DeepSpeed; `finetune`, which needs the demo's packages; what needs a GPU.
+#
+# `make bench QUICK=1` runs all of it at tiny sizes, which shows that it runs and measures nothing;
+# results and page then go to a folder that git does not see.
+QUICK ?=
+QUICK_RESULTS := bench-quick
+CHECKPOINT_SIZES := 32Mi,64Mi
+# $(call measure,script,sizes)
+measure = $(BIN)/python -m bench.$(1) --directory $(DIRECTORY) \
+	$(if $(QUICK),--quick --output $(QUICK_RESULTS),$(2))
+
 bench: $(VENV)/.bench
 	@command -v fio >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	  apt-get install --yes --quiet --no-install-recommends fio; } || \
 	  echo "fio is missing, and only root can install it: its rows are left out" >&2
-	$(BIN)/python -m bench.step --directory $(DIRECTORY) --parameters 64Mi
-	$(BIN)/python -m bench.digests --directory $(DIRECTORY) --parameters 64Mi
-	$(BIN)/python -m bench.overlap --directory $(DIRECTORY) --parameters 64Mi --iterations 2
-	$(BIN)/python -m bench.checkpoint --directory $(DIRECTORY) --parameters 32Mi,64Mi
-	$(BIN)/python -m bench.resume --directory $(DIRECTORY) --parameters 64Mi
-	$(BIN)/python -m bench.report
+	$(call measure,step,--parameters 64Mi)
+	$(call measure,digests,--parameters 64Mi)
+	$(call measure,overlap,--parameters 64Mi --iterations 2)
+	$(call measure,checkpoint,--parameters $(CHECKPOINT_SIZES))
+	$(call measure,resume,--parameters 64Mi)
+	$(call measure,hybrid,--file-mib 256 --hot-mib 128)
+	$(BIN)/python -m bench.report $(if $(QUICK),--results $(QUICK_RESULTS) \
+	  --page $(QUICK_RESULTS)/performance.md --figures $(QUICK_RESULTS))
 
 # Each part has a time limit, and one that fails does not stop the others: bench/gpu.py.
 gpu: $(VENV)/.gpu
 	$(BIN)/python -m bench.gpu --directory $(DIRECTORY)
 
 clean:
-	rm -rf $(VENV) offload-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(QUICK_RESULTS) offload-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch first and pinned, so that no other package chooses its version. Without build isolation,
 # so that the build backend is pinned as well.

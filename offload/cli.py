@@ -111,7 +111,10 @@ def list_store(
     part: Parts = None,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a store, and say which are not usable and why."""
+    """List the checkpoints of a store, and say which are not usable and why.
+
+    Looks at names, sizes and manifests; only verify reads the content.
+    """
     from offload.checkpoint import list_checkpoints
 
     found = list_checkpoints(store, parts=part or None)
@@ -276,28 +279,35 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _show_list(store: str, found: list[CheckpointInfo]) -> None:
+    from rich import box
     from rich.table import Table
 
     if not found:
         typer.echo(f"{store}: no checkpoints")
         return
-    table = Table()
-    titles = ["checkpoint", "step", "created", "parameters", "size", "usable"]
+    # Narrow enough for 80 columns: the name has the step, and `show` the rest.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("checkpoint", no_wrap=True)
+    table.add_column("created", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
     if any(info.pins or info.metrics for info in found):
-        titles.append("pins, metrics")
-    for title in titles:
-        number = title in ("step", "parameters", "size")
-        table.add_column(title, justify="right" if number else "left", no_wrap=title == titles[0])
+        table.add_column("pins, metrics", overflow="fold")
     for info in found:
-        usable = "[green]yes[/]" if info.valid else "[red]no[/]"
-        created = info.created[:19].replace("T", " ")
-        cells: list[str | Text] = [_cell(created), f"{info.num_parameters:,}", size(info.bytes)]
-        if not info.valid:
-            cells = ["-", "-", "-"]
+        cells: list[str | Text] = ["-", "-", "[red]not usable[/]"]
+        if info.valid:
+            created = info.created[:16].replace("T", " ")
+            cells = [_cell(created), size(info.bytes), "[green]complete[/]"]
         noted = [*info.pins, *(f"{name}={value:g}" for name, value in info.metrics.items())]
-        cells += [usable, _cell(", ".join(noted))]
-        table.add_row(_cell(os.path.basename(info.path)), str(info.step), *cells[: len(titles) - 2])
+        cells.append(_cell(", ".join(noted)))
+        row = [_cell(os.path.basename(info.path)), *cells]
+        table.add_row(*row[: len(table.columns)])
     _console().print(table)
+    if any(info.valid for info in found):
+        typer.echo(
+            "complete: every file is there; its content is not read "
+            f"(offload verify {one_line(store)})"
+        )
     for info in found:
         if not info.valid:
             typer.secho(one_line(info.reason), fg="red")

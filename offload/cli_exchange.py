@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Annotated, TypeAlias
@@ -158,9 +159,16 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         from offload.importing import import_checkpoint
         from offload.options import Options
 
-        cls = getattr(torch.optim, optimizer, None)
-        if not isinstance(cls, type):
-            raise UnsupportedOptimizerError(f"torch.optim has no class {optimizer!r}")
+        classes = {
+            name: cls
+            for name, cls in vars(torch.optim).items()
+            if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+        }
+        del classes["Optimizer"]
+        if optimizer not in classes:
+            raise UnsupportedOptimizerError(
+                f"torch.optim has no class {optimizer!r}{_did_you_mean(optimizer, classes)}"
+            )
         listed = None
         if names is not None:
             with open(names, encoding="utf-8") as file:
@@ -169,7 +177,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
             made = import_checkpoint(
                 open_foreign(source, model),
                 store,
-                cls,
+                classes[optimizer],
                 names=listed,
                 frozen=frozen or (),
                 tied=dict(_pair(text) for text in tied or ()),
@@ -184,6 +192,15 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
                 progress=progress,
             )
         typer.echo(f"{made.path}: step {made.step}, {made.num_parameters} parameters")
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return what was probably meant, as the end of a sentence; else all that there is."""
+    by_lower = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=3)
+    if close:
+        return f"; did you mean {' or '.join(by_lower[one] for one in close)}?"
+    return f"; it has {', '.join(sorted(by_lower.values()))}"
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -307,6 +307,8 @@ class Engine(Usable):
             self._drives.close()
             if self._meter.trace is not None:
                 self._meter.trace.write()
+        if self._meter.steps and not self._meter.seals:
+            self._say_what_is_lost(self._meter.steps)
 
     def _begin_seal(self, slot: Slot, captured: Captured) -> SealHandle:
         """Start to seal the state, which is in `slot`."""

@@ -14,10 +14,11 @@ from offload.importing import Foreign
 from offload.parameters import DTYPE_CODES
 from offload.pt_file import StoredTensor, read_structure
 from offload.state_dicts import MASTERS
-from offload.tensorfile import TensorFileError, read_header
+from offload.tensorfile import MAX_HEADER_BYTES, TensorFileError, read_header
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+_SNIFFED_BYTES = 512
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
@@ -47,6 +48,11 @@ def open_foreign(path: str, model: str | None = None) -> Foreign:
         )
     if not os.path.exists(path):
         raise CheckpointError(f"{path}: there is nothing here")
+    _require_torch_file(
+        path,
+        "a file of torch.save, a directory of Hugging Face's Trainer (checkpoint-<N>), or one of "
+        "torch.distributed.checkpoint",
+    )
     return _from_structure(path, read_structure(path), model)
 
 
@@ -70,7 +76,7 @@ def _from_structure(path: str, found: Any, model: str | None) -> Foreign:
     if not isinstance(tensors, Mapping):
         raise CheckpointError(
             f"{path}: no model's state dict in it (one of {', '.join(_MODEL_KEYS)}): say which "
-            "file has it"
+            "file has it, with --model (model= in Python)"
         )
     return _with_tensors(out, tensors)
 
@@ -97,6 +103,34 @@ def _open_hf(path: str, model: str | None) -> Foreign:
     return out
 
 
+def _require_torch_file(path: str, accepted: str) -> None:
+    """Refuse a file that `torch.save` cannot have written, going by how it begins.
+
+    Raises:
+        CheckpointError: It is another one; says what it looks like, and what is accepted.
+    """
+    with open(path, "rb") as file:
+        start = file.read(_SNIFFED_BYTES)
+    looks = _looks_like(start)
+    if looks:
+        raise CheckpointError(f"{path}: {looks}; expected {accepted}")
+
+
+def _looks_like(start: bytes) -> str:
+    """Return what a file is that begins like this; empty if `torch.save` may have written it."""
+    if not start:
+        return "is empty"
+    if start.startswith(b"GGUF"):
+        return "looks like GGUF, which has no optimizer state"
+    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES:
+        return "looks like safetensors, which have tensors, but no optimizer's state dict"
+    text = start.decode("utf-8", errors="ignore")
+    whole = len(text.encode()) > len(start) - 4  # all but a character that has been cut
+    if text and whole and all(c.isprintable() or c.isspace() for c in text):
+        return f"looks like text (it begins with {text.splitlines()[0]!r:.60})"
+    return ""
+
+
 def _model_file(path: str) -> str:
     names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
     for name in names:
@@ -118,6 +152,9 @@ def _with_model(foreign: Foreign, path: str) -> Foreign:
     elif path.endswith(".safetensors"):
         foreign.model, foreign.aliases = open_safetensors(path)
     else:
+        _require_torch_file(
+            path, "a .safetensors file, the .index.json of several, or a file of torch.save"
+        )
         found = read_structure(path)
         found = next((found[k] for k in _MODEL_KEYS if k in found), found)
         return _with_tensors(foreign, found)

@@ -157,7 +157,7 @@ def import_checkpoint(
                 raise StoreError(
                     errno.EEXIST,
                     "this store has checkpoints already: import into another directory, or pass "
-                    "fresh to replace them",
+                    "--fresh (fresh=True in Python) to replace them",
                     directories[0],
                 )
             layout = Layout(
@@ -311,9 +311,9 @@ def _names(
         return [list(foreign.model)]
     raise MismatchError(
         f"{foreign.path}: the optimizer's parameters have numbers only, and which of the model's "
-        f"{len(foreign.model)} tensors they are cannot be told: give their names, in the order of "
-        "the optimizer's groups, or save param_names by constructing the optimizer with "
-        "named_parameters()"
+        f"{len(foreign.model)} tensors they are cannot be told: give their names with --names "
+        "(names= in Python), in the order of the optimizer's groups, or save param_names by "
+        "constructing the optimizer with named_parameters()"
     )
 
 

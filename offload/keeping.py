@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from gds import Backend
 from offload.errors import CheckpointNotFoundError, PinError
@@ -13,7 +13,7 @@ from offload.manifest import Manifest
 from offload.opening import StoredCheckpoint, find_stored
 from offload.pins import FoundPins, Pin, read_pins, remove_pin, sync_pins, write_pin
 from offload.poison import Poison
-from offload.retention import Record, Retention, describe, kept_generations, num_wanted
+from offload.retention import BestBy, Record, Retention, describe, kept_generations, num_wanted
 
 
 class Keeping:
@@ -46,6 +46,10 @@ class Keeping:
         self._checkpoints = checkpoints
         self._changed = changed
         self._poison = poison
+        self._ranked: set[str] = set()
+        """Metrics of the policy that were given once, or have been warned of."""
+        self._missed: dict[str, int] = {}
+        """Others: the first step that was sealed without."""
 
     @property
     def current(self) -> list[StoredCheckpoint]:
@@ -97,6 +101,30 @@ class Keeping:
         ]
         for message in messages:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+    def warn_unranked(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn once, at the second step sealed without it, of a metric that nobody has ever given.
+
+        At the first it may still be measured: it can be given afterwards.
+
+        Args:
+            step: That is being sealed.
+            metrics: What it is given.
+        """
+        for metric in {part.metric for part in self._policy.parts if isinstance(part, BestBy)}:
+            if metric in metrics or any(metric in c.manifest.metrics for c in self.current):
+                self._ranked.add(metric)
+            if metric in self._ranked or self._missed.setdefault(metric, step) == step:
+                continue
+            self._ranked.add(metric)
+            given = f"got {', '.join(map(repr, metrics))}" if metrics else "got no metrics"
+            warnings.warn(
+                f"{self._directory}: no checkpoint has the metric {metric!r}, so "
+                f"BestBy({metric!r}) keeps none; {given} for step {step}. Call "
+                f"checkpoint(train_state, metrics={{{metric!r}: value}}) where it is measured",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def is_pinned(self, checkpoint: StoredCheckpoint) -> bool:
         """Return whether a checkpoint must not be withdrawn; asked with an exclusive lock on it.

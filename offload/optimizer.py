@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeAlias, overload
 import torch
 from torch._compile import _disable_dynamo
 
+from offload.callers import warn_if_saved
 from offload.checkpoint import Checkpoint
 from offload.closing import close_left_open, close_quietly
 from offload.device_update import require_steps
@@ -20,6 +21,7 @@ from offload.errors import OffloadError
 from offload.exchange import ExchangingEngine
 from offload.metrics import check_metrics
 from offload.options import Options, Overlap
+from offload.parameters import check_given_once
 from offload.retention import Retention, as_retention
 from offload.rules import UpdateRule
 from offload.seal import SealHandle
@@ -190,6 +192,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         checked = None if metrics is None else check_metrics(metrics)
         with self._exclusive("checkpoint") as engine:
+            engine.store.keeping.warn_unranked(engine.num_steps, checked or {})
             return engine.checkpoint(self.param_groups, train_state, checked)
 
     def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:
@@ -269,12 +272,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Add a parameter group, also in the middle of training.
 
         Raises:
-            gds.StorageError: There is no room for the larger state; nothing has changed.
+            MismatchError: A parameter is given twice; nothing has changed.
+            gds.StorageError: There is no room for the larger state, likewise.
         """
         super().add_param_group(param_group)
         if self._engine is None:
             return  # torch's constructor adds the first groups through here
         try:
+            check_given_once(self.param_groups, {})
             self._engine.add_parameters(self.param_groups)
         except BaseException:
             self.param_groups.pop()
@@ -295,6 +300,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             masters = self._materialized.masters.items()
             torch_dict[MASTERS] = {numbers[p]: m for p, m in masters if p in numbers}
             return torch_dict
+        if not engine.position.sealed:
+            warn_if_saved(engine.store.directory)
         return reference_to(engine.position, torch_dict)
 
     def full_state_dict(self) -> dict[str, Any]:

@@ -70,7 +70,8 @@ def describe_parameters(
 
     Raises:
         UnsupportedParameterError: One cannot be updated; names it and says why.
-        MismatchError: Two parameters have the same name, or the model is another one.
+        MismatchError: Two parameters have the same name, one is given twice, or the model is
+            another one.
     """
     names: dict[torch.Tensor, str] = {}
     if model is not None:
@@ -81,6 +82,7 @@ def describe_parameters(
                 "model= has none of the optimizer's parameters: pass the module whose parameters() "
                 "you gave, not a copy of it"
             )
+    check_given_once(param_groups, names)
     found: list[Trainable] = []
     owners: dict[str, int] = {}
     for index, group in enumerate(param_groups):
@@ -100,6 +102,30 @@ def describe_parameters(
             spec = ParameterSpec(name, dtype, tuple(parameter.shape), index, arrays)
             found.append(Trainable(spec, parameter))
     return found
+
+
+def check_given_once(
+    param_groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]
+) -> None:
+    """Refuse a parameter that is given twice. torch steps it twice, and warns that it will refuse.
+
+    Args:
+        param_groups: Of the optimizer.
+        names: Of the model's parameters; others are called as their group does.
+
+    Raises:
+        MismatchError: One is; names it and says where.
+    """
+    places: dict[torch.Tensor, str] = {}
+    for index, group in enumerate(param_groups):
+        for position, (name, parameter) in enumerate(_named(index, group, names)):
+            place = f"position {position} of parameter group {index}"
+            first = places.setdefault(parameter, place)
+            if first != place:
+                raise MismatchError(
+                    f"parameter {name!r} is given twice, at {first} and at {place}: give it once, "
+                    "also if modules share it (model.parameters() does)"
+                )
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:

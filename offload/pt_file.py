@@ -11,6 +11,7 @@ import contextlib
 import io
 import mmap
 import pickle
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -156,12 +157,27 @@ def _replaced(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
     return value
 
 
+_OF_DAMAGED_PICKLES = (
+    pickle.UnpicklingError,
+    struct.error,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What torch's unpickler raises where bytes are missing or are others than were written."""
+
+
 def _load_fake(path: str, start: int = 0, stop: int | None = None) -> Any:
     try:
         with FakeTensorMode(), contextlib.closing(open(path, "rb")) as file:
             part = file if stop is None else _FilePart(file, start, stop)
             return torch.load(part, weights_only=True)  # type: ignore[arg-type]
-    except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, ValueError) as error:
+    except _OF_DAMAGED_PICKLES as error:
         raise CheckpointError(
             f"{path}: cannot be read as a file of torch.save with tensors and builtins only "
             f"({str(error).splitlines()[0] if str(error) else type(error).__name__}). Load it "

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
+from offload.callers import how_to_resume
 from offload.errors import BrokenOptimizerError, NotRestoredError, OffloadError
 from offload.store import Store
+
+_log = logging.getLogger("offload")
 
 
 class Usable:
@@ -45,9 +49,20 @@ class Usable:
             names = [os.path.basename(c.path) for c in self.store.checkpoints]
             names += [os.path.basename(path) for path, _ in self.store.refused]
             raise NotRestoredError(
-                f"{self.store.directory} already has checkpoints ({', '.join(names)}): call "
-                "restore() to continue from the newest, or pass fresh=True to start over"
+                f"{self.store.directory} already has checkpoints ({', '.join(names)}): "
+                f"{how_to_resume()} to continue from the newest, or pass fresh=True to the "
+                "optimizer to start over"
             )
+
+    def _say_what_is_lost(self, num_steps: int) -> None:
+        """Log that this optimizer has taken steps, and that no checkpoint was made of them."""
+        newest = self.store.newest
+        _log.warning(
+            "%s: %d optimizer steps are lost: no checkpoint() was made after them; %s",
+            self.store.directory,
+            num_steps,
+            f"the newest checkpoint is {newest.path}" if newest else "the store has none",
+        )
 
     def _remedy(self) -> str:
         """Say how to go on from a state that is torn."""

@@ -2,7 +2,7 @@
 
 Run it, interrupt it wherever you like, and run it again: it goes on where it was.
 
-    pip install 'ssd-offload[transformers]'
+    pip install '.[transformers]'      # in a checkout
     python trainer.py --directory /mnt/nvme/example --steps 200
 """
 
@@ -86,6 +86,9 @@ def main() -> None:
         callbacks=[offloading],
     )
     trainer.train(resume_from_checkpoint=latest_checkpoint(args.output_dir, state))
+    # The Trainer closes nothing. What it has saved is durable already; this lets go of the store,
+    # and says what went wrong since, if anything did. The outer one is accelerate's wrapper.
+    trainer.optimizer.optimizer.close()
 
 
 if __name__ == "__main__":

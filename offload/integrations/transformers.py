@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -36,7 +37,7 @@ from offload.integrations.folders import Folders, unwrap
 from offload.optimizer import OffloadedOptimizer
 from offload.options import Options
 from offload.retention import Retention
-from offload.state_reference import is_reference, read_reference
+from offload.state_reference import Position, is_reference, read_reference
 
 Directories = Directory | Sequence[Directory]
 """A store: its directory, or one on each drive."""
@@ -45,6 +46,8 @@ _REMEDY = (
     "Pass OffloadCallback(discard_newer=True) to give them up, or remove those folders; to go on "
     "from the newest one, pass resume_from_checkpoint=True"
 )
+
+_ATTACH = "Pass callbacks=[OffloadCallback()] to the Trainer that saves"
 
 
 class OffloadCallback(TrainerCallback):
@@ -70,7 +73,7 @@ class OffloadCallback(TrainerCallback):
             _is_complete,
             discard_newer=discard_newer,
             remedy=_REMEDY,
-            attach="Pass callbacks=[OffloadCallback()] to the Trainer that saves",
+            attach=_ATTACH,
         )
         self._log_stats = log_stats
         self._args: TrainingArguments | None = None
@@ -269,7 +272,8 @@ def latest_checkpoint(output_dir: str | os.PathLike[str], directory: Directories
 
     To be passed as ``resume_from_checkpoint``. In contrast to ``True`` it passes over folders that
     a killed process has not finished, and over those whose checkpoint the store does not have any
-    more; and it allows for a first start.
+    more; and it allows for a first start. If it passes over one that was saved without
+    `OffloadCallback`, it warns.
 
     Args:
         output_dir: Of the Trainer.
@@ -284,11 +288,21 @@ def latest_checkpoint(output_dir: str | os.PathLike[str], directory: Directories
     try:
         infos = list_checkpoints(as_directories(directory)[0])
     except (CheckpointError, FileNotFoundError):
-        return None
+        infos = []
     sealed = {info.generation for info in infos if info.valid}
     for number in numbers:
         folder = _folder(output_dir, number)
-        if _is_complete(folder) and _generation(folder) in sealed:
+        position = _position(folder) if _is_complete(folder) else None
+        if position is None:
+            continue
+        if not position.sealed:
+            warnings.warn(
+                f"passing over {folder}: it was saved without sealing the state, which is lost. "
+                f"{_ATTACH}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif position.generation in sealed:
             return folder
     return None
 
@@ -297,12 +311,10 @@ def _folder(output_dir: str | os.PathLike[str], step: int) -> str:
     return os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
-def _generation(folder: str) -> int | None:
+def _position(folder: str) -> Position | None:
+    """Return what a complete folder refers to; None if it has a torch optimizer's state."""
     reference = torch.load(os.path.join(folder, OPTIMIZER_NAME), weights_only=True)
-    if not is_reference(reference):
-        return None
-    position, _ = read_reference(reference)
-    return position.generation if position.sealed else None
+    return read_reference(reference)[0] if is_reference(reference) else None
 
 
 def _is_complete(folder: str) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +27,7 @@ from bench._statistics import MIN_PAIRS, alternate, judge, median_interval
 from bench.replay import Plan, Replay
 from gds import PosixBackend, probe
 
+ROOT = Path(__file__).parents[2]
 Measured = Callable[..., dict[str, Any]]
 
 
@@ -66,6 +70,29 @@ def check(found: dict[str, Any], *, rounds: int, claims: int) -> None:
         for name in (claim["numerator"], claim["denominator"]):
             if " " not in name:
                 assert len(found["samples"][name]) >= rounds
+
+
+@pytest.mark.parametrize("quick", [[], ["QUICK=1"]], ids=["full", "quick"])
+def test_make_bench_runs_every_script_that_needs_nothing_special(quick: list[str]) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    told = subprocess.run(
+        ["make", "--dry-run", "--always-make", "bench", *quick],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    commands = re.findall(r"-m bench\.(\w+)(.*)", told.stdout)
+    scripts = {
+        path.stem
+        for path in (ROOT / "bench").glob("[!_]*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    }
+    by_hand = {"peers", "finetune", "kernel", "device", "gpu"}  # as the Makefile says
+    assert {name for name, _ in commands} == scripts - by_hand
+    assert commands[-1][0] == "report"
+    assert all(("--quick --output" in rest) == bool(quick) for _, rest in commands[:-1])
 
 
 @pytest.mark.parametrize("fio", ["with fio", "without fio"])

@@ -68,6 +68,33 @@ def test_ls_table_names_every_checkpoint(run: Run, trained: Path) -> None:
     assert "step-00000004" in out
 
 
+def test_ls_says_that_it_has_not_read_the_content(run: Run, store: Path) -> None:
+    flip_a_bit(store / "step-00000004" / "exp_avg.safetensors", 5000)
+    _, out, _ = run("ls", store)
+    assert out.count("complete") == 3, "twice, and what it means"
+    assert f"its content is not read (offload verify {store})" in out
+    assert "usable" not in out
+
+
+def test_the_table_of_ls_has_80_columns_at_most(
+    run: Run, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cell is wrapped, but for many pins and metrics; one line for each checkpoint."""
+    monkeypatch.setenv("COLUMNS", "80")
+    offload.pin(store / "step-00000004", "best")
+    edit_manifest(store, lambda body: body.update(metrics={"val_loss": 1.2345}))
+    _, out, _ = run("ls", store)
+    *table, meaning = out.splitlines()
+    assert max(len(line.rstrip()) for line in table) <= 80
+    (older,) = [line for line in table if "step-00000002" in line]
+    (newest,) = [line for line in table if "step-00000004" in line]
+    created = offload.list_checkpoints(store)[1].created[:16].replace("T", " ")
+    for shown in (created, "KiB", "complete", "best, val_loss=1.2345"):
+        assert shown in newest
+    assert "complete" in older
+    assert meaning.startswith("complete: ")
+
+
 def test_ls_says_why_a_checkpoint_is_not_usable(run: Run, store: Path) -> None:
     manifest = store / "step-00000004" / "manifest.json"
     flip_a_bit(manifest, 100)

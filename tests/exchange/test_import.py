@@ -18,6 +18,7 @@ import offload
 from offload.errors import CheckpointError, MismatchError, StoreError
 from offload.foreign_files import open_foreign
 from offload.importing import import_checkpoint
+from offload.pt_file import read_structure
 from tests.exchange.test_export import SETTINGS, export, sealed
 from tests.numerics.pairs import CASES
 from tests.numerics.reference import assert_same_bits, assert_same_parameters
@@ -271,12 +272,60 @@ class TestRefusals:
             open_foreign(str(path))
         assert not evil.path.exists()
 
+    @pytest.mark.parametrize(
+        ("content", "looks"),
+        [
+            (b"", "is empty"),
+            ("step: 7\nMoments: \u00e9\n".encode() * 99, r"looks like text .*'step: 7'"),
+            (b'{"step": 7}', "looks like text"),
+            (b"GGUF\x03\x00\x00\x00", "looks like GGUF"),
+            (b"\x0a\x00\x00\x00\x00\x00\x00\x00{}        ", "looks like safetensors"),
+        ],
+        ids=["empty", "text", "json", "gguf", "safetensors"],
+    )
+    def test_a_file_of_something_else(self, tmp_path, content, looks) -> None:
+        path = tmp_path / "theirs"
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"{looks}.*; expected a file of torch.save, a"):
+            open_foreign(str(path))
+        model, optimizer = trained()
+        good = save(model, optimizer, tmp_path / "theirs.pt", "pt")
+        with pytest.raises(CheckpointError, match=rf"{looks}.*; expected a .safetensors file"):
+            open_foreign(str(good), str(path))
+
+    @pytest.mark.parametrize("content", [b"\x80\x02}q\x00.", b"PK\x03\x04", b"\xff" * 600])
+    def test_a_file_that_is_none_of_torchs_after_all(self, tmp_path, content) -> None:
+        path = tmp_path / "theirs"
+        path.write_bytes(content)
+        with pytest.raises(
+            CheckpointError, match=r"cannot be read as a file of torch.save|holds a"
+        ):
+            open_foreign(str(path))
+
+    # torch's, where the damage has hit the version
+    @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+    def test_a_file_that_is_cut_or_damaged_anywhere(self, tmp_path) -> None:
+        """Of the older format, which has no checksums; the unpickler fails in many ways."""
+        path = tmp_path / "theirs.pt"
+        state = {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"params": [0]}]}
+        torch.save(state, path, _use_new_zipfile_serialization=False)
+        written = path.read_bytes()
+        refused = 0
+        for at in range(0, len(written), 7):
+            for damaged in (written[:at], written[:at] + b"r" + written[at + 1 :]):
+                path.write_bytes(damaged)
+                try:
+                    read_structure(str(path))
+                except CheckpointError:
+                    refused += 1
+        assert refused > len(written) // 7
+
     def test_a_store_that_has_checkpoints(self, tmp_path) -> None:
         model, optimizer = trained()
         path = save(model, optimizer, tmp_path / "theirs.pt", "pt")
         foreign = open_foreign(str(path))
         import_checkpoint(foreign, tmp_path / "store", options=OPTIONS)
-        with pytest.raises(StoreError, match="has checkpoints already"):
+        with pytest.raises(StoreError, match=r"has checkpoints already.*pass --fresh"):
             import_checkpoint(foreign, tmp_path / "store", options=OPTIONS, step=8)
         import_checkpoint(foreign, tmp_path / "store", options=OPTIONS, step=8, fresh=True)
         assert [c.step for c in offload.list_checkpoints(tmp_path / "store")] == [8]

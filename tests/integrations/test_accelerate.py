@@ -257,7 +257,8 @@ def test_an_older_folder_is_loaded_only_if_told_to(tmp_path: Path) -> None:
 def test_without_follow_nothing_is_sealed_and_loading_says_so(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.following.stop()
-    loop.train(0, 2)
+    with pytest.warns(RuntimeWarning, match=r"cannot be loaded by another.*follow\(accelerator"):
+        loop.train(0, 2)
     loop.close()
     again = Loop(tmp_path)
     with pytest.raises(MismatchError, match=r"without sealing.*Call follow\("):

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 import offload
+from offload.errors import NotRestoredError
 from offload.integrations.lightning import OffloadCallback
 from tests.integrations.lightning_runs import (
     BATCHES,
@@ -388,6 +389,11 @@ def test_a_ckpt_that_was_written_without_the_callback_is_refused_with_the_remedy
         offload.OffloadError, match=r"last\.ckpt .* had no OffloadCallback.*restore"
     ):
         fit(tmp_path, on_ssd(tmp_path / "run"), ckpt_path=tmp_path / "files/last.ckpt")
+
+
+def test_a_fit_that_does_not_say_where_it_goes_on_is_told_how(stopped: Path) -> None:
+    with pytest.raises(NotRestoredError, match=r"pass ckpt_path= to Trainer\.fit\(\) to continue"):
+        fit(stopped, on_ssd(stopped / "run"))
 
 
 def test_a_ckpt_of_another_store_is_refused_by_name(stopped: Path) -> None:

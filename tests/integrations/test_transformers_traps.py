@@ -21,7 +21,7 @@ from offload.errors import (
     OverlapError,
     UnsupportedOptimizerError,
 )
-from offload.integrations.transformers import OffloadCallback, create_optimizer
+from offload.integrations.transformers import OffloadCallback, create_optimizer, latest_checkpoint
 from tests.integrations.training import (
     Case,
     Sentences,
@@ -158,7 +158,10 @@ def test_model_init_makes_a_new_optimizer_for_each_training(tmp_path: Path) -> N
     )
     trainer.train()
     first = trainer.optimizer.optimizer
-    with pytest.raises(NotRestoredError, match="restore"):
+    with pytest.raises(
+        NotRestoredError,
+        match=r"resume_from_checkpoint=latest_checkpoint\(.* to continue.*fresh=True",
+    ):
         trainer.train()  # from the beginning, in a store that has checkpoints
     with pytest.raises(OffloadError, match="closed"):
         first.synchronize()
@@ -180,7 +183,7 @@ def test_a_folder_of_save_only_model_does_not_lose_the_state_silently(tmp_path: 
     """The Trainer goes on without a word if a folder has no `optimizer.pt`."""
     Case(ONCE).run(tmp_path)
     (tmp_path / "out/checkpoint-2/optimizer.pt").unlink()
-    with pytest.raises(NotRestoredError, match=r"restore\(\)"):
+    with pytest.raises(NotRestoredError, match=r"resume_from_checkpoint=latest_checkpoint\("):
         Case({"max_steps": 4}).run(tmp_path, resume=True)
 
     case = Case({**ONCE, "save_only_model": True})
@@ -188,13 +191,50 @@ def test_a_folder_of_save_only_model_does_not_lose_the_state_silently(tmp_path: 
     assert not list((tmp_path / "model/run").glob("step-*")), "nothing asked for the state"
 
 
-def test_without_the_callback_a_resume_says_what_is_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made_by", ["create_optimizer", "class", "class_and_kwargs"])
+def test_without_the_callback_the_first_save_and_a_resume_say_what_is_missing(
+    tmp_path: Path, made_by: str
+) -> None:
     model, args = make_model(), arguments(tmp_path, **ONCE)
-    optimizer = create_optimizer(model, args, directory=tmp_path / "run")
-    Trainer(model, args, train_dataset=Sentences(), optimizers=(optimizer, None)).train()
-    optimizer.close()
-    with pytest.raises(MismatchError, match=r"without sealing.*OffloadCallback\(\)"):
-        Case({"max_steps": 4}).run(tmp_path, resume=True)
+    run = tmp_path / "run"
+    how: dict[str, Any] = {}
+    if made_by == "create_optimizer":
+        how["optimizers"] = (create_optimizer(model, args, directory=run), None)
+    elif made_by == "class":
+        how["optimizers"] = (offload.AdamW(model.parameters(), directory=run, model=model), None)
+    else:
+        how["optimizer_cls_and_kwargs"] = (offload.AdamW, {"directory": run})
+    trainer = Trainer(model, args, train_dataset=Sentences(), **how)
+    with pytest.warns(RuntimeWarning, match=r"cannot be resumed from.*OffloadCallback\(\)") as said:
+        trainer.train()
+    assert len(said) == 1
+    trainer.optimizer.optimizer.close()
+    with pytest.warns(RuntimeWarning, match=r"passing over .*checkpoint-2.*OffloadCallback\(\)"):
+        assert latest_checkpoint(args.output_dir, run) is None
+    if made_by != "class_and_kwargs":
+        with pytest.raises(MismatchError, match=r"without sealing.*OffloadCallback\(\)"):
+            Case({"max_steps": 4}).run(tmp_path, resume=True)
+
+
+def test_without_the_callback_what_has_been_sealed_is_saved_without_a_warning(
+    tmp_path: Path,
+) -> None:
+    """Warnings are errors in these tests."""
+
+    class Sealing(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            optimizer.optimizer.checkpoint()
+
+    model, args = make_model(), arguments(tmp_path, **ONCE)
+    with create_optimizer(model, args, directory=tmp_path / "run") as optimizer:
+        Trainer(
+            model,
+            args,
+            train_dataset=Sentences(),
+            optimizers=(optimizer, None),
+            callbacks=[Sealing()],
+        ).train()
+    assert latest_checkpoint(args.output_dir, tmp_path / "run") == f"{args.output_dir}/checkpoint-2"
 
 
 def test_the_callback_needs_our_optimizer(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import json
 import os
 import pickle
@@ -43,6 +44,7 @@ from offload.errors import (
     VolatileStoreError,
 )
 from offload.manifest import _body_digest
+from offload.options import Overlap
 from offload.train_state import TrainStateTooLargeError, TrainStateTypeError
 
 STORE = "/run"
@@ -70,6 +72,7 @@ def make_optimizer(
     optimizer_class: Callable[..., OffloadedOptimizer] = AdamW,
     *,
     train_state_bytes: int = 8192,
+    overlap: Overlap | None = None,
     **changes: Any,
 ) -> OffloadedOptimizer:
     settings = Options(
@@ -77,6 +80,7 @@ def make_optimizer(
         allow_volatile=True,
         chunk_bytes=CHUNK_BYTES,
         train_state_bytes=train_state_bytes,
+        overlap=overlap,
     )
     arguments = {"directory": STORE, "model": trained, "options": settings, **changes}
     return optimizer_class(arguments.pop("params", trained.parameters()), **arguments)
@@ -227,6 +231,52 @@ class TestOptimizers:
                 call()
 
 
+class TestClosing:
+    """Not refused, as there are runs without checkpoints, but said."""
+
+    @pytest.mark.parametrize("overlap", [None, "forward", "backward"])
+    @pytest.mark.parametrize("how", ["close", "with", "drop"])
+    def test_steps_of_which_no_checkpoint_was_made(
+        self, how: str, overlap: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model, backend = make_model(), MemoryBackend()
+        optimizer = make_optimizer(model, backend, overlap=overlap)
+        for _ in range(2):
+            model(torch.zeros(1, 30, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+        if how == "close":
+            optimizer.close()
+            optimizer.close()
+        elif how == "with":
+            with optimizer:
+                pass
+        else:
+            del optimizer
+            gc.collect()
+        (said,) = caplog.messages
+        assert said.startswith(f"{STORE}: 2 optimizer steps are lost: no checkpoint() was made")
+        assert said.endswith("the store has none")
+
+    def test_after_a_restore(self, caplog: pytest.LogCaptureFixture) -> None:
+        model, backend = make_model(), store_with_steps(2)
+        with make_optimizer(model, backend) as optimizer:
+            optimizer.restore()
+        assert not caplog.messages, "there was no step"
+        with make_optimizer(model, backend) as optimizer:
+            optimizer.restore()
+            step(model, optimizer)
+        (said,) = caplog.messages
+        assert "1 optimizer steps are lost" in said
+        assert said.endswith(f"the newest checkpoint is {STORE}/step-00000002")
+
+    def test_after_a_checkpoint(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = make_model()
+        with make_optimizer(model, MemoryBackend()) as optimizer:
+            step(model, optimizer)
+            optimizer.checkpoint()  # it ends within close()
+        assert not caplog.messages
+
+
 class TestParameters:
     @pytest.mark.parametrize(
         ("dtype", "advice"),
@@ -269,6 +319,46 @@ class TestParameters:
         a, b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
         with pytest.raises(MismatchError, match=r"two parameters are called 'w'.*different names"):
             AdamW([{"params": [("w", a)]}, {"params": [("w", b)]}], directory=tmp_path / "run")
+
+    @pytest.mark.parametrize("named", [True, False], ids=["model", "no-model"])
+    def test_one_that_is_given_twice(self, tmp_path: Path, named: bool) -> None:
+        """torch warns within a group, and refuses it in two."""
+        model = make_model()
+        weight = model[0].weight
+        arguments = {"directory": tmp_path / "run", "model": model if named else None}
+        name = r"0\.weight" if named else r"group0\.param2"
+        with (
+            pytest.warns(UserWarning, match="duplicate parameters"),
+            pytest.raises(
+                MismatchError, match=rf"'{name}' is given twice, at position 0 of .* position 2 of"
+            ) as error,
+        ):
+            AdamW([weight, model[0].bias, weight], **arguments)
+        assert "give it once" in str(error.value)
+        assert {p.name for p in tmp_path.glob("run/*")} <= {"LOCK"}
+        with pytest.raises(ValueError, match="in more than one parameter group"):
+            AdamW([{"params": [weight]}, {"params": [weight]}], **arguments)
+
+    @pytest.mark.parametrize("stepped", [True, False])
+    def test_one_that_is_given_twice_later(self, stepped: bool) -> None:
+        model, backend = make_model(), MemoryBackend()
+        optimizer = make_optimizer(model, backend, params=model[0].parameters())
+        if stepped:
+            step(model, optimizer)
+        weight, bias = model[1].parameters()
+        with (
+            nothing_changes(backend, model, optimizer),
+            pytest.warns(UserWarning, match="duplicate parameters"),
+            pytest.raises(MismatchError, match="is given twice, at position 0 of parameter grou"),
+        ):
+            optimizer.add_param_group({"params": [weight, weight]})
+        assert len(optimizer.param_groups) == 1
+        optimizer.param_groups[0]["params"] += [weight, bias, bias]  # as libraries do
+        with pytest.raises(MismatchError, match=r"'1\.bias' is given twice, at position 3 of"):
+            step(model, optimizer)
+        optimizer.param_groups[0]["params"].pop()
+        step(model, optimizer)
+        optimizer.close()
 
 
 class TestDirectories:
@@ -526,7 +616,7 @@ class TestResuming:
             getattr(optimizer, call)()
         assert "step-00000001, step-00000002" in str(error.value)
         assert "call restore() to continue" in str(error.value)
-        assert "fresh=True to start over" in str(error.value)
+        assert "fresh=True to the optimizer to start over" in str(error.value)
         assert optimizer.restore() is not None
         getattr(optimizer, call)()
         optimizer.close()

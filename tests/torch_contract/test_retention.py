@@ -186,6 +186,7 @@ class TestPolicies:
         assert run.steps() == [3, 4]
         run.optimizer.close()
 
+    @pytest.mark.filterwarnings("ignore:.* no checkpoint has the metric 'none'")
     @pytest.mark.parametrize(
         "keep", [1, EverySteps(4), BestBy("loss"), LastK(1) | BestBy("none")], ids=str
     )
@@ -288,6 +289,27 @@ class TestMetrics:
         run.optimizer.checkpoint({"at": 3}, metrics={"loss": 0.1}).result()
         run.seal()
         assert run.steps() == [3, 4]
+        run.optimizer.close()
+
+    def test_one_that_is_never_given_is_warned_of_once(self) -> None:
+        run = Run(keep=LastK(1) | BestBy("val_loss") | BestBy("accuracy", mode="max"))
+        run.seal(accuracy=0.5)
+        run.optimizer.checkpoint({"at": 1})  # of the same step, for which it may still be given
+        with pytest.warns(
+            RuntimeWarning, match=r"'val_loss', .* got 'loss' for step 2.*metrics=\{'val_loss': val"
+        ) as said:
+            run.seal(loss=1.0)
+        assert len(said) == 1
+        assert said[0].filename == __file__
+        run.seal()  # warnings are errors in these tests
+        run = run.next_process(keep=LastK(1) | BestBy("val_loss"))
+        run.seal()
+        with pytest.warns(RuntimeWarning, match=r"'val_loss'.*got no metrics for step 5"):
+            run.seal()
+        run.seal(val_loss=1.0)
+        run = run.next_process(keep=LastK(1) | BestBy("val_loss"))
+        for _ in range(3):
+            run.seal()  # it was given before
         run.optimizer.close()
 
     @pytest.mark.parametrize("overlap", ["forward", "backward"])
