@@ -111,7 +111,7 @@ class UpdateThreads:
 _WINDOW = 4
 """Passes that a choice rests on."""
 
-_FEW_WAITS, _MANY_WAITS = 0.10, 0.15
+_FEW_WAITS, _MANY_WAITS = 0.06, 0.10
 """Of passes on one thread: with a smaller share of waits all threads are needed, with a larger one
 they are not; in between it stays as it is."""
 
