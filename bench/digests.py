@@ -1,8 +1,9 @@
 """What the digests of the state cost in a step.
 
-Every chunk that a step writes is digested on its way to the drive. The functions that do it are
-wrapped, here only, to add up the CPU time of the threads that run them; the rest of the step is as
-it is for anybody. A sample is several steps back to back, with nothing in flight before and after.
+Every chunk that a step writes is digested on its way to the drive. `offload.digests.ChunkDigests`
+does that; what its methods take of the CPU time of whichever thread calls them is added up, with
+all their bookkeeping. The rest of the step is as it is for anybody. A sample is several steps back
+to back, with nothing in flight before and after.
 
     python -m bench.digests --directory DIR                # digests / step, digests / CPU of it
 """
@@ -15,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -36,31 +36,39 @@ from bench._statistics import median, ratios
 from bench._streamed import Streamed, exact_state_bytes
 from gds import PosixBackend
 from offload import digests
+from offload.digests import ChunkDigests, DigestContext, Run
 
 _LIMIT = 0.05
 """Of the time of a step on the CPU path."""
 
 
-@dataclass
 class DigestClock:
-    """CPU seconds that threads have spent in digests, and what they digested."""
+    """CPU seconds that threads have spent in digests."""
 
-    cpu_s: float = 0.0
-    digested_bytes: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+        self._lock = threading.Lock()
+        self._inside = threading.local()
 
-    def timed(self, digest: Callable[[memoryview], bytes]) -> Callable[[memoryview], bytes]:
-        """Return the function with its time added up here, whichever thread calls it."""
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its time added up here, whichever thread calls it.
 
-        @wraps(digest)
-        def wrapper(data: memoryview) -> bytes:
+        Time in another function that is timed here is added up once.
+        """
+
+        @wraps(function)
+        def wrapper(*args: Any) -> Any:
+            if getattr(self._inside, "is_timed", False):
+                return function(*args)
+            self._inside.is_timed = True
             started = time.thread_time()
-            found = digest(data)
-            spent = time.thread_time() - started
-            with self._lock:
-                self.cpu_s += spent
-                self.digested_bytes += len(data)
-            return found
+            try:
+                return function(*args)
+            finally:
+                spent = time.thread_time() - started
+                self._inside.is_timed = False
+                with self._lock:
+                    self.cpu_s += spent
 
         return wrapper
 
@@ -69,12 +77,38 @@ class DigestClock:
 def clock_on_digests() -> Iterator[DigestClock]:
     """Yield a clock that runs while state is digested, in any thread of this process."""
     clock = DigestClock()
-    original = digests.leaf_digests
-    digests.leaf_digests = clock.timed(original)  # type: ignore[assignment]
+    original = {name: getattr(ChunkDigests, name) for name in ("__init__", "written", "finish")}
+
+    def finish(self: ChunkDigests, context: DigestContext, chunk: int, run: Run) -> Any:
+        def run_timed(function: Callable[..., Any], items: Sequence[Any]) -> Any:
+            return run(clock.timed(function), items)
+
+        return original["finish"](self, context, chunk, run_timed)
+
     try:
+        for name, method in {**original, "finish": finish}.items():
+            setattr(ChunkDigests, name, clock.timed(method))
         yield clock
     finally:
-        digests.leaf_digests = original
+        for name, method in original.items():
+            setattr(ChunkDigests, name, method)
+
+
+@contextmanager
+def count_of_digested() -> Iterator[Callable[[], int]]:
+    """Yield a function that says how many bytes have been digested meanwhile."""
+    found: list[int] = []  # one number for each leaf: appending is safe from any thread
+    original = digests.leaf_digest
+
+    def counted(leaf: memoryview) -> bytes:
+        found.append(len(leaf))
+        return original(leaf)
+
+    digests.leaf_digest = counted
+    try:
+        yield lambda: sum(found)
+    finally:
+        digests.leaf_digest = original
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -84,15 +118,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         require_space(directory, 2 * exact_state_bytes(args.parameters))
         result = Result("digests", args, directory)
         result.fact("state_bytes", exact_state_bytes(args.parameters))
-        with _streamed(args, directory) as step, clock_on_digests() as clock:
-            _measure(args, result, step, clock)
+        with _streamed(args, directory) as step:
+            _require_all_digested(args, result, step)
+            with clock_on_digests() as clock:
+                _measure(args, result, step, clock)
         result.write()
+
+
+def _require_all_digested(args: argparse.Namespace, result: Result, step: Streamed) -> None:
+    """Check that a step digests all of its state, where it is looked for."""
+    with count_of_digested() as num_bytes:
+        step.sample(args.steps)
+        digested = num_bytes() // args.steps
+    step_bytes = exact_state_bytes(args.parameters)
+    if digested != step_bytes:
+        raise BenchError(
+            f"{size(digested)} were digested in a step that has {size(step_bytes)} of state: the "
+            "wrappers of this script no longer sit where state is digested"
+        )
+    result.fact("step_digested_bytes", digested)
 
 
 def _measure(args: argparse.Namespace, result: Result, step: Streamed, clock: DigestClock) -> None:
     samples: dict[str, list[float]] = {"digest_cpu_s": [], "step_s": [], "step_cpu_s": []}
     step.sample(args.steps)
-    clock.cpu_s, clock.digested_bytes = 0.0, 0
     for number in range(args.rounds):
         cpu_before, digest_before = time.process_time(), clock.cpu_s
         samples["step_s"].append(step.sample(args.steps))
@@ -100,16 +149,9 @@ def _measure(args: argparse.Namespace, result: Result, step: Streamed, clock: Di
         samples["digest_cpu_s"].append((clock.cpu_s - digest_before) / args.steps)
         values = ", ".join(f"{name} {found[-1]:.4g}" for name, found in samples.items())
         say(f"  round {number + 1}/{args.rounds}: {values}")
-    digested = clock.digested_bytes // (args.rounds * args.steps)
-    step_bytes = exact_state_bytes(args.parameters)
-    if digested != step_bytes:
-        raise BenchError(
-            f"{size(digested)} were digested in a step that has {size(step_bytes)} of state: the "
-            "wrapper of this script no longer sits where state is digested"
-        )
     result.add_samples(samples)
-    result.fact("step_digested_bytes", digested)
-    result.fact("digest_gbps_of_one_thread", digested / median(samples["digest_cpu_s"]) / 1e9)
+    step_bytes = exact_state_bytes(args.parameters)
+    result.fact("digest_gbps_of_one_thread", step_bytes / median(samples["digest_cpu_s"]) / 1e9)
     result.claim(
         "digests of a step, in CPU seconds, beside the step",
         ratios(samples["digest_cpu_s"], samples["step_s"]),

@@ -16,6 +16,7 @@ half, which is less than half a step of bf16.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ import torch
 from offload import codecs
 from offload.crossing import CrossingTensors, Traffic, flat_tensors
 from offload.device import HOST, is_on_device, to_host
+from offload.digests import LEAF_BYTES
 from offload.flat_tensors import FlatTensors
 from offload.formats import BLOCK_ELEMENTS, MASTER, MASTER_LOW
 from offload.frame import Digests
@@ -34,7 +36,14 @@ from offload.stored_state import StateCoder
 from offload.update_pool import BlockContext, UpdatePool
 
 HOT_ELEMENTS = 512 << 10
-"""Elements of one call of torch's step: about 5 MiB of state, gradient and parameter."""
+"""Most elements of one call of torch's step, which with temporary values is about 15 MiB.
+
+Half of that would be in a cache for longer, but on several threads, which take turns with the
+interpreter, the calls must be few.
+"""
+
+HOT_ELEMENTS_ALONE = LEAF_BYTES // 4
+"""Likewise on one thread: a whole leaf of each FP32 array, so that it is digested at once."""
 
 
 class Key(NamedTuple):
@@ -121,6 +130,9 @@ class ChunkUpdater:
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
         self._coder = StateCoder(layout.state_dtype, seed, step)
         self._factors = factors
+        self._asked_s: dict[int, float] = {}
+        self._waiting_s = self._updating_s = 0.0
+        self._num_updated = 0
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
         """Set the gradient of a parameter that had none, before any of its chunks is updated."""
@@ -151,12 +163,21 @@ class ChunkUpdater:
                     start = block.starts[name] * stored.itemsize
                     digests.written(name, start, start + stored.nbytes)
 
-        self._pool.run(update, list(self._blocks(chunk, arrays)))
+        started = time.perf_counter()
+        self._waiting_s += started - self._asked_s.pop(chunk, started)
+        blocks = list(self._blocks(chunk, arrays))
+        self._pool.run(update, blocks, self._pool.threads.num_threads)
+        self._updating_s += time.perf_counter() - started
+        self._num_updated += 1
         for tensors in self._crossing:
             tensors.leave(chunk)
 
     def prepare(self, chunk: int) -> bool:
-        """Begin to bring what a chunk needs to the host, where parameters are on a device."""
+        """Begin to bring what a chunk needs to the host, where parameters are on a device.
+
+        Whoever calls this waits for the chunk's state after it, and then calls `update`.
+        """
+        self._asked_s[chunk] = time.perf_counter()
         if self._crossing:
             pieces = [p for p in self._layout.pieces(chunk) if _is_used(self._keys[p.parameter])]
             for tensors in self._crossing:
@@ -165,8 +186,11 @@ class ChunkUpdater:
 
     def arrive(self, chunk: int) -> None:
         """Wait for that."""
+        started = time.perf_counter()
         for tensors in self._crossing:
             tensors.arrive(chunk)
+        if chunk in self._asked_s:  # what the drive has nothing to do with does not count
+            self._asked_s[chunk] += time.perf_counter() - started
 
     def fence(self) -> None:
         """Let the calling thread's current streams wait for the parameters updated so far."""
@@ -178,10 +202,15 @@ class ChunkUpdater:
         missing = {k for k in self._keys if k.has_gradient and k not in self._stepped}
         # only empty parameters have those: torch counts their steps all the same
         self._pool.run(self._update_nothing, [Block(key, [], 0, {}, {}) for key in missing])
+        if all(key.scalars is not None for key in self._keys if key.has_gradient):
+            # Else this pass says nothing of others: nothing was read, and torch made the state.
+            self._pool.threads.passed(self._num_updated, self._updating_s, self._waiting_s)
         return [self._stepped.get(key, key.scalars) for key in self._keys]
 
     def _block_elements(self) -> int:
         """Return how many elements a block may have."""
+        if self._pool.threads.num_threads == 1:
+            return min(HOT_ELEMENTS, HOT_ELEMENTS_ALONE)
         return HOT_ELEMENTS
 
     def _blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[Block]:

@@ -13,11 +13,21 @@ UPDATE_THREADS = 2
 """Blocks are updated side by side in every test, however many cores there are."""
 
 
+class Alternating(offload.update_pool.UpdateThreads):
+    """Updates on one thread and on all of them in turns, whatever the drive does."""
+
+    def passed(self, num_chunks: int, updating_s: float, waiting_s: float) -> None:
+        """Change the number of threads, and with it where blocks are cut."""
+        del num_chunks, updating_s, waiting_s
+        self.num_threads = self.most if self.num_threads == 1 else 1
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload.update_pool, "default_num_threads", lambda: UPDATE_THREADS)
+        patch.setattr(offload.update_pool, "UpdateThreads", Alternating)
         yield
     torch.set_num_threads(before)

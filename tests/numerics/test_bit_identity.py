@@ -27,6 +27,8 @@ NUM_STEPS = EMPTY_STEP + 5
 def block_elements(monkeypatch: pytest.MonkeyPatch, cut: Cut) -> None:
     if cut.block_elements is not None:
         monkeypatch.setattr(offload.update, "HOT_ELEMENTS", cut.block_elements)
+        # of the steps in between; see `conftest.Alternating`
+        monkeypatch.setattr(offload.update, "HOT_ELEMENTS_ALONE", cut.block_elements // 2 + 1)
 
 
 def train_and_compare(pair: Pair) -> None:

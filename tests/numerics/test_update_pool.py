@@ -49,6 +49,22 @@ def test_every_item_is_done_once_and_no_context_is_shared(pool: UpdatePool) -> N
     assert sorted(done) == sorted([*range(20)] * 3)
 
 
+def test_one_thread_of_the_pool_takes_the_items_in_order(pool: UpdatePool) -> None:
+    done: list[int] = []
+    threads: set[threading.Thread] = set()
+
+    def work(_context: BlockContext, item: int) -> None:
+        assert torch.get_num_threads() == 1
+        assert not torch.is_grad_enabled()
+        threads.add(threading.current_thread())
+        done.append(item)
+
+    pool.run(work, range(20), 1)
+    assert done == [*range(20)]
+    (thread,) = threads
+    assert thread.name.startswith(UPDATE_THREAD)
+
+
 def test_torchs_number_of_threads_is_what_it_was(pool: UpdatePool) -> None:
     before = torch.get_num_threads()
     pool.run(lambda _context, _item: None, range(4))
