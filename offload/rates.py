@@ -223,7 +223,7 @@ def update_gbps(
     scalars = None
     spent_s = 0.0
     best_s = float("inf")
-    with torch.no_grad():
+    with torch.no_grad(), pool.all_threads():
         # The first pass makes the state, and touches memory and threads; it is not counted.
         for number in range(1 + _MOST_TRIALS):
             updater = ChunkUpdater(

@@ -262,6 +262,8 @@ class Streamer:
                 self._drop(chunk)
             while self._writing or self._dropping:
                 self._changed.wait()
+            for frame in (*self._free, *self._resident.values()):
+                frame.futures = []  # what they call refers to this: the cycle would keep memory
             self._held.clear()
             self._dirty.clear()
             self._source = None

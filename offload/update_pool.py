@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import torch
@@ -203,6 +204,17 @@ class UpdatePool:
             raise
         for future in futures:
             future.result()
+
+    @contextmanager
+    def all_threads(self) -> Iterator[None]:
+        """Have updates use all threads within the block; nothing in it counts for the choice."""
+        chosen = self.threads
+        self.threads = UpdateThreads(chosen.most)
+        self.threads.num_threads = chosen.most
+        try:
+            yield
+        finally:
+            self.threads = chosen
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """Call a function for every item, as `run` does, and return the results in order."""

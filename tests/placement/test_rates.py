@@ -88,9 +88,12 @@ class PacedPool(UpdatePool):
         super().__init__(rule)
         self.time = time
         self.passes = 0
+        self.threads_used: set[int | None] = set()
 
-    def run(self, function: Callable[..., object], items: Any) -> None:
-        super().run(function, items)
+    def run(
+        self, function: Callable[..., object], items: Any, num_threads: int | None = None
+    ) -> None:
+        super().run(function, items, num_threads)
         nbytes = sum(
             array.nbytes
             for item in items
@@ -100,6 +103,7 @@ class PacedPool(UpdatePool):
         if nbytes:
             self.time.now_s += 2 * nbytes / 1e9 / UPDATE * (10 if self.passes == 0 else 1)
             self.passes += 1
+            self.threads_used.add(num_threads)
 
 
 @pytest.fixture
@@ -187,6 +191,8 @@ def test_bytes_are_those_that_are_stored(make_site, time, optimizer, state_forma
     found = rates.update_gbps(site.pool, site.rule, site.groups, site.layout, clock=time)
     assert found == pytest.approx(UPDATE)
     assert site.pool.passes == 6, "one that is not counted, and five that are"
+    assert site.pool.threads_used == {site.pool.threads.most}
+    assert site.pool.threads.num_threads == 1, "what was chosen is as it was"
 
 
 def test_a_slow_cpu_is_not_measured_for_long(make_site, time, monkeypatch) -> None:
