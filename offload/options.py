@@ -33,8 +33,8 @@ class Options:
 
     ring_chunks: int | None = None
     """Chunks in memory at once: those being read, updated and written. At least 2. The ring takes
-    ``ring_chunks * chunk_bytes * number of state arrays`` of host memory. None for what the
-    drive needs, as measured, or 6."""
+    ``ring_chunks * chunk_bytes * number of state arrays`` of memory: of the host, or of the device
+    where state is updated there. None for what the drive needs, as measured, or 6."""
 
     threads: int | None = None
     """Reads, and writes, that run at once. None for what was measured to suit the drive, or 3."""
