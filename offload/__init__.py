@@ -20,9 +20,10 @@ if TYPE_CHECKING:
         list_checkpoints,
         open_checkpoint,
     )
+    from offload.classes import SGD, Adam, AdamW
     from offload.errors import OffloadError
     from offload.loading import load_parameters
-    from offload.optimizer import SGD, Adam, AdamW, OffloadedOptimizer
+    from offload.optimizer import OffloadedOptimizer
     from offload.options import Options
     from offload.pinning import pin, unpin
     from offload.retention import BestBy, EverySeconds, EverySteps, LastK, Retention
@@ -65,9 +66,10 @@ _MODULES = {
         "list_checkpoints",
         "open_checkpoint",
     ),
+    "offload.classes": ("SGD", "Adam", "AdamW"),
     "offload.errors": ("OffloadError",),
     "offload.loading": ("load_parameters",),
-    "offload.optimizer": ("SGD", "Adam", "AdamW", "OffloadedOptimizer"),
+    "offload.optimizer": ("OffloadedOptimizer",),
     "offload.options": ("Options",),
     "offload.pinning": ("pin", "unpin"),
     "offload.retention": ("BestBy", "EverySeconds", "EverySteps", "LastK", "Retention"),

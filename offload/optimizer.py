@@ -455,27 +455,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._engine
 
 
-class AdamW(OffloadedOptimizer):
-    """`torch.optim.AdamW` with its state on SSD; arguments as for `OffloadedOptimizer`."""
-
-    def __init__(self, params: Iterable[Any], **kwargs: Any) -> None:
-        super().__init__(torch.optim.AdamW, params, **kwargs)
-
-
-class Adam(OffloadedOptimizer):
-    """`torch.optim.Adam` with its state on SSD; arguments as for `OffloadedOptimizer`."""
-
-    def __init__(self, params: Iterable[Any], **kwargs: Any) -> None:
-        super().__init__(torch.optim.Adam, params, **kwargs)
-
-
-class SGD(OffloadedOptimizer):
-    """`torch.optim.SGD` with its state on SSD; arguments as for `OffloadedOptimizer`."""
-
-    def __init__(self, params: Iterable[Any], **kwargs: Any) -> None:
-        super().__init__(torch.optim.SGD, params, **kwargs)
-
-
 def _which(checkpoint: CheckpointName | None) -> int | str | None:
     if isinstance(checkpoint, Checkpoint):
         return checkpoint.path
