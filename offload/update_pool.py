@@ -125,12 +125,13 @@ class UpdateThreads:
         self._passes.clear()
 
 
-_WINDOW = 4
-"""Passes that a choice rests on."""
+_WINDOW = 6
+"""Passes that a choice rests on: as much of each, where every second or third one is different."""
 
-_FEW_WAITS, _MANY_WAITS = 0.06, 0.10
+_FEW_WAITS, _MANY_WAITS = 0.10, 0.14
 """Of passes on one thread: with a smaller share of waits all threads are needed, with a larger one
-they are not; in between it stays as it is."""
+they are not; in between it stays as it is. A tenth is left over where drive and update are equally
+fast, as the first chunk is updated before the drive has anything to write, and the last after."""
 
 _FADING = 0.998
 """Of what is remembered, from one pass to the next."""

@@ -47,7 +47,7 @@ def test_one_thread_is_enough_for_a_drive_that_is_slower_than_it() -> None:
 
 def test_all_are_used_where_one_would_be_waited_for() -> None:
     used = passes(UpdateThreads(ALL), 50, alone_s=1.2, together_s=0.6, drive_s=1.0)
-    assert used == [1] * 4 + [ALL] * 46
+    assert used == [1] * 6 + [ALL] * 44
 
 
 def test_it_follows_a_drive_that_becomes_slower_and_faster() -> None:
@@ -82,7 +82,7 @@ def test_a_pass_that_finds_the_ring_full_changes_nothing() -> None:
 
 def test_passes_of_few_chunks_count_as_those_of_many() -> None:
     threads = UpdateThreads(ALL)
-    for num_chunks in (1000, 1, 30, 7, 500):
+    for num_chunks in (1000, 1, 30, 7, 500, 2, 90):
         threads.passed(num_chunks, 0.1 * num_chunks, 0.05 * num_chunks)
         threads.passed(0, 0.0, 0.0)
     assert threads.num_threads == 1
