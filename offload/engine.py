@@ -87,7 +87,7 @@ class Engine(Usable):
         device: torch.device | None = None,
     ) -> None:
         self._rule = rule
-        self._pool = UpdatePool(rule)
+        self._pool = UpdatePool(rule, slow=options.state_dtype != "float32")
         self._options = options
         self._table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
         self._meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)

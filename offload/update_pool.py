@@ -82,15 +82,16 @@ class UpdateThreads:
     thread, and expected in passes on all of them if their waits are longer than what updating on
     one took longer when it was last tried. That memory fades, so that it is tried again in time.
     It takes `_WINDOW` passes to decide: one that begins with the ring full, or after a seal, says
-    little of the next. The first ones are on one thread, to have something to go by.
+    little of the next. So it matters what the first ones are on.
 
     Args:
         most: Threads that there are.
+        begin_with: Of the first passes: one, or all of them if an update is long for its bytes.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, begin_with: int = 1) -> None:
         self.most = most
-        self.num_threads = 1
+        self.num_threads = begin_with
         """Of the next pass."""
         self._passes: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         """Seconds of updating and of waiting, per chunk, of the last passes on as many threads."""
@@ -125,6 +126,13 @@ class UpdateThreads:
         self._passes.clear()
 
 
+class _AllThreads(UpdateThreads):
+    """Chooses all, always."""
+
+    def passed(self, num_chunks: int, updating_s: float, waiting_s: float) -> None:
+        """Ignore it."""
+
+
 _WINDOW = 6
 """Passes that a choice rests on: as much of each, where every second or third one is different."""
 
@@ -144,12 +152,13 @@ class UpdatePool:
 
     Args:
         rule: For the steppers.
+        slow: Whether an update is likely to take longer than the drive needs for its bytes.
     """
 
-    def __init__(self, rule: UpdateRule) -> None:
+    def __init__(self, rule: UpdateRule, *, slow: bool = False) -> None:
         self._rule = rule
         self._num_threads = default_num_threads()
-        self.threads = UpdateThreads(self._num_threads)
+        self.threads = UpdateThreads(self._num_threads, self._num_threads if slow else 1)
         """How many of them updates are to use."""
         self._contexts = [BlockContext(rule)]
         self._executor: ThreadPoolExecutor | None = None
@@ -210,8 +219,7 @@ class UpdatePool:
     def all_threads(self) -> Iterator[None]:
         """Have updates use all threads within the block; nothing in it counts for the choice."""
         chosen = self.threads
-        self.threads = UpdateThreads(chosen.most)
-        self.threads.num_threads = chosen.most
+        self.threads = _AllThreads(chosen.most, chosen.most)
         try:
             yield
         finally:

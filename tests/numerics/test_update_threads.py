@@ -10,6 +10,7 @@ import torch
 
 import offload
 import offload.update
+import offload.update_pool
 from gds import MemoryBackend
 from offload.streamer import Streamer
 from offload.update_pool import UpdatePool, UpdateThreads
@@ -48,6 +49,24 @@ def test_one_thread_is_enough_for_a_drive_that_is_slower_than_it() -> None:
 def test_all_are_used_where_one_would_be_waited_for() -> None:
     used = passes(UpdateThreads(ALL), 50, alone_s=1.2, together_s=0.6, drive_s=1.0)
     assert used == [1] * 6 + [ALL] * 44
+
+
+def test_what_is_slow_to_update_begins_with_all_and_keeps_them_unless_the_drive_is_slower() -> None:
+    used = passes(UpdateThreads(ALL, ALL), 50, alone_s=2.0, together_s=1.1, drive_s=1.0)
+    assert set(used) == {ALL}
+    used = passes(UpdateThreads(ALL, ALL), 50, alone_s=2.0, together_s=1.1, drive_s=3.0)
+    assert used == [ALL] * 6 + [1] * 44
+
+
+@pytest.mark.parametrize(
+    ("state_dtype", "first"), [("float32", 1), ("int8", ALL), ("bfloat16", ALL)]
+)
+def test_compressed_state_is_slow_to_update(state_dtype, first, monkeypatch) -> None:
+    monkeypatch.setattr(offload.update_pool, "default_num_threads", lambda: ALL)
+    options = offload.Options(backend=MemoryBackend(), allow_volatile=True, state_dtype=state_dtype)
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    with offload.AdamW([parameter], directory="/store", options=options) as optimizer:
+        assert optimizer._live_engine()._pool.threads.num_threads == first
 
 
 def test_it_follows_a_drive_that_becomes_slower_and_faster() -> None:
