@@ -41,6 +41,11 @@ STORE = "/run"
 HELD = r"(?s)every expired checkpoint is being read"
 
 
+def printed(output: str) -> list[str]:
+    """Return the lines of a process, but for what the log says of steps without a checkpoint."""
+    return [line for line in output.splitlines() if "are lost: no checkpoint()" not in line]
+
+
 class Training:
     """A model and its optimizer, step by step."""
 
@@ -158,14 +163,14 @@ class TestProcesses:
     ) -> None:
         ended = children.run(child.interrupted_in_a_step, tmp_path)
         assert ended.status == 0, ended
-        assert ended.output == "interrupted\nclosed\n"
+        assert printed(ended.output) == ["interrupted", "closed"]
 
     def test_one_thread_for_all_transfers_is_enough(
         self, children: child.Children, tmp_path: Path
     ) -> None:
         ended = children.run(child.close_with_one_thread_for_all_transfers, tmp_path)
         assert ended.status == 0, ended
-        assert ended.output == "closed\n"
+        assert printed(ended.output) == ["closed"]
 
     @pytest.mark.parametrize(
         "work",
