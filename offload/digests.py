@@ -54,9 +54,9 @@ def one_by_one(function: Callable[[memoryview], bytes], items: Sequence[memoryvi
 class ChunkDigests:
     """Digests of one chunk of every state array, taken while what was written is still in cache.
 
-    From memory a digest takes three times as long as from a cache (`bench.digests`). So whoever
-    writes says what is done, and whichever thread completes a leaf digests it at once; best of all
-    is to write whole leaves. Leaves that nobody has completed are digested in the end.
+    From memory a digest takes much longer than from a cache. So whoever writes says what is done,
+    and whichever thread completes a leaf digests it at once; best of all is to write whole leaves.
+    Leaves that nobody has completed are digested in the end.
 
     Args:
         arrays: The bytes of the chunk in each array; they must stay where they are.
@@ -116,5 +116,5 @@ def leaf_digests(data: memoryview) -> bytes:
 def leaf_digest(leaf: memoryview) -> bytes:
     """Return the digest of one leaf: 8 bytes, little-endian."""
     # In one call, which (from xxhash 4 on) releases the interpreter lock: right after an update the
-    # code of each further call would have to be fetched from memory, at a tenth of the digest each.
+    # code of each further call would have to be fetched from memory.
     return xxhash.xxh3_64_digest(leaf)[::-1]  # xxhash's own order is big-endian

@@ -6,8 +6,8 @@ threads that use one core each need no waking, and nobody waits where another pr
 
 Several threads are faster only where the update is what a step waits for; they share caches, memory
 and the interpreter, and while one of them updates a block, what another has written leaves the
-cache before it is digested. Where the drive is the limit, one thread is as fast, takes a fifth less
-CPU time and half as much for digests, and leaves the other cores alone (`UpdateThreads`).
+cache before it is digested. Where the drive is the limit, one thread takes less CPU time, for
+digests most of all, and leaves the other cores alone (`UpdateThreads`).
 """
 
 from __future__ import annotations

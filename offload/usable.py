@@ -58,9 +58,9 @@ class Usable:
         """Log that this optimizer has taken steps, and that no checkpoint was made of them."""
         newest = self.store.newest
         _log.warning(
-            "%s: %d optimizer steps are lost: no checkpoint() was made after them; %s",
+            "%s: %s lost: no checkpoint() was made after that; %s",
             self.store.directory,
-            num_steps,
+            "1 optimizer step is" if num_steps == 1 else f"{num_steps} optimizer steps are",
             f"the newest checkpoint is {newest.path}" if newest else "the store has none",
         )
 

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -227,6 +228,27 @@ def test_a_directory_is_examined_once_and_only_for_device_memory(
         for _ in range(2):
             file.read(backend.allocate(ALIGNMENT), 0).result()
     assert (examined, gpu.num_opened) == ([directory], 3)
+
+
+def test_threads_of_transfers_stay_on_the_device(
+    make: Make, gpu: FakeGpu, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # who goes back to the device that a thread begins with makes a context there
+    monkeypatch.setattr(type(gpu.current), "number", 1)
+    current = []
+    launch = gpu.launch
+
+    def noted(stream: int, work: Callable[[], None]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            current.append(gpu.current.number)
+        launch(stream, work)
+
+    monkeypatch.setattr(gpu, "launch", noted)
+    backend = make(path="bounce", device=0)
+    file = backend.create(f"{directory}/file", ALIGNMENT)
+    file.write(backend.allocate(ALIGNMENT), 0).result()
+    assert current
+    assert set(current) == {0}
 
 
 def test_a_file_system_is_examined_once_for_all_backends_of_a_process(

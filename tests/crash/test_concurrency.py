@@ -43,7 +43,7 @@ HELD = r"(?s)every expired checkpoint is being read"
 
 def printed(output: str) -> list[str]:
     """Return the lines of a process, but for what the log says of steps without a checkpoint."""
-    return [line for line in output.splitlines() if "are lost: no checkpoint()" not in line]
+    return [line for line in output.splitlines() if " lost: no checkpoint()" not in line]
 
 
 class Training:

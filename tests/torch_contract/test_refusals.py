@@ -266,7 +266,7 @@ class TestClosing:
             optimizer.restore()
             step(model, optimizer)
         (said,) = caplog.messages
-        assert "1 optimizer steps are lost" in said
+        assert "1 optimizer step is lost" in said
         assert said.endswith(f"the newest checkpoint is {STORE}/step-00000002")
 
     def test_after_a_checkpoint(self, caplog: pytest.LogCaptureFixture) -> None:
