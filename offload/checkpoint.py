@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ class Checkpoint:
 
     Made by `open_checkpoint`, `OffloadedOptimizer.restore` and a seal's `result`. One that
     `open_checkpoint` made holds a shared lock until `close`, which keeps the training process
-    from recycling it meanwhile.
+    from recycling it meanwhile. One that is dropped without it lets go, with a `ResourceWarning`.
     """
 
     def __init__(
@@ -276,6 +277,22 @@ class Checkpoint:
             self._lock = None
         if self._owns_backend:
             self._backend.close()
+
+    def __del__(self) -> None:
+        # The lock and its backend refer to each other: without this it would be held until Python
+        # next looks for cycles, and keep a training process waiting meanwhile.
+        lock = getattr(self, "_lock", None)
+        if lock is None:
+            return
+        self._lock = None
+        lock.release()
+        warnings.warn(
+            f"{self.path}: never closed; use `with` or call close(), for until then it cannot be "
+            "recycled",
+            ResourceWarning,
+            source=self,
+            stacklevel=2,
+        )
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -99,10 +99,15 @@ def restored_step(directory: Path) -> int:
         return found.step
 
 
+def opened_step(directory: Path) -> int:
+    with offload.open_checkpoint(directory) as found:
+        return found.step
+
+
 @pytest.mark.parametrize(
     "use",
     [
-        lambda store: offload.open_checkpoint(store).step,
+        opened_step,
         lambda store: offload.list_checkpoints(store)[-1].step,
         restored_step,
     ],

@@ -255,10 +255,13 @@ def test_there_is_never_more_than_one_slot_to_work_in(keep: int) -> None:
         return wait(timeout)
 
     store.acquire, store._changed.wait = acquired, waiting
+    handle = None
     for _ in range(8):
         training.step()
+        if handle is not None:
+            handle.result()  # it may have got as far as being held up only now
         asked.clear()
-        training.optimizer.checkpoint()
+        handle = training.optimizer.checkpoint()
     asked.set()
     training.optimizer.close()
     assert backend.most == keep + 1
@@ -313,6 +316,27 @@ class TestReaders:
             # The batch norm has seen no batch twice: the failed step's forward was the only one.
             assert differences(found, training.backend, Reference().after(last)) == []
         assert len(training.backend.list_dir(STORE)) <= 1 + keep + 1
+        training.optimizer.close()
+
+    @pytest.mark.parametrize("in_memory", [False, True], ids=["posix", "memory"])
+    def test_a_reader_that_nobody_closed_lets_go_when_it_is_dropped(
+        self, tmp_path: Path, in_memory: bool
+    ) -> None:
+        store = STORE if in_memory else str(tmp_path / "run")
+        backend = MemoryBackend() if in_memory else PosixBackend()
+        training = Training(backend, store, keep=1)
+        path = training.steps_and_seal()
+        enabled = gc.isenabled()
+        gc.collect()
+        gc.disable()  # when Python next collects cycles is nothing that a step may depend on
+        try:
+            with pytest.warns(ResourceWarning, match="step-00000001: never closed; use `with`"):
+                assert open_checkpoint(path, backend=backend if in_memory else None).step == 1
+            training.steps_and_seal()
+            training.steps_and_seal()
+        finally:
+            if enabled:
+                gc.enable()
         training.optimizer.close()
 
     def test_a_waiting_step_goes_on_when_the_reader_closes(

@@ -36,7 +36,8 @@ for step, years in enumerate(json.loads(sys.argv[2]), 1):
     handle = optimizer.checkpoint({"step": step})
     jump(ctypes.c_long(-years * 31536000 // 2))
     created.append(handle.result().path)
-    assert open_checkpoint(sys.argv[1]).step == step
+    with open_checkpoint(sys.argv[1]) as newest:
+        assert newest.step == step
 jump(ctypes.c_long(-40 * 31536000))
 optimizer.close()
 optimizer = optimizer_for(Model(), sys.argv[1], options(), keep=3)
