@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from offload.errors import MetricError
@@ -29,6 +30,22 @@ def check_metrics(metrics: Any) -> dict[str, float]:
             "others in train_state"
         )
     return {_name(name): _value(name, value) for name, value in metrics.items()}
+
+
+def usable_metrics(measured: Mapping[str, Any], first: Iterable[str] = ()) -> dict[str, float]:
+    """Return what of a library's measurements a checkpoint can hold; the rest is left out.
+
+    Args:
+        measured: Values by name: numbers, or tensors of one element.
+        first: Names that go before all others if there are too many.
+    """
+    found = {}
+    for name in dict.fromkeys((*first, *measured)):
+        with suppress(TypeError, ValueError, OverflowError):  # absent, text, or many elements
+            number = float(measured[name]) if name in measured else math.nan
+            if math.isfinite(number) and 0 < len(name) <= MAX_NAME_CHARACTERS:
+                found[name] = number
+    return dict(list(found.items())[:MAX_METRICS])
 
 
 def _name(name: Any) -> str:

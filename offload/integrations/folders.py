@@ -70,8 +70,18 @@ class Folders:
         self._seen: set[str] = set()
         """Folders that have been there in the life of this process."""
 
-    def seal(self, optimizer: OffloadedOptimizer, folder: str) -> Checkpoint:
+    def seal(
+        self,
+        optimizer: OffloadedOptimizer,
+        folder: str,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Checkpoint:
         """Make the present state a checkpoint for a folder; durable, and pinned, on return.
+
+        Args:
+            optimizer: Of the state.
+            folder: Of the library.
+            metrics: What has been measured of this state, as `OffloadedOptimizer.checkpoint` takes.
 
         Raises:
             SealError: It could not be sealed.
@@ -89,14 +99,14 @@ class Folders:
         self._seen.add(path)
         train_state[self._library] = {"folders": folders}
         try:
-            checkpoint = optimizer.checkpoint(train_state).result()
+            checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
         except PinError:
             if name not in {pin.name for pin in store.keeping.pins().pins}:
                 raise
             # The same step with another state: a scheduler has changed the learning rate since it
             # was saved, say. The library writes over its folder as well.
             optimizer.unpin(name)
-            checkpoint = optimizer.checkpoint(train_state).result()
+            checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
         self._read[checkpoint.generation] = folders
         optimizer.pin(name, checkpoint)
         return checkpoint

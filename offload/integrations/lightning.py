@@ -16,7 +16,6 @@ fit gives that up, as nothing can name it, if it continues from an older one.
 
 from __future__ import annotations
 
-import math
 import random
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from offload.integrations.ckpt_files import (
     train_state,
     wanted_by,
 )
-from offload.metrics import MAX_METRICS, MAX_NAME_CHARACTERS
+from offload.metrics import usable_metrics
 from offload.opening import StoredCheckpoint
 from offload.optimizer import OffloadedOptimizer
 from offload.state_reference import find_sealed, is_reference, read_reference
@@ -316,13 +315,7 @@ def _offloaded(trainer: pl.Trainer) -> Iterator[tuple[int, OffloadedOptimizer]]:
 def _monitored(trainer: pl.Trainer) -> dict[str, float]:
     """Return what files are ranked by, so that ``offload ls`` shows it."""
     names = [getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks]
-    values = {name: trainer.callback_metrics.get(name) for name in names if name}
-    metrics = {
-        name: float(value)
-        for name, value in values.items()
-        if value is not None and math.isfinite(value) and len(name) <= MAX_NAME_CHARACTERS
-    }
-    return dict(list(metrics.items())[:MAX_METRICS])
+    return usable_metrics({name: trainer.callback_metrics.get(name) for name in names if name})
 
 
 def _random_states() -> dict[str, Any]:

@@ -34,6 +34,7 @@ from offload.checkpoint import list_checkpoints
 from offload.drives import Directory, as_directories
 from offload.errors import CheckpointError, OffloadError
 from offload.integrations.folders import Folders, unwrap
+from offload.metrics import usable_metrics
 from offload.optimizer import OffloadedOptimizer
 from offload.options import Options
 from offload.retention import Retention
@@ -57,6 +58,8 @@ class OffloadCallback(TrainerCallback):
       ``optimizer.pt`` is written. The pin is removed when the Trainer has removed the folder.
     - When it resumes, exactly the checkpoint that the folder refers to is gone on from. A folder
       of a run with a torch optimizer is taken over: its state is streamed into the store.
+    - What an evaluation of the same step measured (``eval_loss``) is in the checkpoint: ``offload
+      ls`` shows it, and `BestBy` can rank by it.
     - What the optimizer has moved and waited for is in the logs, as ``offload/<name>``; see
       `Stats`. Callbacks that come later in the list get it, too.
 
@@ -76,6 +79,8 @@ class OffloadCallback(TrainerCallback):
             attach=_ATTACH,
         )
         self._log_stats = log_stats
+        self._measured: dict[int, dict[str, float]] = {}
+        """What the last evaluations found, by the step that they were of; of one step only."""
         self._args: TrainingArguments | None = None
         self._optimizer: OffloadedOptimizer | None = None
         self._created: OffloadedOptimizer | None = None
@@ -142,7 +147,7 @@ class OffloadCallback(TrainerCallback):
             folder = _folder(args.output_dir or "", state.global_step)
             # Others may ask for the state dict, too; the Trainer has made its folder before.
             if asked is optimizer and os.path.isdir(folder):
-                self._folders.seal(optimizer, folder)
+                self._folders.seal(optimizer, folder, self._measured.get(state.global_step))
 
         self._saving = optimizer.register_state_dict_pre_hook(seal)
         self._folders.sync(optimizer)
@@ -157,6 +162,22 @@ class OffloadCallback(TrainerCallback):
         """Let go of checkpoints whose folders ``save_total_limit`` has removed."""
         if self._optimizer is not None:
             self._folders.sync(self._optimizer)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        metrics: dict[str, Any] | None = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        """Take note of what was measured, for the checkpoint that is saved after this step."""
+        before = self._measured.get(state.global_step, {})  # of another dataset
+        best = args.metric_for_best_model or "loss"
+        first = best if best.startswith("eval_") else f"eval_{best}"
+        self._measured = {
+            state.global_step: usable_metrics({**before, **(metrics or {})}, (first, "eval_loss"))
+        }
 
     def on_log(
         self,

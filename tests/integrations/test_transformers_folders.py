@@ -124,6 +124,39 @@ def test_the_best_model_stays(tmp_path: Path) -> None:
     assert best in sealed(tmp_path)
 
 
+def test_the_store_keeps_the_best_by_what_the_evaluations_measured(tmp_path: Path) -> None:
+    case = Case(
+        {
+            **CASE.arguments,
+            "save_steps": 1,
+            "save_total_limit": 1,
+            "learning_rate": 0.5,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+        },
+        optimizer={"keep": offload.BestBy("eval_loss")},
+    )
+    history = case.run(tmp_path).history
+    measured = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
+    best = min(measured, key=measured.__getitem__)
+    assert sorted(measured) == [2, 4, 6, 7]
+    assert best < 6, "others must have been saved after it"
+    assert sealed(tmp_path) == [best, 6, 7], "6 goes with the next one: its folder had to stay"
+    assert folders(tmp_path) == pinned(tmp_path) == [7], "the Trainer has given the best one up"
+    for info in offload.list_checkpoints(tmp_path / "run"):
+        assert info.metrics["eval_loss"] == measured[info.step], info.step
+
+
+def test_a_checkpoint_does_not_have_what_was_measured_of_another(tmp_path: Path) -> None:
+    case = Case({**CASE.arguments, "eval_strategy": "steps", "eval_steps": 3})
+    history = case.run(tmp_path).history
+    measured = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
+    found = {i.step: i.metrics.get("eval_loss") for i in offload.list_checkpoints(tmp_path / "run")}
+    assert found == {step: measured.get(step) for step in (2, 4, 6, 7)}
+    assert found[2] is None
+    assert found[6] is not None
+
+
 def test_a_run_goes_on_from_an_older_folder_only_if_told_to(
     work: Path, trained: tuple[Path, Path, Run]
 ) -> None:

@@ -35,6 +35,7 @@ from offload.errors import (
     StoreFullError,
 )
 from offload.manifest import Manifest, decode
+from offload.metrics import check_metrics, usable_metrics
 from offload.pruning import prune
 
 STORE = "/run"
@@ -349,6 +350,24 @@ class TestMetrics:
         assert run.steps() == []
         run.optimizer.checkpoint(metrics={"loss": np.float64(1)}).result()
         run.optimizer.close()
+
+    def test_what_a_library_has_measured_is_taken_as_far_as_it_can_be(self) -> None:
+        measured = {
+            "eval_loss": np.float32(0.5),
+            "acc": torch.tensor([0.25]),
+            "nan": math.nan,
+            "huge": 10**400,
+            "matrix": torch.zeros(2, 2),
+            "name": "text",
+            "none": None,
+            "x" * 65: 1.0,
+            "": 1.0,
+        }
+        found = usable_metrics(measured, ("absent", "acc"))
+        assert found == {"acc": 0.25, "eval_loss": 0.5}
+        many = {str(n): n for n in range(40)}
+        assert list(usable_metrics(many, ("39",))) == ["39", *map(str, range(15))]
+        assert check_metrics(found) == found
 
     def test_the_most_and_longest_fit(self) -> None:
         run = Run()
