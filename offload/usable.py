@@ -74,7 +74,7 @@ class Usable:
             )
         if newest is None:
             return "there is no checkpoint yet: construct model and optimizer again"
-        return f"call restore() to go on from {newest.path}"
+        return f"{how_to_resume()} to go on from {newest.path}"
 
     def _require_alive(self) -> None:
         if self._closed:

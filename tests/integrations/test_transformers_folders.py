@@ -13,7 +13,7 @@ import transformers.trainer
 from transformers import TrainerCallback
 
 import offload
-from offload.errors import MismatchError, PinError
+from offload.errors import DamagedError, MismatchError, PinError
 from offload.integrations.transformers import OffloadCallback, create_optimizer, latest_checkpoint
 from tests.integrations.training import Case, Run, make_model, steps
 from tests.numerics.reference import assert_same_bits
@@ -256,6 +256,22 @@ def test_the_latest_checkpoint_is_one_that_can_be_gone_on_from(work: Path, tmp_p
     torch.save({"state": {}, "param_groups": []}, out / "checkpoint-4/optimizer.pt")
     (out / "checkpoint-best").mkdir()
     assert latest_checkpoint(out, run) == str(out / "checkpoint-2")
+
+
+def test_damaged_state_is_found_and_training_goes_on_before_it(
+    work: Path, trained: tuple[Path, Path, Run]
+) -> None:
+    (damaged,) = [p for p in work.glob("run/step-00000007/*") if p.name.startswith("exp_avg.")]
+    content = bytearray(damaged.read_bytes())
+    content[-100] ^= 1
+    damaged.write_bytes(content)
+    case = Case({**CASE.arguments, "max_steps": 8})
+    with pytest.raises(DamagedError, match=r"exp_avg\..*latest_checkpoint\(.*step-00000006"):
+        case.run(work, resume=str(work / "out/checkpoint-7"))
+    older = latest_checkpoint(work / "out", work / "run")
+    assert older == str(work / "out/checkpoint-6")
+    found = CASE.run(work, resume=older)
+    assert found.history == trained[2].history
 
 
 def test_a_lost_pin_is_made_again(work: Path) -> None:
