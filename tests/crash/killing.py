@@ -32,15 +32,12 @@ from tests.crash.children import serve
 from tests.crash.training import Model, backward, optimizer_for, options
 
 PLAN = "killing.json"
-"""What is to be done: ``keep``, ``drives``, ``num_kills`` (at least) and ``seed``."""
+"""What is to be done: ``keep``, ``drives``, ``num_kills`` and ``seed``."""
 
 SEAL_EVERY = 3
 SHARES = (1, 1, 2)
 STEPS_OF_A_LIFE = 9
 """The longest life lasts as long as opening, restoring and so many steps take on this machine."""
-
-KILLS_WITHOUT_PROGRESS = 8
-"""After so many that no new checkpoint came before, lives get longer: the machine has got busy."""
 
 STEPS_AFTER_LAST_KILL = 10
 OPENING, RESTORING, STEPPING, SEALING = range(4)
@@ -120,7 +117,6 @@ class Killer:
         self.keep = keep
         self.rng = random.Random(seed)
         self.longest_life_s = 0.0
-        self.num_without_progress = 0
         self.acknowledged = 0
         self.phases: Counter[str] = Counter()
         self.sealing_at_kill = 0
@@ -143,24 +139,13 @@ class Killer:
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         if not killed and status != 0:
             raise RuntimeError(f"a child failed with status {status}")
-        before = self.acknowledged
         with os.fdopen(reading, "rb") as pipe:
             self._listen(pipe.read())
-        self.num_without_progress += 1
-        if self.acknowledged > before:
-            self.num_without_progress = 0
-        elif self.num_without_progress % KILLS_WITHOUT_PROGRESS == 0:
-            self.longest_life_s *= 1.5
         if killed:
             self.phases[PHASES[shared[0]]] += 1
             self.sealing_at_kill += shared[1]
         shared.close()
         return killed
-
-    def has_hit(self, num_kills: int) -> bool:
-        """Return whether kills have hit steps and seals, and training got on between them."""
-        stepping = self.phases[PHASES[STEPPING]]
-        return bool(stepping and self.sealing_at_kill and len(set(self.restored)) > num_kills // 10)
 
     def _listen(self, messages: bytes) -> None:
         for what, step in _MESSAGE.iter_unpack(messages):
@@ -195,7 +180,7 @@ def kill_at_random_moments(parent: str) -> None:
         )
         killer.longest_life_s = time.monotonic() - started
     num_killed = 0
-    while num_killed < num_kills or (not killer.has_hit(num_kills) and num_killed < 4 * num_kills):
+    while num_killed < num_kills:
         num_killed += killer.live(1 << 40, kill=True)
     killer.live(0, kill=False)  # the last one killed may have sealed more than it could tell of
     last_step = killer.acknowledged + STEPS_AFTER_LAST_KILL
