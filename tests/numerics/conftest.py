@@ -22,7 +22,7 @@ class Alternating(offload.update_pool.UpdateThreads):
         self.num_threads = self.most if self.num_threads == 1 else 1
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")  # or what else a process tests would depend on it
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
