@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -20,6 +20,14 @@ class Alternating(offload.update_pool.UpdateThreads):
         """Change the number of threads, and with it where blocks are cut."""
         del num_chunks, updating_s, waiting_s
         self.num_threads = self.most if self.num_threads == 1 else 1
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Return what says how many threads torch itself uses for an operation, until a test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="module")  # or what else a process tests would depend on it
