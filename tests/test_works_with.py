@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/works-with.md").read_text()
@@ -50,6 +51,7 @@ def test_the_versions_that_it_names_are_those_that_are_installed_for_tests() -> 
 
 def test_its_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)  # with one model in seventy a gradient overflows, and a step is skipped
     (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     exec(compile(block, "works-with.md", "exec"), {})
     assert (tmp_path / "run-fp16" / "step-00000005").is_dir()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -22,7 +22,15 @@ class Alternating(offload.update_pool.UpdateThreads):
         self.num_threads = self.most if self.num_threads == 1 else 1
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Return what says how many threads torch itself uses for an operation, until a test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")  # or what else a process tests would depend on it
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from gds import Buffer, File, IOFuture, MemoryBackend, WrapperBackend
 from gds._wrapper import WrapperFile
+from tests.eventually import TIMEOUT_S
 
 
 class Disordered(WrapperBackend):
@@ -61,33 +62,39 @@ class DisorderedFile(WrapperFile):
         return future
 
 
-TIMEOUT_S = 20
-"""Only reached where something that should happen does not."""
+class Hold:
+    """A time during which reads of some chunks are held back."""
+
+    def __init__(self, chunks: Iterable[int] = ()) -> None:
+        self.chunks = frozenset(chunks)
+        self.released = threading.Event()
+        self.error: Exception | None = None
 
 
 class Held(WrapperBackend):
     """Holds back reads of state at chosen places until they are released; may fail them, too.
 
-    Places are chunks, if an array's chunk takes 4096 bytes, as one of 1024 FP32 values does.
+    Places are chunks, if an array's chunk takes 4096 bytes, as one of 1024 FP32 values does. A read
+    is held back if its chunk was when it was asked for, whenever a thread comes to it.
     """
 
     def __init__(self) -> None:
         super().__init__(MemoryBackend())
         self.pool = ThreadPoolExecutor(8)
-        self.held: set[int] = set()
-        self.released = threading.Event()
-        self.error: Exception | None = None
+        self.holds = [Hold()]
         self.reads: list[int] = []
         """In the order in which they were asked for."""
         self.ended: set[int] = set()
 
     def hold(self, *chunks: int) -> None:
-        self.held, self.ended = set(chunks), set()
-        self.released.clear()
+        self.holds.append(Hold(chunks))
+        self.ended = set()
 
     def release(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.released.set()
+        for hold in self.holds:
+            if not hold.released.is_set():
+                hold.error = error
+                hold.released.set()
 
     def wrap_file(self, file: File) -> File:
         return HeldFile(file, self)
@@ -102,12 +109,13 @@ class HeldFile(WrapperFile):
         backend = self.backend
         chunk = (offset - 1) // 4096 if offset % 4096 else offset // 4096 - 1
         backend.reads.append(chunk)
+        hold = backend.holds[-1]
 
         def move() -> int:
-            if chunk in backend.held:
-                assert backend.released.wait(TIMEOUT_S), "nobody released it"
-                if backend.error is not None:
-                    raise backend.error
+            if chunk in hold.chunks:
+                assert hold.released.wait(TIMEOUT_S), "nobody released it"
+                if hold.error is not None:
+                    raise hold.error
             done = self.inner.read(into, offset).result()
             backend.ended.add(chunk)
             return done

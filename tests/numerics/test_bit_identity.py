@@ -271,8 +271,8 @@ def test_parameters_that_end_where_chunks_and_blocks_end(sizes, block, monkeypat
 
 
 @pytest.mark.parametrize("name", ["adamw", "nadam", "radam-foreach", "asgd"])
-def test_tensors_large_enough_for_torch_to_use_several_threads(name, monkeypatch):
-    torch.set_num_threads(2)
+def test_tensors_large_enough_for_torch_to_use_several_threads(name, set_threads, monkeypatch):
+    set_threads(2)
     block_elements(monkeypatch, Cut(0, 0, 65_537))
     sizes = (100_003, 77, 49_999)  # torch shares out from 32768 elements
     models = Sizes(*sizes), Sizes(*sizes)

@@ -1,7 +1,7 @@
 """What steps, checkpoints and restores move, by the kernel's count and by our own.
 
-Averages over four occurrences in a process that is warm: each has happened before, and everything
-in flight has ended when a count begins and when it ends.
+The least of four counts of the kernel's, and the average of ours, in a process that is warm: each
+has happened before, and everything in flight has ended when a count begins and when it ends.
 """
 
 from __future__ import annotations

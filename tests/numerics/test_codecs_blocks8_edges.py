@@ -168,11 +168,11 @@ def test_it_does_not_matter_where_a_tensor_is_cut_at_multiples_of_32(name, dtype
 
 
 @BOTH
-def test_the_bytes_do_not_depend_on_the_number_of_threads(dtype):
+def test_the_bytes_do_not_depend_on_the_number_of_threads(dtype, set_threads):
     values = moments("every-magnitude", dtype).repeat(16)
     codes, scales = encode(values, dtype)
     out = decode(codes, scales)
-    torch.set_num_threads(2)
+    set_threads(2)
     again = encode(values, dtype)
     assert torch.equal(again[0], codes)
     assert torch.equal(again[1], scales)

@@ -204,10 +204,10 @@ def test_any_length_at_any_offset_with_scratch_that_was_used_before(num, offset)
         assert not untouched[offset + num :].any()
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_threads():
+def test_the_bytes_do_not_depend_on_the_number_of_threads(set_threads):
     master = floats(every_high())
     alone = split(master)
-    torch.set_num_threads(2)
+    set_threads(2)
     for ours, theirs in zip(split(master), alone, strict=True):
         assert np.array_equal(bits_of(ours), bits_of(theirs))
     assert np.array_equal(bits_of(join(*alone)), quieted(bits_of(master)))

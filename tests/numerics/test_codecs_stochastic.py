@@ -139,10 +139,10 @@ def test_it_does_not_matter_how_a_tensor_is_cut(first):
         assert np.array_equal(bits_of(out), whole)
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_threads():
+def test_the_bytes_do_not_depend_on_the_number_of_threads(set_threads):
     values = every_kind(200_000)
     alone = bits_of(rounded(values))
-    torch.set_num_threads(2)
+    set_threads(2)
     assert np.array_equal(bits_of(rounded(values)), alone)
 
 

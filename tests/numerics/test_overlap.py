@@ -14,19 +14,17 @@ import torch
 import offload
 import offload.manifest
 import offload.model_file
-import offload.streamer
 from gds import Buffer, File, IOFuture, MemoryBackend, WrapperBackend
 from gds._pool import TransferPool
 from gds._wrapper import WrapperFile
 from offload.errors import SealError
 from offload.seal import Seal
+from offload.streamer import Streamer
+from tests.eventually import TIMEOUT_S
 from tests.numerics.delays import Disordered
 from tests.numerics.models import FIRST_LATE_STEP, trainable
 from tests.numerics.pairs import CASES, CUTS, Cut, Pair
 from tests.numerics.reference import assert_same_bits, assert_same_state, read_state
-
-TIMEOUT_S = 30
-"""Only reached where something that should happen does not."""
 
 
 @pytest.mark.parametrize(
@@ -135,13 +133,13 @@ def test_what_was_read_ahead_in_vain_is_dropped_while_writes_end(monkeypatch):
     for parameter in parameters[:-1]:
         parameter.grad = None  # which makes that read useless
     dropping = threading.Event()
-    wait = offload.streamer._wait
-    monkeypatch.setattr(offload.streamer, "_wait", lambda future: (dropping.set(), wait(future)))
+    drop = Streamer._drop
+    monkeypatch.setattr(Streamer, "_drop", lambda *args: (dropping.set(), drop(*args)))
     step = threading.Thread(target=optimizer.step, daemon=True)
     step.start()
-    dropping.wait(1)
+    assert dropping.wait(TIMEOUT_S)
     backend.permits.release(1000)
-    step.join(5)
+    step.join(TIMEOUT_S)
     if step.is_alive():
         optimizer._finalizer.detach()  # else the end of the process would wait for ever, too
     assert not step.is_alive(), "the step waits for ever"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import threading
 import weakref
 
@@ -14,10 +13,12 @@ from torch.optim.lr_scheduler import LambdaLR
 import offload
 from gds import StorageError
 from offload.errors import BrokenOptimizerError
-from tests.numerics.delays import TIMEOUT_S, Disordered, Held
+from tests.eventually import TIMEOUT_S, eventually, is_freed
+from tests.numerics.delays import Disordered, Held
 from tests.numerics.pairs import CASES, Cut, Pair
 from tests.numerics.reference import assert_same_bits
 from tests.numerics.test_overlap_forward import MODELS, Attention, Batched, Half, Twins
+from tests.numerics.test_overlap_forward_waits import is_stepping
 
 BACKWARD = {"overlap": "backward"}
 CUTS = [
@@ -298,17 +299,17 @@ def test_an_error_is_raised_at_the_next_point(layers, at):
 
 
 def test_a_dropped_optimizer_with_half_a_step_ends():
+    others = set(threading.enumerate())
     twins = twins_of(Layers, backend=Held())
     twins.step(0)
     twins.loss(twins.live, 1).backward()
     optimizer = weakref.ref(twins.optimizer)
     del twins.optimizer
-    gc.collect()
-    assert optimizer() is None
-    assert all(thread.name != "offload-step" for thread in threading.enumerate())
+    assert is_freed(optimizer)
+    assert eventually(lambda: not is_stepping(set(threading.enumerate()) - others))
     parameters = list(twins.live.parameters())
-    assert not any(p._post_accumulate_grad_hooks for p in parameters)
-    assert not any(m._forward_pre_hooks for m in twins.live.modules())
+    assert eventually(lambda: not any(p._post_accumulate_grad_hooks for p in parameters))
+    assert eventually(lambda: not any(m._forward_pre_hooks for m in twins.live.modules()))
     twins.offloaded(twins.live).close()
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import offload
 from gds import Backend, MemoryBackend
+from tests.eventually import TIMEOUT_S
 from tests.numerics.delays import Disordered
 from tests.numerics.pairs import CASES, Cut, Pair
 from tests.numerics.reference import (
@@ -26,9 +27,6 @@ from tests.numerics.reference import (
     assert_same_state,
     read_state,
 )
-
-TIMEOUT_S = 30
-"""Only reached where something that should happen does not."""
 
 FORWARD = {"overlap": "forward"}
 CUTS = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import os
 import signal
@@ -19,7 +18,8 @@ import offload
 from gds import StorageError
 from offload.errors import BrokenOptimizerError, SealError
 from offload.forward_hooks import _Inert
-from tests.numerics.delays import TIMEOUT_S, Held
+from tests.eventually import TIMEOUT_S, eventually, is_freed
+from tests.numerics.delays import Held
 from tests.numerics.reference import assert_same_parameters
 
 NUM_LAYERS = 6
@@ -100,18 +100,34 @@ def run() -> Iterator[Run]:
     run.optimizer.close()
 
 
-def soon(action: Callable[[], object]) -> None:
-    threading.Timer(0.15, action).start()
+def when_waiting(run: Run, action: Callable[[], object]) -> None:
+    """Have something done on another thread as soon as one waits for the step that is running."""
+    running = run.optimizer._engine._running
+    assert running is not None
+    changed, wait = running._changed, running._changed.wait
+
+    def act() -> None:
+        with changed:  # which is let go of by the wait itself
+            pass
+        action()
+
+    def waiting(timeout: float | None = None) -> bool:
+        changed.wait = wait
+        threading.Thread(target=act).start()
+        return wait(timeout)
+
+    changed.wait = waiting
 
 
 def test_a_module_waits_for_its_own_parameters_and_no_others(run):
     events = []
     run.step_held(2, LAST)
+    waited_s = run.optimizer.stats().wait_update_s
 
     def first_ran(*_: object) -> None:
         assert LAST not in run.backend.ended
         events.append("first ran")
-        soon(run.backend.release)
+        when_waiting(run, run.backend.release)
 
     def last_runs(*_: object) -> None:
         assert LAST in run.backend.ended
@@ -122,7 +138,7 @@ def test_a_module_waits_for_its_own_parameters_and_no_others(run):
     losses = [run.loss(model, 3) for model in (run.live, run.expected)]
     assert losses[0].item() == losses[1].item()
     assert events == ["first ran", "last runs"]
-    assert run.optimizer.stats().wait_update_s > 0.1
+    assert run.optimizer.stats().wait_update_s > waited_s
     run.assert_same()
 
 
@@ -130,7 +146,7 @@ def test_everything_is_waited_for_at_the_end_of_a_forward(run):
     """Also what this one has not used: the caller may read any parameter now."""
     run.step_held(2, LAST)
     run.live.order = range(LAST)
-    run.live.layers[0].register_forward_hook(lambda *_: soon(run.backend.release))
+    run.live.layers[0].register_forward_hook(lambda *_: when_waiting(run, run.backend.release))
     run.loss(run.live, 3)
     assert LAST in run.backend.ended
     assert_same_parameters(run.live.named_parameters(), run.expected.named_parameters())
@@ -266,7 +282,7 @@ def failing(run: Run, chunk: int = LAST) -> Iterator[StorageError]:
 def test_an_error_is_raised_at_the_next_point(run, name):
     point = POINTS[name]
     with failing(run) as error:
-        soon(lambda: run.backend.release(error))
+        when_waiting(run, lambda: run.backend.release(error))
         with pytest.raises(StorageError, match="the drive is gone") as found:
             point(run)
         assert found.value is error
@@ -329,10 +345,34 @@ def test_an_error_is_not_lost_in_a_forward_that_fails_itself(run):
     run.optimizer.restore()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Return what sends a signal until it is heard, to be called on another thread.
+
+    A signal that comes just before the main thread blocks is not heard: so it is in Python.
+    """
+    heard, ended = threading.Event(), threading.Event()
+
+    def hear(_number: int, _frame: object) -> None:
+        if not heard.is_set():
+            heard.set()
+            raise KeyboardInterrupt
+
+    def send() -> None:
+        while not heard.wait(0.05):
+            os.kill(os.getpid(), signal.SIGINT)
+        ended.set()
+
+    before = signal.signal(signal.SIGINT, hear)
+    yield send
+    assert ended.wait(TIMEOUT_S)
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("point", ["forward", "synchronize", "step", "close"])
-def test_an_interrupted_wait_can_be_repeated(run, point):
+def test_an_interrupted_wait_can_be_repeated(run, point, ctrl_c):
     run.step_held(2, LAST)
-    soon(lambda: os.kill(os.getpid(), signal.SIGINT))
+    when_waiting(run, ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         POINTS[point](run)
     assert LAST not in run.backend.ended
@@ -393,19 +433,23 @@ def num_hooks(model: torch.nn.Module) -> int:
     return sum(len(getattr(m, name)) for m in model.modules() for name in names)
 
 
+def is_stepping(threads: set[threading.Thread]) -> bool:
+    return any(thread.name == "offload-step" for thread in threads)
+
+
 @pytest.mark.parametrize("running", [False, True])
 def test_a_dropped_optimizer_takes_its_hooks_away(running):
+    others = set(threading.enumerate())
     run = Run()
     assert num_hooks(run.live) == 4 * len(list(run.live.modules()))
     if running:
         run.step_held(2, LAST)
-        soon(run.backend.release)
+        when_waiting(run, run.backend.release)
     optimizer = weakref.ref(run.optimizer)
     del run.optimizer
-    gc.collect()
-    assert optimizer() is None
-    assert num_hooks(run.live) == 0
-    assert all(thread.name != "offload-step" for thread in threading.enumerate())
+    assert is_freed(optimizer)
+    assert eventually(lambda: num_hooks(run.live) == 0)
+    assert eventually(lambda: not is_stepping(set(threading.enumerate()) - others))
     run.offloaded(run.live).close()
     assert num_hooks(run.live) == 0
 
@@ -425,8 +469,9 @@ def test_a_failed_seal_does_not_keep_the_next_one_from_being_made(run, monkeypat
 
     monkeypatch.setattr(type(run.optimizer._engine.store), "commit", failing_commit)
     third = run.optimizer.checkpoint()
-    run.step(3)
-    fourth = run.optimizer.checkpoint()
+    run.step_held(3, LAST)
+    fourth = run.optimizer.checkpoint()  # of a step that is running, else it would wait for `third`
+    run.backend.release()
     released.set()
     with pytest.raises(SealError, match="sealing step 3 failed"):
         third.result(TIMEOUT_S)

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 import offload
 from gds import Backend, Buffer, File, IOFuture, MemoryBackend, WrapperBackend
 from gds._wrapper import WrapperFile
+from tests.eventually import TIMEOUT_S
 from tests.numerics.models import Mixed, give_gradients
 from tests.numerics.pairs import CASES, CUTS, Case, changing_rate, memory_pair
 from tests.numerics.reference import (
@@ -226,7 +227,7 @@ class GatedFile(WrapperFile):
     def write(self, source: Buffer, offset: int) -> IOFuture:
         if self.path.endswith("model.safetensors"):
             self.gate.reached.set()
-            assert self.gate.opened.wait(60)
+            assert self.gate.opened.wait(TIMEOUT_S)
         return super().write(source, offset)
 
 
@@ -242,7 +243,7 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_asked_for(tensor):
     running_mean = live.layers[1].running_mean.clone()
     train_state = {"list": [1, 2], "tensor": torch.zeros(3)}
     handle = optimizer.checkpoint(train_state)
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(TIMEOUT_S)
     train_state["list"].append(3)
     train_state["tensor"].fill_(5)
     scheduler.step()  # changes a tensor in place

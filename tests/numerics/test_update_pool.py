@@ -16,6 +16,7 @@ import offload.update_pool
 from offload.digests import LEAF_BYTES, ChunkDigests, DigestContext
 from offload.rules import UpdateRule
 from offload.update_pool import UPDATE_THREAD, BlockContext, UpdatePool
+from tests.eventually import TIMEOUT_S, eventually
 
 
 @pytest.fixture
@@ -73,21 +74,36 @@ def test_torchs_number_of_threads_is_what_it_was(pool: UpdatePool) -> None:
         assert other.submit(torch.get_num_threads).result() == before
 
 
-def test_an_error_is_raised_when_all_have_stopped(pool: UpdatePool) -> None:
+def test_an_error_is_raised_when_all_have_stopped(
+    pool: UpdatePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[int] = []
     ended: list[int] = []
+    waited_for: list[Future[None]] = []
+    waits = threading.Event()
+    both_at_work = threading.Barrier(2)
+    wait = offload.update_pool.wait
+
+    def watched(futures: Sequence[Future[None]]) -> None:
+        waited_for.extend(futures)
+        waits.set()
+        wait(futures)
 
     def work(_context: BlockContext, item: int) -> None:
         begun.append(item)
+        both_at_work.wait(TIMEOUT_S)
         if item == 0:
             raise ZeroDivisionError
-        time.sleep(0.05)
+        assert waits.wait(TIMEOUT_S)
+        assert eventually(lambda: any(future.done() for future in waited_for))
+        time.sleep(0.05)  # in which the other thread's error must not be raised
         ended.append(item)
 
+    monkeypatch.setattr(offload.update_pool, "wait", watched)
     with pytest.raises(ZeroDivisionError):
         pool.run(work, range(50))
-    assert set(begun) == {0, *ended}
-    assert len(begun) < 50
+    assert sorted(begun) == [0, 1], "what had not begun is left out"
+    assert ended == [1]
 
 
 def test_an_interrupt_is_raised_when_all_have_stopped(
@@ -97,26 +113,31 @@ def test_an_interrupt_is_raised_when_all_have_stopped(
     begun: list[int] = []
     ended: list[int] = []
     both_at_work = threading.Barrier(3)
+    waits_again = threading.Event()
     wait = offload.update_pool.wait
+
+    def again(futures: Sequence[Future[None]]) -> None:
+        waits_again.set()
+        wait(futures)
 
     def interrupted(_futures: Sequence[Future[None]]) -> None:
         """Stand for a wait during which Ctrl-C is pressed."""
-        monkeypatch.setattr(offload.update_pool, "wait", wait)
-        both_at_work.wait()
+        monkeypatch.setattr(offload.update_pool, "wait", again)
+        both_at_work.wait(TIMEOUT_S)
         raise KeyboardInterrupt
 
     def work(_context: BlockContext, item: int) -> None:
         begun.append(item)
-        if item < 2:
-            both_at_work.wait()
-        time.sleep(0.05)
+        both_at_work.wait(TIMEOUT_S)
+        assert waits_again.wait(TIMEOUT_S)
+        time.sleep(0.05)  # in which the interrupt must not be raised
         ended.append(item)
 
     monkeypatch.setattr(offload.update_pool, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pool.run(work, range(50))
-    assert sorted(begun) == sorted(ended)
-    assert 2 <= len(begun) < 50
+    assert sorted(begun) == [0, 1], "what had not begun is left out"
+    assert sorted(ended) == [0, 1]
     pool.run(lambda _context, item: ended.append(item), [100, 101])
     assert {100, 101} <= set(ended)
 
