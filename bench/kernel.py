@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -43,56 +45,89 @@ def main(arguments: Sequence[str] | None = None) -> None:
     describe_device(result)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        for name in _FORMS:
-            for fused in (False, True):
-                _measure_update(args, result, name, fused)
-        _measure_digests(args, result)
+        measure(
+            args,
+            result,
+            Bench(
+                device=torch.device("cuda"),
+                update=partial(update_block, stream=stream.cuda_stream),
+                digests=partial(digest.leaf_digests, stream=stream.cuda_stream),
+                seconds=_seconds,
+            ),
+        )
     result.write()
 
 
-def _measure_update(args: argparse.Namespace, result: Result, name: str, fused: bool) -> None:
-    block = _block(args.parameters, *_FORMS[name])
-    optimizer = torch.optim.AdamW([torch.zeros(1)], fused=fused)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Where kernels run, and what tells how long they take."""
+
+    device: torch.device
+
+    update: Callable[..., None]
+    """As `update_block`, on the stream that is measured."""
+
+    digests: Callable[..., None]
+    """As `digest.leaf_digests`, on that stream."""
+
+    seconds: Callable[[Callable[[], object], int], float]
+    """Returns the seconds of one of so many launches."""
+
+
+def measure(args: argparse.Namespace, result: Result, bench: Bench) -> None:
+    """Compare every kernel with copies; `result` takes what is found."""
+    for name in _FORMS:
+        for fused in (False, True):
+            _measure_update(args, result, bench, name, fused)
+    _measure_digests(args, result, bench)
+
+
+def _measure_update(
+    args: argparse.Namespace, result: Result, bench: Bench, name: str, fused: bool
+) -> None:
+    block = _block(args.parameters, *_FORMS[name], bench.device)
+    # Unset is torch's foreach step; False would be its single-tensor step, which has no kernel.
+    optimizer = torch.optim.AdamW([torch.zeros(1)], fused=fused or None)
     group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    stream = torch.cuda.current_stream().cuda_stream
 
     def update() -> None:
-        update_block(torch.optim.AdamW, group, block, stream=stream, step=10)
+        bench.update(torch.optim.AdamW, group, block, step=10)
 
     label = f"{name}{' fused' if fused else ''}"
     nbytes = form_of(torch.optim.AdamW, group, block).traffic_bytes * args.parameters
     result.fact(f"{label}_bytes_per_parameter", nbytes / args.parameters)
-    _compare(args, result, label, update, nbytes)
+    _compare(args, result, bench, label, update, nbytes)
 
 
-def _measure_digests(args: argparse.Namespace, result: Result) -> None:
-    data = torch.randn(args.parameters, device="cuda")
-    workspace = torch.empty(digest.workspace_bytes(data.nbytes), dtype=torch.uint8, device="cuda")
-    out = torch.empty(digest.num_leaves(data.nbytes), dtype=torch.int64, device="cuda")
-    stream = torch.cuda.current_stream().cuda_stream
+def _measure_digests(args: argparse.Namespace, result: Result, bench: Bench) -> None:
+    device = bench.device
+    data = torch.randn(args.parameters, device=device)
+    workspace = torch.empty(digest.workspace_bytes(data.nbytes), dtype=torch.uint8, device=device)
+    out = torch.empty(digest.num_leaves(data.nbytes), dtype=torch.int64, device=device)
 
     def digests() -> None:
-        digest.leaf_digests(data, workspace, out, stream=stream)
+        bench.digests(data, workspace, out)
 
-    _compare(args, result, "digests", digests, data.nbytes, limit=None)
+    _compare(args, result, bench, "digests", digests, data.nbytes, limit=None)
 
 
 def _compare(
     args: argparse.Namespace,
     result: Result,
+    bench: Bench,
     label: str,
     kernel: Callable[[], None],
     nbytes: float,
     limit: float | None = _LIMIT,
 ) -> None:
     """Compare a kernel that moves `nbytes` with a copy that does, in turns."""
-    source = torch.ones(int(nbytes) // 2, dtype=torch.uint8, device="cuda")
+    source = torch.ones(int(nbytes) // 2, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     names = (f"{label}_s", f"{label}_copy_s")
     samples = alternate(
         {
-            names[0]: lambda: _seconds(kernel, args.launches),
-            names[1]: lambda: _seconds(lambda: target.copy_(source), args.launches),
+            names[0]: lambda: bench.seconds(kernel, args.launches),
+            names[1]: lambda: bench.seconds(lambda: target.copy_(source), args.launches),
         },
         args.rounds,
         report=say,
@@ -124,20 +159,20 @@ def _seconds(work: Callable[[], object], num_launches: int) -> float:
     return float(began.elapsed_time(ended)) / 1e3 / num_launches
 
 
-def _block(num: int, master: str, state: torch.dtype) -> DeviceBlock:
-    live = torch.randn(num, device="cuda").bfloat16()
+def _block(num: int, master: str, state: torch.dtype, device: torch.device) -> DeviceBlock:
+    live = torch.randn(num, device=device).bfloat16()
     arrays: dict[str, torch.Tensor] = {}
     if master == "split":
-        arrays["master_low"] = torch.zeros(num, dtype=torch.int16, device="cuda")
+        arrays["master_low"] = torch.zeros(num, dtype=torch.int16, device=device)
     else:
         arrays["master"] = live.float()
     for name in ("exp_avg", "exp_avg_sq"):
         dtype = torch.uint8 if state == torch.int8 and name == "exp_avg_sq" else state
-        arrays[name] = torch.zeros(num, dtype=dtype, device="cuda")
+        arrays[name] = torch.zeros(num, dtype=dtype, device=device)
         if state == torch.int8:
             num_blocks = -(-num // BLOCK_ELEMENTS)
-            arrays[f"{name}_scale"] = torch.zeros(num_blocks, dtype=torch.bfloat16, device="cuda")
-    gradient = torch.randn(num, device="cuda").bfloat16()
+            arrays[f"{name}_scale"] = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
+    gradient = torch.randn(num, device=device).bfloat16()
     return DeviceBlock(live=live, gradient=gradient, arrays=arrays)
 
 

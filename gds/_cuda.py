@@ -58,9 +58,11 @@ def require(module: str) -> Any:
         )
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:
+        # The latter two where a library of CUDA that it loads, such as cuFile, is not there.
         raise RefusedError(
-            f"memory of a GPU is moved with {module}, which cannot be imported ({error}): {REMEDY}"
+            f"memory of a GPU is moved with {module}, which cannot be imported "
+            f"({' '.join(str(error).split())}): {REMEDY}"
         ) from error
 
 
@@ -81,15 +83,22 @@ class Cuda:
             device: Its number; None is the one that is current in this thread.
 
         Raises:
-            RefusedError: CuPy or the driver is missing.
+            RefusedError: CuPy or the driver is missing, or it has no such device.
         """
         cupy = require("cupy")
         self._cuda = cupy.cuda
         self._runtime = cupy.cuda.runtime
-        self.device = int(self._runtime.getDevice() if device is None else device)
-        with self._current():
-            # Work on the legacy default stream, which is torch's default, is not waited for.
-            self._stream = self._cuda.Stream(non_blocking=True)
+        try:
+            self.device = int(self._runtime.getDevice() if device is None else device)
+            with self._current():
+                # Work on the legacy default stream, which is torch's default, is not waited for.
+                self._stream = self._cuda.Stream(non_blocking=True)
+        except RuntimeError as error:
+            which = "no GPU can be used" if device is None else f"GPU {device} cannot be used"
+            raise RefusedError(
+                f"{which}: {error}; nvidia-smi says which there are, and CUDA_VISIBLE_DEVICES "
+                "hides some. Host memory needs none: use PosixBackend"
+            ) from error
         self._lock = threading.Lock()
 
     def pci_bus_id(self) -> str:

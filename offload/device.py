@@ -12,6 +12,7 @@ training loop by events alone; no stream is ever synchronised as a whole.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -137,7 +138,7 @@ class CudaBoundary:
     def lock_pages(self, memory: torch.Tensor) -> object:
         """Register memory with the driver; where it refuses, copies are slower and as correct."""
         with torch.cuda.device(self._device):
-            return _Registered(memory)
+            return _Registered(memory, self._device)
 
     def _order(
         self, stream: torch.cuda.Stream, after: Iterable[Event], sent: torch.cuda.Event | None
@@ -151,10 +152,18 @@ class CudaBoundary:
 class _Registered:
     """Host memory that the driver has page-locked; unlocked before it is unmapped."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
         refused = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
-        if not refused:
+        if refused:  # by some sandboxes; and where it has been locked already, for another device
+            _forget_error(device)
+        else:
             weakref.finalize(self, _unregister, memory)  # which keeps the memory until then
+
+
+def _forget_error(device: torch.device) -> None:
+    """Take the last error away, which torch would report after this thread's next kernel."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def _unregister(memory: torch.Tensor) -> None:

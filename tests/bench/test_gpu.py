@@ -134,6 +134,26 @@ def test_every_command_takes_its_arguments(quick: bool) -> None:
             assert (args.directory, args.output, args.quick) == ("/data", "/out", quick)
 
 
+def test_all_tests_of_a_gpu_are_run_and_nothing_else_is_collected() -> None:
+    tests = Path(__file__).parent.parent
+    marked = {
+        path.relative_to(tests).parts[0]
+        for path in tests.rglob("test_*.py")
+        if "pytest.mark.gpu" in path.read_text()
+    }
+    assert marked == set(gpu.TESTS)
+    (step,) = (step for step in gpu.steps("/data", "/out", quick=False) if step.name == "tests")
+    assert {Path(a).name for a in step.arguments if a.startswith(str(tests))} == marked
+
+
+def test_what_a_step_leaves_in_its_folder_is_removed(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    code = "import os, sys; os.makedirs(sys.argv[1] + '/a'); print('made')"
+    outcome = gpu.perform(python("x", code, str(scratch), scratch=str(scratch)), tmp_path, {})
+    assert (outcome.status, outcome.last_lines) == (0, ["made"])
+    assert not scratch.exists()
+
+
 def test_steps_are_named_to_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["--directory", str(tmp_path), "--only", "kernel,nothing"])

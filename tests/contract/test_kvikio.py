@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import importlib.abc
 import os
 import random
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +341,42 @@ def test_without_a_library_the_remedy_is_named(
     with pytest.raises(RefusedError, match=r"pip install 'ssd-offload\[gpu\]'") as caught:
         KvikioBackend()
     assert module in str(caught.value)
+
+
+@pytest.mark.parametrize("module", ["cupy", "kvikio"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError('Failure finding "libcufile.so.0":\n  none'), OSError("librt.so.1: no")]
+)
+def test_a_library_whose_own_libraries_are_missing_is_refused(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, module: str, error: Exception
+) -> None:
+    # What KvikIO's wheel raises where no package of cuFile is installed is no ImportError.
+    class Fails(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+        def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+            return ModuleSpec(name, self) if name == module else None
+
+        def exec_module(self, module: types.ModuleType) -> None:
+            raise error
+
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [Fails(), *sys.meta_path])
+    with pytest.raises(RefusedError, match=r"pip install 'ssd-offload\[gpu\]'") as caught:
+        KvikioBackend()
+    assert " ".join(str(error).split()) in str(caught.value)
+
+
+@pytest.mark.parametrize(("device", "said"), [(None, "no GPU can be"), (3, "GPU 3 cannot be")])
+def test_a_driver_without_such_a_device_is_refused(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, device: int | None, said: str
+) -> None:
+    def fails(*_: object) -> int:
+        raise RuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
+
+    cuda = sys.modules["cupy"].cuda
+    monkeypatch.setattr(cuda.runtime, "getDevice", fails)
+    monkeypatch.setattr(cuda, "Device", fails)
+    with pytest.raises(RefusedError, match=f"{said} used: cudaErrorNoDevice"):
+        KvikioBackend(device=device)
 
 
 def test_one_call_makes_any_backend(gpu: FakeGpu) -> None:

@@ -80,11 +80,12 @@ def assert_same(one: torch.nn.Module, other: torch.nn.Module, what: str) -> None
 
 
 def assert_close(one: torch.nn.Module, other: torch.nn.Module, what: str) -> None:
-    """Check that parameters are within a unit in the last place of bf16."""
+    """Check that parameters are within a unit in the last place of bf16, or 1e-5 of a step."""
     for (name, found), expected in zip(one.named_parameters(), other.parameters(), strict=True):
         numbers = [p.detach().cpu().float() for p in (found, expected)]
         unit = 2.0 ** (torch.frexp(numbers[1]).exponent.float() - 8)
-        assert ((numbers[0] - numbers[1]).abs() <= unit).all(), f"{name}, {what}"
+        # Near zero the unit is far below what FP32 makes of a step of 1e-3.
+        assert ((numbers[0] - numbers[1]).abs() <= unit + 1e-8).all(), f"{name}, {what}"
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,17 @@ def test_fused_differs_from_the_cpu_by_its_power_function_alone(name, kernels):
     assert not different(contents(found), contents(block)).keys() - {"live", "master", "master_low"}
 
 
+def flags_of(name: str, case: str, fused: bool) -> dict:
+    return {**(SGD if name == "SGD" else ADAM)[case], "fused": fused, "foreach": not fused}
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 @pytest.mark.parametrize(("name", "case"), [*ADAM_CASES, *(("SGD", case) for case in SGD)])
 def test_it_is_torchs_step_of_the_same_flags(name, case, fused):
-    options = {**(SGD if name == "SGD" else ADAM)[case], "fused": fused, "foreach": not fused}
+    options = flags_of(name, case, fused)
     parameter = torch.randn(100_000, device="cuda")
     instance = CLASSES[name]([parameter], **options)
-    group = group_of(name, options)
+    group = group_of(name, options, fused=fused)
     names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else [])]
     if name == "SGD":
         names = ["momentum_buffer"] if group["momentum"] else []

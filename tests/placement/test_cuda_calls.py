@@ -24,6 +24,8 @@ class Recorder:
         self.streams: list[Stream] = []
         self.active: list[str] = ["none"]
         self.refuses = 0
+        self.last_error = 0
+        """What the next kernel that torch launches fails with."""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         typed = types.SimpleNamespace(Stream=self.stream, Event=self.event, cudart=lambda: self)
@@ -57,7 +59,14 @@ class Recorder:
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
         self.calls.append(f"register {nbytes} {flags}")
+        self.last_error = self.refuses or self.last_error
         return self.refuses
+
+    def ones(self, num_elements: int, *, device: torch.device) -> None:
+        assert device == DEVICE
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise torch.AcceleratorError(f"CUDA error: {error}")
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         self.calls.append("unregister")
@@ -157,10 +166,12 @@ def test_pages_are_locked_for_as_long_as_that_is_asked_for(cuda):
     assert cuda.take() == ["unregister"]
 
 
-def test_pages_that_the_driver_refuses_to_lock_are_not_unlocked(cuda):
+def test_pages_that_the_driver_refuses_to_lock_are_not_unlocked(cuda, monkeypatch):
+    monkeypatch.setattr(torch, "ones", cuda.ones)
     cuda.refuses = 2
     locked = CudaBoundary(DEVICE).lock_pages(torch.zeros(4096, dtype=torch.uint8))
     assert locked is not None
+    assert cuda.last_error == 0, "the next kernel of this thread would be blamed for it"
     del locked
     assert cuda.take() == ["register 4096 1"]
 

@@ -1,0 +1,56 @@
+"""What waits for a device, on a CPU: `bench.kernel` but for the time, and the tests' flags."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from bench import kernel
+from bench._harness import Result
+from offload.device_kernels import digest
+from offload.device_kernels.forms import why_not
+from tests.device.test_gpu import flags_of
+from tests.device.test_update_arithmetic import ADAM, CLASSES, SGD, group_of
+
+
+def test_every_kernel_is_compared_with_a_copy_of_as_many_bytes(tmp_path, kernels, digests):
+    launched: Counter[str] = Counter()
+
+    def update(*arguments, **options) -> None:
+        launched["update"] += 1
+        kernels.update_block(*arguments, **options)
+
+    def leaf_digests(data, workspace, out) -> None:
+        launched["digests"] += 1
+        digest._check(data, workspace, out)
+        found = digests.leaf_digests(data)
+        out.copy_(torch.frombuffer(bytearray(found), dtype=torch.int64))
+
+    def seconds(work: Callable[[], object], num_launches: int) -> float:
+        assert num_launches == 2
+        work()
+        return 1e-3
+
+    arguments = ["--quick", "--parameters", "4096", "--output", str(tmp_path)]
+    args = kernel._arguments(["--directory", str(tmp_path), *arguments])
+    result = Result("kernel", args, args.directory)
+    device = torch.device("cpu")
+    bench = kernel.Bench(device=device, update=update, digests=leaf_digests, seconds=seconds)
+    kernel.measure(args, result, bench)
+    assert launched == {"update": 8 * args.rounds, "digests": args.rounds}
+    assert len(result.claims) == 9
+    assert {tuple(claim["ratios"]) for claim in result.claims} == {(1.0,) * args.rounds}
+    assert result.facts["exact_bytes_per_parameter"] == 30
+    assert result.facts["split-int8 fused_bytes_per_parameter"] == 14.25
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+@pytest.mark.parametrize(("name", "cases"), [("Adam", ADAM), ("AdamW", ADAM), ("SGD", SGD)])
+def test_the_tests_on_a_device_ask_for_steps_that_have_kernels(name, cases, fused):
+    for case in cases:
+        group = group_of(name, flags_of(name, case, fused), fused=fused)
+        assert why_not(CLASSES[name], group) == ""
+        assert bool(group["fused"]) is fused
