@@ -436,6 +436,36 @@ class TestReaders:
         training.steps_and_seal(2)  # nothing has kept its lock
         training.optimizer.close()
 
+    @pytest.mark.parametrize("when", ["listed", "listed again", "found"])
+    @pytest.mark.parametrize("again", [False, True], ids=["next-step", "same-step"])
+    def test_a_stores_newest_that_has_just_been_recycled_is_the_one_after_it(
+        self, when: str, again: bool
+    ) -> None:
+        """Of a store there always is a newest one; which it is may change while one looks."""
+        training = Training(LateLockBackend(), keep=1)
+        training.steps_and_seal()
+        model = training.model
+
+        def seal() -> None:
+            if again:
+                model.norm.running_mean.add_(1)
+                training.optimizer.checkpoint().result()
+            else:
+                training.steps_and_seal()
+
+        if when == "found":
+            training.backend.before_next_lock = seal
+        else:
+            training.backend.after_list = seal
+            training.backend.num_lists = 1 if when == "listed" else 2
+        with open_checkpoint(STORE, backend=training.backend) as reader:
+            assert training.backend.before_next_lock is None
+            assert training.backend.num_lists == 0
+            assert reader.step == (1 if again else 2)
+            assert reader.verify().ok
+        training.steps_and_seal(2)  # nothing has kept its lock
+        training.optimizer.close()
+
     def test_a_slot_that_is_still_read_is_not_rewritten_by_the_next_process(self) -> None:
         """A reader's lock moves with the directory, whatever that is called by now."""
         backend = MemoryBackend()
@@ -459,12 +489,25 @@ class TestReaders:
 
 
 class LateLockBackend(WrapperBackend):
-    """Lets something happen between the opening of what is to be locked, and the lock."""
+    """Lets something happen between the opening of what is to be locked, and the lock.
+
+    Or when a directory has been listed, `num_lists` times from now.
+    """
 
     before_next_lock: Callable[[], object] | None = None
+    after_list: Callable[[], object] | None = None
+    num_lists = 0
 
     def __init__(self) -> None:
         super().__init__(MemoryBackend())
+
+    def list_dir(self, path: str) -> list[str]:
+        names = super().list_dir(path)
+        if self.num_lists:
+            self.num_lists -= 1
+            if self.num_lists == 0:
+                self.after_list()
+        return names
 
     def lock(self, path: str, *, shared: bool = False, create: bool = False) -> Lock:
         happens, self.before_next_lock = self.before_next_lock, None
