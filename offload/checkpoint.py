@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 
 _UNREAD = object()
 
+_MOST_LOOKS = 100
+"""At a store whose newest checkpoint is recycled each time before it is locked."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
@@ -344,6 +347,41 @@ def _open(
 ) -> Checkpoint:
     owns_backend = backend is None
     backend = backend or PosixBackend()
+    looks_left = _MOST_LOOKS
+    try:
+        while True:
+            present = _checkpoints_in(backend, path)
+            looks_left -= 1
+            try:
+                found, manifest, lock = _open_found(backend, path, parts, need_parts=need_parts)
+                break
+            except (CheckpointError, StoreBusyError, StorageError):
+                # Of a store that trains there always is a newest one. If it was recycled while it
+                # was looked for, the one that has taken its place is meant.
+                if not looks_left or present == _checkpoints_in(backend, path):
+                    raise
+    except BaseException:
+        if owns_backend:
+            backend.close()
+        raise
+    return Checkpoint(backend, found, manifest, parts, lock=lock, owns_backend=owns_backend)
+
+
+def _checkpoints_in(backend: Backend, path: str) -> dict[str, int]:
+    """Return the inode of each checkpoint of a store, by path; nothing if it is no store."""
+    stats: dict[str, int] = {}
+    try:
+        for checkpoint in checkpoint_paths(backend, os.path.abspath(path)):
+            if (stat := backend.stat(checkpoint)) is not None:
+                stats[checkpoint] = stat.inode
+    except StorageError:
+        return {}
+    return stats
+
+
+def _open_found(
+    backend: Backend, path: str, parts: PartDirectories, *, need_parts: bool
+) -> tuple[str, Manifest, Lock]:
     lock = None
     try:
         found = find_checkpoint(backend, path, parts, need_parts=need_parts)
@@ -364,10 +402,8 @@ def _open(
     except BaseException:
         if lock is not None:
             lock.release()
-        if owns_backend:
-            backend.close()
         raise
-    return Checkpoint(backend, found, manifest, parts, lock=lock, owns_backend=owns_backend)
+    return found, manifest, lock
 
 
 def list_checkpoints(

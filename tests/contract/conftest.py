@@ -1,6 +1,9 @@
 """Directories and backends for the posix tests, and a kernel that does what a test tells it."""
 
+import gc
 import os
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +12,36 @@ import pytest
 from gds import PosixBackend, probe
 
 Transfer = Callable[[int, list[memoryview], int], int]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until something holds; what takes a minute will never be so."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def wait_for_release(condition: Callable[[], object]) -> None:
+    """Wait until something holds that follows from nobody referring to something any more.
+
+    A thread that has done a transfer lets go of it just after its result is there, and what is in
+    a cycle goes when garbage is next collected.
+    """
+    wait_for(lambda: condition() or (gc.collect() and False) or condition())
+
+
+def open_below(*directories: str) -> list[str]:
+    """Return the paths at or below `directories` that this process has open."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            path = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # the one that listed them
+        if any(path.startswith(directory) for directory in directories):
+            found.append(path)
+    return found
 
 
 @pytest.fixture
@@ -28,9 +61,8 @@ def backend(directory: str) -> Iterator[PosixBackend]:
 @pytest.fixture
 def memory_directory() -> Iterator[str]:
     """A directory on a file system that accepts O_DIRECT and has no device."""
-    path = Path(f"/dev/shm/gds-test-{os.getpid()}")
     try:
-        path.mkdir()
+        path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="gds-test-"))
     except OSError as error:
         pytest.skip(f"no writable /dev/shm: {error}")
     if probe.mount_of(str(path)).filesystem != "tmpfs":

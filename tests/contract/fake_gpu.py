@@ -15,6 +15,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -79,7 +80,8 @@ class FakeGpu:
 
     def is_device(self, address: int, nbytes: int) -> bool:
         with self.lock:
-            ranges = [*self.live.items(), *self.adopted.items()]
+            # Copied at once: memory may be freed by a collection wherever Python allocates.
+            ranges = [*self.live.copy().items(), *self.adopted.copy().items()]
         return any(start <= address and address + nbytes <= start + n for start, n in ranges)
 
     def need_device(self, what: str, address: int, nbytes: int) -> None:
@@ -148,7 +150,7 @@ class FakeGpu:
     def _allocation_of(self, buf: Any) -> int:
         address, nbytes = _range_of(buf)
         self.need_device("registration", address, nbytes)
-        return next(s for s, n in self.live.items() if s <= address < s + n)
+        return next(s for s, n in self.live.copy().items() if s <= address < s + n)
 
     def _register(self, buf: Any) -> None:
         if self.settings["compat_mode"] is not CompatMode.OFF:
@@ -430,7 +432,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         monkeypatch.setitem(sys.modules, name, module)
     yield fake
     fake.reset()
-    if fake.live or fake.pinned or fake.num_open:
-        gc.collect()  # an error's traceback may hold some of it
+    deadline = time.monotonic() + 60
+    while (fake.live or fake.pinned or fake.num_open) and time.monotonic() < deadline:
+        gc.collect()  # an error's traceback may hold some of it,
+        time.sleep(0.001)  # or a thread that has just told the result of a transfer
     assert fake.violations == []
     assert (fake.num_open, fake.live, fake.registered, fake.pinned) == (0, {}, {}, {})

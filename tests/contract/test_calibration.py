@@ -19,6 +19,7 @@ from gds.calibration import (
     main,
     save_calibration,
 )
+from tests.contract.conftest import open_below
 
 FILE_BYTES = 16 * MIB
 ROOT = Path(__file__).parents[2]
@@ -29,11 +30,10 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_directory_is_measured_and_nothing_is_left_behind(directory):
     Path(directory, "of-the-user").write_text("untouched")
-    fds = len(os.listdir("/proc/self/fd"))
     found = calibrate(directory, budget_s=1.0, file_bytes=FILE_BYTES)
     assert os.listdir(directory) == ["of-the-user"]
     assert Path(directory, "of-the-user").read_text() == "untouched"
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert open_below(directory) == []
     if found.reason:
         pytest.skip(f"this drive is too busy: {found.reason}")
     assert found.read_threads == found.write_threads
@@ -282,10 +282,9 @@ def test_what_is_not_a_file_is_ignored(tmp_path, good):
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "directory").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    fds = len(os.listdir("/proc/self/fd"))
     for name in ("link", "directory", "pipe", "missing", "missing/below", "real/below", "a\0b"):
         assert load_calibration(f"{tmp_path}/{name}") is None
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert open_below(str(tmp_path)) == []
 
 
 # What it says

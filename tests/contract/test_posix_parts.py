@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import threading
-import time
 import weakref
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from gds import ALIGNMENT, PosixBackend, ShortReadError, StorageError
 from gds._pool import TransferPool
 from gds._transfer import cut
+from tests.contract.conftest import wait_for
 
 REQUEST_BYTES = 4 * ALIGNMENT
 NUM_PARTS = 4
@@ -38,13 +38,6 @@ class Gate:
         self.arrived.release()
         assert self.opened.wait(60)
         return real(fd, [view], offset)
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # Where a request is cut

@@ -36,6 +36,9 @@ from tests.crash.training import ARRAYS, Model, Reference, backward, optimizer_f
 
 POLL_S: Final = 0.01
 
+TIMEOUT_S: Final = 200.0
+"""For a child, which takes a second: what takes so long hangs."""
+
 
 class GatedBackend(WrapperBackend):
     """Holds up writes of a seal to ``model.safetensors`` until `gate` is set."""
@@ -408,7 +411,7 @@ class Children:
         """Fork a child that does `work` in a directory; returns its process number."""
         return int(self._ask("start", work.__name__, str(directory)))
 
-    def wait(self, pid: int, directory: Path, timeout_s: float = 30.0) -> Ended:
+    def wait(self, pid: int, directory: Path, timeout_s: float = TIMEOUT_S) -> Ended:
         """Wait for a child to end; kills it if it has not after the timeout."""
         answer = self._ask("wait", pid, timeout_s)
         output = (directory / f"output-{pid}").read_text()

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,10 +50,18 @@ def printed(output: str) -> list[str]:
 class Training:
     """A model and its optimizer, step by step."""
 
-    def __init__(self, backend: Backend, directory: str = STORE, **changes: object) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        directory: str = STORE,
+        *,
+        reader_timeout_s: float = 0.2,
+        **changes: object,
+    ) -> None:
         self.backend = backend
         self.model = Model()
-        self.optimizer: AdamW = optimizer_for(self.model, directory, options(backend), **changes)
+        settings = options(backend, reader_timeout_s=reader_timeout_s)
+        self.optimizer: AdamW = optimizer_for(self.model, directory, settings, **changes)
 
     def step(self) -> None:
         backward(self.model, self.optimizer.state_dict()["step"] + 1)
@@ -192,15 +201,21 @@ class TestProcesses:
     def test_a_dropped_optimizer_frees_its_store(self, tmp_path: Path, sealing: bool) -> None:
         store = str(tmp_path / "run")
         model = Model()
+        before = set(threading.enumerate())
         optimizer = optimizer_for(model, store, options())
         backward(model, 1)
         optimizer.step()
         if sealing:
             optimizer.checkpoint()
-        num_threads = threading.active_count()
+        own = set(threading.enumerate()) - before
+        assert own
         del optimizer
-        gc.collect()
-        assert threading.active_count() < num_threads
+        # Another thread may be the one that finds it: then it is closed a little later.
+        deadline = time.monotonic() + 60
+        while any(thread.is_alive() for thread in own) and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        assert not any(thread.is_alive() for thread in own)
         with optimizer_for(model, store, options()) as successor:
             found = successor.restore()
             assert (found.step if found else 0) == int(sealing)
@@ -342,16 +357,22 @@ class TestReaders:
     def test_a_waiting_step_goes_on_when_the_reader_closes(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        training = Training(MemoryBackend(), keep=1)
+        training = Training(MemoryBackend(), keep=1, reader_timeout_s=600.0)
         reader = open_checkpoint(training.steps_and_seal(), backend=training.backend)
         training.steps_and_seal()
         waits = []
 
-        def closing(seconds: float) -> None:
-            waits.append(seconds)
-            reader.close()
+        class Clock:
+            """The time of the module that waits, and of nobody else."""
 
-        monkeypatch.setattr(offload.free_slots.time, "sleep", closing)
+            monotonic = staticmethod(time.monotonic)
+
+            @staticmethod
+            def sleep(seconds: float) -> None:
+                waits.append(seconds)
+                reader.close()
+
+        monkeypatch.setattr(offload.free_slots, "time", Clock)
         with pytest.warns(RuntimeWarning, match=HELD):
             training.step()
         assert len(waits) == 1
@@ -415,6 +436,36 @@ class TestReaders:
         training.steps_and_seal(2)  # nothing has kept its lock
         training.optimizer.close()
 
+    @pytest.mark.parametrize("when", ["listed", "listed again", "found"])
+    @pytest.mark.parametrize("again", [False, True], ids=["next-step", "same-step"])
+    def test_a_stores_newest_that_has_just_been_recycled_is_the_one_after_it(
+        self, when: str, again: bool
+    ) -> None:
+        """Of a store there always is a newest one; which it is may change while one looks."""
+        training = Training(LateLockBackend(), keep=1)
+        training.steps_and_seal()
+        model = training.model
+
+        def seal() -> None:
+            if again:
+                model.norm.running_mean.add_(1)
+                training.optimizer.checkpoint().result()
+            else:
+                training.steps_and_seal()
+
+        if when == "found":
+            training.backend.before_next_lock = seal
+        else:
+            training.backend.after_list = seal
+            training.backend.num_lists = 1 if when == "listed" else 2
+        with open_checkpoint(STORE, backend=training.backend) as reader:
+            assert training.backend.before_next_lock is None
+            assert training.backend.num_lists == 0
+            assert reader.step == (1 if again else 2)
+            assert reader.verify().ok
+        training.steps_and_seal(2)  # nothing has kept its lock
+        training.optimizer.close()
+
     def test_a_slot_that_is_still_read_is_not_rewritten_by_the_next_process(self) -> None:
         """A reader's lock moves with the directory, whatever that is called by now."""
         backend = MemoryBackend()
@@ -438,12 +489,25 @@ class TestReaders:
 
 
 class LateLockBackend(WrapperBackend):
-    """Lets something happen between the opening of what is to be locked, and the lock."""
+    """Lets something happen between the opening of what is to be locked, and the lock.
+
+    Or when a directory has been listed, `num_lists` times from now.
+    """
 
     before_next_lock: Callable[[], object] | None = None
+    after_list: Callable[[], object] | None = None
+    num_lists = 0
 
     def __init__(self) -> None:
         super().__init__(MemoryBackend())
+
+    def list_dir(self, path: str) -> list[str]:
+        names = super().list_dir(path)
+        if self.num_lists:
+            self.num_lists -= 1
+            if self.num_lists == 0:
+                self.after_list()
+        return names
 
     def lock(self, path: str, *, shared: bool = False, create: bool = False) -> Lock:
         happens, self.before_next_lock = self.before_next_lock, None
@@ -540,13 +604,20 @@ class TestSealBehindTraining:
         def watched(seal: Seal, nbytes: int) -> None:
             if seal._copied < nbytes:
                 waiting_for.append(nbytes)
-                waits.set()
             original(seal, nbytes)
 
         monkeypatch.setattr(Seal, "wait_copied", watched)
         gate.shut()
         handle = optimizer.checkpoint()
         assert gate.reached.wait(60)  # the first block has been copied, and is being written
+        progress = optimizer._engine._seal._progress
+        wait = progress.wait
+
+        def waiting(timeout: float | None = None) -> bool:
+            waits.set()  # only now: whoever is about to wait might find that it need not
+            return wait(timeout)
+
+        monkeypatch.setattr(progress, "wait", waiting)
         model.fill_gradients(2)
         step = threading.Thread(target=optimizer.step)
         step.start()

@@ -562,8 +562,10 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "optimizer"):
             return
         self.close()
-        left = {thread.name for thread in threading.enumerate()} & {SEAL_THREAD, STEP_THREAD}
-        assert not left, "threads are left"
+        for thread in threading.enumerate():
+            if thread.name in (SEAL_THREAD, STEP_THREAD):
+                thread.join(TIMEOUT_S)  # it may have told its result, and be about to end
+                assert not thread.is_alive(), "threads are left"
 
     # How it is done.
 

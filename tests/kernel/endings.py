@@ -145,6 +145,7 @@ def closed_in_an_exit_handler(directory: str) -> None:
 
 def dropped(directory: str) -> None:
     """Drop everything with a seal in flight, and open the store again."""
+    gc.disable()  # else another thread may be the one that finds it, and lets go a little later
     _, optimizer, handle = _asked(directory)
     _kept.clear()
     del optimizer, handle
@@ -178,7 +179,7 @@ def workers_that_end(directory: str) -> None:
     pids = []
     for end in (sys.exit, lambda: os._exit(0), gc.collect, optimizer.close, _close_all):
         if (pid := os.fork()) == 0:
-            signal.alarm(60)  # hanging would be the end of it
+            signal.alarm(150)  # hanging would be the end of it
             end()
             del model, optimizer, handle, later
             sys.exit()
@@ -216,7 +217,7 @@ def data_loaders_with_workers(directory: str) -> None:
             num_workers=2,
             multiprocessing_context="fork",
             persistent_workers=False,
-            timeout=20,
+            timeout=120,
         )
         for _ in loader:
             step += 1

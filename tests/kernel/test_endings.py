@@ -17,7 +17,14 @@ from tests.crash.children import Children, Ended
 from tests.crash.training import Model, Reference, differences, optimizer_for, options
 from tests.kernel import endings
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 240.0
+
+
+ABORTS = (
+    "terminate called without an active exception",  # torch, whose thread Python has ended
+    "at interpreter shutdown, possibly due to daemon threads",  # Python, if it was printing
+)
+"""What may be said last in a program that ends beside a daemon thread, whatever that does."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +75,7 @@ class Program:
         assert ended.status is not None, f"it hangs: {ended.output}"
         found = os.waitstatus_to_exitcode(ended.status)
         if torch_may_abort and found == -signal.SIGABRT:
-            assert ended.output.strip().endswith("terminate called without an active exception")
+            assert any(words in ended.output for words in ABORTS), ended.output
             return []
         assert found == status, ended.output
         errors = re.findall(r"^([\w.]*Error|KeyboardInterrupt)\b", ended.output, re.MULTILINE)

@@ -11,6 +11,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -40,8 +41,10 @@ NUM_POWER_CUTS: Final = 2
 LITTLE: Final = 100_000
 """Bytes: more than one slot of the run, and less than three."""
 
-LONG: Final = 16
-"""Steps of a run that is killed several times."""
+ENDLESS: Final = 1 << 40
+"""Steps of a run that is killed, or whose power is lost, wherever it has got to by then."""
+
+STEPS_AFTERWARDS: Final = 3
 
 
 @pytest.fixture(params=loop_devices.MAKE)
@@ -59,21 +62,26 @@ def drive(filesystem: str, tmp_path: Path) -> Iterator[Mounted]:
 
 def test_killed_at_random_moments(drive: Mounted, trainees: Trainees, tmp_path: Path) -> None:
     rng = random.Random(SEED)
-    place, plan = tmp_path / "child", Plan(store=(f"{drive.path}/run",), last_step=LONG)
+    place, plan = tmp_path / "child", Plan(store=(f"{drive.path}/run",), last_step=ENDLESS)
     report = Report(place)
-    num_killed = 0
     for _ in range(NUM_KILLS):
         pid = trainees.start(place, plan)
         wait_for_a_moment(rng, report, pid)
         os.kill(pid, signal.SIGKILL)
         ended = trainees.wait(pid, place)
-        num_killed += os.waitstatus_to_exitcode(ended.status or 0) == -signal.SIGKILL
+        assert os.waitstatus_to_exitcode(ended.status or 0) == -signal.SIGKILL, report.lines()
         assert trainees.newest(f"{drive.path}/run") >= report.acknowledged
-    print(f"KERNEL_SEED={SEED}: {num_killed} killed, {report.acknowledged} acknowledged")
-    assert num_killed >= NUM_KILLS // 2, "the others were too late"
+    print(f"KERNEL_SEED={SEED}: {NUM_KILLS} killed, {report.acknowledged} acknowledged")
     assert not report.values("error")
     assert not any("direct I/O" in warning for warning in report.values("warning"))
-    assert trainees.resume(place, plan, report.acknowledged) <= LONG
+    go_on(place, plan, report, trainees)
+
+
+def go_on(place: Path, plan: Plan, report: Report, trainees: Trainees) -> None:
+    """Resume, and take a few more steps."""
+    newest = trainees.newest(plan.store[0])
+    plan = replace(plan, last_step=newest + STEPS_AFTERWARDS)
+    assert trainees.resume(place, plan, report.acknowledged) == newest
 
 
 def wait_for_a_moment(rng: random.Random, report: Report, pid: int) -> None:
@@ -87,7 +95,7 @@ def wait_for_a_moment(rng: random.Random, report: Report, pid: int) -> None:
 @pytest.mark.parametrize("filesystem", ["ext4", "xfs"], indirect=True)
 def test_power_is_lost(drive: Mounted, filesystem: str, trainees: Trainees, tmp_path: Path) -> None:
     rng = random.Random(f"{SEED} {filesystem}")
-    place, plan = tmp_path / "child", Plan(store=(f"{drive.path}/run",), last_step=LONG)
+    place, plan = tmp_path / "child", Plan(store=(f"{drive.path}/run",), last_step=ENDLESS)
     report = Report(place)
     for _ in range(NUM_POWER_CUTS):
         pid = trainees.start(place, plan)
@@ -100,7 +108,7 @@ def test_power_is_lost(drive: Mounted, filesystem: str, trainees: Trainees, tmp_
         assert report.acknowledged >= acknowledged
         drive.mount_again()
         assert trainees.newest(f"{drive.path}/run") >= report.acknowledged
-    assert trainees.resume(place, plan, report.acknowledged) <= LONG
+    go_on(place, plan, report, trainees)
 
 
 class Training:
@@ -139,13 +147,15 @@ class TestFull:
     def test_at_construction(self, drive: Mounted) -> None:
         optimizer_for(Model(), f"{drive.path}/run", options()).close()
         filler = drive.fill(leave_bytes=LITTLE)
+        before = drive.free_bytes()
         with pytest.raises(StoreFullError, match=r"needs 3 more slots of \d+ bytes") as caught:
             optimizer_for(Model(), f"{drive.path}/run", options())
+        after = drive.free_bytes()  # a file system may tidy up by itself
         assert caught.value.errno == errno.ENOSPC
         needed, free = re.search(
             r"(\d+) in all, but only (\d+) bytes are free", str(caught.value)
         ).groups()  # type: ignore[union-attr]
-        assert int(free) == drive.free_bytes() < int(needed)
+        assert min(before, after) <= int(free) <= max(before, after) < int(needed)
         filler.unlink()
         optimizer_for(Model(), f"{drive.path}/run", options()).close()
 

@@ -59,12 +59,16 @@ _FILES: Final = (
 _ARRAYS: Final = tuple(f"/{array}.safetensors" for array in ARRAYS)
 
 
+TIMEOUT_S: Final = 100.0
+"""For strace to begin or to end, which it does at once."""
+
+
 @functools.cache
 def why_not() -> str:
     """Say why strace cannot be used here; empty if it can."""
     if shutil.which("strace") is None:
         return "strace is not installed"
-    sleeper = subprocess.Popen(["sleep", "30"])
+    sleeper = subprocess.Popen(["sleep", "600"])
     try:
         tracer = subprocess.Popen(
             ["strace", "-f", "-qq", "-o", "/dev/null", "-p", str(sleeper.pid)],
@@ -129,7 +133,7 @@ def traced(
             yield
             if not has_ended(pid):
                 tracer.terminate()  # it lets go of the child
-            tracer.wait(20)  # by itself, with the child
+            tracer.wait(TIMEOUT_S)  # by itself, with the child
         finally:
             tracer.kill()
             tracer.wait()
@@ -161,9 +165,9 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def _wait_attached(tracer: subprocess.Popen[str], pid: int, timeout_s: float = 20.0) -> None:
+def _wait_attached(tracer: subprocess.Popen[str], pid: int, timeout_s: float = TIMEOUT_S) -> None:
     deadline = time.monotonic() + timeout_s
-    while any(_tracer_of(task) != tracer.pid for task in Path(f"/proc/{pid}/task").iterdir()):
+    while any(_tracer_of(task) not in (tracer.pid, None) for task in _tasks_of(pid)):
         if tracer.poll() is not None:
             said = tracer.stderr.read() if tracer.stderr else ""
             raise RuntimeError(f"it ended with {tracer.returncode}: {said.strip()}")
@@ -172,6 +176,15 @@ def _wait_attached(tracer: subprocess.Popen[str], pid: int, timeout_s: float = 2
         time.sleep(0.002)
 
 
-def _tracer_of(task: Path) -> int:
-    match = re.search(r"^TracerPid:\s*(\d+)", (task / "status").read_text(), re.MULTILINE)
+def _tasks_of(pid: int) -> list[Path]:
+    return list(Path(f"/proc/{pid}/task").iterdir())
+
+
+def _tracer_of(task: Path) -> int | None:
+    """Return who traces a thread, 0 for nobody; None if it has just ended."""
+    try:
+        status = (task / "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    match = re.search(r"^TracerPid:\s*(\d+)", status, re.MULTILINE)
     return int(match[1]) if match else 0

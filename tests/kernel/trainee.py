@@ -22,7 +22,7 @@ import torch
 from gds import PosixBackend, StorageError
 from gds.probe import DirectIOUnavailable
 from offload import AdamW, OffloadError, SealHandle, open_checkpoint
-from tests.crash.children import Children, Ended, serve
+from tests.crash.children import TIMEOUT_S, Children, Ended, serve
 from tests.crash.training import Model, Reference, backward, differences, optimizer_for, options
 from tests.kernel.tracing import has_ended
 
@@ -222,7 +222,7 @@ class Trainees:
         (directory / "plan.json").write_text(json.dumps(asdict(plan)))
         return self._children.start(train, directory)
 
-    def wait(self, pid: int, directory: Path, timeout_s: float = 30.0) -> Ended:
+    def wait(self, pid: int, directory: Path, timeout_s: float = TIMEOUT_S) -> Ended:
         """Wait for a child to end; fails if it hangs, or ends by an error that has no name."""
         ended = self._children.wait(pid, directory, timeout_s)
         assert ended.status is not None, f"it hangs: {Report(directory).lines()}"
@@ -276,7 +276,9 @@ def read_plan(directory: str) -> Plan:
     return Plan(**{**values, "store": tuple(values["store"])})
 
 
-def wait_until_it_waits(directory: Path, pid: int, times: int = 1, timeout_s: float = 30.0) -> None:
+def wait_until_it_waits(
+    directory: Path, pid: int, times: int = 1, timeout_s: float = TIMEOUT_S
+) -> None:
     """Wait until a child waits for `GO`, or has ended without getting there."""
     deadline = time.monotonic() + timeout_s
     while len(Report(directory).values("waiting")) < times:
@@ -286,7 +288,7 @@ def wait_until_it_waits(directory: Path, pid: int, times: int = 1, timeout_s: fl
         time.sleep(0.002)
 
 
-def let_go(directory: Path, pid: int, timeout_s: float = 30.0) -> None:
+def let_go(directory: Path, pid: int, timeout_s: float = TIMEOUT_S) -> None:
     """Let a child go on that waits for `GO`; does nothing if it has ended."""
     deadline = time.monotonic() + timeout_s
     while not has_ended(pid):
