@@ -9,6 +9,7 @@ stepped, so that nothing but `step` and `restore` makes sense, and everything el
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -47,6 +48,8 @@ class BackwardEngine(ExchangingEngine):
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, torch.Tensor] = {}
         self._opening = False
+        self._giving = threading.RLock()
+        """Held by the thread that hands over a gradient: each device's come on one of its own."""
         self._running: RunningPass | None = None
         self._schedule: GradientSchedule | None = None
         self._numbers: dict[int, int] = {}
@@ -160,6 +163,10 @@ class BackwardEngine(ExchangingEngine):
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Take the gradient of a parameter; called by autograd when it has been computed."""
+        with self._giving:
+            self._give(parameter)
+
+    def _give(self, parameter: torch.Tensor) -> None:
         groups = self._groups()
         if groups is None or self._closed or parameter.grad is None:
             return

@@ -11,7 +11,7 @@ import torch
 from bench import kernel
 from bench._harness import Result
 from offload.device_kernels import digest
-from offload.device_kernels.forms import why_not
+from offload.device_kernels.forms import form_of, why_not
 from tests.device.test_gpu import flags_of
 from tests.device.test_update_arithmetic import ADAM, CLASSES, SGD, group_of
 
@@ -34,6 +34,12 @@ def test_every_kernel_is_compared_with_a_copy_of_as_many_bytes(tmp_path, kernels
         work()
         return 1e-3
 
+    forms = [
+        form_of(torch.optim.AdamW, group, kernel._block(32, *form, torch.device("cpu")))
+        for form in kernel._FORMS.values()
+        for group in (group_of("AdamW", {}), group_of("AdamW", {}, fused=True))
+    ]
+    kernels.prepare(forms)  # all at once, which is much faster
     arguments = ["--quick", "--parameters", "4096", "--output", str(tmp_path)]
     args = kernel._arguments(["--directory", str(tmp_path), *arguments])
     result = Result("kernel", args, args.directory)

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import offload
-from gds import StorageError
+from gds import MemoryBackend, StorageError
 from offload.errors import BrokenOptimizerError
 from tests.eventually import TIMEOUT_S, eventually, is_freed
 from tests.numerics.delays import Disordered, Held
@@ -296,6 +296,48 @@ def test_an_error_is_raised_at_the_next_point(layers, at):
     for step in range(2, 5):
         layers.step(step)
         layers.assert_same()
+
+
+def test_gradients_that_come_on_two_threads_open_one_pass(monkeypatch):
+    # torch computes the gradients of each device on a thread of its own, and calls hooks there
+    torch.manual_seed(5)
+    live, expected = (torch.nn.ParameterList([torch.ones(9000), torch.ones(9000)]) for _ in "ab")
+    options = CUTS[0].options(MemoryBackend())
+    optimizer = offload.AdamW(live.parameters(), model=live, directory="/store", options=options)
+    reference = torch.optim.AdamW(expected.parameters(), foreach=False)
+    engine = optimizer._live_engine()
+    begin, num_begun, second = engine._begin_pass, 0, threading.Event()
+
+    def slow(*arguments):
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun == 1:
+            first.set()
+            second.wait(0.3)  # in which the other gradient opens one as well, if it may
+        else:
+            second.set()
+        return begin(*arguments)
+
+    monkeypatch.setattr(engine, "_begin_pass", slow)
+    for step in range(2):
+        num_begun, first = 0, threading.Event()
+        for parameter in expected:
+            parameter.grad = torch.randn(9000)
+        threads = [
+            threading.Thread(target=(mine * other.grad).sum().backward)
+            for mine, other in zip(live, expected, strict=True)
+        ]
+        threads[0].start()
+        assert first.wait(TIMEOUT_S)
+        threads[1].start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        assert num_begun == 1
+        optimizer.step()
+        reference.step()
+        for number, (mine, other) in enumerate(zip(live, expected, strict=True)):
+            assert_same_bits(mine.detach(), other.detach(), f"parameter {number}, step {step}")
+    optimizer.close()
 
 
 def test_a_dropped_optimizer_with_half_a_step_ends():

@@ -1,0 +1,248 @@
+"""What is used of KvikIO, CuPy and torch is there, in the versions that are installed.
+
+The packages alone are needed: no device, and no driver. What only a driver can answer is not asked.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gds._cuda
+from gds import StorageError
+from gds._cuda import Cuda, _Handle
+from gds._device_buffers import DeviceBytes
+from gds._errors import RefusedError
+from gds._kvikio_library import Library
+from gds.probe import direct_io
+from offload.device_kernels.forms import ARGUMENTS
+
+ALIGNMENT = 4096
+
+
+def imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        pytest.skip(f"{name} cannot be imported: {error}")
+
+
+@pytest.fixture
+def kvikio() -> Any:
+    return imported("kvikio")
+
+
+@pytest.fixture
+def cuda() -> Any:
+    return imported("cupy").cuda
+
+
+def needs_no_driver() -> None:
+    if not gds._cuda.no_driver():
+        pytest.skip("there is a CUDA driver, and what it says depends on the device")
+
+
+def parameters(function: Any) -> list[str]:
+    """Return the names of a compiled function's parameters, by the first line of its help."""
+    line = function.__doc__.strip().splitlines()[0]
+    inside = line[line.index("(") + 1 : line.rindex(")")]
+    return [part.split("=")[0].split()[-1] for part in inside.split(",") if part.strip()]
+
+
+# KvikIO.
+
+
+@pytest.fixture
+def library(kvikio: Any, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """What the backend uses of KvikIO: most of it works without a driver."""
+    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "")
+    return Library()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(16 * ALIGNMENT))
+    return path
+
+
+def test_kvikio_has_the_settings_and_takes_them(kvikio, library):
+    defaults = importlib.import_module("kvikio.defaults")
+    names = ("num_threads", "task_size", "gds_threshold")
+    names += ("auto_direct_io_read", "auto_direct_io_write")
+    before = {name: defaults.get(name) for name in names}
+    try:
+        library.configure(num_threads=3, task_bytes=8 << 20)
+        assert {name: defaults.get(name) for name in names} == {
+            "num_threads": 3,
+            "task_size": 8 << 20,
+            "gds_threshold": 0,
+            "auto_direct_io_read": True,
+            "auto_direct_io_write": True,
+        }
+    finally:
+        defaults.set(before)
+    with pytest.raises(KeyError):
+        defaults.get("no_such_setting")
+
+
+def test_kvikios_mode_holds_within_a_block_alone(kvikio):
+    defaults = importlib.import_module("kvikio.defaults")
+    before = defaults.get("compat_mode")
+    for mode in (kvikio.CompatMode.ON, kvikio.CompatMode.OFF):
+        with defaults.set("compat_mode", mode):
+            assert defaults.get("compat_mode") == mode
+        assert defaults.get("compat_mode") == before
+
+
+@pytest.mark.parametrize("writable", [False, True], ids=["reads", "writes"])
+def test_kvikio_opens_the_file_of_a_descriptor(library, file, writable):
+    defaults = importlib.import_module("kvikio.defaults")
+    before = {n: defaults.get(n) for n in ("auto_direct_io_read", "auto_direct_io_write")}
+    fd = os.open(file, os.O_RDWR)
+    try:
+        defaults.set(dict.fromkeys(before, True))
+        handle = library.open(str(file), fd, writable=writable, compat=True)
+        assert os.path.samestat(os.fstat(handle.fileno()), os.fstat(fd))
+        assert handle.fileno() != fd
+        assert handle.is_direct_io_supported() is direct_io(str(file.parent)).supported
+        # of the buffer it takes the address and length, and refuses more than that
+        memory = DeviceBytes(ALIGNMENT, 2 * ALIGNMENT)
+        for start in (handle.pread, handle.pwrite):
+            with pytest.raises(ValueError, match="Size is greater than the size of the buffer"):
+                start(memory, 3 * ALIGNMENT, 0)
+        handle.close()
+        handle.close()
+    finally:
+        os.close(fd)
+        defaults.set(before)
+
+
+def test_what_kvikio_says_of_a_missing_file_gets_its_number_back(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "exists", lambda _: False)  # as without /proc
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(StorageError) as caught:
+            library.open(str(tmp_path / "missing"), fd, writable=False, compat=True)
+    finally:
+        os.close(fd)
+    assert caught.value.errno == errno.ENOENT
+
+
+def test_kvikios_transfers_take_what_they_are_given_and_can_be_waited_for(kvikio):
+    for name in ("pread", "pwrite"):
+        bound = inspect.signature(getattr(kvikio.CuFile, name)).bind(None, "buffer", 4096, 8192)
+        assert bound.arguments == {
+            "self": None,
+            "buf": "buffer",
+            "size": 4096,
+            "file_offset": 8192,
+        }
+    inspect.signature(importlib.import_module("kvikio.cufile").IOFuture.get).bind(None)
+    for function in (kvikio.memory_register, kvikio.memory_deregister):
+        inspect.signature(function).bind("memory")
+
+
+def test_kvikio_says_whether_cufile_may_copy_through_the_host(kvikio):
+    driver = importlib.import_module("kvikio.cufile_driver")
+    # Not asked: that would load cuFile, which hangs on some kernels.
+    assert hasattr(type(driver.properties), "allow_compat_mode")
+    inspect.signature(driver.get).bind("allow_compat_mode")
+    with pytest.raises(KeyError):
+        driver.get("no_such_property")
+
+
+# CuPy.
+
+
+def test_cupys_runtime_has_the_functions_and_their_arguments(cuda):
+    runtime = cuda.runtime
+    assert {
+        name: parameters(getattr(runtime, name))
+        for name in (
+            *("getDevice", "setDevice", "deviceGetPCIBusId"),
+            *("memsetAsync", "memcpyAsync", "hostRegister", "hostUnregister"),
+        )
+    } == {
+        "getDevice": [],
+        "setDevice": ["device"],
+        "deviceGetPCIBusId": ["device"],
+        "memsetAsync": ["ptr", "value", "size", "stream"],
+        "memcpyAsync": ["dst", "src", "size", "kind", "stream"],
+        "hostRegister": ["ptr", "size", "flags"],
+        "hostUnregister": ["ptr"],
+    }
+    assert (runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost) == (1, 2)
+    assert issubclass(runtime.CUDARuntimeError, RuntimeError)
+
+
+def test_cupys_streams_events_and_memory_are_made_as_here(cuda):
+    inspect.signature(cuda.Stream).bind(non_blocking=True)
+    inspect.signature(cuda.Event).bind(block=True, disable_timing=True)
+    inspect.signature(cuda.Event.record).bind(None, _Handle(0))
+    for kind in (cuda.Event, cuda.Stream):
+        inspect.signature(kind.synchronize).bind(None)
+    assert parameters(cuda.Memory) == ["size"]
+    assert hasattr(cuda.Memory, "ptr")
+    assert parameters(cuda.Device) == ["device"]
+    assert hasattr(cuda.Device, "__enter__")
+
+
+def test_a_driver_without_a_device_is_refused_by_name(cuda, monkeypatch):
+    needs_no_driver()
+    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "")
+    with pytest.raises(RefusedError, match="no GPU can be used: cudaError"):
+        Cuda()
+
+
+def test_cupy_compiles_loads_and_launches_as_here(cuda):
+    compiler = importlib.import_module("cupy.cuda.compiler")
+    inspect.signature(compiler.compile_using_nvrtc).bind("source", options=("-std=c++17",))
+    module = cuda.Module()
+    assert parameters(module.load)[-1] == "cubin"
+    assert parameters(module.get_function)[-1] == "name"
+
+
+def test_cupy_passes_numbers_and_one_structure_to_a_kernel(cuda):
+    needs_no_driver()  # a function that is none must not be launched
+    kind = importlib.import_module("cupy.cuda.function").Function
+    function = kind.__new__(kind)
+
+    def launch(*arguments: Any) -> None:
+        function((1,), (32,), arguments, stream=_Handle(0))
+
+    # arguments are looked at first, the driver afterwards
+    with pytest.raises(cuda.runtime.CUDARuntimeError):
+        launch(np.uint64(1), np.uint64(2))
+    with pytest.raises(cuda.runtime.CUDARuntimeError):
+        launch(np.zeros(1, ARGUMENTS))
+    with pytest.raises(TypeError, match="size one"):
+        launch(np.zeros(2, ARGUMENTS))
+
+
+# torch.
+
+
+def test_torchs_streams_and_events_are_made_as_here():
+    cuda: Any = torch.cuda
+    inspect.signature(cuda.Stream.__new__).bind(None, torch.device("cuda", 0))
+    for made in ({"blocking": True}, {"enable_timing": True}):
+        inspect.signature(cuda.Event.__new__).bind(None, **made)
+    inspect.signature(cuda.current_stream).bind(torch.device("cuda", 0))
+    if torch.version.cuda is None:
+        pytest.skip("this torch is built without CUDA")
+    assert {"cuda_stream", "wait_event", "wait_stream"} <= set(dir(cuda.Stream))
+    assert {"record", "synchronize", "elapsed_time"} <= set(dir(cuda.Event))
+    runtime = torch._C._cudart  # what cudart() returns once there is a device
+    assert runtime.cudaHostRegister.__doc__.count("arg") == 3
+    assert runtime.cudaHostUnregister.__doc__.count("arg") == 1
+    assert int(runtime.cudaError(2)) == 2
+    assert int(runtime.cudaError.success) == 0
