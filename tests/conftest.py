@@ -10,6 +10,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples in every run, however slow the machine: chance is not to refuse a release.
+# `--hypothesis-profile=default` draws others, and says what takes long.
+settings.register_profile(
+    "tests",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("tests")
 
 SYSTEM_CALL_FAULTS = "faults of "
 """Begins the names under which `tests/kernel` records how many calls it let fail."""

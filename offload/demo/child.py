@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import signal
 import subprocess
 import sys
 from collections import deque
@@ -81,21 +79,10 @@ class Child:
                 f"{self._last_words()}"
             )
 
-    def pending(self) -> list[Event]:
-        """Return the events already printed that `events` has not yielded yet."""
-        while not self._ended and select.select([self._fd], [], [], 0)[0]:
-            self._receive()
-        return list(self._events)
-
-    def suspend(self) -> None:
-        """Stop the process where it is, and return when it stands still (or has ended)."""
-        self._process.send_signal(signal.SIGSTOP)
-        # WNOWAIT: should it have ended, then its status is left for `events` and `kill`.
+    def wait_stopped(self) -> None:
+        """Return when the process, which is about to stop itself, stands still (or has ended)."""
+        # WNOWAIT: should it have ended, then its status is left for `kill`.
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-
-    def proceed(self) -> None:
-        """Let a suspended process go on."""
-        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> int:
         """Send SIGKILL and return the status: the negative of the signal it died by."""

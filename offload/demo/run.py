@@ -96,7 +96,7 @@ def run_demo(
     # Half-way between two checkpoints, near the middle of the run.
     kill_step = every * (total // (2 * every)) + (every + 1) // 2
     with (
-        Child(arguments, log=log) as child,
+        Child([*arguments, f"--hold={kill_step}"], log=log) as child,
         Progress(console, scenario.title, steps=total, quiet=quiet) as progress,
     ):
         progress.say(f"Training {scenario.title} for {total} steps, a checkpoint every {every}")
@@ -160,20 +160,12 @@ def _train_and_kill(
 ) -> tuple[Record, Killed]:
     """Follow a training process into the update of step `kill_step`, and kill it there."""
     record = Record()
-    update_s = 0.0
     for event in child.events():
         record.add(event)
         progress.update(event)
-        if event["event"] == "step":
-            update_s = event["update_s"]
-        # Once a checkpoint is durable: before that there is nothing to resume from.
-        if event["event"] != "update" or event["step"] < kill_step or event["seals"] == 0:
+        if event["event"] != "held":
             continue
-        time.sleep(update_s / 3)
-        child.suspend()
-        if any(later["event"] == "step" for later in child.pending()):
-            child.proceed()  # too late, it had finished this step: try in the next one
-            continue
+        child.wait_stopped()
         status = child.kill()
         if status != -signal.SIGKILL:
             raise DemoError(f"the training process ended with status {status}, not by SIGKILL")

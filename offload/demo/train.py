@@ -1,14 +1,20 @@
 """The training process of the demo: a plain loop, as a user would write it.
 
 Run as ``python -m offload.demo.train``. Each line it prints is one JSON object, so that the process
-that started it can show the progress, and choose the moment to kill it.
+that started it can show the progress. With ``--hold`` it stands still in the middle of a step, so
+that it can be killed there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -20,7 +26,51 @@ from offload.demo.data import Batches
 from offload.demo.models import build
 
 
-def train(scenario: Scenario, directory: str, *, steps: int, every: int, volatile: bool) -> None:
+class Hold:
+    """Stops this process in the middle of an update, wherever that has got to by then.
+
+    Whoever is to kill it there could come too late: how soon another process is given a processor
+    is not known. An update that is over before the moment has come is not held, but the next one.
+
+    Args:
+        step: The first whose update is to be held; None for none.
+    """
+
+    def __init__(self, step: int | None) -> None:
+        self._step = math.inf if step is None else step
+        self._fastest_s = math.inf
+        self._within: int | None = None
+        """The step whose update is under way, if it is to be held."""
+        if step is not None:
+            signal.signal(signal.SIGALRM, self._stand_still)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the update of a step is to be held."""
+        return step >= self._step
+
+    @contextmanager
+    def amid(self, step: int) -> Iterator[None]:
+        """Run an update; does not return if the process is killed in it."""
+        began = time.perf_counter()
+        if self.is_due(step):
+            self._within = step
+            # Early enough also for one that is much faster than all before.
+            signal.setitimer(signal.ITIMER_REAL, min(self._fastest_s / 10, 60.0))
+        try:
+            yield
+        finally:
+            self._within = None
+        self._fastest_s = min(self._fastest_s, time.perf_counter() - began)
+
+    def _stand_still(self, *_: object) -> None:
+        if self._within is not None:
+            say("held", step=self._within)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def train(
+    scenario: Scenario, directory: str, *, steps: int, every: int, volatile: bool, hold: Hold
+) -> None:
     """Train up to step `steps`, from the newest checkpoint in `directory` if there is one."""
     model, encode = build(scenario.name)
     batches = Batches(encode, batch=scenario.batch, tokens=scenario.tokens)
@@ -47,9 +97,12 @@ def train(scenario: Scenario, directory: str, *, steps: int, every: int, volatil
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         value = float(loss.item())
-        say("update", step=step, loss=value.hex(), seals=optimizer.stats().seals)
+        if handle is not None and hold.is_due(step):
+            handle.result()  # there must be something to resume from
+        say("update", step=step, loss=value.hex())
         updating = time.perf_counter()
-        optimizer.step()
+        with hold.amid(step):
+            optimizer.step()
         update_s = time.perf_counter() - updating
         scheduler.step()
         optimizer.zero_grad()
@@ -167,6 +220,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True)
     parser.add_argument("--allow-volatile", action="store_true")
+    parser.add_argument("--hold", type=int)
     options = parser.parse_args()
     train(
         SCENARIOS[options.model],
@@ -174,6 +228,7 @@ def main() -> None:
         steps=options.steps,
         every=options.every,
         volatile=options.allow_volatile,
+        hold=Hold(options.hold),
     )
 
 

@@ -225,7 +225,7 @@ def test_a_peer_that_fails_is_quoted(drive: Path) -> None:
         Peer("other", command, log=str(drive / "log"), environment={}) as peer,
         pytest.raises(PeerError, match="no such accelerator"),
     ):
-        peer.answer(timeout_s=30)
+        peer.answer(timeout_s=240)
 
 
 def test_memory_is_refused() -> None:

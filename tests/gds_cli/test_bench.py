@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -137,12 +138,16 @@ def test_each_block_is_moved_once_a_pass_on_the_path_that_was_asked_for(
 
 @pytest.mark.parametrize("cache", ["cold", "warm"])
 def test_the_state_of_the_page_cache_is_said(run, drive, cache):
-    found = measured(run, drive, *SMALL, "--path", "buffered", "--cache", cache)
-    held = found["results"][0]["runs"][0]["cached_before"]
-    if held is None:
-        pytest.skip("the kernel does not tell")
-    assert held == {"cold": 0, "warm": 1}[cache]
-    _, out, _ = run("bench", drive, *SMALL, "--path", "buffered", "--cache", cache)
+    for _ in range(5):  # the kernel may keep a page that it is looking at, or need the memory
+        found = measured(run, drive, *SMALL, "--path", "buffered", "--cache", cache)
+        held = found["results"][0]["runs"][0]["cached_before"]
+        if held is None:
+            pytest.skip("the kernel does not tell")
+        _, out, _ = run("bench", drive, *SMALL, "--path", "buffered", "--cache", cache)
+        expected = {"cold": 0, "warm": 1}[cache]
+        if held == expected and f"page cache {cache}, held {held:.0%}" in out:
+            break
+    assert held == expected
     assert f"page cache {cache}, held {held:.0%}" in out
     assert ("came from the page cache" in out) is (cache == "warm")
 
@@ -229,8 +234,7 @@ def test_paths_of_a_gpu_are_refused_for_want_of_a_driver_or_of_a_library(monkeyp
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="there is no /dev/shm")
 def test_memory_is_refused_unless_asked_for(run, tmp_path):
-    place = Path(f"/dev/shm/gds-bench-test-{os.getpid()}")
-    place.mkdir()
+    place = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="gds-bench-test-"))
     try:
         status, _, err = run("bench", place, *SMALL)
         assert status == 1

@@ -117,7 +117,9 @@ def test_both_directions_of_the_gpu_that_is_used_are_sampled(backend, nvml) -> N
     assert not [t for t in threading.enumerate() if t.name == "gds-link"]
 
 
-def test_a_sample_that_outlasts_the_transfers_does_not_count(backend, nvml) -> None:
+def test_a_sample_that_outlasts_the_transfers_does_not_count(
+    backend, nvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
     meter = link_meter(backend, lambda: nvml)
     ended = threading.Event()
     real = nvml._throughput
@@ -127,11 +129,17 @@ def test_a_sample_that_outlasts_the_transfers_does_not_count(backend, nvml) -> N
         assert ended.wait(60)
         return real(*arguments)
 
+    class Joined(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            ended.set()  # the block has ended, and waits for the call that is under way
+            super().join(timeout)
+
     nvml.nvmlDeviceGetPcieThroughput = Function(slow)
+    monkeypatch.setattr(link.threading, "Thread", Joined)
     with meter.running():
         assert nvml.sampled.wait(60)
-        # The block ends while the first call is under way.
-        threading.Timer(0.05, ended.set).start()
+    monkeypatch.undo()
+    assert ended.is_set()
     found = meter.use()
     assert found == LinkUse(
         None, None, 0, "no pass took long enough for a sample of 20 ms in each direction"

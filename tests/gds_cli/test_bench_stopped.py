@@ -11,7 +11,7 @@ import pytest
 
 from gds.bench import target as module
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 
 def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:

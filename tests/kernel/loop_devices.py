@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,7 @@ class Mounted:
 
     def mount_again(self) -> None:
         """Unmount it and mount it, as after a reboot."""
-        _call("umount", self.path)
+        unmount(self.path)
         _call("mount", *self.options, self.device, self.path)
 
 
@@ -116,6 +117,19 @@ def mounted(
         _call("mount", *options, device, point)
         undo.callback(_unmount, point)
         yield Mounted(point, device, options)
+
+
+def unmount(point: Path) -> None:
+    """Unmount what nobody uses any more; the kernel may take a moment to notice."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            _call("umount", point)
+            return
+        except subprocess.CalledProcessError as error:
+            if "busy" not in error.stderr or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 def _unmount(point: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_process_whose_clock_jumps(trainees: Trainees, tmp_path: Path) -> None
         env={**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

@@ -31,7 +31,7 @@ from tests.crash.training import (
     options,
 )
 from tests.kernel import loop_devices
-from tests.kernel.loop_devices import Mounted, mounted
+from tests.kernel.loop_devices import Mounted, mounted, unmount
 from tests.kernel.tracing import has_ended
 from tests.kernel.trainee import LAST_STEP, Plan, Report, Trainees, let_go, wait_until_it_waits
 
@@ -333,4 +333,4 @@ def test_an_overlay(loops: None, trainees: Trainees, tmp_path: Path) -> None:
             assert restored == 3
             assert trainees.newest(layers["lower"] / "run") == 3, "it is what it was"
         finally:
-            subprocess.run(["umount", str(overlay)], check=True)
+            unmount(overlay)
