@@ -188,6 +188,8 @@ class Seal:
         else:
             succeeded(self._written_bytes(), time.perf_counter() - started)
             self._finish()
+            # Who hears of it may take as much memory again before this thread has ended.
+            del self._buffers, self._flush
             self.handle._future.set_result(checkpoint)
 
     @property

@@ -247,7 +247,7 @@ class Streamer:
             gds.StorageError: A write failed.
         """
         with self._changed:
-            while self._writing:
+            while self._writing or self._dropping:
                 self._changed.wait()
             loading = [f for frame in self._loading.values() for f in frame.futures]
         for future in loading:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from gds._backend import BufferKind
 from offload.exporting import export_checkpoint
 from offload.foreign_files import open_foreign
 from offload.importing import import_checkpoint
-from tests.eventually import eventually
+from offload.seal import SEAL_THREAD
+from tests.eventually import TIMEOUT_S, eventually
 
 
 class Allocating(WrapperBackend):
@@ -95,6 +98,30 @@ def test_by_an_optimizer_that_is_closed(
     train(tmp_path, backend, AFTER[after], overlap=overlap)
     assert len(backend.given) >= 9, "three chunks of three arrays"
     assert eventually(lambda: backend.kept() == []), backend.kept()
+
+
+def test_by_a_seal_when_it_tells_that_it_has_ended(
+    tmp_path: Path, backend: Allocating, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore that follows takes as much memory again, and its thread may still be there."""
+    released = threading.Event()
+    set_result = Future.set_result
+    held_up: list[str] = []
+
+    def and_wait(future: Future[object], result: object) -> None:
+        set_result(future, result)
+        if threading.current_thread().name == SEAL_THREAD:
+            held_up.append(SEAL_THREAD)
+            assert released.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(Future, "set_result", and_wait)
+    try:
+        train(tmp_path, backend, AFTER["a checkpoint"])
+        assert len(backend.given) >= 9, "three chunks of three arrays"
+        assert eventually(lambda: held_up)
+        assert eventually(lambda: backend.kept() == []), backend.kept()
+    finally:
+        released.set()
 
 
 @pytest.mark.parametrize("kind", ["pt", "hf", "safetensors", "dcp"])

@@ -21,7 +21,7 @@ from offload.errors import SealError
 from offload.seal import Seal
 from offload.streamer import Streamer
 from tests.eventually import TIMEOUT_S
-from tests.numerics.delays import Disordered
+from tests.numerics.delays import Disordered, Held
 from tests.numerics.models import FIRST_LATE_STEP, trainable
 from tests.numerics.pairs import CASES, CUTS, Cut, Pair
 from tests.numerics.reference import assert_same_bits, assert_same_state, read_state
@@ -143,6 +143,29 @@ def test_what_was_read_ahead_in_vain_is_dropped_while_writes_end(monkeypatch):
     if step.is_alive():
         optimizer._finalizer.detach()  # else the end of the process would wait for ever, too
     assert not step.is_alive(), "the step waits for ever"
+    optimizer.close()
+
+
+def test_what_was_read_ahead_in_vain_is_waited_for_as_well():
+    """`synchronize` waits for all transfers, also those of which nobody wants the result."""
+    backend, cut = Held(), Cut(4096, 3)
+    parameters = [torch.nn.Parameter(torch.ones(1024)) for _ in range(8)]
+    optimizer = offload.AdamW(parameters, directory="/store", options=cut.options(backend))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    backend.hold(0)
+    optimizer.step()
+    backend.hold()  # not what is read from now on
+    for parameter in parameters[:-1]:
+        parameter.grad = None
+    optimizer.step()
+    synchronized = threading.Event()
+    waiting = threading.Thread(target=lambda: (optimizer.synchronize(), synchronized.set()))
+    waiting.start()
+    assert not synchronized.wait(0.2)
+    backend.release()
+    assert synchronized.wait(TIMEOUT_S)
+    waiting.join()
     optimizer.close()
 
 

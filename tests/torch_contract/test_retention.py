@@ -63,7 +63,6 @@ class Run:
             allow_volatile=True,
             chunk_bytes=4096,
             train_state_bytes=8192,
-            reader_timeout_s=0.1,
             overlap=overlap,
         )
         arguments = {"directory": STORE, "model": self.model, "options": settings, **changes}
