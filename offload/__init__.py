@@ -13,15 +13,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.checkpoint import (
-        Checkpoint,
-        CheckpointInfo,
-        VerifyReport,
-        list_checkpoints,
-        open_checkpoint,
-    )
+    from offload.checkpoint import Checkpoint, VerifyReport, open_checkpoint
     from offload.classes import SGD, Adam, AdamW
     from offload.errors import OffloadError
+    from offload.listing import CheckpointInfo, list_checkpoints
     from offload.loading import load_parameters
     from offload.optimizer import OffloadedOptimizer
     from offload.options import Options
@@ -59,15 +54,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "offload.checkpoint": (
-        "Checkpoint",
-        "CheckpointInfo",
-        "VerifyReport",
-        "list_checkpoints",
-        "open_checkpoint",
-    ),
+    "offload.checkpoint": ("Checkpoint", "VerifyReport", "open_checkpoint"),
     "offload.classes": ("SGD", "Adam", "AdamW"),
     "offload.errors": ("OffloadError",),
+    "offload.listing": ("CheckpointInfo", "list_checkpoints"),
     "offload.loading": ("load_parameters",),
     "offload.optimizer": ("OffloadedOptimizer",),
     "offload.options": ("Options",),

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from offload.checkpoint import Checkpoint, CheckpointInfo
+    from offload.checkpoint import Checkpoint
+    from offload.listing import CheckpointInfo
 
 app = typer.Typer(
     name="offload",
@@ -115,7 +116,7 @@ def list_store(
 
     Looks at names, sizes and manifests; only verify reads the content.
     """
-    from offload.checkpoint import list_checkpoints
+    from offload.listing import list_checkpoints
 
     found = list_checkpoints(store, parts=part or None)
     if as_json:
@@ -218,7 +219,7 @@ def _stores_below(directory: str) -> list[str]:
 
 def _targets(path: str, parts: list[str] | None, *, may_be_empty: bool) -> list[tuple[str, str]]:
     """Return the checkpoints to verify, each with what is already known to be wrong with it."""
-    from offload.checkpoint import list_checkpoints
+    from offload.listing import list_checkpoints
 
     # What holds a manifest, or is named like a checkpoint, is one; all else may be a store.
     name = os.path.basename(os.path.abspath(path))

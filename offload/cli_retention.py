@@ -19,7 +19,7 @@ from offload.demo.report import size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offload.checkpoint import CheckpointInfo
+    from offload.listing import CheckpointInfo
     from offload.pruning import PruneReport
     from offload.retention import Retention
 

@@ -30,10 +30,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from offload.checkpoint import list_checkpoints
 from offload.drives import Directory, as_directories
 from offload.errors import CheckpointError, OffloadError
 from offload.integrations.folders import Folders, unwrap
+from offload.listing import list_checkpoints
 from offload.metrics import usable_metrics
 from offload.optimizer import OffloadedOptimizer
 from offload.options import Options

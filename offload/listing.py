@@ -1,0 +1,124 @@
+"""What checkpoints a store has, in one line each. Writes nothing, and does not import torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gds import Backend, PosixBackend, StorageError
+from offload.checkpoint import Checkpoint
+from offload.errors import CheckpointError, CheckpointNotFoundError
+from offload.manifest import MANIFEST_NAME
+from offload.pins import FoundPins, read_pins
+from offload.reading import (
+    PartDirectories,
+    checkpoint_paths,
+    given_directory,
+    kind_of,
+    read_in_store,
+)
+from offload.slot import LOCK_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One line about a directory of a store that is named like a checkpoint."""
+
+    path: str
+    step: int
+    """Optimizer steps taken; from the directory's name where the manifest cannot be read."""
+
+    generation: int
+    """The highest is the newest; -1 where the manifest cannot be read."""
+
+    created: str
+    """ISO 8601; empty where the manifest cannot be read."""
+
+    valid: bool
+    """Whether it is complete; tensor data is not looked at (that is `Checkpoint.verify`)."""
+
+    reason: str
+    """Why it is not valid, for people."""
+
+    num_parameters: int
+    """Trainable elements."""
+
+    bytes: int
+    """Size on disk."""
+
+    pins: tuple[str, ...] = ()
+    """Names that it has been pinned by."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was given to ``checkpoint(metrics=...)``."""
+
+
+def list_checkpoints(
+    store: str | os.PathLike[str],
+    *,
+    parts: PartDirectories = None,
+    backend: Backend | None = None,
+) -> list[CheckpointInfo]:
+    """Describe every directory of a store that is named like a checkpoint, oldest step first.
+
+    Args:
+        store: The directory; the first one, if there are several.
+        parts: As for `open_checkpoint`.
+        backend: Where it is; the local file system by default.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at `store`.
+        CheckpointError: It is something else than a store.
+        gds.StorageError: It cannot be read.
+    """
+    owns_backend = backend is None
+    backend = backend or PosixBackend()
+    directory = os.path.abspath(os.fspath(store))
+    try:
+        stat = given_directory(backend, directory)
+        if stat is None:
+            raise CheckpointNotFoundError(errno.ENOENT, "there is no store here", directory)
+        if stat.kind != "directory":
+            raise CheckpointError(
+                f"{directory}: {kind_of(stat)}, expected the directory of a store"
+            )
+        names = backend.list_dir(directory)
+        if MANIFEST_NAME in names:
+            raise CheckpointError(
+                f"{directory}: this is a checkpoint; its store is {os.path.dirname(directory)}"
+            )
+        paths = checkpoint_paths(backend, directory)
+        if not paths and LOCK_NAME not in names:
+            raise CheckpointError(
+                f"{directory}: not a store: it has neither a {LOCK_NAME} file nor a checkpoint"
+            )
+        pins = read_pins(backend, directory)
+        return [_describe(backend, path, parts, pins) for path in paths]
+    finally:
+        if owns_backend:
+            backend.close()
+
+
+def _describe(
+    backend: Backend, path: str, parts: PartDirectories, pins: FoundPins
+) -> CheckpointInfo:
+    step = int(os.path.basename(path)[5:])
+    try:
+        manifest = read_in_store(backend, path, parts)
+    except (CheckpointError, StorageError) as error:
+        return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0, pins.at(path))
+    files = Checkpoint(backend, path, manifest, parts).files
+    return CheckpointInfo(
+        path,
+        manifest.step,
+        manifest.generation,
+        manifest.created,
+        True,
+        "",
+        manifest.layout.num_elements,
+        sum(files.values()),
+        pins.of(path, manifest),
+        dict(manifest.metrics),
+    )
