@@ -142,6 +142,7 @@ class OffloadCallback(TrainerCallback):
         optimizer = _unwrap(kwargs.get("optimizer"))
         self._follow(optimizer)
         self._stop_saving()
+        self._measured = {}  # of the same number of steps, perhaps, but in another training
 
         def seal(asked: torch.optim.Optimizer) -> None:
             folder = _folder(args.output_dir or "", state.global_step)

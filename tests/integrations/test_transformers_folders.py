@@ -157,6 +157,16 @@ def test_a_checkpoint_does_not_have_what_was_measured_of_another(tmp_path: Path)
     assert found[6] is not None
 
 
+def test_what_was_measured_of_an_earlier_training_is_not_of_this_one(tmp_path: Path) -> None:
+    case = Case({**CASE.arguments, "max_steps": 2, "save_steps": 2})
+    with case.trainer(tmp_path) as trainer:
+        trainer.train()
+        trainer.evaluate()  # of step 2
+        trainer.train()
+    last = offload.list_checkpoints(tmp_path / "run")[-1]
+    assert "eval_loss" not in last.metrics
+
+
 def test_a_run_goes_on_from_an_older_folder_only_if_told_to(
     work: Path, trained: tuple[Path, Path, Run]
 ) -> None:
