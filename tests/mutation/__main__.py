@@ -29,7 +29,6 @@ from typing import Final
 
 from tests.mutation import MUTATIONS, ci, listed
 from tests.mutation.generated import full
-from tests.mutation.generated.mutants import mutants_of
 from tests.mutation.generated.results import RECORD
 from tests.mutation.generated.selection import LIMIT_S
 from tests.mutation.mutation import RESULT
@@ -53,21 +52,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _generated(args: argparse.Namespace) -> int:
-    if args.list:
-        for mutant in mutants_of():
-            if full.is_chosen(mutant, args.only):
-                print(f"{mutant.name}\n    {mutant}")
-        return 0
     plan = full.Plan(
         scratch=Path(args.scratch),
         only=args.only,
         tests=args.tests,
+        sampled=args.left_out,
         share=args.share,
         limit_s=args.limit,
         again=args.again,
         record_again=args.record,
         output=Path(args.output or RECORD),
     )
+    if args.list:
+        for mutant in plan.mutants():
+            print(f"{mutant.name}\n    {mutant}")
+        return 0
     return full.run(plan, lambda line: print(line, flush=True))
 
 
@@ -107,6 +106,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout", type=float, default=TIMEOUT_S, help="of the list: seconds for one")
     of_generated = parser.add_argument_group("of generated mutants").add_argument
     of_generated("--list", action="store_true", help="only say what they are")
+    of_generated(
+        "--left-out",
+        action="store_true",
+        help="those of operators that are left out, to see whether rightly",
+    )
     of_generated("--tests", default="", help="test files to look at, with commas; else all")
     of_generated(
         "--limit", type=float, default=LIMIT_S, help="seconds of tests for one (%(default)s)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from tests.mutation.generated.edits import Body, Edit, Site, brief, replace
@@ -31,6 +31,8 @@ def condition(body: Body, site: Site) -> Iterator[Edit]:
             continue
         if is_loop and value == "True" and not _has_exit(node):
             continue  # would never end, which every test notices and takes long to
+        if _fails_at_once(site, node, value):
+            continue
         yield replace(
             body,
             site,
@@ -40,6 +42,37 @@ def condition(body: Body, site: Site) -> Iterator[Edit]:
             f"`{brief(body.source.of(node.test))}` is always {value.lower()}",
             "at" if is_loop and value == "True" else place,
         )
+
+
+def _fails_at_once(site: Site, node: ast.If | ast.While, value: str) -> bool:
+    """Return whether a condition is that something is there, and what depends on it uses it.
+
+    Whatever test gets so far with None notices.
+    """
+    found = _none_check(node.test)
+    if found is None:
+        return False
+    name, is_none = found
+    if is_none == (value == "True"):
+        return False
+    used = site.block[site.index + 1 :] if is_none else node.body
+    return name in {
+        ast.unparse(inner.value)
+        for statement in used[:1]
+        for inner in ast.walk(statement)
+        if isinstance(inner, ast.Attribute)
+    }
+
+
+def _none_check(node: ast.AST) -> tuple[str, bool] | None:
+    """Return what is compared with None, and whether it must be None."""
+    match node:
+        case ast.Compare(
+            left=left, ops=[ast.Is() | ast.IsNot() as op], comparators=[ast.Constant(value=None)]
+        ):
+            inner = left.target if isinstance(left, ast.NamedExpr) else left
+            return ast.unparse(inner), isinstance(op, ast.Is)
+    return None
 
 
 def _constant(body: Body, test: ast.expr, value: str) -> str:
@@ -108,6 +141,8 @@ def operand(body: Body, site: Site) -> Iterator[Edit]:
             continue
         word, is_and = ("and", True) if isinstance(node.op, ast.And) else ("or", False)
         for index, value in enumerate(node.values):
+            if _guards_the_next(node.values, index, is_and=is_and):
+                continue
             rest = [f"({body.source.of(v)})" for i, v in enumerate(node.values) if i != index]
             yield replace(
                 body,
@@ -118,6 +153,15 @@ def operand(body: Body, site: Site) -> Iterator[Edit]:
                 f"`{brief(body.source.of(node))}` without `{brief(body.source.of(value))}`",
                 _place(polarity, weaker=is_and),
             )
+
+
+def _guards_the_next(values: Sequence[ast.expr], index: int, *, is_and: bool) -> bool:
+    """Return whether an operand only keeps the next one from using None."""
+    found = _none_check(values[index])
+    if found is None or found[1] == is_and or index + 1 == len(values):
+        return False
+    inner = ast.walk(values[index + 1])
+    return found[0] in {ast.unparse(n.value) for n in inner if isinstance(n, ast.Attribute)}
 
 
 def comparison(body: Body, site: Site) -> Iterator[Edit]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tests.mutation.generated.judging import Judged, judge
 from tests.mutation.generated.mutants import Mutant, mutants_of
+from tests.mutation.generated.operators import OPERATORS, SAMPLED
 from tests.mutation.generated.recording import Recorded, Recording, claim, record, test_files
 from tests.mutation.generated.results import (
     RECORD,
@@ -47,6 +48,9 @@ class Plan:
     tests: str = ""
     """Test files to look at, with commas; empty for all. What is found is kept by itself."""
 
+    sampled: bool = False
+    """Judge what the operators make that are left out otherwise, to see whether rightly."""
+
     share: str = "1/1"
     """Where among the mutants to begin: the second of three processes says 2/3."""
 
@@ -71,7 +75,19 @@ class Plan:
     @property
     def is_complete(self) -> bool:
         """Whether it judges all mutants, by all tests."""
-        return not self.only and not self.tests
+        return not self.only and not self.tests and not self.sampled
+
+    def mutants(self) -> list[Mutant]:
+        """Return the mutants to be judged.
+
+        Raises:
+            MutationError: There are none.
+        """
+        every = mutants_of(operators=SAMPLED if self.sampled else OPERATORS)
+        found = [mutant for mutant in every if is_chosen(mutant, self.only)]
+        if not found:
+            raise MutationError(f"no mutant's name begins with {self.only}")
+        return found
 
 
 class Outcomes:
@@ -129,9 +145,7 @@ def tests_digest(mutant: Mutant, recording: Recording) -> str:
 
 def run(plan: Plan, say: Callable[[str], None]) -> int:
     """Judge all mutants that are not known; returns 1 if one survives without a reason."""
-    mutants = [m for m in mutants_of() if is_chosen(m, plan.only)]
-    if not mutants:
-        raise MutationError(f"no mutant's name begins with {plan.only}")
+    mutants = plan.mutants()
     files = plan.tests.split(",") if plan.tests else test_files()
     recording = record(plan.scratch, files, say, again=plan.record_again)
     outcomes = Outcomes(plan, recording)

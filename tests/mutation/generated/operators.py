@@ -10,9 +10,12 @@ Left out are edits that change nothing, or that the first test of all notices:
 - the first assignment to a variable or an attribute: the next use of it fails;
 - a guarded statement beside its condition that is always false; `return` and `continue` where
   nothing follows;
+- the first turn of a loop: each statement in the loop is left out by itself;
+- a condition, or an operand of one, that something is not None, where the very next thing uses it:
+  every test that gets there with None notices;
 - words: messages of errors, warnings and the log, and what only they are made of.
 
-How many of the first two are noticed without more ado: `SAMPLED`, and docs/guarantees.md.
+Some of them can still be made, to see whether they are rightly left out: `SAMPLED`.
 """
 
 from __future__ import annotations
@@ -35,6 +38,12 @@ from tests.mutation.generated.statements import FunctionNode
 Operator: TypeAlias = Callable[[Body, Site], Iterator[Edit]]
 
 _SWAPPED_CALLS: Final = {"any": "all", "all": "any", "min": "max", "max": "min"}
+_NOT_FLIPPED: Final = ("strict",)
+"""Of `zip`: what it checks does not happen."""
+
+_CLOCKS: Final = ("perf_counter", "monotonic")
+"""Differences of times are for people."""
+
 _NOTHING: Final = "__import__('contextlib').nullcontext()"
 
 
@@ -152,7 +161,7 @@ def _has_effect(node: ast.AST) -> bool:
 
 
 def loop(body: Body, site: Site) -> Iterator[Edit]:
-    """End a loop after its first turn; leave its first turn out."""
+    """End a loop after its first turn."""
     node = site.node
     if not isinstance(node, ast.For) or body.is_words(node):
         return
@@ -162,6 +171,14 @@ def loop(body: Body, site: Site) -> Iterator[Edit]:
     if not isinstance(node.body[-1], ast.Return | ast.Raise | ast.Break):
         spans = ((last, last, f"\n{indent}break"),)
         yield Edit("first-only", site.name, spans, f"`{text}` ends after its first turn", "body")
+
+
+def skip_first(body: Body, site: Site) -> Iterator[Edit]:
+    """Leave out the first turn of a loop."""
+    node = site.node
+    if not isinstance(node, ast.For) or body.is_words(node):
+        return
+    text = brief(body.source.header(node))
     iterable = body.source.of(node.iter)
     if "count(" not in iterable:
         yield replace(
@@ -222,7 +239,7 @@ def keyword(body: Body, site: Site) -> Iterator[Edit]:
                     every = sorted([*node.args, *node.keywords], key=body.source.span)
                     edits = _without(body, every, every.index(argument))
                     yield Edit("keyword", site.name, edits, f"`{called}(...)` without `{text}`")
-            elif value in ("True", "False"):
+            elif value in ("True", "False") and argument.arg not in _NOT_FLIPPED:
                 new = "False" if value == "True" else "True"
                 yield replace(body, site, "flip", argument.value, new, f"`{text}` becomes {new}")
 
@@ -267,7 +284,8 @@ def less(body: Body, site: Site) -> Iterator[Edit]:
     """Subtract nothing; leave out one of several things that are put together."""
     for node in body.expressions(site):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
-            if not isinstance(node.right, ast.Constant):
+            told = any(clock in ast.unparse(node.left) for clock in _CLOCKS)
+            if not isinstance(node.right, ast.Constant) and not told:
                 text, right = brief(body.source.of(node)), brief(body.source.of(node.right))
                 left = f"({body.source.of(node.left)})"
                 yield replace(body, site, "less", node, left, f"`{text}` without `- {right}`")
@@ -346,5 +364,5 @@ OPERATORS: Final[tuple[Operator, ...]] = (
 )
 """That every full run applies."""
 
-SAMPLED: Final[tuple[Operator, ...]] = (negate, return_early)
+SAMPLED: Final[tuple[Operator, ...]] = (negate, return_early, skip_first)
 """That are left out, since the others contain them; kept so that this can be looked at again."""

@@ -90,7 +90,6 @@ CASES = {
         {
             "delete": "for x in names:\n    pass",
             "first-only": "for x in names:\n    x.close()\n    break",
-            "skip-first": "for x in [*names][1:]:\n    x.close()",
         },
     ),
     "a check in a loop": (
@@ -103,13 +102,40 @@ CASES = {
             "        raise ValueError\nreturn 0",
             "first-only": "for x in names:\n    if x != a:\n        raise ValueError\n    break\n"
             "return 0",
-            "skip-first": "for x in [*names][1:]:\n    if x != a:\n        raise ValueError\n"
-            "return 0",
         },
     ),
     "a loop that ends": (
         "while a.more():\n    pass",
         {"false": "while False:\n    pass"},
+    ),
+    "something that may be missing, used at once": (
+        "if a is not None:\n    a.close()\nif b is None:\n    return c\nb.go()",
+        {
+            "delete": "if a is not None:\n    a.close()\nif b is None:\n    return c\npass",
+            "false": "if False:\n    a.close()\nif b is None:\n    return c\nb.go()",
+            "true": "if a is not None:\n    a.close()\nif True:\n    return c\nb.go()",
+        },
+    ),
+    "something that may be missing, used later": (
+        "if a is None:\n    return c\nb.go()\na.go()",
+        {
+            "delete": "if a is None:\n    return c\npass\na.go()",
+            "delete without `a.go()`": "if a is None:\n    return c\nb.go()\npass",
+            "true": "if True:\n    return c\nb.go()\na.go()",
+            "false": "if False:\n    return c\nb.go()\na.go()",
+            "swap": "if a is None:\n    return c\na.go()\nb.go()",
+        },
+    ),
+    "an operand that keeps the next one from using nothing": (
+        "if a is not None and a.ok:\n    return b\nif a is None or a.ok:\n    return b\nreturn c",
+        {
+            "false": "if False:\n    return b\nif a is None or a.ok:\n    return b\nreturn c",
+            "operand": "if a is not None:\n    return b\nif a is None or a.ok:\n    return b\n"
+            "return c",
+            "true": "if a is not None and a.ok:\n    return b\nif True:\n    return b\nreturn c",
+            "operand `a is None or a.ok` without `a.ok`": "if a is not None and a.ok:\n"
+            "    return b\nif a is None:\n    return b\nreturn c",
+        },
     ),
     "a loop without an end": (
         "while True:\n    if a:\n        return b",
@@ -148,6 +174,8 @@ CASES = {
         "return a.write(b, sync=True)",
         {"flip": "return a.write(b, sync=False)"},
     ),
+    "sequences that are equally long": ("return [*zip(a, b, strict=True)]", {}),
+    "a duration": ("return time.perf_counter() - a", {}),
     "bounds of a slice": (
         "return a[1:] + b[:-2]",
         {
@@ -247,6 +275,8 @@ def test_what_falls_off_the_end_anyway_is_not_deleted() -> None:
 
 
 def test_the_operators_that_are_sampled_work_as_well() -> None:
+    found = made("for x in a:\n    c.go(x)", *SAMPLED)
+    assert found == {"skip-first": "for x in [*a][1:]:\n    c.go(x)"}
     found = made("if a:\n    b.go()\nc.go()", *SAMPLED, returns="None")
     assert found == {
         "negate": "if not a:\n    b.go()\nc.go()",
