@@ -1,20 +1,29 @@
 """What is closed is closed: no file of a store is open any more when its owner has let go of it.
 
 A descriptor that stays open keeps the space of a file that has been removed, and a process that
-trains for weeks has only so many of them.
+trains for weeks has only so many of them. The backend is the user's here: one of the library's own
+would close all files with itself.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from gds import PosixBackend
 from offload import AdamW, open_checkpoint
 from tests.crash.training import Model, add_head, backward, optimizer_for, options
 from tests.eventually import eventually
+
+
+@pytest.fixture
+def backend() -> Iterator[PosixBackend]:
+    backend = PosixBackend()
+    yield backend
+    backend.close()
 
 
 def open_below(directory: Path) -> list[str]:
@@ -99,11 +108,15 @@ HISTORIES = [
 @pytest.mark.parametrize("keep", [2, 5], ids=["keep=2", "keep=5"])
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.__name__)
 def test_an_optimizer_that_is_closed_has_no_file_open(
-    history: Callable[[Model, AdamW], None], keep: int, drives: int, tmp_path: Path
+    history: Callable[[Model, AdamW], None],
+    keep: int,
+    drives: int,
+    tmp_path: Path,
+    backend: PosixBackend,
 ) -> None:
     directories = [str(tmp_path / f"{drive}") for drive in range(drives)]
     model = Model()
-    optimizer = optimizer_for(model, directories, options(), keep=keep)
+    optimizer = optimizer_for(model, directories, options(backend), keep=keep)
     history(model, optimizer)
     assert open_below(tmp_path) != []
     gone = [path for path in open_below(tmp_path) if path.endswith(" (deleted)")]
@@ -114,9 +127,11 @@ def test_an_optimizer_that_is_closed_has_no_file_open(
     optimizer.close()
 
 
-def test_a_long_row_of_checkpoints_does_not_take_more_and_more_descriptors(tmp_path: Path) -> None:
+def test_a_long_row_of_checkpoints_does_not_take_more_and_more_descriptors(
+    tmp_path: Path, backend: PosixBackend
+) -> None:
     model = Model()
-    with optimizer_for(model, str(tmp_path / "run"), options(), keep=20) as optimizer:
+    with optimizer_for(model, str(tmp_path / "run"), options(backend), keep=20) as optimizer:
         seal(model, optimizer, 1, 2, 3, 4, 5)
         before = len(open_below(tmp_path))
         seal(model, optimizer, 6, 7, 8, 9)
@@ -124,12 +139,14 @@ def test_a_long_row_of_checkpoints_does_not_take_more_and_more_descriptors(tmp_p
 
 
 @pytest.mark.parametrize("drives", [1, 2], ids=["one drive", "two drives"])
-def test_a_reader_that_is_closed_has_no_file_open(drives: int, tmp_path: Path) -> None:
+def test_a_reader_that_is_closed_has_no_file_open(
+    drives: int, tmp_path: Path, backend: PosixBackend
+) -> None:
     directories = [str(tmp_path / f"{drive}") for drive in range(drives)]
     model = Model()
-    with optimizer_for(model, directories, options()) as optimizer:
+    with optimizer_for(model, directories, options(backend)) as optimizer:
         seal(model, optimizer, 1)
-    with open_checkpoint(directories[0]) as found:
+    with open_checkpoint(directories[0], backend=backend) as found:
         assert found.verify().ok
         assert found.train_state == {"step": 1}
         assert [path for path in open_below(tmp_path) if not path.endswith("step-00000001")] == []

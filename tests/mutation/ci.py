@@ -141,7 +141,10 @@ def run(plan: Plan) -> int:
     print(f"seed {plan.seed}: repeat it with --ci --seed {plan.seed}", flush=True)
     record = read_record()
     touched = listed.touched(RESULT)
-    chosen = tasks(plan.seed, MUTATIONS, mutants_of(), touched, {*reasons()})
+    mutants = mutants_of() if record.judged else []
+    if not mutants:
+        print("no full run of the generated mutants has been recorded: none is tried", flush=True)
+    chosen = tasks(plan.seed, MUTATIONS, mutants, touched, {*reasons()})
     num_touched = sum(bool(touched.intersection(m.files)) for m in MUTATIONS)
     print(
         f"{len(touched)} files that the list edits have changed since it was tried in full: "
@@ -302,7 +305,7 @@ def _try(
             return "noticed", judged.by
         others = [test for test in new if test not in chosen.tests]
         if not others:
-            return "survived", judged.by
+            return ("survived" if chosen.tests else "unfinished"), judged.by
         ended = run_tests(workplace, [what], others, _NEW_TESTS_S, _NEW_TESTS_S)
     except MutationError as error:
         return "broken", str(error)
