@@ -71,7 +71,8 @@ class Stats:
     """Checkpoints sealed."""
 
     seal_bytes: int
-    """Bytes that the newest seal accounts for: parameters, buffers, train state, manifest."""
+    """Bytes that the newest seal wrote: of parameters and buffers those that were not in the slot
+    already, train state, manifest."""
 
     seal_s: float
     """Seconds that the newest seal took, behind training."""
