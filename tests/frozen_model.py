@@ -7,7 +7,7 @@ some hundred kilobytes has many of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import pytest
 import safetensors.torch
@@ -93,11 +93,14 @@ class Reference:
         return self.after[step]
 
 
+Kind: TypeAlias = Literal["read", "write", "clone", "drop"]
+
+
 @dataclass(frozen=True)
 class Move:
-    """A transfer of a model file's data."""
+    """A transfer of a model file's data, or that its cache was dropped."""
 
-    kind: Literal["read", "write", "clone"]
+    kind: Kind
     slot: str
     start: int
     """Within the data, in bytes."""
@@ -134,7 +137,7 @@ class _RecordedFile(WrapperFile):
         self._backend = backend
         self._is_model = inner.path.endswith("model.safetensors")
 
-    def _note(self, kind: Literal["read", "write", "clone"], offset: int, nbytes: int) -> None:
+    def _note(self, kind: Kind, offset: int, nbytes: int) -> None:
         if self._is_model:
             slot = self.path.split("/")[-2]
             start = offset - self._data_start
@@ -165,6 +168,10 @@ class _RecordedFile(WrapperFile):
         if done:
             self._note("clone", offset, nbytes)
         return done
+
+    def drop_cache(self) -> None:
+        self._note("drop", self._data_start, 0)
+        super().drop_cache()
 
 
 def options(backend: Backend, **changes: object) -> Options:

@@ -18,7 +18,7 @@ import pytest
 
 from gds import ALIGNMENT, PosixBackend, ShortReadError, StorageError, _libc, probe
 from gds._transfer import direct_part
-from gds.testing._harness import fails_with, new_file
+from gds.testing._harness import FILE_BYTES, fails_with, new_file
 from tests.eventually import eventually
 
 NBYTES = 16 * ALIGNMENT
@@ -426,4 +426,20 @@ def test_a_clone_that_fails_is_an_error_that_names_file_and_offset(
     with fails_with(number) as caught:
         target.clone(source, ALIGNMENT, ALIGNMENT)
     assert (caught.value.filename, caught.value.offset) == (f"{tmp_path}/target", ALIGNMENT)
+    backend.close()
+
+
+def test_a_cache_that_was_dropped_holds_nothing_that_is_on_the_device(tmp_path: Path) -> None:
+    backend = PosixBackend(direct=False)
+    file = new_file(backend, f"{tmp_path}/file")
+    file.sync()
+    file.read_bytes(0, FILE_BYTES)
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        if not _libc.cached_bytes(fd, FILE_BYTES):
+            pytest.skip("the kernel does not tell what its page cache holds")
+        # Pages that other threads of the kernel have in their hands stay until the next time.
+        assert eventually(lambda: [file.drop_cache(), not _libc.cached_bytes(fd, FILE_BYTES)][1])
+    finally:
+        os.close(fd)
     backend.close()

@@ -10,15 +10,23 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 
 import pytest
+import torch
 
-from gds import MemoryBackend, StorageError
+from gds import Buffer, File, IOFuture, MemoryBackend, StorageError, WrapperBackend
+from gds._wrapper import WrapperFile
 from offload import OffloadError, open_checkpoint
+from offload.digests import DigestContext
 from offload.errors import SealError
+from offload.known_leaves import KnownLeaves
+from offload.model_file import BlockBuffers, ModelImage
+from offload.model_writing import write_model
+from offload.tensorfile import build_header
 from tests.crash.crash_backend import CrashBackend, Disk, Image, Operation
 from tests.crash.fault_backend import FaultBackend
-from tests.frozen_model import STORE, Process, Reference, differences, make_units_small
+from tests.frozen_model import BLOCK, STORE, Process, Reference, differences, make_units_small
 
 SEED = int(os.environ.get("CRASH_SEED", "20260711"))
 KEEP = 2
@@ -219,3 +227,91 @@ def test_any_operation_may_fail_in_the_process_that_follows(
         num_faults += 1
     record_property("faults", num_faults)
     assert num_faults
+
+
+class Late(Future[int]):
+    """A transfer that is done when it is waited for, and not before."""
+
+    def __init__(self, transfer: Callable[[], IOFuture]) -> None:
+        super().__init__()
+        self._transfer = transfer
+
+    def result(self, timeout: float | None = None) -> int:
+        if not self.done():
+            try:
+                self.set_result(self._transfer().result())
+            except StorageError as error:
+                self.set_exception(error)
+        return super().result(timeout)
+
+
+class FailingFile(WrapperFile):
+    """Its second write fails; those before and after it are done when they are waited for."""
+
+    def __init__(self, inner: File) -> None:
+        super().__init__(inner)
+        self.writes: list[Future[int]] = []
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        future: Future[int] = Late(lambda: self.inner.write(source, offset))
+        if len(self.writes) == 1:
+            future = Future()
+            future.set_exception(StorageError(5, "injected failure of write", self.path))
+        self.writes.append(future)
+        return future
+
+
+def test_no_write_is_under_way_any_more_when_a_seal_has_failed() -> None:
+    """One that came late would overwrite what the next seal puts there."""
+    backend = MemoryBackend()
+    live = torch.arange(4 * BLOCK // 4, dtype=torch.float32)
+    header = build_header([("x", "F32", tuple(live.shape))])
+    file = FailingFile(backend.create("/model", header.file_bytes))
+    buffers = BlockBuffers(backend, header.file_bytes)
+    image, context = ModelImage(header, {"x": live}), DigestContext("store", 1)
+    known = KnownLeaves(readable=False)
+    with pytest.raises(StorageError, match="injected failure of write"):
+        write_model(image, file, buffers, context, known, lambda _: None)
+    assert len(file.writes) > 2
+    assert all(write.done() for write in file.writes)
+
+
+class LateReads(WrapperBackend):
+    """Reads of model files are done when they are waited for; while `are_bad` they fail then."""
+
+    are_bad = False
+
+    def wrap_file(self, file: File) -> File:
+        return _LateReadsFile(file, self)
+
+
+class _LateReadsFile(WrapperFile):
+    def __init__(self, inner: File, backend: LateReads) -> None:
+        super().__init__(inner)
+        self._backend = backend
+
+    def read(self, into: Buffer, offset: int) -> IOFuture:
+        if not self.path.endswith("model.safetensors"):
+            return super().read(into, offset)
+        if not self._backend.are_bad:
+            return Late(lambda: self.inner.read(into, offset))
+        return Late(lambda: self.inner.read(into, self.size_bytes))  # where there is nothing
+
+
+def test_what_is_read_back_late_and_fails_is_written() -> None:
+    first = MemoryBackend()
+    run = Process(first, keep=KEEP)
+    for _ in range(4):
+        run.step_and_seal()
+    run.close()
+    backend = LateReads(first.reopened())
+    run = Process(backend, reference_at(4, edited=False), keep=KEEP)
+    for tensor in (run.model.base, run.reference.model.base):
+        tensor.data[::100] += 1  # so that little of what is in the slots is right
+    for _ in range(3):
+        run.step()
+        backend.are_bad = True
+        checkpoint = run.seal()
+        backend.are_bad = False
+        run.check(checkpoint)
+    run.close()

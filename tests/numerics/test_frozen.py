@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gds import MemoryBackend
+from offload import AdamW
 from offload.errors import SealError
 from offload.model_file import ModelImage
 from offload.quarantine import QUARANTINE_NAME
@@ -18,6 +19,7 @@ from tests.frozen_model import (
     Reference,
     leaves,
     make_units_small,
+    options,
 )
 
 NUM_LEAVES = 2 + 2 * 12 + 4
@@ -200,6 +202,26 @@ class TestInOneProcess:
         assert len(leaves(moves, "write")) + len(leaves(moves, "clone")) == NUM_LEAVES
         run.close()
 
+    def test_a_longer_header_moves_what_is_frozen_and_it_is_not_cloned_from_where_it_was(
+        self, cloning
+    ):
+        """The bytes of the data are the same at the same places, and those of the file are not."""
+        frozen = torch.nn.Parameter(torch.randn(6 * BLOCK // 4), requires_grad=False)
+        added = [torch.nn.Parameter(torch.zeros(1).bfloat16()) for _ in range(60)]
+        trained = torch.nn.Parameter(torch.ones(8).bfloat16())
+        optimizer = AdamW([frozen, trained], directory=STORE, options=options(cloning))
+        starts = set()
+        for number in range(4):
+            if number == 2:
+                optimizer.add_param_group({"params": added})
+            trained.grad = torch.ones_like(trained)
+            optimizer.step()
+            checkpoint = optimizer.checkpoint().result()
+            assert checkpoint.verify().problems == ()
+            starts.add(checkpoint.manifest.layout.model_header.data_start)
+        assert len(starts) == 2
+        optimizer.close()
+
 
 def next_process(backend: Recorded, reference: Reference, **changes) -> Process:
     assert isinstance(backend.inner, MemoryBackend)
@@ -226,6 +248,15 @@ class TestAfterAResume:
         # The third slot is the one that was restored, and is known since then.
         assert [leaves(moves, "read") for moves in found[:2]] == [UNCHANGED] * 2
         assert not any(leaves(moves, "read") for moves in found[2:])
+        run.close()
+
+    def test_the_drive_is_asked_and_not_the_page_cache(self, plain):
+        """A cache may hold what the drive has failed to take from an earlier process."""
+        run = next_process(plain, trained_before(plain))
+        moves = run.step_and_seal()
+        asked = [move.kind for move in moves if move.kind in ("read", "drop")]
+        assert asked[:2] == ["drop", "read"]
+        assert asked.count("drop") == 1
         run.close()
 
     def test_where_files_share_space_it_is_taken_from_what_was_restored(self, cloning):
