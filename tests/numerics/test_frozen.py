@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 from gds import MemoryBackend
-from offload import AdamW
+from offload import AdamW, frozen_space
 from offload.errors import SealError
 from offload.model_file import ModelImage
 from offload.quarantine import QUARANTINE_NAME
+from tests import frozen_model
 from tests.frozen_model import (
     BLOCK,
     LEAF,
@@ -366,3 +369,52 @@ class TestAfterAResume:
         assert [leaves(moves, "write") for moves in found] == [CHANGING] * len(found)
         assert [leaves(moves, "read") for moves in found].count(UNCHANGED) == NUM_SLOTS
         run.close()
+
+
+class TestTheWarning:
+    """Of checkpoints that hold little that is trained."""
+
+    @pytest.fixture
+    def low_floor(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(frozen_space, "_LEAST_BYTES", 100_000)
+
+    def sealed(self, backend: Recorded, num_seals: int = 1, **changes) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run = Process(backend, **changes)
+            for _ in range(num_seals):
+                run.step()
+                run.seal()
+            run.close()
+        assert all(w.filename == frozen_model.__file__ for w in caught), "where the call is"
+        return [str(w.message) for w in caught]
+
+    def test_it_names_the_space_once_at_the_first_checkpoint(self, plain, low_floor):
+        frozen = 2 * 12 * LEAF + 4 * LEAF + 12
+        (message,) = self.sealed(plain, 3, keep=4)
+        assert message == (
+            f"{STORE}: each checkpoint holds {frozen / 1024:.1f} KiB of frozen parameters and "
+            f"buffers beside {1500 * 4 / 1024:.1f} KiB that are trained, and the store keeps 5 "
+            f"slots: {5 * frozen / 1024:.1f} KiB. To keep only what is trained, construct without "
+            "model=, give the optimizer only the parameters that are trained, and use another "
+            "directory"
+        )
+        assert self.sealed(Recorded(plain.inner.reopened())) == [], "the space is taken by then"
+
+    def test_it_says_where_checkpoints_share_it(self, cloning, low_floor):
+        frozen = 2 * 12 * LEAF + 4 * LEAF + 12
+        (message,) = self.sealed(cloning)
+        assert (
+            f"slots: {frozen / 1024:.1f} KiB in all, and not {3 * frozen / 1024:.1f} KiB, as this "
+            "file system lets checkpoints share" in message
+        )
+
+    def test_what_it_advises_helps(self, plain, low_floor):
+        assert self.sealed(plain, model=None) == []
+
+    def test_small_models_are_not_worth_a_word(self, plain):
+        assert self.sealed(plain) == []
+
+    def test_nor_is_a_model_of_which_much_is_trained(self, plain, low_floor, monkeypatch):
+        monkeypatch.setattr(frozen_space, "_RATIO", 100)
+        assert self.sealed(plain) == []
