@@ -37,8 +37,8 @@ _TITLES = {
 _INTRODUCTION = """\
 # Performance
 
-What the project claims about time (one section is about bytes), each as a ratio to something that
-was measured in the same run, on the same drive, in turns. Smaller is better. A ratio is the median over pairs that are next to
+What the project claims about time, each as a ratio to something that was measured in the same run,
+on the same drive, in turns. Smaller is better. A ratio is the median over pairs that are next to
 each other in time and in alternating order; behind it stands the 90 % interval of that median
 (bootstrap). A limit is *met* where the whole interval is within it, *met within noise* where only
 the interval's lower end is, and *NOT MET* where not even that. "-" means that nothing is promised.
@@ -198,7 +198,7 @@ def _checkpoint_table(one: Run) -> str:
 
 
 def _frozen_table(one: Run) -> str:
-    """Return what the seals of each phase have written, read and taken: the most of each."""
+    """Return the most that a seal of each phase has written and read, and how long they took."""
     facts, samples = one["facts"], one["samples"]
     suffix = "_written_bytes"
     rows = []
@@ -207,9 +207,10 @@ def _frozen_table(one: Run) -> str:
             continue
         phase = key.removesuffix(suffix)
         moved = [max(samples[f"{phase}_{kind}_bytes"]) for kind in ("written", "read")]
-        cells = (*map(size, moved), f"{one['medians'][f'{phase}_seal_s']:.2f}")
+        times = (one["medians"][f"{phase}_seal_s"], max(samples[f"{phase}_seal_s"]))
+        cells = (*map(size, moved), *(f"{seconds:.2f}" for seconds in times))
         rows.append((phase.replace("_", " "), str(len(samples[key])), *cells))
-    head = ("phase", "seals", "most written by one", "most read", "median time, s")
+    head = ("phase", "seals", "most written by one", "most read", "median time, s", "longest, s")
     trained, frozen = size(facts["trained_bytes"]), size(facts["frozen_bytes"])
     return f"{trained} is trained, {frozen} is frozen ({one['what']}).\n\n" + _table(head, rows)
 
