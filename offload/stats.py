@@ -30,7 +30,8 @@ class Stats:
     """Trainable elements."""
 
     bytes_read: int
-    """Bytes read from storage: state, and parameters at a restore."""
+    """Bytes read from storage: state, parameters at a restore, and what an earlier process has left
+    in a slot, which a seal compares with the model."""
 
     bytes_written: int
     """Bytes written to storage: state, and parameters at seals."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,9 +19,9 @@ import safetensors.torch
 import torch
 
 from offload import AdamW, open_checkpoint
-from offload.errors import SealError
+from offload.errors import DamagedError, SealError
 from tests.kernel import loop_devices
-from tests.kernel.loop_devices import Mounted, mounted
+from tests.kernel.loop_devices import Mounted, mounted, unmount
 
 MIB: Final = 1 << 20
 FROZEN_BYTES: Final = 128 * MIB
@@ -202,4 +204,59 @@ def test_power_is_lost_after_seals_that_share_space(tmp_path: Path) -> None:
         for step in (NUM_SLOTS, NUM_SLOTS + 1):
             again.check(step)
         again.step_and_seal()
+        again.close()
+
+
+_FIEMAP: Final = 0xC020660B
+
+
+def place_on_device(path: Path, offset: int) -> int:
+    """Return where a byte of a file is on its device."""
+    request = bytearray(struct.pack("=QQLLLL", offset, 1, 1, 0, 1, 0) + bytes(56))
+    with path.open("rb") as file:
+        fcntl.ioctl(file, _FIEMAP, request)
+    logical, physical = struct.unpack_from("=QQ", request, 32)
+    return physical + offset - logical
+
+
+def mend(store: str, step: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Put frozen tensors back into a checkpoint, as `docs/recovery.md` has it."""
+    with open(f"{store}/step-{step:08d}/model.safetensors", "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        for name, tensor in tensors.items():
+            file.seek(8 + length + header[name]["data_offsets"][0])
+            file.write(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def test_damage_of_what_slots_share_is_in_all_of_them_and_can_be_mended(tmp_path: Path) -> None:
+    with drive_of("xfs", tmp_path) as drive:
+        run = Run(drive)
+        for _ in range(NUM_SLOTS + 1):
+            run.step_and_seal()
+        run.close()
+        steps = (NUM_SLOTS, NUM_SLOTS + 1)
+        files = [Path(f"{run.store}/step-{step:08d}/model.safetensors") for step in steps]
+        places = {place_on_device(file, 100 * MIB) for file in files}
+        assert len(places) == 1
+        unmount(drive.path)
+        with open(drive.device, "r+b") as device:
+            device.seek(places.pop())
+            byte = device.read(1)[0]
+            device.seek(-1, os.SEEK_CUR)
+            device.write(bytes([byte ^ 1]))
+        subprocess.run(["mount", drive.device, drive.path], check=True)
+        with (
+            pytest.warns(RuntimeWarning, match="is quarantined; going on from the one before"),
+            pytest.raises(DamagedError, match=r"model\.safetensors.*are damaged"),
+        ):
+            Run(drive)
+        base = Adapted()
+        mend(run.store, steps[-1], {"frozen": base.frozen})
+        Path(f"{run.store}/step-{steps[-1]:08d}/damaged.txt").unlink()
+        with pytest.warns(RuntimeWarning, match=f"not using .*step-{steps[0]:08d}.*quarantined"):
+            again = Run(drive)
+        assert again.step_number == steps[-1]
+        for _ in range(NUM_SLOTS):
+            again.step_and_seal()
         again.close()

@@ -253,6 +253,14 @@ class TestAfterAResume:
         assert not any(leaves(moves, "read") for moves in found[2:])
         run.close()
 
+    def test_on_several_drives_it_is_the_same(self, plain):
+        places = {"directory": [STORE, "/other/run"]}
+        run = next_process(plain, trained_before(plain, **places), **places)
+        found = [run.step_and_seal() for _ in range(NUM_SLOTS + 1)]
+        assert [leaves(moves, "write") for moves in found] == [CHANGING] * len(found)
+        assert [leaves(moves, "read") for moves in found] == [UNCHANGED] * 2 + [[]] * 2
+        run.close()
+
     def test_the_drive_is_asked_and_not_the_page_cache(self, plain):
         """A cache may hold what the drive has failed to take from an earlier process."""
         run = next_process(plain, trained_before(plain))
