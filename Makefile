@@ -63,6 +63,7 @@ bench: $(VENV)/.bench
 	$(call measure,digests,--parameters 64Mi)
 	$(call measure,overlap,--parameters 64Mi --iterations 2)
 	$(call measure,checkpoint,--parameters $(CHECKPOINT_SIZES))
+	$(call measure,frozen,--frozen-mib 256)
 	$(call measure,resume,--parameters 64Mi)
 	$(call measure,hybrid,--file-mib 256 --hot-mib 128)
 	$(BIN)/python -m bench.report $(if $(QUICK),--results $(QUICK_RESULTS) \

@@ -20,6 +20,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 ALIGNMENT = 4096
 """Bytes. Every layout aligns to this: what 4Kn disks, cuFile and KvikIO all accept."""
 
+CLONE_REACH_BYTES = 16 << 20
+"""Bytes. How far from a cloned range an overwrite may need new space; see `File.clone`."""
+
 BufferKind = Literal["host", "pinned", "device"]
 
 
@@ -128,6 +131,38 @@ class File(Protocol):
         """Write a small range through the page cache, now; it must end within the file."""
         ...
 
+    def clone(self, source: File, offset: int, nbytes: int) -> bool:
+        """Take a range of another file over without moving a byte of it, where that is possible.
+
+        Afterwards both files have the same bytes in the range, and share the space that they
+        take. It counts as a write: `sync` makes it durable. What is written to either file later
+        does not show in the other, and takes new space where space is shared: in the range, and,
+        on some file systems, up to `CLONE_REACH_BYTES` before and behind it.
+
+        Args:
+            source: A file of the same backend. What was written to it need not have been synced.
+            offset: Where the range begins in both files, in bytes.
+            nbytes: Its length.
+
+        Returns:
+            False if this backend, this file system or these two files cannot do that; nothing has
+            changed then. Only ranges whose ends are multiples of `ALIGNMENT` can be cloned.
+
+        Raises:
+            ValueError: `offset` is negative.
+            StorageError: This file is not writable (EBADF), the range leaves it (EFBIG), or the
+                file system failed; what the range holds then is not known.
+        """
+        ...
+
+    def drop_cache(self) -> None:
+        """Let reads from here on ask the device, as far as the kernel can be made to.
+
+        The page cache may hold what the device has failed to take. What has been written and is
+        not on the device yet is not dropped. This is advice: it does not fail.
+        """
+        ...
+
     def sync(self) -> None:
         """Make everything written to this file durable, and its size. Never retried."""
         ...
@@ -169,6 +204,9 @@ class Capabilities:
 
     reason: str
     """Why `direct` is False, for people; empty where it is True."""
+
+    clones: bool = False
+    """Whether files here can share space; see `File.clone`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Protocol
 
-from gds._backend import ALIGNMENT, Buffer
+from gds import _libc, probe
+from gds._backend import ALIGNMENT, Buffer, File
 from gds._errors import ShortReadError, StorageError
 from gds._names import reporting
 from gds._pool import Meter, Part
-from gds._transfer import Descriptors, Direction, check_request, cut
+from gds._transfer import Descriptors, Direction, check_request, cut, drop_cache
 
 
 class Transfers(Protocol):
@@ -116,6 +118,33 @@ class PosixFile:
         self._check("write", offset, len(data))
         self._descriptors.move("write", memoryview(data), 1, offset, self.path)
 
+    def clone(self, source: File, offset: int, nbytes: int) -> bool:
+        """Share the space of a range of another file; see `gds.File.clone`.
+
+        The kernel first brings what is still in the page cache of either to the device.
+        """
+        self._check("write", offset, nbytes)
+        if not isinstance(source, PosixFile) or (offset | nbytes) % ALIGNMENT:
+            return False
+        if not nbytes:
+            return True
+        # Neither is closed meanwhile: another file could get the number of its descriptor.
+        with source._held("clone"), self._held("clone"):
+            fd, source_fd = self._descriptors.buffered_fd, source._descriptors.buffered_fd
+            try:
+                _libc.clone_range(fd, source_fd, offset, nbytes)
+            except OSError as error:
+                if error.errno in probe.NO_CLONES:
+                    return False
+                number = error.errno or errno.EIO
+                raise StorageError(number, "clone", self.path, offset=offset) from error
+        return True
+
+    def drop_cache(self) -> None:
+        """Drop what the page cache holds of this file and the device has as well."""
+        self._check("drop", 0)
+        drop_cache(self._descriptors.buffered_fd)
+
     def sync(self) -> None:
         """Make everything written to this file durable, and its size. Never retried."""
         self._check("sync", 0)
@@ -139,6 +168,20 @@ class PosixFile:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "direct" if self.direct else "buffered"
         return f"PosixFile({self.path!r}, {self._size_bytes} bytes, {state})"
+
+    @contextlib.contextmanager
+    def _held(self, what: str) -> Iterator[None]:
+        """Let `close` wait for the block."""
+        future: Future[int] = Future()
+        with self._lock:
+            self._check(what, 0)
+            self._in_flight.add(future)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_flight.discard(future)
+            future.set_result(0)
 
     def _start(self, direction: Direction, buffer: Buffer, offset: int) -> Future[int]:
         self._check(direction, offset, buffer.nbytes)

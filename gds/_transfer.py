@@ -272,6 +272,11 @@ class _Request:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
+def drop_cache(fd: int) -> None:
+    """Drop what the page cache holds of an open file, but for what is still to be written."""
+    _advise(fd, os.POSIX_FADV_DONTNEED)
+
+
 def _advise(fd: int, advice: int) -> None:
     with contextlib.suppress(OSError):  # advice only
         os.posix_fadvise(fd, 0, 0, advice)

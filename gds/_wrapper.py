@@ -65,6 +65,15 @@ class WrapperFile:
         """Forward."""
         self.inner.write_bytes(data, offset)
 
+    def clone(self, source: File, offset: int, nbytes: int) -> bool:
+        """Forward, with what the source wraps."""
+        inner = source.inner if isinstance(source, WrapperFile) else source
+        return self.inner.clone(inner, offset, nbytes)
+
+    def drop_cache(self) -> None:
+        """Forward."""
+        self.inner.drop_cache()
+
     def sync(self) -> None:
         """Forward."""
         self.inner.sync()

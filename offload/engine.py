@@ -23,6 +23,7 @@ from offload.device_compute import Compute
 from offload.device_update import DeviceUpdater
 from offload.drives import Drives
 from offload.errors import DamagedError, OffloadError
+from offload.frozen_space import FrozenSpace
 from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
@@ -116,6 +117,7 @@ class Engine(Usable):
         self.num_steps = 0
         self.gradient_factors: tuple[float, ...] = ()
         """What gradients are multiplied by, in turn, in steps that begin now."""
+        self.frozen_space = FrozenSpace(store)
         self._slots = StateSlots(store)
         self._compute: Compute | None = None
         """Of the device that state is updated on; None for the CPU."""
@@ -127,8 +129,11 @@ class Engine(Usable):
         Raises whatever would otherwise be raised by the first step. Warns about pins of nothing.
         """
         self.store.keeping.warn([path for path, _ in self.store.refused])
-        layout, _ = self._table.describe(groups)
-        self.store.require_space(layout, len(groups))
+        self.store.require_space(self.describe(groups), len(groups))
+
+    def describe(self, groups: Groups) -> Layout:
+        """Return how what the groups and the model hold now is laid out; changes nothing."""
+        return self._table.describe(groups)[0]
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:
         """Begin to follow the model, where a step runs beside it.

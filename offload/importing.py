@@ -23,7 +23,8 @@ from offload.formats import MASTER_LOW
 from offload.frame import HostFrames
 from offload.layout import Layout, ModelTensor, ParameterSpec, element_space_order, model_order
 from offload.manifest import Manifest
-from offload.model_file import BlockBuffers, ModelImage, write_model
+from offload.model_file import BlockBuffers, ModelImage
+from offload.model_writing import write_model
 from offload.options import Options
 from offload.parameters import DTYPE_CODES
 from offload.retention import as_retention
@@ -413,10 +414,10 @@ def _write_model(
     header = slot.layout.model_header
     image = _SourceImage(header, foreign, parameters)
     buffers = BlockBuffers(drives.backends[0], image.data_bytes)
-    digests = write_model(
+    written = write_model(
         image, slot.model, buffers, slot.context, slot.model_leaves, lambda _: None
     )
-    return tuple(digests)
+    return tuple(written.digests)
 
 
 class _SourceImage(ModelImage):

@@ -193,6 +193,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         checked = None if metrics is None else check_metrics(metrics)
         with self._exclusive("checkpoint") as engine:
             engine.store.keeping.warn_unranked(engine.num_steps, checked or {})
+            if engine.frozen_space.is_due:
+                engine.frozen_space.warn(engine.describe(self.param_groups))
             return engine.checkpoint(self.param_groups, train_state, checked)
 
     def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:

@@ -87,11 +87,17 @@ class Quarantine:
                 checkpoint.slot.close()
 
 
-def lift_quarantine(backend: Backend, path: str) -> None:
-    """Remove the mark, if there is one; durable when the directory is synced."""
-    mark = f"{path}/{QUARANTINE_NAME}"
-    if backend.stat(mark) is not None:
-        backend.remove(mark)
+def is_quarantined(backend: Backend, path: str) -> bool:
+    """Return whether a checkpoint has the mark."""
+    return backend.stat(f"{path}/{QUARANTINE_NAME}") is not None
+
+
+def lift_quarantine(backend: Backend, path: str) -> bool:
+    """Remove the mark; durable when the directory is synced. Returns whether there was one."""
+    found = is_quarantined(backend, path)
+    if found:
+        backend.remove(f"{path}/{QUARANTINE_NAME}")
+    return found
 
 
 def read_quarantine(backend: Backend, path: str) -> str | None:

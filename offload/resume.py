@@ -180,7 +180,8 @@ def load_checkpoint(
     manifest = checkpoint.manifest
     tensors = {item.spec.name: item.tensor for item in stored}
     image = ModelImage(manifest.layout.model_header, tensors, traffic=buffers.traffic)
-    read_model(image, slot.model, buffers, slot.context, manifest.model_digests)
+    digests = manifest.model_digests
+    read_model(image, slot.model, buffers, slot.context, digests, slot.model_leaves)
     for group, saved in zip(groups, manifest.groups, strict=True):
         group.update(copy.deepcopy(dict(saved)))  # a tensor learning rate is changed in place
     return image.data_bytes

@@ -248,9 +248,7 @@ class Store:
             self.checkpoints.append(checkpoint)
             self._incoming = None
             for old in self.checkpoints[:-_MAX_OPEN]:
-                if old.slot is not None:  # a large keep= must not exhaust the file descriptors
-                    old.slot.close()
-                    old.slot = None
+                old.close()  # a large keep= must not exhaust the file descriptors
             # It is durable: what fails from here on is the tidying up behind it.
             with suppress(StorageError), self._poison.on_error("an old one was not withdrawn"):
                 self._trim()
@@ -426,7 +424,8 @@ class Store:
                 self.backend.sync_dir(self.directory)
                 if slot is not None:
                     slot.invalidate()
-                    lift_quarantine(self.backend, name)  # a reader may have found it damaged
+                    if lift_quarantine(self.backend, name):  # a reader has found it damaged
+                        slot.model_leaves.forget(readable=True)
             if slot is None:
                 self._gone(checkpoint)
             self._free.add(slot or name)

@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import pytest
 
 from gds import ALIGNMENT, PosixBackend, ShortReadError, StorageError, _libc, probe
 from gds._transfer import direct_part
+from gds.testing._harness import FILE_BYTES, fails_with, new_file
+from tests.eventually import eventually
 
 NBYTES = 16 * ALIGNMENT
 ROOT = Path(__file__).parents[2]
@@ -383,3 +386,60 @@ def test_a_failed_sync_is_reported_and_not_retried(backend, directory, monkeypat
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, path)
     assert len(calls) == 1
     assert backend.counters().num_syncs == 0
+
+
+@pytest.mark.parametrize("closed", ["source", "target"])
+def test_closing_a_file_waits_for_a_clone_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    """Else another file could get the number of its descriptor, and be the one that is cloned."""
+    backend = PosixBackend()
+    files = {name: new_file(backend, f"{tmp_path}/{name}") for name in ("source", "target")}
+    closing = threading.Thread(target=files[closed].close)
+    found: list[int] = []
+
+    def clone_range(fd: int, source_fd: int, offset: int, nbytes: int) -> None:
+        closing.start()
+        assert eventually(lambda: files[closed]._closed)
+        found.extend(os.fstat(number).st_ino for number in (source_fd, fd))
+
+    monkeypatch.setattr(_libc, "clone_range", clone_range)
+    assert files["target"].clone(files["source"], 0, ALIGNMENT)
+    closing.join()
+    names = ("source", "target")
+    assert found == [os.stat(tmp_path / name).st_ino for name in names]
+    with pytest.raises(StorageError, match="closed"):
+        files["target"].clone(files["source"], 0, ALIGNMENT)
+    backend.close()
+
+
+@pytest.mark.parametrize("number", ["EIO", "ENOSPC"])
+def test_a_clone_that_fails_is_an_error_that_names_file_and_offset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str
+) -> None:
+    def fails(*_: int) -> None:
+        raise OSError(getattr(errno, number), "injected")
+
+    backend = PosixBackend()
+    source, target = (new_file(backend, f"{tmp_path}/{name}") for name in ("source", "target"))
+    monkeypatch.setattr(_libc, "clone_range", fails)
+    with fails_with(number) as caught:
+        target.clone(source, ALIGNMENT, ALIGNMENT)
+    assert (caught.value.filename, caught.value.offset) == (f"{tmp_path}/target", ALIGNMENT)
+    backend.close()
+
+
+def test_a_cache_that_was_dropped_holds_nothing_that_is_on_the_device(tmp_path: Path) -> None:
+    backend = PosixBackend(direct=False)
+    file = new_file(backend, f"{tmp_path}/file")
+    file.sync()
+    file.read_bytes(0, FILE_BYTES)
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        if not _libc.cached_bytes(fd, FILE_BYTES):
+            pytest.skip("the kernel does not tell what its page cache holds")
+        # Pages that other threads of the kernel have in their hands stay until the next time.
+        assert eventually(lambda: [file.drop_cache(), not _libc.cached_bytes(fd, FILE_BYTES)][1])
+    finally:
+        os.close(fd)
+    backend.close()

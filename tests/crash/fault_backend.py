@@ -225,6 +225,13 @@ class _FaultFile(WrapperFile):
         self._backend.run("write_bytes", self.path, lambda: self.inner.write_bytes(data, offset))
         self._backend.written(self.path)
 
+    def clone(self, source: File, offset: int, nbytes: int) -> bool:
+        """Counted with the writes."""
+        self._backend.written(self.path)
+        return self._backend.run(
+            "write", self.path, lambda: super(_FaultFile, self).clone(source, offset, nbytes)
+        )
+
     def sync(self) -> None:
         self._backend.run("sync", self.path, self.inner.sync)
         self._backend.synced(self.path)
