@@ -106,6 +106,10 @@ class MemoryFile:
         self._check("read", into.nbytes, offset)
         return self._done("read", into.nbytes, partial(self._read, into.memoryview(), offset))
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> Future[int]:  # noqa: ARG002
+        """Read once more: there is one way only, and no cache."""
+        return self.read(into, offset)
+
     def write(self, source: Buffer, offset: int) -> Future[int]:
         """Write all of `source` at `offset` (bytes), within the call."""
         self._check("write", source.nbytes, offset)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from gds._backend import ALIGNMENT, Buffer
 from gds._errors import ShortReadError, StorageError
+from gds._hybrid import Mode
 from gds._names import reporting
 from gds._pool import Meter, Part
 from gds._transfer import Descriptors, Direction, check_request, cut
@@ -87,6 +88,10 @@ class PosixFile:
         """
         return self._start("read", into, offset)
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> Future[int]:
+        """Start reading a range anew from the device; see `gds.File.read_again`."""
+        return self._start("read", into, offset, "direct" if direct else "buffered")
+
     def write(self, source: Buffer, offset: int) -> Future[int]:
         """Start writing all of `source` at `offset` (bytes).
 
@@ -140,9 +145,11 @@ class PosixFile:
         state = "closed" if self._closed else "direct" if self.direct else "buffered"
         return f"PosixFile({self.path!r}, {self._size_bytes} bytes, {state})"
 
-    def _start(self, direction: Direction, buffer: Buffer, offset: int) -> Future[int]:
+    def _start(
+        self, direction: Direction, buffer: Buffer, offset: int, anew: Mode | None = None
+    ) -> Future[int]:
         self._check(direction, offset, buffer.nbytes)
-        moves = self._moves(direction, buffer, offset)
+        moves = self._moves(direction, buffer, offset, anew)
         with self._lock:
             self._check(direction, offset)
             future = self._backend.submit(direction, moves)
@@ -151,21 +158,32 @@ class PosixFile:
         future.add_done_callback(partial(_ended, self._lock, self._in_flight))
         return future
 
-    def _moves(self, direction: Direction, buffer: Buffer, offset: int) -> list[Part]:
-        """Return the parts of a transfer, as threads will run them; at least one."""
+    def _moves(
+        self, direction: Direction, buffer: Buffer, offset: int, anew: Mode | None
+    ) -> list[Part]:
+        """Return the parts of a transfer, as threads will run them; at least one.
+
+        `anew` is for reads: from the device, in this way; None for the usual way.
+        """
         if buffer.kind == "device":
             raise TypeError(
                 f"{direction} {self.path!r}: the posix backend moves host memory only, not "
                 f"memory of a device; copy through a buffer of allocate()"
             )
         parts = cut(offset, buffer.nbytes, self._backend.request_bytes)
-        return [partial(self._move, direction, buffer, offset, part) for part in parts]
+        return [partial(self._move, direction, buffer, offset, anew, part) for part in parts]
 
     def _move(
-        self, direction: Direction, buffer: Buffer, offset: int, part: tuple[int, int]
+        self,
+        direction: Direction,
+        buffer: Buffer,
+        offset: int,
+        anew: Mode | None,
+        part: tuple[int, int],
     ) -> int:
-        view = buffer.memoryview()
-        return self._descriptors.move(direction, view, buffer.address, offset, self.path, part)
+        return self._descriptors.move(
+            direction, buffer.memoryview(), buffer.address, offset, self.path, part, anew
+        )
 
     def _check(self, what: Direction | str, offset: int, nbytes: int = 0) -> None:
         self._backend.check_usable(what, self.path)

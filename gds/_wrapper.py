@@ -53,6 +53,10 @@ class WrapperFile:
         """Forward."""
         return self.inner.read(into, offset)
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        """Forward."""
+        return self.inner.read_again(into, offset, direct=direct)
+
     def write(self, source: Buffer, offset: int) -> IOFuture:
         """Forward."""
         return self.inner.write(source, offset)

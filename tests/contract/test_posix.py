@@ -383,3 +383,40 @@ def test_a_failed_sync_is_reported_and_not_retried(backend, directory, monkeypat
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, path)
     assert len(calls) == 1
     assert backend.counters().num_syncs == 0
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["plain", "hybrid"])
+@pytest.mark.parametrize("opened", ["direct", "buffered"])
+@pytest.mark.parametrize("again", ["direct", "buffered"])
+def test_what_is_doubted_comes_from_the_device_and_by_the_way_that_was_asked_for(
+    directory, kernel, opened, again, hybrid
+):
+    """A page that was read wrong into the page cache would be read wrong from there for ever."""
+    if hybrid and opened == "buffered":
+        pytest.skip("hybrid forbids it")
+    backend = PosixBackend(direct=opened == "direct", hybrid=hybrid)
+    path = f"{directory}/file"
+    file = backend.create(path, NBYTES)
+    source, data = random_source(backend)
+    file.write(source, 0).result()
+    file.sync()
+    assert file.read_bytes(0, NBYTES) == data
+    with open(path, "rb") as whole:
+        fd = whole.fileno()
+        if _libc.cached_bytes(fd, NBYTES, 0) is None:
+            pytest.skip("this kernel does not say what the page cache holds")
+        assert _libc.cached_bytes(fd, NBYTES, 0) >= NBYTES
+        cached = []
+
+        def look(name, real, direct_fd, view, offset):
+            cached.append(_libc.cached_bytes(fd, NBYTES, 0))
+            return real(direct_fd, [view], offset)
+
+        kernel.start(look)
+        into = backend.allocate(NBYTES)
+        file.read_again(into, 0, direct=again == "direct").result()
+    assert bytes(into.memoryview()) == data
+    assert cached[0] == 0
+    ways = {"direct" if direct else "buffered" for _, direct, _, _ in kernel.calls}
+    assert ways == ({"direct"} if (opened, again) == ("direct", "direct") else {"buffered"})
+    backend.close()
