@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from gds import ALIGNMENT, Backend, StorageError
 from offload.digests import DigestContext
+from offload.errors import DamagedError
 from offload.layout import array_file_name
 from offload.manifest import MODEL_BLOCK_BYTES, Manifest
+from offload.second_look import look_again
 from offload.slot import MODEL_NAME
 
 _Range = tuple[str, str, int, int, int, str]
@@ -42,17 +45,14 @@ def verify_tensors(
             file = backend.open(file_path)
             try:
                 file.read(target, offset).result()
+                digest = partial(context.digest, array, index)
+                found = digest(target.memoryview())
+                if found != expected:
+                    look_again(file, offset, nbytes, digest, found=found, expected=expected)
             finally:
                 file.close()
-        except StorageError as error:
+        except (StorageError, DamagedError) as error:
             problems.append(str(error))
-        else:
-            found = context.digest(array, index, target.memoryview())
-            if found != expected:
-                problems.append(
-                    f"{file_path}: bytes {offset} to {offset + nbytes} are damaged: digest "
-                    f"{found}, expected {expected}"
-                )
         checked += nbytes
         if progress is not None:
             progress(checked, total)

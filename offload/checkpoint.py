@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gds import ALIGNMENT, Backend, LockHeldError, PosixBackend, StorageError
+from gds import Backend, LockHeldError, PosixBackend, StorageError
 from offload._verify import verify_tensors
 from offload.errors import (
     CheckpointError,
@@ -29,14 +29,10 @@ from offload.reading import (
     read_manifest,
 )
 from offload.slot import TRAIN_STATE_NAME
-from offload.tensorfile import TensorEntry, TensorFileError, header_length
-from offload.train_state import (
-    MAX_CAPACITY_BYTES,
-    TrainStateDigestError,
-    TrainStateFormatError,
-    TrainStateTagError,
-    unpack,
-)
+from offload.tensorfile import TensorEntry
+from offload.train_state import TrainStateFormatError, TrainStateTagError, decode
+from offload.train_state_reading import StoredTrainState, read_train_state_file
+from offload.train_state_reading import train_state_header as train_state_header
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -167,34 +163,19 @@ class Checkpoint:
         """
         if self._train_state is _UNREAD:
             path = f"{self.path}/{TRAIN_STATE_NAME}"
+            stored = read_train_state_file(self._backend, path, self.manifest)
             try:
-                state, header = unpack(self.read_train_state(), path)
-            except TrainStateTagError:
-                raise  # it is what was written, by a later version
-            except (TensorFileError, TrainStateFormatError, TrainStateDigestError) as error:
+                self._train_state = decode(stored.state)
+            except TrainStateTagError as error:  # what was written, by a later version
+                raise TrainStateTagError(f"{path}: {error}") from error
+            except TrainStateFormatError as error:
                 raise DamagedError(f"{path}: damaged: {error}") from error
-            if dict(header) != train_state_header(self.manifest):
-                raise DamagedError(f"{path}: belongs to another checkpoint")
-            self._train_state = state
         return self._train_state
 
-    def read_train_state(self) -> bytes:
-        """Return the train state as it is stored."""
-        file = self._backend.open(f"{self.path}/{TRAIN_STATE_NAME}")
-        try:
-            if file.size_bytes > MAX_CAPACITY_BYTES:
-                raise DamagedError(
-                    f"{file.path}: {file.size_bytes} bytes, expected at most {MAX_CAPACITY_BYTES}"
-                )
-            first = file.read_bytes(0, min(ALIGNMENT, file.size_bytes))
-            header_bytes = header_length(first, file.size_bytes, file.path)
-            if b"\0" in first[8 : max(header_bytes, 9)]:  # a hole: the rest is not worth its memory
-                raise DamagedError(f"{file.path}: damaged: zero bytes in its header")
-            return file.read_bytes(0, file.size_bytes)
-        except TensorFileError as error:
-            raise DamagedError(f"{file.path}: damaged: {error}") from error
-        finally:
-            file.close()
+    def read_train_state(self) -> StoredTrainState:
+        """Read the train state as it is stored, and check it; raises as `train_state`."""
+        path = f"{self.path}/{TRAIN_STATE_NAME}"
+        return read_train_state_file(self._backend, path, self.manifest)
 
     def read_state(self, name: str) -> dict[str, Any]:
         """Read the optimizer state of one parameter.
@@ -366,12 +347,3 @@ def _open_found(
             lock.release()
         raise
     return found, manifest, lock
-
-
-def train_state_header(manifest: Manifest) -> dict[str, str]:
-    """Return what ties a train state to its checkpoint."""
-    return {
-        "store_id": manifest.store_id,
-        "generation": str(manifest.generation),
-        "step": str(manifest.step),
-    }

@@ -45,6 +45,10 @@ class SlotFullError(StoreFullError, StorageError):
         self.offset = None
 
 
+class UnreliableReadError(StoreError):
+    """What is whole on the drive does not arrive in memory unchanged: the machine is at fault."""
+
+
 class PinError(OffloadError, ValueError):
     """A pin cannot be made, or something cannot be done because of one; names it."""
 

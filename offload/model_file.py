@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 
@@ -22,8 +23,8 @@ from offload.device import (
     marks_of,
 )
 from offload.digests import DigestContext, leaf_digests
-from offload.errors import DamagedError
 from offload.manifest import MODEL_BLOCK_BYTES
+from offload.second_look import look_again
 from offload.tensorfile import Header
 
 MODEL_ARRAY = "model"
@@ -238,8 +239,10 @@ def read_model(
 ) -> None:
     """Read a model file's data into the live tensors, checking every block's digest.
 
+    A block that is wrong is read a second time before anything is said of it: see `second_look`.
+
     Raises:
-        DamagedError: A block is damaged; tensors before it have been overwritten.
+        DamagedError: Both reads of a block are wrong; tensors before it have been overwritten.
         gds.StorageError: The file cannot be read.
     """
     blocks = list(image.blocks())
@@ -257,12 +260,14 @@ def read_model(
             start_read(index + 1)
             reads.pop(index).result()
             buffer, data = buffers.get(index, stop - start)
-            found = context.digest(MODEL_ARRAY, index, buffer.memoryview())
+            digest = partial(context.digest, MODEL_ARRAY, index)
+            found = digest(buffer.memoryview())
             if found != expected[index]:
-                raise DamagedError(
-                    f"{file.path}: bytes {image.data_start + start} to {image.data_start + stop} "
-                    f"are damaged: their digest is {found}, expected {expected[index]}"
+                offset, nbytes = image.data_start + start, stop - start
+                again = look_again(
+                    file, offset, nbytes, digest, found=found, expected=expected[index]
                 )
+                data = torch.frombuffer(again.memoryview(), dtype=torch.uint8)
             image.scatter(start, stop, data)
     finally:
         for read in reads.values():

@@ -20,8 +20,9 @@ from offload.layout import array_file_name
 from offload.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode
 from offload.part_file import PART_FILE_BYTES, PART_FILE_NAME, SealedPart, decode_part
 from offload.quarantine import QUARANTINE_NAME, read_quarantine
+from offload.second_look import read_document
 from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
-from offload.tensorfile import Header, TensorFileError, header_length, read_header
+from offload.tensorfile import Header, TensorFileError, header_length, parse_header
 
 PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
 """Of the drives other than the first, in the store's order; None for those in the manifest."""
@@ -78,12 +79,22 @@ def decode_manifest(backend: Backend, path: str) -> Manifest:
         )
     file = backend.open(manifest_path)
     try:
-        first = file.read_bytes(0, min(_FIRST_BYTES, file.size_bytes))
-        if b"\0" in first:
-            raise ManifestError(f"{manifest_path}: not a JSON document (it has zero bytes)")
-        return decode(file.read_bytes(0, stat.size_bytes), manifest_path)
+        read_document(
+            file,
+            min(_FIRST_BYTES, file.size_bytes),
+            lambda first: _refuse_zeros(first, manifest_path),
+            ManifestError,
+        )
+        return read_document(
+            file, stat.size_bytes, lambda data: decode(data, manifest_path), ManifestError
+        )
     finally:
         file.close()
+
+
+def _refuse_zeros(first: bytes, path: str) -> None:
+    if b"\0" in first:
+        raise ManifestError(f"{path}: not a JSON document (it has zero bytes)")
 
 
 def read_in_store(
@@ -196,7 +207,9 @@ def read_part(backend: Backend, path: str) -> SealedPart:
         raise CheckpointError(f"{own}: {found}, expected a file of {PART_FILE_BYTES} bytes")
     file = backend.open(own)
     try:
-        return decode_part(file.read_bytes(0, PART_FILE_BYTES), own)
+        return read_document(
+            file, PART_FILE_BYTES, lambda data: decode_part(data, own), CheckpointError
+        )
     finally:
         file.close()
 
@@ -248,19 +261,29 @@ def check_header(backend: Backend, path: str, expected: Header) -> None:
         )
     file = backend.open(path)
     try:
-        found = file.read_bytes(0, expected.data_start)
-        if found == expected.encoded:
-            return
-        length = header_length(found, file.size_bytes, path)
+        read_document(
+            file,
+            expected.data_start,
+            lambda found: _compare_header(found, file.size_bytes, expected, path),
+            CheckpointError,
+        )
+    finally:
+        file.close()
+
+
+def _compare_header(found: bytes, file_bytes: int, expected: Header, path: str) -> None:
+    """Raise `CheckpointError`, saying what is different, unless a header is the expected one."""
+    if found == expected.encoded:
+        return
+    try:
+        length = header_length(found, file_bytes, path)
         if length > expected.data_start:  # else a small manifest could have much parsed
             raise CheckpointError(
                 f"{path}: its header takes {length} bytes, the manifest says {expected.data_start}"
             )
-        header = read_header(file.read_bytes, file.size_bytes, path)
+        header = parse_header(found, file_bytes, path)
     except TensorFileError as error:
         raise CheckpointError(f"{path}: damaged header: {error}") from error
-    finally:
-        file.close()
     if (dict(header.entries), dict(header.metadata)) != (
         dict(expected.entries),
         dict(expected.metadata),

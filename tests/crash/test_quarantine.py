@@ -9,15 +9,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from gds import Backend, Buffer, IOFuture, MemoryBackend, WrapperBackend
-from gds._backend import File
-from gds._wrapper import WrapperFile
+from gds import Backend, MemoryBackend
 from offload import AdamW, Checkpoint, list_checkpoints, load_parameters, open_checkpoint
 from offload.errors import BrokenOptimizerError, CheckpointError, DamagedError
 from offload.poison import Poison
 from offload.quarantine import QUARANTINE_NAME, read_quarantine, write_quarantine
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend
+from tests.crash.flipping import FlippingBackend
 from tests.crash.training import (
     Model,
     Reference,
@@ -35,31 +34,6 @@ SEED = 20261121
 
 STATE = ["master", "exp_avg", "exp_avg_sq"]
 READ_AT_ONCE = ["model", "train_state"]
-
-
-class FlippingBackend(WrapperBackend):
-    """Flips a bit in what is read from some files, as a bad cable or memory would."""
-
-    flips = ""
-    """The end of their paths; empty for none."""
-
-    def wrap_file(self, file: File) -> File:
-        """Return a file that may do so."""
-        return _FlippingFile(file, self)
-
-
-class _FlippingFile(WrapperFile):
-    def __init__(self, inner: File, backend: FlippingBackend) -> None:
-        super().__init__(inner)
-        self._backend = backend
-
-    def read(self, buffer: Buffer, offset: int) -> IOFuture:
-        """Read, and flip a bit."""
-        future = super().read(buffer, offset)
-        future.result()
-        if self._backend.flips and self.path.endswith(self._backend.flips):
-            buffer.memoryview()[-1] ^= 0x40
-        return future
 
 
 def flip(backend: Backend, path: str, offset: int = -9) -> None:
@@ -455,13 +429,13 @@ class TestVerifyAlways:
         train(model, optimizer, 1)
         optimizer.checkpoint({"step": 1}).result()
         train(model, optimizer, 2)
-        backend.flips = f"/{name}.safetensors"
+        backend.flips, backend.ways = f"/{name}.safetensors", ("read", "read_again")
         train(model, optimizer, 3)  # reads ahead for the next one
-        backend.flips = ""
         with pytest.raises(DamagedError) as error:
             train(model, optimizer, 4)
         assert f"/.slot-1/{name}.safetensors: bytes " in str(error.value)
         assert "call restore() to go on from /run/step-00000001" in str(error.value)
+        backend.flips = ""
         found = optimizer.restore()
         assert backend.stat(f"{STORE}/step-00000001/{QUARANTINE_NAME}") is None
         goes_on_from(found, model, optimizer, 1)

@@ -209,8 +209,8 @@ OPENING = (
         (
             Edit(
                 _READING,
-                "        if found == expected.encoded:\n            return\n",
-                "        if found or not found:\n            return\n",
+                "    if found == expected.encoded:\n        return\n",
+                "    if found or not found:\n        return\n",
             ),
         ),
         (_DAMAGE,),
@@ -274,9 +274,9 @@ OPENING = (
         "a train state belongs to its checkpoint",
         (
             Edit(
-                _CHECKPOINT,
-                "            if dict(header) != train_state_header(self.manifest):\n",
-                "            if False:\n",
+                "offload/train_state_reading.py",
+                "    if dict(header) != train_state_header(manifest):\n",
+                "    if False:\n",
             ),
         ),
         (_DAMAGE, _LOST),
