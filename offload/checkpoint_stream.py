@@ -164,8 +164,15 @@ def open_stream(
     """Open the files of a checkpoint for streaming.
 
     Raises:
+        RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
         gds.StorageError: One cannot be opened.
     """
+    with checkpoint.held(), _open_stream(checkpoint, progress) as stream:
+        yield stream
+
+
+@contextmanager
+def _open_stream(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[CheckpointStream]:
     backend, manifest = checkpoint.backend, checkpoint.manifest
     slot = open_slot(backend, checkpoint.path, manifest.layout, writable=False)
     try:

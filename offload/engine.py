@@ -23,6 +23,7 @@ from offload.device_compute import Compute
 from offload.device_update import DeviceUpdater
 from offload.drives import Drives
 from offload.errors import DamagedError, OffloadError
+from offload.giving_up import give_up
 from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
@@ -396,10 +397,10 @@ class Engine(Usable):
         self._slots.torn(state_pass.target)
         if not isinstance(error, DamagedError):
             return error
-        sealed = [c for c in self.store.checkpoints if c.slot is state_pass.source]
-        for checkpoint in sealed:
-            self.store.quarantine(checkpoint, str(error))
-        return DamagedError(f"{error}; {self._remedy()}")
+        refusal = ""
+        for checkpoint in [c for c in self.store.checkpoints if c.slot is state_pass.source]:
+            refusal = give_up(self.store, checkpoint, error)
+        return DamagedError(f"{error}; {refusal or self._remedy()}")
 
     def _moved(self, target: Slot) -> None:
         """Note that the state is now in `target`; let go of a source that is no checkpoint."""

@@ -33,6 +33,10 @@ class StoreBusyError(StoreError):
     """Readers hold every checkpoint that could be recycled."""
 
 
+class RecycledError(StoreBusyError):
+    """A training process has recycled a checkpoint while it was looked at; it was not damaged."""
+
+
 class StoreFullError(StoreError):
     """The file system has no room for what the retention policy will need."""
 

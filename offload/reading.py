@@ -39,6 +39,7 @@ def read_manifest(
     parts: PartDirectories = None,
     *,
     need_parts: bool = True,
+    even_quarantined: bool = False,
 ) -> Manifest:
     """Read and check the manifest of a checkpoint directory, and the files that it describes.
 
@@ -52,13 +53,21 @@ def read_manifest(
         path: The checkpoint directory.
         parts: Where the parts on other drives are.
         need_parts: Whether what is on other drives is checked.
+        even_quarantined: Whether one that is marked as damaged is read like any other.
 
     Raises:
         CheckpointError: Something is missing, damaged or contradictory; says what.
         gds.StorageError: It cannot be read.
     """
     manifest = decode_manifest(backend, path)
-    check_files(backend, path, manifest, parts, need_parts=need_parts)
+    check_files(
+        backend,
+        path,
+        manifest,
+        parts,
+        need_parts=need_parts,
+        even_quarantined=even_quarantined,
+    )
     return manifest
 
 
@@ -148,13 +157,14 @@ def check_files(
     parts: PartDirectories = None,
     *,
     need_parts: bool = True,
+    even_quarantined: bool = False,
 ) -> None:
     """Check the files of a checkpoint against its manifest; as `read_manifest`."""
-    reason = read_quarantine(backend, path)
+    reason = None if even_quarantined else read_quarantine(backend, path)
     if reason is not None:
         raise DamagedError(
             f"{path}: quarantined, because it was found damaged ({reason}). If it has been "
-            f"repaired, remove {QUARANTINE_NAME} from it and run offload verify"
+            f"repaired, lift the mark ({QUARANTINE_NAME}) with offload verify --quarantine"
         )
     layout = manifest.layout
     check_header(backend, f"{path}/{MODEL_NAME}", layout.model_header)
@@ -330,9 +340,14 @@ def find_checkpoint(
 def given_directory(backend: Backend, path: str) -> Stat | None:
     """Say what the user's own path to a store is: that may be a symbolic link to a directory."""
     stat = backend.stat(path)
-    if stat is None or stat.kind != "other" or _CHECKPOINT.fullmatch(os.path.basename(path)):
+    if stat is None or stat.kind != "other" or is_checkpoint_path(path):
         return stat
     return backend.stat(f"{path}/.") or stat
+
+
+def is_checkpoint_path(path: str) -> bool:
+    """Return whether a path ends in a name that a store gives to checkpoints."""
+    return _CHECKPOINT.fullmatch(os.path.basename(os.path.abspath(path))) is not None
 
 
 def checkpoint_paths(backend: Backend, store: str) -> list[str]:
