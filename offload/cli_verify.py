@@ -16,7 +16,13 @@ import typer
 
 from offload.cli_options import Json, Parts, ProgressBar, one_line, print_json
 from offload.demo.report import size
-from offload.errors import CheckpointError, OffloadError, RecycledError, StoreBusyError
+from offload.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    OffloadError,
+    RecycledError,
+    StoreBusyError,
+)
 
 if TYPE_CHECKING:
     from offload.checkpoint import Checkpoint
@@ -26,8 +32,8 @@ _BUSY_S = 60.0
 
 _BUSY_POLL_S = 0.1
 
-_MOST_ROUNDS = 10
-"""Of looking for checkpoints in a store whose checkpoints are recycled before they are opened."""
+_MOST_ROUNDS = 100
+"""Of looking for the newest checkpoint of a store, which is recycled before it is opened."""
 
 
 @dataclass(slots=True)
@@ -84,6 +90,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
             work.verify_below(path)
         else:
             work.verify(path, may_be_empty=False)
+        work.results.sort(key=lambda result: result.path)
         ok = all(result.ok for result in work.results)
         if as_json:
             found = [result.to_json() for result in work.results]
@@ -151,27 +158,25 @@ class _Work:
         if is_checkpoint_path(path) or os.path.exists(os.path.join(path, "manifest.json")):
             self._verify_checkpoint(path)
             return
-        before = len(self.results)
-        seen: set[str] = set()
+        names: list[str] = []
         for _ in range(_MOST_ROUNDS):
             names = _checkpoints_of(path)
-            if not names and not may_be_empty and not seen:
-                raise CheckpointError(f"{path}: holds no checkpoint")
-            for name in (n for n in names if n not in seen):
-                seen.add(name)
-                self._verify_listed(name)
-            # Where all were recycled before they could be opened, others have taken their place.
-            if len(self.results) > before or not seen:
-                return
+            # The newest at once: if it is recycled even so, another one has taken its place.
+            if not names or not self._is_recycled_at(names[-1]):
+                break
+        if not names and not may_be_empty:
+            raise CheckpointError(f"{path}: holds no checkpoint")
+        for name in names[:-1]:
+            self._is_recycled_at(name)
 
-    def _verify_listed(self, name: str) -> None:
-        """Verify a checkpoint that was there when its store was listed."""
-        from offload.errors import CheckpointNotFoundError
-
+    def _is_recycled_at(self, name: str) -> bool:
+        """Verify a checkpoint that was listed; return whether it was recycled before."""
+        before = len(self.recycled)
         try:
             self._verify_checkpoint(name)
         except CheckpointNotFoundError:
             self.recycled.append(name)
+        return len(self.recycled) > before
 
     def _verify_checkpoint(self, name: str) -> None:
         try:
