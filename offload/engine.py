@@ -39,6 +39,7 @@ from offload.retention import Retention
 from offload.rules import Scalars, UpdateRule
 from offload.seal import Captured, Seal, SealHandle, capture
 from offload.slot import Slot
+from offload.state_check import check_state
 from offload.state_device import StateDevice
 from offload.state_pass import ChunkWork, StatePass
 from offload.state_slots import StateSlots
@@ -202,7 +203,12 @@ class Engine(Usable):
         return self._begin_seal(slot, captured)
 
     def restore(
-        self, groups: Groups, which: int | str | None, *, discard_newer: bool
+        self,
+        groups: Groups,
+        which: int | str | None,
+        *,
+        discard_newer: bool,
+        verify: bool | None = None,
     ) -> Checkpoint | None:
         """Continue from a checkpoint; see `OffloadedOptimizer.restore`."""
         self._require_alive()
@@ -216,7 +222,7 @@ class Engine(Usable):
         self.store.keeping.require_none_after(found)
         while True:
             try:
-                return self._resume(found, groups)
+                return self._resume(found, groups, verify=verify)
             except DamagedError as error:
                 older = give_up_damaged(self.store, found, error, which)
                 if older is None:
@@ -224,7 +230,12 @@ class Engine(Usable):
                 found = older
 
     def _resume(
-        self, found: StoredCheckpoint, groups: Groups, *, parameters: bool = True
+        self,
+        found: StoredCheckpoint,
+        groups: Groups,
+        *,
+        parameters: bool = True,
+        verify: bool | None = None,
     ) -> Checkpoint:
         """Make a checkpoint the present state.
 
@@ -232,6 +243,7 @@ class Engine(Usable):
             found: One of the store's.
             groups: Of the optimizer.
             parameters: Whether parameters, buffers and hyper-parameters are loaded, too.
+            verify: Whether the state is read and checked at once; None for what the options say.
 
         Raises:
             DamagedError: It is not what was written; the model may hold parts of it.
@@ -250,11 +262,14 @@ class Engine(Usable):
         self._compute = compute
         slot = self.store.slot_of(found)
         self._table.adopt(found.manifest.layout, trainables, found.manifest.scalars)
+        self._meter.restore_bytes = 0
         if parameters:
             self._meter.restore_bytes = load_checkpoint(
                 found, slot, stored, self._block_buffers(), groups
             )
         slot.unchecked = True  # also if this process wrote it: the first pass reads it again
+        if self._options.verify == "at_restore" if verify is None else verify:
+            self._meter.restore_bytes += check_state(self._ring(), slot, self._order(), self._meter)
         self.store.withdraw_newer(found)  # now that the older one has proved to be readable
         self.num_steps = found.manifest.step
         self._slots.resume(slot, found)

@@ -8,7 +8,9 @@ it is not marked, and a person has to look. What the person then asks for, `offl
 
 from __future__ import annotations
 
-from gds import StorageError
+from collections.abc import Iterable
+
+from gds import Backend, StorageError
 from offload.errors import CheckpointError, DamagedError
 from offload.opening import StoredCheckpoint
 from offload.quarantine import read_quarantine
@@ -27,28 +29,45 @@ def give_up(store: Store, damaged: StoredCheckpoint, error: DamagedError) -> str
     Returns:
         Empty if it has been quarantined; otherwise why it has not, and what to do.
     """
-    newer = _quarantined_after(store, damaged)
+    refused = [path for path, _ in store.refused]
+    newer = quarantined_after(store.backend, refused, damaged.manifest.generation)
     if newer is None:
         store.quarantine(damaged, str(error))
         return ""
+    return two_in_a_row(damaged.path, newer, store.directory)
+
+
+def two_in_a_row(damaged: str, newer: str, store: str) -> str:
+    """Say why a checkpoint is not given up, and what to do.
+
+    Args:
+        damaged: Its path.
+        newer: Path of the one that was given up already.
+        store: Their store.
+    """
     return (
-        f"{damaged.path} is not quarantined and not passed over, because {newer}, which was made "
-        "after it, is quarantined already: two in a row speak for the memory, a cable or the drive "
-        "of this machine rather than for the checkpoints. Look at those first (dmesg, a memory "
-        f"test). Then run `offload verify {store.directory} --quarantine`, on another machine if "
-        "you can: it reads all checkpoints, marks what is damaged and lifts the marks of what is "
-        "whole. After that start the program again: restore() goes on from the newest that is not "
-        "marked"
+        f"{damaged} is not quarantined and not passed over, because {newer}, which was made after "
+        "it, is quarantined already: two in a row speak for the memory, a cable or the drive of "
+        "this machine rather than for the checkpoints. Look at those first (dmesg, a memory test). "
+        f"Then run `offload verify {store} --quarantine`, on another machine if you can: it reads "
+        "all checkpoints, marks what is damaged and lifts the marks of what is whole. After that "
+        "start the program again: it goes on from the newest that is not marked"
     )
 
 
-def _quarantined_after(store: Store, checkpoint: StoredCheckpoint) -> str | None:
-    """Return the path of a quarantined checkpoint that is newer than another one, if any is."""
-    for path, _ in store.refused:
+def quarantined_after(backend: Backend, paths: Iterable[str], generation: int) -> str | None:
+    """Return the path of a quarantined checkpoint that is newer than another one, if any is.
+
+    Args:
+        backend: Where they are.
+        paths: Of those of the store that are not usable, for whatever reason.
+        generation: Of the other one.
+    """
+    for path in paths:
         try:
-            if read_quarantine(store.backend, path) is None:
+            if read_quarantine(backend, path) is None:
                 continue
-            if decode_manifest(store.backend, path).generation > checkpoint.manifest.generation:
+            if decode_manifest(backend, path).generation > generation:
                 return path
         except CheckpointError:
             continue  # nothing is known of it but that it is not usable
