@@ -7,14 +7,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from offload.errors import CheckpointError, MismatchError
 from offload.importing import Foreign
 from offload.parameters import DTYPE_CODES
-from offload.pt_file import StoredTensor, read_structure
 from offload.state_dicts import MASTERS
+from offload.stored_tensor import StoredTensor
 from offload.tensorfile import MAX_HEADER_BYTES, TensorFileError, read_header
+from offload.torch_reading import read_structure
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -200,8 +199,8 @@ def open_safetensors(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]
     for entry in header.entries.values():
         if entry.dtype not in _DTYPES:
             raise CheckpointError(f"{path}: {entry.name!r} is {entry.dtype}, which torch lacks")
-        shape = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="meta")
-        tensors[entry.name] = StoredTensor(path, header.data_start + entry.start, shape)
+        offset = header.data_start + entry.start
+        tensors[entry.name] = StoredTensor(path, offset, entry.shape, _DTYPES[entry.dtype])
     aliases = {
         alias: name
         for alias, name in header.metadata.items()
