@@ -166,6 +166,9 @@ class _Machine:
     def binary(self, num: int) -> None:
         self.push(self.take(num), _TEXT_BYTES + num)
 
+    def array(self, num: int) -> None:
+        self.push(bytearray(self.take(num)), _TEXT_BYTES + num)
+
     def integer(self, num: int) -> None:
         if num > _MAX_INTEGER_BYTES:
             raise PickleError(f"an integer of {num} bytes, at most {_MAX_INTEGER_BYTES} are read")
@@ -318,7 +321,7 @@ _OPERATIONS: dict[int, _Operation] = {
         pickle.BINBYTES: lambda m: m.binary(m.count(4)),
         pickle.SHORT_BINBYTES: lambda m: m.binary(m.count(1)),
         pickle.BINBYTES8: lambda m: m.binary(m.count(8)),
-        pickle.BYTEARRAY8: lambda m: m.binary(m.count(8)),
+        pickle.BYTEARRAY8: lambda m: m.array(m.count(8)),
         pickle.EMPTY_TUPLE: lambda m: m.push((), 8),
         pickle.TUPLE1: lambda m: m.tuple_of(1),
         pickle.TUPLE2: lambda m: m.tuple_of(2),

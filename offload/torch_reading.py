@@ -167,6 +167,7 @@ def _names(path: str) -> dict[tuple[str, str], Any]:
         ("_codecs", "encode"): Name("encode", _encoded, copies=True),
     }
     for module in ("builtins", "__builtin__"):
+        names[module, "bytes"] = Name("bytes", lambda: b"")  # others are encoded text
         names[module, "set"] = Name("set", _set, copies=True)
         names[module, "complex"] = Name("complex", _complex)
         names[module, "bytearray"] = Name("bytearray", _bytearray, copies=True)

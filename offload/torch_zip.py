@@ -55,14 +55,20 @@ class TorchZip:
         self._file = file
         self._path = path
         self._start = start
+        self._compressed = ""
+        """The first record that is, if any."""
         records = self._records(stop)
+        if any(name.endswith("/constants.pkl") for name in records):
+            self._refuse("it is a TorchScript archive, which holds a program")
+        if self._compressed:
+            self._refuse(
+                f"its record {self._compressed!r:.80} is compressed, as torch.save never writes it"
+            )
         prefixes = [name[: -len("data.pkl")] for name in records if name.endswith("/data.pkl")]
         prefixes = [prefix for prefix in prefixes if prefix.count("/") == 1]
         if len(prefixes) != 1:
             self._refuse("it has no data.pkl, or several")
         (prefix,) = prefixes
-        if f"{prefix}constants.pkl" in records:
-            self._refuse("it is a TorchScript archive, which holds a program")
         self._named = {
             name[len(prefix) :]: record
             for name, record in records.items()
@@ -145,9 +151,8 @@ class TorchZip:
                 self._refuse("its list of records is damaged")
             nbytes, packed, header = _large(extra, nbytes, packed, header)
             if method or packed != nbytes or flags & _ENCRYPTED:
-                self._refuse(
-                    f"its record {name!r:.80} is compressed, as torch.save never writes it"
-                )
+                self._compressed = self._compressed or name
+                continue
             if header + _LOCAL.size + nbytes > most:
                 self._refuse(f"its record {name!r:.80} does not end within it")
             if name in records:
