@@ -119,6 +119,21 @@ class File(Protocol):
         """Start reading `into.nbytes` bytes from `offset` (bytes)."""
         ...
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        """Start reading a range anew from the device, because what came before is doubted.
+
+        What the page cache holds of the range is dropped first, as far as the kernel lets go of
+        it. So the bytes do not come from the memory that a first read may have left them in.
+
+        Args:
+            into: As for `read`. Use other memory than the first read did.
+            offset: As for `read`.
+            direct: Bypass the page cache, where the file takes that; else go through it. Choose
+                what the first read did not: ``not file.direct`` after `read`, True after
+                `read_bytes`.
+        """
+        ...
+
     def write(self, source: Buffer, offset: int) -> IOFuture:
         """Start writing all of `source` at `offset` (bytes); it must end within the file."""
         ...
@@ -152,14 +167,6 @@ class File(Protocol):
             ValueError: `offset` is negative.
             StorageError: This file is not writable (EBADF), the range leaves it (EFBIG), or the
                 file system failed; what the range holds then is not known.
-        """
-        ...
-
-    def drop_cache(self) -> None:
-        """Let reads from here on ask the device, as far as the kernel can be made to.
-
-        The page cache may hold what the device has failed to take. What has been written and is
-        not on the device yet is not dropped. This is advice: it does not fail.
         """
         ...
 

@@ -109,6 +109,10 @@ class MemoryFile:
         self._check("read", into.nbytes, offset)
         return self._done("read", into.nbytes, partial(self._read, into.memoryview(), offset))
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> Future[int]:  # noqa: ARG002
+        """Read once more: there is one way only, and no cache."""
+        return self.read(into, offset)
+
     def write(self, source: Buffer, offset: int) -> Future[int]:
         """Write all of `source` at `offset` (bytes), within the call."""
         self._check("write", source.nbytes, offset)
@@ -139,10 +143,6 @@ class MemoryFile:
         with memoryview(source._node.data) as data:
             self._write(data[offset : offset + nbytes], offset)
         return True
-
-    def drop_cache(self) -> None:
-        """Do nothing: there is no cache."""
-        self._check("drop", 0, 0)
 
     def sync(self) -> None:
         """Count: there is nothing to make durable."""

@@ -14,9 +14,10 @@ from typing import Protocol
 from gds import _libc, probe
 from gds._backend import ALIGNMENT, Buffer, File
 from gds._errors import ShortReadError, StorageError
+from gds._hybrid import Mode
 from gds._names import reporting
 from gds._pool import Meter, Part
-from gds._transfer import Descriptors, Direction, check_request, cut, drop_cache
+from gds._transfer import Descriptors, Direction, check_request, cut
 
 
 class Transfers(Protocol):
@@ -89,6 +90,10 @@ class PosixFile:
         """
         return self._start("read", into, offset)
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> Future[int]:
+        """Start reading a range anew from the device; see `gds.File.read_again`."""
+        return self._start("read", into, offset, "direct" if direct else "buffered")
+
     def write(self, source: Buffer, offset: int) -> Future[int]:
         """Start writing all of `source` at `offset` (bytes).
 
@@ -140,11 +145,6 @@ class PosixFile:
                 raise StorageError(number, "clone", self.path, offset=offset) from error
         return True
 
-    def drop_cache(self) -> None:
-        """Drop what the page cache holds of this file and the device has as well."""
-        self._check("drop", 0)
-        drop_cache(self._descriptors.buffered_fd)
-
     def sync(self) -> None:
         """Make everything written to this file durable, and its size. Never retried."""
         self._check("sync", 0)
@@ -183,9 +183,11 @@ class PosixFile:
                 self._in_flight.discard(future)
             future.set_result(0)
 
-    def _start(self, direction: Direction, buffer: Buffer, offset: int) -> Future[int]:
+    def _start(
+        self, direction: Direction, buffer: Buffer, offset: int, anew: Mode | None = None
+    ) -> Future[int]:
         self._check(direction, offset, buffer.nbytes)
-        moves = self._moves(direction, buffer, offset)
+        moves = self._moves(direction, buffer, offset, anew)
         with self._lock:
             self._check(direction, offset)
             future = self._backend.submit(direction, moves)
@@ -194,21 +196,32 @@ class PosixFile:
         future.add_done_callback(partial(_ended, self._lock, self._in_flight))
         return future
 
-    def _moves(self, direction: Direction, buffer: Buffer, offset: int) -> list[Part]:
-        """Return the parts of a transfer, as threads will run them; at least one."""
+    def _moves(
+        self, direction: Direction, buffer: Buffer, offset: int, anew: Mode | None
+    ) -> list[Part]:
+        """Return the parts of a transfer, as threads will run them; at least one.
+
+        `anew` is for reads: from the device, in this way; None for the usual way.
+        """
         if buffer.kind == "device":
             raise TypeError(
                 f"{direction} {self.path!r}: the posix backend moves host memory only, not "
                 f"memory of a device; copy through a buffer of allocate()"
             )
         parts = cut(offset, buffer.nbytes, self._backend.request_bytes)
-        return [partial(self._move, direction, buffer, offset, part) for part in parts]
+        return [partial(self._move, direction, buffer, offset, anew, part) for part in parts]
 
     def _move(
-        self, direction: Direction, buffer: Buffer, offset: int, part: tuple[int, int]
+        self,
+        direction: Direction,
+        buffer: Buffer,
+        offset: int,
+        anew: Mode | None,
+        part: tuple[int, int],
     ) -> int:
-        view = buffer.memoryview()
-        return self._descriptors.move(direction, view, buffer.address, offset, self.path, part)
+        return self._descriptors.move(
+            direction, buffer.memoryview(), buffer.address, offset, self.path, part, anew
+        )
 
     def _check(self, what: Direction | str, offset: int, nbytes: int = 0) -> None:
         self._backend.check_usable(what, self.path)

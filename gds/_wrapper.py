@@ -53,6 +53,10 @@ class WrapperFile:
         """Forward."""
         return self.inner.read(into, offset)
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        """Forward."""
+        return self.inner.read_again(into, offset, direct=direct)
+
     def write(self, source: Buffer, offset: int) -> IOFuture:
         """Forward."""
         return self.inner.write(source, offset)
@@ -69,10 +73,6 @@ class WrapperFile:
         """Forward, with what the source wraps."""
         inner = source.inner if isinstance(source, WrapperFile) else source
         return self.inner.clone(inner, offset, nbytes)
-
-    def drop_cache(self) -> None:
-        """Forward."""
-        self.inner.drop_cache()
 
     def sync(self) -> None:
         """Forward."""

@@ -103,10 +103,11 @@ class Manifest:
             OffloadError: The hyper-parameters have grown past what was reserved.
             TypeError: A hyper-parameter cannot be stored as JSON; names it.
         """
-        if max(self.generation, self.step) > fields.MAX_COUNT:
+        numbers = (self.generation, self.step)
+        if min(numbers) < 0 or max(numbers) > fields.MAX_COUNT:
             raise OffloadError(
-                f"generation {self.generation}, step {self.step}: a checkpoint's numbers end at "
-                f"{fields.MAX_COUNT}. Nobody counts that far: an older checkpoint of this store "
+                f"generation {self.generation}, step {self.step}: a checkpoint's numbers go from 0 "
+                f"to {fields.MAX_COUNT}. Nobody counts that far: an older checkpoint of this store "
                 "says so, and is damaged or forged. Remove it, and go on from another one."
             )
         body = self._body()

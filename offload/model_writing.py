@@ -137,7 +137,6 @@ class _Writer:
         self._found = found
         self._writes: dict[int, list[IOFuture]] = {}
         self._reads: list[tuple[int, int, IOFuture]] = []
-        self._has_asked = False
 
     def begin(self, index: int, start: int, stop: int) -> None:
         """Wait until a block's memory is free, and begin to read back what will be asked for."""
@@ -221,13 +220,12 @@ class _Writer:
         if not asked:
             return
         try:
-            if not self._has_asked:
-                self._file.drop_cache()
-                self._has_asked = True
             memory = self._buffers.spare(stop - start)
             for first, last in _spans(asked, stop - start):
                 part = memory.slice(first, last - first)
-                read = self._file.read(part, self._data_start + start + first)
+                at = self._data_start + start + first
+                # The page cache may hold what the drive has failed to take from an earlier process.
+                read = self._file.read_again(part, at, direct=True)
                 self._reads.append((first, last, read))
         except (StorageError, MemoryError):
             return  # what cannot be asked for is written

@@ -93,12 +93,12 @@ class Reference:
         return self.after[step]
 
 
-Kind: TypeAlias = Literal["read", "write", "clone", "drop"]
+Kind: TypeAlias = Literal["read", "again", "write", "clone"]
 
 
 @dataclass(frozen=True)
 class Move:
-    """A transfer of a model file's data, or that its cache was dropped."""
+    """A transfer of a model file's data; `again` reads from the drive, not from the page cache."""
 
     kind: Kind
     slot: str
@@ -169,9 +169,11 @@ class _RecordedFile(WrapperFile):
             self._note("clone", offset, nbytes)
         return done
 
-    def drop_cache(self) -> None:
-        self._note("drop", self._data_start, 0)
-        super().drop_cache()
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        self._note("again", offset, into.nbytes)
+        if self._is_model and self._backend.fail_reads:
+            raise StorageError(5, "injected failure of read", self.path, offset=offset)
+        return super().read_again(into, offset, direct=direct)
 
 
 def options(backend: Backend, **changes: object) -> Options:

@@ -1,4 +1,4 @@
-"""The contract of `File.clone`, and of `File.drop_cache`."""
+"""The contract of `File.clone`."""
 # ruff: noqa: S101 - these are tests
 
 from __future__ import annotations
@@ -162,18 +162,3 @@ class CloneContract(Harness):
             assert done is self.clones
         for file in (source, target):
             file.close()
-
-    def test_what_was_written_is_there_after_the_cache_was_dropped(
-        self, backend: Backend, directory: str
-    ) -> None:
-        file = new_file(backend, f"{directory}/file", seed=1)
-        file.write_bytes(b"in a cache", 100)
-        expected = file.read_bytes(0, FILE_BYTES)
-        file.drop_cache()
-        assert file.read_bytes(0, FILE_BYTES) == expected
-        file.sync()
-        file.drop_cache()
-        assert file.read_bytes(0, FILE_BYTES) == expected
-        file.close()
-        with pytest.raises(StorageError, match="closed"):
-            file.drop_cache()

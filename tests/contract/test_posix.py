@@ -18,7 +18,7 @@ import pytest
 
 from gds import ALIGNMENT, PosixBackend, ShortReadError, StorageError, _libc, probe
 from gds._transfer import direct_part
-from gds.testing._harness import FILE_BYTES, fails_with, new_file
+from gds.testing._harness import fails_with, new_file
 from tests.eventually import eventually
 
 NBYTES = 16 * ALIGNMENT
@@ -429,17 +429,38 @@ def test_a_clone_that_fails_is_an_error_that_names_file_and_offset(
     backend.close()
 
 
-def test_a_cache_that_was_dropped_holds_nothing_that_is_on_the_device(tmp_path: Path) -> None:
-    backend = PosixBackend(direct=False)
-    file = new_file(backend, f"{tmp_path}/file")
+@pytest.mark.parametrize("hybrid", [False, True], ids=["plain", "hybrid"])
+@pytest.mark.parametrize("opened", ["direct", "buffered"])
+@pytest.mark.parametrize("again", ["direct", "buffered"])
+def test_what_is_doubted_comes_from_the_device_and_by_the_way_that_was_asked_for(
+    directory, kernel, opened, again, hybrid
+):
+    """A page that was read wrong into the page cache would be read wrong from there for ever."""
+    if hybrid and opened == "buffered":
+        pytest.skip("hybrid forbids it")
+    backend = PosixBackend(direct=opened == "direct", hybrid=hybrid)
+    path = f"{directory}/file"
+    file = backend.create(path, NBYTES)
+    source, data = random_source(backend)
+    file.write(source, 0).result()
     file.sync()
-    file.read_bytes(0, FILE_BYTES)
-    fd = os.open(tmp_path / "file", os.O_RDONLY)
-    try:
-        if not _libc.cached_bytes(fd, FILE_BYTES):
-            pytest.skip("the kernel does not tell what its page cache holds")
-        # Pages that other threads of the kernel have in their hands stay until the next time.
-        assert eventually(lambda: [file.drop_cache(), not _libc.cached_bytes(fd, FILE_BYTES)][1])
-    finally:
-        os.close(fd)
+    assert file.read_bytes(0, NBYTES) == data
+    with open(path, "rb") as whole:
+        fd = whole.fileno()
+        if _libc.cached_bytes(fd, NBYTES, 0) is None:
+            pytest.skip("this kernel does not say what the page cache holds")
+        assert _libc.cached_bytes(fd, NBYTES, 0) >= NBYTES
+        cached = []
+
+        def look(name, real, direct_fd, view, offset):
+            cached.append(_libc.cached_bytes(fd, NBYTES, 0))
+            return real(direct_fd, [view], offset)
+
+        kernel.start(look)
+        into = backend.allocate(NBYTES)
+        file.read_again(into, 0, direct=again == "direct").result()
+    assert bytes(into.memoryview()) == data
+    assert cached[0] == 0
+    ways = {"direct" if direct else "buffered" for _, direct, _, _ in kernel.calls}
+    assert ways == ({"direct"} if (opened, again) == ("direct", "direct") else {"buffered"})
     backend.close()

@@ -213,6 +213,11 @@ class _FaultFile(WrapperFile):
     def read(self, into: Buffer, offset: int) -> IOFuture:
         return self._backend.transfer("read", self.path, lambda: self.inner.read(into, offset))
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        return self._backend.transfer(
+            "read", self.path, lambda: self.inner.read_again(into, offset, direct=direct)
+        )
+
     def write(self, source: Buffer, offset: int) -> IOFuture:
         return self._backend.transfer("write", self.path, lambda: self.inner.write(source, offset))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutation.mutation import Edit, Mutation, gone
+from tests.mutation.mutation import Edit, Mutation
 
 _WRITING = "offload/model_writing.py"
 _MODEL = "offload/model_file.py"
@@ -63,7 +63,13 @@ FROZEN = (
     Mutation(
         "slot-read-back-from-the-cache",
         "what an earlier process left in the page cache is not believed",
-        (gone(_WRITING, "                self._file.drop_cache()\n"),),
+        (
+            Edit(
+                _WRITING,
+                "self._file.read_again(part, at, direct=True)",
+                "self._file.read(part, at)",
+            ),
+        ),
         (f"{_RESUMED}::test_the_drive_is_asked_and_not_the_page_cache",),
     ),
     Mutation(

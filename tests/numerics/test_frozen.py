@@ -83,7 +83,7 @@ def everything_is_written_anew(run: Process) -> None:
     checkpoint = run.seal()
     moves = run.backend.taken()
     assert leaves(moves, "write") == list(range(NUM_LEAVES))
-    assert not leaves(moves, "read")
+    assert not leaves(moves, "again")
     run.check(checkpoint)
     run.close()
 
@@ -94,7 +94,7 @@ class TestInOneProcess:
         for _ in range(NUM_SLOTS):
             moves = run.step_and_seal()
             assert leaves(moves, "write") == list(range(NUM_LEAVES))
-            assert not leaves(moves, "read")
+            assert not leaves(moves, "again")
         for _ in range(5):
             moves = run.step_and_seal()
             assert leaves(moves, "write") == CHANGING
@@ -108,7 +108,7 @@ class TestInOneProcess:
             moves = run.step_and_seal()
             assert leaves(moves, "clone") == CLONED
             assert leaves(moves, "write") == NOT_CLONED
-            assert not leaves(moves, "read")
+            assert not leaves(moves, "again")
         for _ in range(5):
             moves = run.step_and_seal()
             assert leaves(moves, "write") == CHANGING
@@ -139,7 +139,7 @@ class TestInOneProcess:
         for _ in range(keep + 2):
             moves = run.step_and_seal()
             assert leaves(moves, "write") == CHANGING
-            assert not leaves(moves, "read")
+            assert not leaves(moves, "again")
         run.close()
 
     def test_a_model_file_that_somebody_has_put_there_is_not_taken_for_the_one_that_was(
@@ -158,7 +158,7 @@ class TestInOneProcess:
         file.write_bytes(bytes(data), 0)
         file.close()
         moves = run.step_and_seal() + run.step_and_seal()
-        assert leaves(moves, "read") == UNCHANGED
+        assert leaves(moves, "again") == UNCHANGED
         assert leaves(moves, "write").count(NUM_LEAVES - 1) == 1
         run.close()
 
@@ -201,7 +201,7 @@ class TestInOneProcess:
         run.model.base.grad = torch.zeros_like(run.model.base)
         for _ in range(NUM_SLOTS):
             moves = run.step_and_seal()
-            assert not leaves(moves, "read")
+            assert not leaves(moves, "again")
         assert len(leaves(moves, "write")) + len(leaves(moves, "clone")) == NUM_LEAVES
         run.close()
 
@@ -249,8 +249,8 @@ class TestAfterAResume:
         found = [run.step_and_seal() for _ in range(NUM_SLOTS + 3)]
         assert [leaves(moves, "write") for moves in found] == [CHANGING] * len(found)
         # The third slot is the one that was restored, and is known since then.
-        assert [leaves(moves, "read") for moves in found[:2]] == [UNCHANGED] * 2
-        assert not any(leaves(moves, "read") for moves in found[2:])
+        assert [leaves(moves, "again") for moves in found[:2]] == [UNCHANGED] * 2
+        assert not any(leaves(moves, "again") for moves in found[2:])
         run.close()
 
     def test_on_several_drives_it_is_the_same(self, plain):
@@ -258,16 +258,15 @@ class TestAfterAResume:
         run = next_process(plain, trained_before(plain, **places), **places)
         found = [run.step_and_seal() for _ in range(NUM_SLOTS + 1)]
         assert [leaves(moves, "write") for moves in found] == [CHANGING] * len(found)
-        assert [leaves(moves, "read") for moves in found] == [UNCHANGED] * 2 + [[]] * 2
+        assert [leaves(moves, "again") for moves in found] == [UNCHANGED] * 2 + [[]] * 2
         run.close()
 
     def test_the_drive_is_asked_and_not_the_page_cache(self, plain):
         """A cache may hold what the drive has failed to take from an earlier process."""
         run = next_process(plain, trained_before(plain))
         moves = run.step_and_seal()
-        asked = [move.kind for move in moves if move.kind in ("read", "drop")]
-        assert asked[:2] == ["drop", "read"]
-        assert asked.count("drop") == 1
+        assert leaves(moves, "again") == UNCHANGED
+        assert not leaves(moves, "read")
         run.close()
 
     def test_where_files_share_space_it_is_taken_from_what_was_restored(self, cloning):
@@ -276,8 +275,8 @@ class TestAfterAResume:
         assert [leaves(moves, "write") for moves in found] == [CHANGING] * len(found)
         beside = [n for n in UNCHANGED if n not in CLONED]
         assert [leaves(moves, "clone") for moves in found[:2]] == [CLONED] * 2
-        assert [leaves(moves, "read") for moves in found[:2]] == [beside] * 2
-        assert not any(leaves(moves, "read") + leaves(moves, "clone") for moves in found[2:])
+        assert [leaves(moves, "again") for moves in found[:2]] == [beside] * 2
+        assert not any(leaves(moves, "again") + leaves(moves, "clone") for moves in found[2:])
         run.close()
 
     def test_a_restore_that_loads_the_state_only_makes_nothing_known(self, plain):
@@ -294,7 +293,7 @@ class TestAfterAResume:
         again.step_number = NUM_SLOTS
         found = [again.step_and_seal() for _ in range(NUM_SLOTS + 1)]
         assert [leaves(moves, "write") for moves in found] == [CHANGING] * len(found)
-        assert [leaves(moves, "read") for moves in found] == [UNCHANGED] * NUM_SLOTS + [[]]
+        assert [leaves(moves, "again") for moves in found] == [UNCHANGED] * NUM_SLOTS + [[]]
         again.close()
 
     def test_a_frozen_tensor_that_was_edited_before_the_first_seal_is_written(self, backend):
@@ -329,7 +328,7 @@ class TestAfterAResume:
         run.backend.fail_reads = False
         assert leaves(moves, "write") == list(range(NUM_LEAVES))
         run.check(checkpoint)
-        assert leaves(run.step_and_seal(), "read") == UNCHANGED, "another slot is asked again"
+        assert leaves(run.step_and_seal(), "again") == UNCHANGED, "another slot is asked again"
         run.close()
 
     @pytest.mark.parametrize("how", ["refused", "fail"])
@@ -340,7 +339,7 @@ class TestAfterAResume:
         assert not leaves(moves, "clone")
         if how == "refused":
             assert leaves(moves, "write") == CHANGING
-            assert leaves(moves, "read") == UNCHANGED
+            assert leaves(moves, "again") == UNCHANGED
         else:  # as after any write that has failed, nothing is asked
             assert leaves(moves, "write") == [*CHANGING, *CLONED, NUM_LEAVES - 1]
         run.close()
@@ -354,7 +353,7 @@ class TestAfterAResume:
         mark.close()
         moves = run.step_and_seal()
         assert not leaves(moves, "clone")
-        assert leaves(moves, "read") == UNCHANGED
+        assert leaves(moves, "again") == UNCHANGED
         run.close()
 
     def test_damage_that_a_reader_has_found_is_not_in_the_next_checkpoint_of_that_slot(self, plain):
@@ -366,7 +365,7 @@ class TestAfterAResume:
         plain.inner.create(f"{damaged}/{QUARANTINE_NAME}", 10).close()
         found = [run.step_and_seal() for _ in range(4)]
         assert [leaves(moves, "write") for moves in found].count([*CHANGING, 12]) == 1
-        assert [leaves(moves, "read") for moves in found].count(UNCHANGED) == 1
+        assert [leaves(moves, "again") for moves in found].count(UNCHANGED) == 1
         run.close()
 
     def test_starting_over_reads_the_slots_of_the_old_history(self, plain):
@@ -375,7 +374,7 @@ class TestAfterAResume:
         run = next_process(plain, reference, fresh=True)
         found = [run.step_and_seal() for _ in range(NUM_SLOTS + 3)]
         assert [leaves(moves, "write") for moves in found] == [CHANGING] * len(found)
-        assert [leaves(moves, "read") for moves in found].count(UNCHANGED) == NUM_SLOTS
+        assert [leaves(moves, "again") for moves in found].count(UNCHANGED) == NUM_SLOTS
         run.close()
 
 
