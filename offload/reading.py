@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from gds import Backend, StorageError
+from gds import Backend, File, StorageError
 from gds._backend import Stat
 from offload.errors import (
     CheckpointError,
@@ -17,7 +17,13 @@ from offload.errors import (
     ManifestError,
 )
 from offload.layout import array_file_name
-from offload.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode
+from offload.manifest import (
+    MANIFEST_NAME,
+    MAX_CONTENT_BYTES,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    decode,
+)
 from offload.part_file import PART_FILE_BYTES, PART_FILE_NAME, SealedPart, decode_part
 from offload.quarantine import QUARANTINE_NAME, read_quarantine
 from offload.second_look import read_document
@@ -26,6 +32,8 @@ from offload.tensorfile import Header, TensorFileError, header_length, parse_hea
 
 PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
 """Of the drives other than the first, in the store's order; None for those in the manifest."""
+
+_BLOCK_BYTES = 1 << 20
 
 _FIRST_BYTES = 4096
 """Read of a file before the rest of it is: a hole shows in them."""
@@ -95,10 +103,35 @@ def decode_manifest(backend: Backend, path: str) -> Manifest:
             ManifestError,
         )
         return read_document(
-            file, stat.size_bytes, lambda data: decode(data, manifest_path), ManifestError
+            file,
+            _without_padding(file, manifest_path),
+            lambda data: decode(data, manifest_path),
+            ManifestError,
         )
     finally:
         file.close()
+
+
+def _without_padding(file: File, path: str) -> int:
+    """Return the length of a manifest without the spaces and the line feed at its end.
+
+    Raises:
+        ManifestError: It is longer than any that is written.
+    """
+    end = file.size_bytes
+    while end > 0:
+        start = max(end - _BLOCK_BYTES, 0)
+        block = file.read_bytes(start, end - start)
+        if end == file.size_bytes:
+            block = block.removesuffix(b"\n")
+        kept = len(block.rstrip(b" "))
+        if kept:
+            end = start + kept
+            break
+        end = start
+    if end > MAX_CONTENT_BYTES:
+        raise ManifestError(f"{path}: {end} bytes of content, expected at most {MAX_CONTENT_BYTES}")
+    return end
 
 
 def _refuse_zeros(first: bytes, path: str) -> None:
