@@ -9,6 +9,7 @@ from offload.digests import DigestContext
 from offload.layout import array_file_name
 from offload.manifest import MODEL_BLOCK_BYTES, Manifest
 from offload.slot import MODEL_NAME
+from offload.unreadable import is_of_content, unreadable
 
 _Range = tuple[str, str, int, int, int, str]
 """File, name that the digest has, its index, offset, length, digest."""
@@ -29,6 +30,9 @@ def verify_tensors(
         parts: Paths of its parts on other drives.
         manifest: Of it.
         progress: Called with the bytes checked so far and the bytes in all.
+
+    Raises:
+        UnreadableError: Something could not be read, which says nothing about what it holds.
     """
     problems: list[str] = []
     context = DigestContext(manifest.store_id, manifest.generation)
@@ -45,6 +49,8 @@ def verify_tensors(
             finally:
                 file.close()
         except StorageError as error:
+            if not is_of_content(error):
+                raise unreadable(error, checkpoint=path) from error
             problems.append(str(error))
         else:
             found = context.digest(array, index, target.memoryview())

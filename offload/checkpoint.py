@@ -22,10 +22,12 @@ from offload.errors import (
 from offload.manifest import MANIFEST_NAME, Manifest
 from offload.parts import part_sizes
 from offload.reading import (
+    Found,
     PartDirectories,
     checkpoint_paths,
     find_checkpoint,
     part_paths,
+    read_in_store,
     read_manifest,
 )
 from offload.slot import TRAIN_STATE_NAME
@@ -37,6 +39,7 @@ from offload.train_state import (
     TrainStateTagError,
     unpack,
 )
+from offload.unreadable import reading
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -179,7 +182,16 @@ class Checkpoint:
         return self._train_state
 
     def read_train_state(self) -> bytes:
-        """Return the train state as it is stored."""
+        """Return the train state as it is stored.
+
+        Raises:
+            CheckpointError: It is damaged, or is not there any more.
+            UnreadableError: It could not be read, and nothing is known of it.
+        """
+        with reading(self.path):
+            return self._read_train_state()
+
+    def _read_train_state(self) -> bytes:
         file = self._backend.open(f"{self.path}/{TRAIN_STATE_NAME}")
         try:
             if file.size_bytes > MAX_CAPACITY_BYTES:
@@ -220,6 +232,9 @@ class Checkpoint:
 
         Args:
             progress: Called with the bytes checked so far and the bytes in all.
+
+        Raises:
+            UnreadableError: Something could not be read, which says nothing about what it holds.
         """
         problems: list[str] = []
         try:
@@ -228,7 +243,7 @@ class Checkpoint:
             if found.digest != self.manifest.digest:
                 problems.append(f"{self.path}/{MANIFEST_NAME}: replaced since it was opened")
             _ = self.train_state
-        except (CheckpointError, StorageError) as error:
+        except CheckpointError as error:
             problems.append(str(error))
         damaged, checked = verify_tensors(
             self._backend, self.path, self.parts, self.manifest, progress
@@ -282,6 +297,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint for reading, safely beside a process that is training.
 
+    Where the newest of a store is damaged, the one before it is opened, with a warning.
+
     Args:
         path: A checkpoint directory, or a store, which means its newest usable checkpoint.
         parts: For a store on several drives that are no longer where they were: their
@@ -292,7 +309,7 @@ def open_checkpoint(
         CheckpointNotFoundError: There is nothing at `path`.
         CheckpointError: There is no usable checkpoint; says why.
         StoreBusyError: It is being recycled at this moment; open the store's newest instead.
-        gds.StorageError: It cannot be read.
+        UnreadableError: Something could not be read, which says nothing about what it holds.
     """
     return _open(os.fspath(path), parts, backend, need_parts=True)
 
@@ -326,7 +343,26 @@ def _open(
         if owns_backend:
             backend.close()
         raise
-    return Checkpoint(backend, found, manifest, parts, lock=lock, owns_backend=owns_backend)
+    opened = Checkpoint(backend, found.path, manifest, parts, lock=lock, owns_backend=owns_backend)
+    try:
+        _warn_passed_over(backend, found, parts, need_parts=need_parts)
+    except BaseException:  # a warning may be an error
+        opened.close()
+        raise
+    return opened
+
+
+def _warn_passed_over(
+    backend: Backend, found: Found, parts: PartDirectories, *, need_parts: bool
+) -> None:
+    """Warn about each that may be newer, and still is there and not usable: not just recycled."""
+    for one in found.passed_over:
+        try:
+            read_in_store(backend, one.path, parts, need_parts=need_parts)
+        except CheckpointError:
+            now = backend.stat(one.path)
+            if now is not None and now.inode == one.inode:
+                warnings.warn(f"not using {one.path}: {one.reason}", RuntimeWarning, stacklevel=4)
 
 
 def _checkpoints_in(backend: Backend, path: str) -> dict[str, int]:
@@ -343,24 +379,25 @@ def _checkpoints_in(backend: Backend, path: str) -> dict[str, int]:
 
 def _open_found(
     backend: Backend, path: str, parts: PartDirectories, *, need_parts: bool
-) -> tuple[str, Manifest, Lock]:
+) -> tuple[Found, Manifest, Lock]:
     lock = None
     try:
-        found = find_checkpoint(backend, path, parts, need_parts=need_parts)
-        before = backend.stat(found)
-        try:
-            lock = backend.lock(found, shared=True)
-        except LockHeldError as error:
-            raise StoreBusyError(
-                error.errno, "this checkpoint is being recycled; open a newer one", found
-            ) from error
-        # The lock is on whatever had the name then; make sure that still has it now.
-        after = backend.stat(found)
+        with reading():
+            found = find_checkpoint(backend, path, parts, need_parts=need_parts)
+            before = backend.stat(found.path)
+            try:
+                lock = backend.lock(found.path, shared=True)
+            except LockHeldError as error:
+                raise StoreBusyError(
+                    error.errno, "this checkpoint is being recycled; open a newer one", found.path
+                ) from error
+            # The lock is on whatever had the name then; make sure that still has it now.
+            after = backend.stat(found.path)
         if before is None or after is None or after.inode != before.inode:
             raise StoreBusyError(
-                errno.EAGAIN, "this checkpoint has just been recycled; open a newer one", found
+                errno.EAGAIN, "this checkpoint has just been recycled; open a newer one", found.path
             )
-        manifest = read_manifest(backend, found, parts, need_parts=need_parts)
+        manifest = read_manifest(backend, found.path, parts, need_parts=need_parts)
     except BaseException:
         if lock is not None:
             lock.release()

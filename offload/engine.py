@@ -105,6 +105,7 @@ class Engine(Usable):
                 train_state_bytes=options.train_state_bytes,
                 reader_timeout_s=options.reader_timeout_s,
                 allow_volatile=options.allow_volatile,
+                allow_remote=options.allow_remote,
             )
             newest = store.newest
             self._table.shares = newest.manifest.layout.shares if newest else self._drives.shares()

@@ -37,6 +37,14 @@ class StoreFullError(StoreError):
     """The file system has no room for what the retention policy will need."""
 
 
+class UnreadableError(StoreError, StorageError):
+    """Something of a store could not be read. That says nothing about what it holds."""
+
+    def __init__(self, number: int, message: str, path: str) -> None:
+        OSError.__init__(self, number, message, path)  # the message says all that it needs to
+        self.offset = None
+
+
 class SlotFullError(StoreFullError, StorageError):
     """The file system has no room for the slot that the next generation needs, at this moment."""
 
@@ -55,6 +63,10 @@ class MetricError(OffloadError, ValueError):
 
 class VolatileStoreError(StoreError):
     """The directory is on a file system that forgets at power-off."""
+
+
+class RemoteStoreError(StoreError):
+    """The directory is on a file system that another machine, or a program, serves."""
 
 
 class CheckpointError(OffloadError, ValueError):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gds import Backend, PosixBackend, StorageError
+from gds import Backend, PosixBackend
 from offload.checkpoint import Checkpoint
 from offload.errors import CheckpointError, CheckpointNotFoundError
 from offload.manifest import MANIFEST_NAME
@@ -20,6 +20,7 @@ from offload.reading import (
     read_in_store,
 )
 from offload.slot import LOCK_NAME
+from offload.unreadable import reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def list_checkpoints(
     Raises:
         CheckpointNotFoundError: There is nothing at `store`.
         CheckpointError: It is something else than a store.
-        gds.StorageError: It cannot be read.
+        UnreadableError: Something could not be read, which says nothing about what it holds.
     """
     owns_backend = backend is None
     backend = backend or PosixBackend()
@@ -84,7 +85,9 @@ def list_checkpoints(
             raise CheckpointError(
                 f"{directory}: {kind_of(stat)}, expected the directory of a store"
             )
-        names = backend.list_dir(directory)
+        with reading():
+            names = backend.list_dir(directory)
+            pins = read_pins(backend, directory)
         if MANIFEST_NAME in names:
             raise CheckpointError(
                 f"{directory}: this is a checkpoint; its store is {os.path.dirname(directory)}"
@@ -94,7 +97,6 @@ def list_checkpoints(
             raise CheckpointError(
                 f"{directory}: not a store: it has neither a {LOCK_NAME} file nor a checkpoint"
             )
-        pins = read_pins(backend, directory)
         return [_describe(backend, path, parts, pins) for path in paths]
     finally:
         if owns_backend:
@@ -107,7 +109,7 @@ def _describe(
     step = int(os.path.basename(path)[5:])
     try:
         manifest = read_in_store(backend, path, parts)
-    except (CheckpointError, StorageError) as error:
+    except CheckpointError as error:
         return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0, pins.at(path))
     files = Checkpoint(backend, path, manifest, parts).files
     return CheckpointInfo(
