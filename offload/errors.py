@@ -21,6 +21,10 @@ class UnsupportedParameterError(OffloadError, TypeError):
     """A parameter or its gradient has a type or layout that the streamer cannot update."""
 
 
+class ProcessGroupError(OffloadError, RuntimeError):
+    """Several processes train one model, or `model=` is wrapped for that."""
+
+
 class StoreError(OffloadError, OSError):
     """The store as a whole cannot be used as asked."""
 
