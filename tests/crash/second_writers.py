@@ -44,6 +44,16 @@ def train_as_well(directory: str) -> None:
         print(f"trained to step {step}")
 
 
+def start_below_new_directories(directory: str) -> None:
+    """Wait for others to be ready as well, then open a store in a directory of one's own."""
+    model = Model()
+    Path(f"{directory}/ready-{os.getpid()}").touch()
+    while not os.path.exists(f"{directory}/go"):
+        pass
+    optimizer_for(model, f"{directory}/new/runs/{os.getpid()}", options()).close()
+    print("opened")
+
+
 def lock_as_before(directory: str) -> None:
     """Lock the store as versions did that knew of LOCK only, and wait to be killed."""
     fd = os.open(f"{directory}/run/LOCK", os.O_RDONLY | os.O_CREAT, 0o666)
