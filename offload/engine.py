@@ -27,6 +27,7 @@ from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
 from offload.options import Options
+from offload.places import NOTHING_CHANGED
 from offload.reseal import is_unchanged, replace_train_state
 from offload.resume import (
     choose_checkpoint,
@@ -47,6 +48,7 @@ from offload.streamer import Streamer
 from offload.table import ParameterTable
 from offload.trace import Trace
 from offload.train_state import encode
+from offload.unreadable import stopping
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
 from offload.usable import Usable
@@ -127,9 +129,10 @@ class Engine(Usable):
 
         Raises whatever would otherwise be raised by the first step. Warns about pins of nothing.
         """
-        self.store.keeping.warn([path for path, _ in self.store.refused])
         layout, _ = self._table.describe(groups)
-        self.store.require_space(layout, len(groups))
+        with stopping(NOTHING_CHANGED):
+            self.store.keeping.warn([path for path, _ in self.store.refused])
+            self.store.require_space(layout, len(groups))
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:
         """Begin to follow the model, where a step runs beside it.

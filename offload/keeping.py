@@ -12,8 +12,10 @@ from offload.errors import CheckpointNotFoundError, PinError
 from offload.manifest import Manifest
 from offload.opening import StoredCheckpoint, find_stored
 from offload.pins import FoundPins, Pin, read_pins, remove_pin, sync_pins, write_pin
+from offload.places import NOTHING_CHANGED
 from offload.poison import Poison
 from offload.retention import BestBy, Record, Retention, describe, kept_generations, num_wanted
+from offload.unreadable import stopping
 from offload.writer_lock import WriterLock
 
 
@@ -93,8 +95,13 @@ class Keeping:
 
         Args:
             refused: Paths of what is there and is not usable, of which others speak.
+
+        Raises:
+            gds.StorageError: A pin cannot be read at this moment, which says nothing about it.
         """
         found = self.pins()
+        if found.failures:
+            raise found.failures[0]
         messages = [f"{reason}; until then no checkpoint expires" for reason in found.unreadable]
         messages += [
             f"{self._directory}: the checkpoint that was pinned as {pin.name!r}, {pin.checkpoint} "
@@ -177,7 +184,14 @@ class Keeping:
             remove_pin(self._backend, self._directory, name, guard)
 
     def require_none(self, what: str) -> None:
-        """Check that no checkpoint is pinned; as `require_none_after`."""
+        """Check that no checkpoint is pinned; as `require_none_after`.
+
+        Raises:
+            UnreadableError: A pin cannot be read at this moment, which says nothing about it.
+        """
+        with stopping(NOTHING_CHANGED):
+            if failures := self.pins().failures:
+                raise failures[0]
         self._require_unpinned(self._checkpoints, what)
 
     def require_none_after(self, checkpoint: StoredCheckpoint) -> None:

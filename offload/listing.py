@@ -20,7 +20,7 @@ from offload.reading import (
     read_in_store,
 )
 from offload.slot import LOCK_NAME
-from offload.unreadable import reading
+from offload.unreadable import reading, unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,8 @@ def list_checkpoints(
         with reading():
             names = backend.list_dir(directory)
             pins = read_pins(backend, directory)
+        if pins.failures:
+            raise unreadable(pins.failures[0])
         if MANIFEST_NAME in names:
             raise CheckpointError(
                 f"{directory}: this is a checkpoint; its store is {os.path.dirname(directory)}"

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gds import Backend, StorageError
+from gds import Backend
 from offload.digests import DigestContext
 from offload.errors import CheckpointError, CheckpointNotFoundError
 from offload.identity import read_store_id
@@ -38,7 +38,7 @@ from offload.reading import (
     kind_of,
 )
 from offload.slot import Slot, open_slot
-from offload.unreadable import unreadable
+from offload.unreadable import stopping
 from offload.writer_lock import WriterLock
 
 _SLOT = re.compile(r"\.slot-\d+")
@@ -115,13 +115,11 @@ def open_directories(
         for backend, directory in drives:
             with using(backend, directory):
                 lock.take(backend, directory)
-        try:
+        with stopping(NOTHING_CHANGED):
             # Names in the others are made durable when a part is sealed; until then none is
             # trusted.
             drives[0][0].sync_dir(drives[0][1])
             return _look_around(drives, lock, poison)
-        except StorageError as error:
-            raise unreadable(error, then=NOTHING_CHANGED) from error
     except BaseException:
         lock.release()
         raise

@@ -355,7 +355,8 @@ class Store:
                         "this checkpoint is being read and cannot be withdrawn; close its readers",
                         newer.path,
                     )
-            self._drop_spare_slots()
+            with suppress(StorageError):
+                self._drop_spare_slots()
 
     def close(self) -> None:
         """Close all files and let go of the lock. Idempotent."""

@@ -67,6 +67,22 @@ def unreadable(error: StorageError, *, checkpoint: str = "", then: str = "") -> 
 
 
 @contextmanager
+def stopping(then: str) -> Iterator[None]:
+    """Let any error of reading in the body stop what is done, by name.
+
+    Args:
+        then: A further sentence for the message.
+
+    Raises:
+        UnreadableError: Something could not be read, or not be made durable.
+    """
+    try:
+        yield
+    except StorageError as error:
+        raise unreadable(error, then=then) from error
+
+
+@contextmanager
 def reading(checkpoint: str = "") -> Iterator[None]:
     """Turn errors of reading in the body into what they say.
 

@@ -76,7 +76,7 @@ def test_gds_says_the_same_of_it(served: Path) -> None:
     (found,) = (one for one in findings if one["what"] == "file system")
     assert (found["verdict"], found["why"]) == ("limits", words)
     measured = gds(
-        "bench", "--json", "--size", "64K", "--file-size", "1M", "--allow-small", "--path", "buffered",
+        "bench", "--json", "--size=64K", "--file-size=1M", "--allow-small", "--path=buffered",
         str(served),
     )  # fmt: skip
     assert words in " ".join(measured.stderr.split())

@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Final
 
 from tests.mutation.keeping import KEEPING
+from tests.mutation.locking import LOCKING
 from tests.mutation.mutation import Mutation
 from tests.mutation.opening import OPENING
+from tests.mutation.overlooked import OVERLOOKED
 from tests.mutation.quarantining import QUARANTINING
 from tests.mutation.recycling import RECYCLING
 from tests.mutation.restoring import RESTORING
@@ -20,6 +22,8 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *RECYCLING,
     *KEEPING,
     *OPENING,
+    *LOCKING,
+    *OVERLOOKED,
     *RESTORING,
     *QUARANTINING,
 )

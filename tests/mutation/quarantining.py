@@ -6,6 +6,7 @@ from tests.mutation.mutation import Edit, Mutation, gone
 
 _QUARANTINE = "offload/quarantine.py"
 _STORE = "offload/store.py"
+_WITHDRAWAL = "offload/withdrawal.py"
 _READING = "offload/reading.py"
 _OPENING = "offload/opening.py"
 _ENGINE = "offload/engine.py"
@@ -102,10 +103,10 @@ QUARANTINING = (
         (
             Edit(
                 _OPENING,
-                "        except (CheckpointError, StorageError) as error:\n"
+                "        except CheckpointError as error:\n"
                 "            refused.append((path, str(error)))\n"
                 "        else:\n",
-                "        except (CheckpointError, StorageError) as error:\n"
+                "        except CheckpointError as error:\n"
                 "            if 'quarantined' not in str(error):\n"
                 "                refused.append((path, str(error)))\n"
                 "                continue\n"
@@ -165,11 +166,10 @@ QUARANTINING = (
         "quarantined-slot-given-back",
         "the slot of a damaged checkpoint is not a free one",
         (
-            gone(
+            Edit(
                 _STORE,
-                "            if self._quarantine.has(slot):\n"
-                "                slot.close()  # nobody writes into evidence\n"
-                "                return\n",
+                "            if self._quarantine.has(slot) or not self._lock.is_held():\n",
+                "            if not self._lock.is_held():\n",
             ),
         ),
         (f"{_TESTS}::test_its_files_stay_as_they_are",),
@@ -179,8 +179,8 @@ QUARANTINING = (
         "the mark is removed from a slot that is used again",
         (
             gone(
-                _STORE,
-                "                    lift_quarantine(self.backend, name)"
+                _WITHDRAWAL,
+                "                    lift_quarantine(self._backend, name)"
                 "  # a reader may have found it damaged\n",
             ),
         ),
