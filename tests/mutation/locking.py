@@ -38,13 +38,13 @@ LOCKING = (
         (f"{_TESTS}::test_a_removed_lock_lets_nobody_in",),
     ),
     Mutation(
-        "lock-file-shared",
+        "lock-file-not-locked",
         "LOCK is locked, for earlier versions lock nothing else",
         (
             Edit(
                 _LOCK,
                 'of_file = backend.lock(f"{directory}/{LOCK_NAME}", create=True)',
-                'of_file = backend.lock(f"{directory}/{LOCK_NAME}", shared=True, create=True)',
+                'of_file = backend.lock(f"{directory}/.{LOCK_NAME}", create=True)',
             ),
         ),
         (f"{_TESTS}::test_an_earlier_version_and_this_one_keep_each_other_out",),
