@@ -21,7 +21,6 @@ from offload.errors import CheckpointError, CheckpointNotFoundError
 from offload.identity import read_store_id
 from offload.manifest import Manifest
 from offload.part_pool import PartPool, part_numbers
-from offload.pins import read_pins
 from offload.places import (
     NOTHING_CHANGED,
     make_directories,
@@ -198,8 +197,6 @@ def _look_around(
             checkpoints.append(StoredCheckpoint(path, manifest, None))
             del claims[path]
     checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.generation)
-    if failures := read_pins(backend, directory).failures:
-        raise failures[0]
     recorded = read_store_id(backend, directory, durable=True) if others else None
     store_id = checkpoints[-1].manifest.store_id if checkpoints else recorded or uuid.uuid4().hex
     parts = PartPool(others, store_id, [c.manifest for c in checkpoints], claims, poison)

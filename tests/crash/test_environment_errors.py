@@ -309,7 +309,7 @@ def test_the_error_says_what_to_do(number: int, where: str) -> None:
     assert ("ulimit -n" in said) == (number == errno.EMFILE)
     assert ("dmesg" in said) == (number == errno.EIO)
     for reader in (
-        lambda: open_checkpoint(STORE, backend=run.backend),
+        lambda: open_checkpoint(STORE, backend=run.backend).close(),
         lambda: load_parameters(Model(), STORE, backend=run.backend),
         lambda: list_checkpoints(STORE, backend=run.backend),
     ):
@@ -318,6 +318,30 @@ def test_the_error_says_what_to_do(number: int, where: str) -> None:
             reader()
     run.construct()
     run.restore()
+    run.close()
+
+
+OF_CONTENT = ("ENOENT", "ENOTDIR", "ELOOP", "EISDIR", "ENODATA", "ENXIO", "ENAMETOOLONG")
+
+
+@pytest.mark.parametrize("name", OF_CONTENT)
+@pytest.mark.parametrize("where", ["manifest.json", "model.safetensors", "exp_avg.safetensors"])
+def test_what_says_something_about_the_content_is_refused(name: str, where: str) -> None:
+    """A file that is gone, or is shorter than it was when it was looked at, or is a link by now."""
+    run = Run(1)
+    newest = f"{STORE}/step-0000000{SEALED}"
+    number = getattr(errno, name)
+    kind = "read_bytes" if name == "ENODATA" else "open"
+    run.backend.fail_if(lambda k, path: k == kind and path == f"{newest}/{where}", number)
+    run.construct()
+    assert run.optimizer is not None
+    with pytest.warns(RuntimeWarning, match=f"not using {newest}: .*{os.strerror(number)}"):
+        found = run.optimizer.restore()
+    assert found is not None
+    assert found.step == SEALED - 1
+    run.backend.fail_if(lambda k, path: k == kind and path == f"{newest}/{where}", number)
+    infos = list_checkpoints(STORE, backend=run.backend)
+    assert [info.valid for info in infos] == [True, True, True, False]
     run.close()
 
 

@@ -249,16 +249,16 @@ LOCKING = (
         "error-of-content-for-ever",
         "a file that is gone says something about the content",
         (Edit(_UNREADABLE, "    return error.errno in _OF_CONTENT\n", "    return False\n"),),
-        (f"{_REFUSALS}::TestDamage",),
+        (f"{_ERRORS}::test_what_says_something_about_the_content_is_refused",),
     ),
     Mutation(
         "pin-error-ignored",
         "a store is not opened while a pin of it cannot be read",
         (
             Edit(
-                _OPENING,
-                "    if failures := read_pins(backend, directory).failures:\n",
-                "    if failures := ():\n",
+                "offload/keeping.py",
+                "        if found.failures:\n            raise found.failures[0]\n",
+                "",
             ),
         ),
         (
