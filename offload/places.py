@@ -26,15 +26,14 @@ from offload.errors import (
 from offload.full_disk import FULL
 from offload.identity import STORE_FILE_NAME, read_store_id
 from offload.manifest import MANIFEST_NAME, Manifest
-from offload.part_file import part_number
-from offload.pins import PINS_NAME
+from offload.part_file import PART_FILE_NAME, part_number
 from offload.reading import checkpoint_paths, decode_manifest, given_directory, read_part
 from offload.slot import LOCK_NAME
 from offload.tuning import CALIBRATION_NAME
 from offload.unreadable import unreadable
 
 _FIRST = re.compile(r"step-[0-9]{1,19}|\.slot-[0-9]+")
-"""What only the first directory of a store has, besides `STORE_FILE_NAME` and `PINS_NAME`."""
+"""What only the first directory of a store has, besides a ``store.json``."""
 
 _NOTHING = frozenset({"lost+found", CALIBRATION_NAME})
 """What an empty directory may hold, besides names that begin with a dot."""
@@ -63,19 +62,16 @@ class _Place:
     store_id: str | None = None
     """What its ``store.json`` says, if it has one that is whole."""
 
+    parts: list[str] = field(default_factory=list)
+    """The names of the parts in it, sealed or not."""
+
     drives: dict[str, set[int]] = field(default_factory=dict)
     """Of the sealed parts in it: by the store that each is of, their positions in that store."""
 
     @property
     def is_first(self) -> bool:
         """Whether it is the first directory of a store."""
-        marks = (STORE_FILE_NAME, PINS_NAME)
-        return any(name in marks or _FIRST.fullmatch(name) for name in self.names)
-
-    @property
-    def parts(self) -> list[str]:
-        """The names of the parts in it, sealed or not."""
-        return [name for name in self.names if part_number(name) is not None]
+        return self.store_id is not None or any(map(_FIRST.fullmatch, self.names))
 
     @property
     def is_store(self) -> bool:
@@ -246,7 +242,11 @@ def _look_at(backend: Backend, directory: str) -> _Place:
         )
     if STORE_FILE_NAME in place.names:
         place.store_id = read_store_id(backend, directory, durable=False)
-    for name in place.parts:
+    for name in place.names:
+        own = f"{directory}/{name}/{PART_FILE_NAME}"
+        if part_number(name) is None or backend.stat(own) is None:
+            continue
+        place.parts.append(name)
         try:
             part = read_part(backend, f"{directory}/{name}")
         except CheckpointError:

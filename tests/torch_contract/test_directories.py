@@ -83,6 +83,11 @@ class TestOtherThings:
         assert f"Give the store a directory of its own, such as '{tmp_path}/store'" in str(error)
         assert error.filename == str(tmp_path)
 
+    @pytest.mark.parametrize("name", ["pins", "store.json", "part-1", "step", "LOCKED", "slot-1"])
+    def test_a_name_that_others_use_as_well_makes_no_store(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / name).mkdir() if "." not in name else (tmp_path / name).write_text("{}")
+        assert f"holds other things: '{name}'" in str(refused(tmp_path, tmp_path))
+
     def test_the_current_directory_is_no_exception(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
