@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Final
 
@@ -49,7 +50,7 @@ def start_below_new_directories(directory: str) -> None:
     model = Model()
     Path(f"{directory}/ready-{os.getpid()}").touch()
     while not os.path.exists(f"{directory}/go"):
-        pass
+        time.sleep(0.0005)
     optimizer_for(model, f"{directory}/new/runs/{os.getpid()}", options()).close()
     print("opened")
 

@@ -43,8 +43,10 @@ def tree(directory: Path) -> dict[str, bytes | None]:
 def construct(
     places: Path | Sequence[Path], model: Model | None = None, **changes: object
 ) -> AdamW:
+    """Construct an optimizer; with shares, so that no drive has to be measured first."""
     directories = [places] if isinstance(places, Path) else list(places)
-    return optimizer_for(model or Model(), list(map(str, directories)), options(), **changes)
+    settings = options(shares=(1,) * len(directories))
+    return optimizer_for(model or Model(), list(map(str, directories)), settings, **changes)
 
 
 def train(places: Path | Sequence[Path], *steps: int) -> Model:
@@ -62,8 +64,9 @@ def train(places: Path | Sequence[Path], *steps: int) -> Model:
 def refused(places: Path | Sequence[Path], root: Path, **changes: object) -> StoreError:
     """Return the error of the constructor, having checked that it has made nothing."""
     before = tree(root)
-    with pytest.raises(StoreError) as caught:
-        construct(places, **changes)
+    directories = [places] if isinstance(places, Path) else list(places)
+    with pytest.raises(StoreError) as caught:  # without shares: drives would be measured
+        optimizer_for(Model(), list(map(str, directories)), options(), **changes)
     assert tree(root) == before
     return caught.value
 
@@ -264,7 +267,7 @@ def test_parameters_are_looked_at_before_a_directory_is_made(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("attempt", range(4))
+@pytest.mark.parametrize("attempt", range(3))
 def test_processes_that_start_at_once_make_their_directories_together(
     children: Children, tmp_path: Path, attempt: int
 ) -> None:
