@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from offload.checkpoint_stream import MODEL_DTYPES, CheckpointStream
+from offload.checkpoint_stream import CheckpointStream
 from offload.formats import MASTER
+from offload.parameters import MODEL_DTYPES
 from offload.state_decoding import STATE_BLOCK_ELEMENTS, Block, cut_pieces
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]

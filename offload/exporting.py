@@ -17,11 +17,12 @@ import torch
 
 from gds import Backend, File
 from offload.checkpoint import Checkpoint
-from offload.checkpoint_stream import MODEL_DTYPES, CheckpointStream, Progress, open_stream
+from offload.checkpoint_stream import CheckpointStream, Progress, open_stream
 from offload.errors import MismatchError, StoreError
 from offload.formats import MASTER
 from offload.layout import array_file_name
 from offload.manifest import encode_group
+from offload.parameters import MODEL_DTYPES
 from offload.pt_file import Room, write_structure, write_tensor
 from offload.slot import MODEL_NAME
 from offload.state_dicts import MASTERS

@@ -246,6 +246,14 @@ class Layout:
         first = chunk * self.chunk_elements
         return first, min(first + self.chunk_elements, self.num_elements)
 
+    def chunks_of(self, parameter: int) -> range:
+        """Return the chunks that hold elements of a parameter; none of an empty one."""
+        first, last = self.starts[parameter : parameter + 2]
+        if first == last:
+            return range(0)
+        length = self.chunk_elements
+        return range(first // length, -(-last // length))
+
     def pieces(self, chunk: int) -> Iterator[Piece]:
         """Yield the parts of parameters that make up a chunk, in order; empty ones are left out."""
         first, last = self.chunk_range(chunk)

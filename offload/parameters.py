@@ -35,6 +35,9 @@ DTYPE_CODES: dict[torch.dtype, str] = {
 }
 """safetensors codes of torch dtypes."""
 
+MODEL_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+"""torch dtypes of what ``model.safetensors`` holds, by safetensors code."""
+
 _TRAINABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
