@@ -117,7 +117,7 @@ class StateDecoder:
         self._scalars = scalars
         self._live = live
         self._memory = BlockMemory()
-        self._coder = StateCoder(layout.state_dtype, 0, 0)
+        self._coder = StateCoder(layout)
 
     def blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[Block]:
         """Decode one chunk, given just its range of each state array, as it is stored."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from offload.errors import MismatchError
-from offload.formats import StateFormat
+from offload.formats import NEW_STORES_COUNT_FROM, StateFormat
 from offload.layout import Layout, element_space_order, model_order
 from offload.parameters import (
     DTYPE_CODES,
@@ -96,7 +96,9 @@ class ParameterTable:
         shares = self.layout.shares if self.layout else self.shares
         specs = [t.spec for t in trainables]
         state_dtype = self.state_format.state_dtype
-        return Layout(tuple(specs), model, grid, state_dtype, shares), trainables
+        counts_from = self.layout.counts_from if self.layout else NEW_STORES_COUNT_FROM
+        layout = Layout(tuple(specs), model, grid, state_dtype, shares, counts_from)
+        return layout, trainables
 
     def is_current(self, groups: Groups) -> bool:
         """Return whether the layout still fits the groups; quick, for every step."""
