@@ -60,7 +60,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Raises:
         UnsupportedOptimizerError: The class or a flag needs more than one element at a time.
         UnsupportedParameterError: A parameter is complex, sparse, FP64, or on a device that is
-            neither the CPU nor CUDA's.
+            neither the CPU nor CUDA's; or it shares memory with another one that is trained.
         StoreLockedError: Another process trains in this directory.
         VolatileStoreError: The directory would be lost at power-off.
         StoreFullError: There is no room for ``keep + 1`` slots, besides those that are pinned.
@@ -235,8 +235,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Reads the parameters and buffers only, into the live tensors, and compares them with their
         digests; the first step does so with the optimizer state. Hyper-parameters become the
-        checkpoint's. A checkpoint that is found damaged is quarantined: marked on the drive as not
-        to be used. If none was asked for, the one before it is taken then, with a warning.
+        checkpoint's. Parameters are matched by name: one that is frozen now keeps its state, and
+        one that was frozen then joins with the next step. A checkpoint that is found damaged is
+        quarantined: marked on the drive as not to be used. If none was asked for, the one before it
+        is taken then, with a warning.
 
         Args:
             checkpoint: A step number, a path, or a `Checkpoint`; None for the newest.
@@ -273,6 +275,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Raises:
             MismatchError: A parameter is given twice; nothing has changed.
+            UnsupportedParameterError: As for the constructor; nothing has changed.
             gds.StorageError: There is no room for the larger state, likewise.
         """
         super().add_param_group(param_group)
