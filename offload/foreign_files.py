@@ -13,7 +13,7 @@ from offload.errors import CheckpointError, MismatchError
 from offload.importing import Foreign
 from offload.parameters import DTYPE_CODES
 from offload.pt_file import StoredTensor, read_structure
-from offload.state_dicts import MASTERS
+from offload.state_dicts import MASTERS, NUM_STEPS
 from offload.tensorfile import MAX_HEADER_BYTES, TensorFileError, read_header
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict")
@@ -68,7 +68,7 @@ def _from_structure(path: str, found: Any, model: str | None) -> Foreign:
             f"expected 'state' and 'param_groups', or one of {', '.join(_OPTIMIZER_KEYS)}"
         )
     masters = optimizer.get(MASTERS) or found.get(MASTERS) or {}
-    step = found.get("step")
+    step = found.get("step", optimizer.get(NUM_STEPS))
     out = Foreign(path, {}, optimizer, masters, step=step if type(step) is int else None)
     if model is not None:
         return _with_model(out, model)

@@ -61,7 +61,10 @@ def list_checkpoints(
     parts: PartDirectories = None,
     backend: Backend | None = None,
 ) -> list[CheckpointInfo]:
-    """Describe every directory of a store that is named like a checkpoint, oldest step first.
+    """Describe every directory of a store that is named like a checkpoint, the newest last.
+
+    They are in the order of their generations, whatever their steps are. One whose manifest cannot
+    be read has no generation: it comes before the first one that has a higher step.
 
     Args:
         store: The directory; the first one, if there are several.
@@ -95,10 +98,19 @@ def list_checkpoints(
                 f"{directory}: not a store: it has neither a {LOCK_NAME} file nor a checkpoint"
             )
         pins = read_pins(backend, directory)
-        return [_describe(backend, path, parts, pins) for path in paths]
+        return _in_order([_describe(backend, path, parts, pins) for path in paths])
     finally:
         if owns_backend:
             backend.close()
+
+
+def _in_order(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Sort by generation; what has none goes where its step says."""
+    ordered = sorted((i for i in infos if i.valid), key=lambda info: info.generation)
+    for info in sorted((i for i in infos if not i.valid), key=lambda info: info.step):
+        later = (n for n, other in enumerate(ordered) if other.step > info.step)
+        ordered.insert(next(later, len(ordered)), info)
+    return ordered
 
 
 def _describe(
