@@ -9,6 +9,7 @@ from typing import Final
 
 from tests.mutation.keeping import KEEPING
 from tests.mutation.mutation import Mutation
+from tests.mutation.numbers import NUMBERS
 from tests.mutation.opening import OPENING
 from tests.mutation.quarantining import QUARANTINING
 from tests.mutation.recycling import RECYCLING
@@ -22,4 +23,5 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *OPENING,
     *RESTORING,
     *QUARANTINING,
+    *NUMBERS,
 )
