@@ -177,7 +177,9 @@ class Engine(Usable):
         Raises:
             gds.StorageError: No space; nothing has changed.
         """
-        if self._table.layout is not None:
+        if self._table.layout is None:
+            self._table.describe(groups)  # refuse now what the first step would
+        else:
             self._require_usable()
             self._relayout(groups)
 

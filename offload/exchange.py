@@ -11,7 +11,7 @@ from offload.engine import Engine, Groups
 from offload.errors import DamagedError, MismatchError
 from offload.giving_up import give_up
 from offload.state_decoding import StateDecoder, kept_arrays
-from offload.state_dicts import MaterializedState, num_steps, read_state_dict
+from offload.state_dicts import MaterializedState, num_steps, read_state_dict, said_steps
 from offload.state_filling import ParameterState, StateFiller
 from offload.state_reference import (
     Position,
@@ -95,13 +95,14 @@ class ExchangingEngine(Engine):
                 "expected a state dict of an optimizer: of this class, or of torch with 'state' "
                 "and 'param_groups'"
             )
+        said = said_steps(state_dict)
         self._require_usable()
         merged, states = read_state_dict(state_dict, groups, self._rule)
         layout, trainables = self._table.describe(merged)
         self._collect_seal(wait=True)
         self._relayout(merged)
         found = [states.get(t.tensor, ParameterState()) for t in trainables]
-        steps = num_steps([state.scalars for state in found])
+        steps = num_steps([state.scalars for state in found]) if said is None else said
         live = flat_tensors(
             [t.tensor for t in trainables], writable=True, traffic=self._meter.traffic
         )

@@ -201,11 +201,7 @@ class ForwardHooks:
             self._record.begin()
 
     def _lay_out(self, layout: Layout, trainables: Sequence[Trainable]) -> None:
-        length = layout.chunk_elements
-        self._spans = [
-            range(first // length, -(-last // length)) if first < last else range(0)
-            for first, last in itertools.pairwise(layout.starts)
-        ]
+        self._spans = [layout.chunks_of(number) for number in range(len(layout.parameters))]
         spans = {id(t.tensor): span for t, span in zip(trainables, self._spans, strict=True)}
         self._own = [
             sorted({c for p in _own_parameters(module) for c in spans.get(id(p), ())})

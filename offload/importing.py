@@ -31,7 +31,7 @@ from offload.parameters import DTYPE_CODES
 from offload.retention import as_retention
 from offload.rules import Rule, Scalars, UpdateRule
 from offload.slot import Slot
-from offload.state_dicts import num_steps, read_parameter_state, scalar_template
+from offload.state_dicts import NO_ENTRY, num_steps, read_parameter_state, scalar_template
 from offload.state_filling import ParameterState, StateFiller, TensorSource
 from offload.stats import Meter
 from offload.store import Store
@@ -285,7 +285,7 @@ def _parameter(
         value, master = master or value, None
     state = read_parameter_state(
         f"state of {name!r} in {foreign.path}",
-        foreign.optimizer["state"].get(key, {}),
+        foreign.optimizer["state"].get(key, NO_ENTRY),
         master,
         value.shape,
         kept,

@@ -27,7 +27,13 @@ from offload.retention import Retention, as_retention
 from offload.rules import UpdateRule
 from offload.seal import SealHandle
 from offload.state_device import device_of
-from offload.state_dicts import MASTERS, MaterializedState, StateElsewhere, number_parameters
+from offload.state_dicts import (
+    MASTERS,
+    NUM_STEPS,
+    MaterializedState,
+    StateElsewhere,
+    number_parameters,
+)
 from offload.state_reference import is_reference, reference_to
 from offload.stats import Stats
 
@@ -64,7 +70,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ProcessGroupError: There are several ranks, or `model` is wrapped for them.
         UnsupportedOptimizerError: The class or a flag needs more than one element at a time.
         UnsupportedParameterError: A parameter is complex, sparse, FP64, a DTensor, or on a device
-            that is neither the CPU nor CUDA's.
+            that is neither the CPU nor CUDA's; or shares memory with another one that is trained.
         StoreLockedError: Another process trains in this directory.
         VolatileStoreError: The directory would be lost at power-off.
         RemoteStoreError: Another machine, or a program, serves the files of the directory.
@@ -248,10 +254,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Reads the parameters and buffers only, into the live tensors, and compares them with their
         digests; the first step does so with the optimizer state, or this call with `verify`.
-        Hyper-parameters become the checkpoint's. What is wrong is read a second time. A checkpoint
-        that is found damaged is quarantined: marked on the drive as not to be used. If none was
-        asked for, the one before it is taken then, with a warning. If that one is damaged as well,
-        it is not marked, and this raises: bad memory would condemn one after the other.
+        Hyper-parameters become the checkpoint's. Parameters are matched by name: one that is frozen
+        now keeps its state, and one that was frozen then joins with the next step. What is wrong is
+        read a second time. A checkpoint that is found damaged is quarantined: marked on the drive
+        as not to be used. If none was asked for, the one before it is taken then, with a warning.
+        If that one is damaged as well, it is not marked, and this raises: bad memory would condemn
+        one after the other.
 
         Args:
             checkpoint: A step number, a path, or a `Checkpoint`; None for the newest.
@@ -295,6 +303,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Raises:
             MismatchError: A parameter is given twice; nothing has changed.
+            UnsupportedParameterError: As for the constructor; nothing has changed.
             gds.StorageError: There is no room for the larger state, likewise.
         """
         super().add_param_group(param_group)
@@ -321,6 +330,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             numbers = number_parameters(self.param_groups)
             masters = self._materialized.masters.items()
             torch_dict[MASTERS] = {numbers[p]: m for p, m in masters if p in numbers}
+            torch_dict[NUM_STEPS] = engine.num_steps
             return torch_dict
         if not engine.position.sealed:
             warn_if_saved(engine.store.directory)
@@ -330,8 +340,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Read all state into memory: the state dict of the wrapped class, for other programs.
 
         ``state`` and ``param_groups`` are as torch would have them with FP32 parameters;
-        ``master`` has, by the same numbers, the FP32 values of parameters that are live in 16 bits.
-        Takes as many bytes of host memory; ``offload export`` does not.
+        ``master`` has, by the same numbers, the FP32 values of parameters that are live in 16 bits,
+        and ``num_steps`` is the number of optimizer steps taken. A parameter that is in no group
+        any more has no number, so that its state is not in it. Takes as many bytes of host memory;
+        ``offload export`` does not.
 
         Raises:
             gds.StorageError: It cannot be read.
@@ -374,8 +386,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self._exclusive("materialized") as engine, torch.no_grad():
             engine.join()
             self._materialized = engine.materialize(self.param_groups)
+        present = number_parameters(self.param_groups)
         self.state.clear()
-        self.state.update(self._materialized.state)
+        self.state.update({p: s for p, s in self._materialized.state.items() if p in present})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a reference, or a state dict of the wrapped class.
@@ -387,7 +400,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         A torch state dict (or a `full_state_dict`) is streamed into the store: FP32 state as it is,
         never in the parameters' dtype. Its tensors may be on any device, or memory-mapped. If it
         has ``master``, the live 16-bit parameters become what those round to; otherwise masters
-        begin as the live parameters. Checkpoints of the store stay; call `checkpoint` after it.
+        begin as the live parameters. The number of steps becomes its ``num_steps``, or without
+        that the largest ``step`` of a parameter. Checkpoints of the store stay; call `checkpoint`
+        after it.
 
         Raises:
             ValueError: Numbers of groups or parameters differ, as torch says it.

@@ -120,9 +120,20 @@ class BackwardEngine(ExchangingEngine):
                     self._take(schedule, number, found)  # it is not from backward()
             schedule.complete()
             self._finish()
+            self._step_others(groups)
             self._meter.steps += 1
             self.num_steps += 1
         self._hook_parameters(groups)
+
+    def _step_others(self, groups: Groups) -> None:
+        """Step what the pass did not know: frozen parameters that were given gradients since."""
+        if self._table.is_current(groups):
+            return
+        self._relayout(groups)
+        gradients = self._table.gradients(groups)
+        if any(gradient is not None for gradient in gradients):
+            self._stream(groups, gradients)
+            self._drop_gradients()
 
     def checkpoint(
         self, groups: Groups, train_state: object, metrics: Metrics = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,9 @@ DTYPE_CODES: dict[torch.dtype, str] = {
 }
 """safetensors codes of torch dtypes."""
 
+MODEL_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+"""torch dtypes of what ``model.safetensors`` holds, by safetensors code."""
+
 _TRAINABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -61,13 +64,30 @@ class Stored:
         return replace(self, tensor=self.tensor.detach().clone()) if self.by_value else self
 
 
+def is_stepped(parameter: torch.Tensor) -> bool:
+    """Return whether a step updates a parameter, if it has a gradient by then.
+
+    torch asks for the gradient only: a frozen parameter that has one is stepped as well.
+    """
+    return parameter.requires_grad or parameter.grad is not None
+
+
 def describe_parameters(
     param_groups: Sequence[Mapping[str, Any]],
     model: torch.nn.Module | None,
     rule: UpdateRule,
     state_format: StateFormat,
+    *,
+    also: Container[str] = (),
 ) -> list[Trainable]:
-    """Name and check every parameter of the groups that requires a gradient, in their order.
+    """Name and check every parameter of the groups that `is_stepped`, in their order.
+
+    Args:
+        param_groups: Of the optimizer.
+        model: Gives names; None for those of the groups.
+        rule: Says which state arrays a parameter has.
+        state_format: Says how they are stored.
+        also: Names of frozen parameters that are described as well.
 
     Raises:
         UnsupportedParameterError: One cannot be updated; names it and says why.
@@ -89,7 +109,7 @@ def describe_parameters(
     for index, group in enumerate(param_groups):
         kept = rule.rule(group)
         for position, (name, parameter) in enumerate(_named(index, group, names)):
-            if not parameter.requires_grad:
+            if not (is_stepped(parameter) or name in also):
                 continue
             check_parameter(name, parameter)
             if name in owners:

@@ -1,8 +1,8 @@
 """torch's own state dict, to and from a store: what other programs read and write.
 
 The dictionary is that of the wrapped class: ``state`` by number, with FP32 arrays and scalars, and
-``param_groups``. Beside them is `MASTERS`, by the same numbers: the FP32 values of parameters that
-are live in 16 bits. torch's `load_state_dict` leaves it alone.
+``param_groups``. Beside them are `MASTERS`, by the same numbers: the FP32 values of parameters that
+are live in 16 bits, and `NUM_STEPS`. torch's `load_state_dict` leaves both alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from offload._manifest_fields import MAX_COUNT
 from offload.errors import MismatchError
 from offload.formats import MASTER
 from offload.parameters import Trainable
@@ -25,6 +26,13 @@ from offload.state_reference import check_groups
 
 MASTERS = "master"
 """Key of a full state dict: FP32 parameters by number."""
+
+NUM_STEPS = "num_steps"
+"""Key of a full state dict: optimizer steps taken. The ``step`` of parameters does not tell it: a
+step in which a parameter has no gradient does not count there."""
+
+NO_ENTRY: Mapping[str, Any] = {}
+"""Stands for the entry of a parameter that has none: it has never been stepped."""
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -145,7 +153,7 @@ def read_state_dict(
         ):
             known.add(number)
             at = f"state of parameter {number} (group {index}, position {position})"
-            found = state_dict["state"].get(number, {})
+            found = state_dict["state"].get(number, NO_ENTRY)
             if not isinstance(found, Mapping):
                 raise MismatchError(f"load_state_dict(): {at} is a {type(found).__name__}")
             if parameter.requires_grad or found or number in masters:
@@ -178,7 +186,7 @@ def read_parameter_state(
 
     Args:
         at: Which it is, for messages.
-        found: Its entry in ``state``, with tensors or `TensorSource`s.
+        found: Its entry in ``state``, with tensors or `TensorSource`s; `NO_ENTRY` if it has none.
         master: Its FP32 values, likewise; None for an FP32 parameter, or if there are none.
         shape: Of the parameter.
         kept: What the optimizer keeps of it.
@@ -189,6 +197,13 @@ def read_parameter_state(
     """
     present = {name: value for name, value in found.items() if value is not None}
     expected = {*kept.arrays, *kept.scalars}
+    if not present and found is not NO_ENTRY and expected:
+        raise MismatchError(
+            f"load_state_dict(): {at} is an empty dict, expected {sorted(expected)}. "
+            "torch.distributed.checkpoint makes such dicts of flattened ones "
+            "(flatten_optimizer_state_dict=True), since it looks for the names in optimizer.state: "
+            "call set_optimizer_state_dict() within optimizer.materialized(), or do not flatten"
+        )
     if present and present.keys() != expected:
         raise MismatchError(
             f"load_state_dict(): {at} has {sorted(present)}, and this optimizer keeps "
@@ -225,6 +240,24 @@ def scalar_template(rule: UpdateRule, group: Mapping[str, Any], kept: Rule) -> S
     with torch.no_grad():
         state = rule.stepper().create(tiny, torch.zeros_like(tiny), options)
     return read_scalars(state, kept)
+
+
+def said_steps(state_dict: Mapping[str, Any]) -> int | None:
+    """Return the optimizer steps that a state dict says have been taken, if it says so.
+
+    Raises:
+        MismatchError: It says something else than a number of steps.
+    """
+    steps = state_dict.get(NUM_STEPS)
+    if steps is None:
+        return None
+    if type(steps) is not int or not 0 <= steps <= MAX_COUNT:
+        raise MismatchError(
+            f"a state dict whose {NUM_STEPS!r} is {steps!r:.60}, expected a whole number from 0 to "
+            f"{MAX_COUNT}: it counts optimizer steps. Remove it from the dict to have the largest "
+            "'step' of a parameter taken instead"
+        )
+    return steps
 
 
 def num_steps(scalars: Sequence[Scalars | None]) -> int | None:

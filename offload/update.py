@@ -128,7 +128,7 @@ class ChunkUpdater:
             self._crossing = [self._live, self._gradients]
         self._stepped: dict[Key, Scalars] = {}
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
-        self._coder = StateCoder(layout.state_dtype, seed, step)
+        self._coder = StateCoder(layout, seed, step)
         self._factors = factors
         self._asked_s: dict[int, float] = {}
         self._waiting_s = self._updating_s = 0.0

@@ -11,6 +11,7 @@ from tests.mutation.frozen import FROZEN
 from tests.mutation.keeping import KEEPING
 from tests.mutation.locking import LOCKING
 from tests.mutation.mutation import Mutation
+from tests.mutation.numbers import NUMBERS
 from tests.mutation.opening import OPENING
 from tests.mutation.overlooked import OVERLOOKED
 from tests.mutation.quarantining import QUARANTINING
@@ -28,4 +29,5 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *OVERLOOKED,
     *RESTORING,
     *QUARANTINING,
+    *NUMBERS,
 )
