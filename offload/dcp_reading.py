@@ -131,7 +131,7 @@ class BoxedTensor:
         if stop > start and len(self._boxes) == 1:
             return self._tensor(0).read(start, stop)
         if stop <= start:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype, device="cpu")
         out = scratch_tensor(stop - start, self.dtype)
         at = 0
         for offsets, sizes in boxes(self.shape, start, stop):
@@ -151,7 +151,7 @@ class BoxedTensor:
                 continue
             inside = [a - b for a, b in zip(first, begin, strict=True)]
             common = [b - a for a, b in zip(first, last, strict=True)]
-            strides = torch.empty(extent, device="meta").stride()
+            strides = torch.empty(extent, dtype=self.dtype, device="meta").stride()
             low = sum(i * s for i, s in zip(inside, strides, strict=True))
             length = 1 + sum((n - 1) * s for n, s in zip(common, strides, strict=True))
             flat = self._tensor(number).read(low, low + length)

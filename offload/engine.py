@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from offload.ambient import in_neutral
 from offload.checkpoint import Checkpoint
 from offload.device import HOST
 from offload.device_compute import Compute
@@ -75,6 +76,7 @@ class Engine(Usable):
     _updater_class = ChunkUpdater
     _device_updater_class = DeviceUpdater
 
+    @in_neutral
     def __init__(
         self,
         rule: UpdateRule,
@@ -121,6 +123,7 @@ class Engine(Usable):
         """Of the device that state is updated on; None for the CPU."""
         self._seal: Seal | None = None
 
+    @in_neutral
     def require_space(self, groups: Groups) -> None:
         """Check names, parameters, rules and free space; touches nothing.
 
@@ -165,7 +168,9 @@ class Engine(Usable):
         Raises:
             gds.StorageError: No space; nothing has changed.
         """
-        if self._table.layout is not None:
+        if self._table.layout is None:
+            self._table.describe(groups)  # what cannot be updated is refused now
+        else:
             self._require_usable()
             self._relayout(groups)
 

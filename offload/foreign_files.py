@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offload.ambient import in_neutral
 from offload.errors import CheckpointError, MismatchError
 from offload.importing import Foreign
 from offload.parameters import DTYPE_CODES
@@ -22,6 +23,7 @@ _SNIFFED_BYTES = 512
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
+@in_neutral
 def open_foreign(path: str, model: str | None = None) -> Foreign:
     """Find out what a file or directory is, and open it.
 

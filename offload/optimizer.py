@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeAlias, overload
 import torch
 from torch._compile import _disable_dynamo
 
+from offload.ambient import neutral
 from offload.callers import warn_if_saved
 from offload.checkpoint import Checkpoint
 from offload.closing import close_left_open, close_quietly
@@ -131,7 +132,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     @_disable_dynamo  # compiled, torch's arithmetic would differ in the last bit
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one optimizer step: stream the state through torch's own update.
 
@@ -279,8 +279,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._engine is None:
             return  # torch's constructor adds the first groups through here
         try:
-            check_given_once(self.param_groups, {})
-            self._engine.add_parameters(self.param_groups)
+            with neutral():
+                check_given_once(self.param_groups, {})
+                self._engine.add_parameters(self.param_groups)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -293,8 +294,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         the state itself; see `full_state_dict`.
         """
         engine = self._live_engine()
-        engine.join()
-        torch_dict = super().state_dict()
+        with neutral():
+            engine.join()
+        torch_dict = super().state_dict()  # calls the user's hooks
+        with neutral():
+            return self._refer(engine, torch_dict)
+
+    def _refer(self, engine: ExchangingEngine, torch_dict: dict[str, Any]) -> dict[str, Any]:
         if self._materialized is not None:
             numbers = number_parameters(self.param_groups)
             masters = self._materialized.masters.items()
@@ -349,7 +355,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             engine.gradient_factors = ()
 
     def _materialize(self) -> None:
-        with self._exclusive("materialized") as engine, torch.no_grad():
+        with self._exclusive("materialized") as engine:
             engine.join()
             self._materialized = engine.materialize(self.param_groups)
         self.state.clear()
@@ -378,7 +384,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        with self._exclusive("load_state_dict") as engine, torch.no_grad():
+        with self._exclusive("load_state_dict") as engine:
             engine.join()
             if is_reference(state_dict):
                 engine.load_reference(self.param_groups, state_dict)
@@ -445,7 +451,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         self._running = name
         try:
-            yield self._live_engine()
+            with neutral(keep_denormals=name == "step"):
+                yield self._live_engine()
         finally:
             self._running = ""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offload.ambient import as_user
 from offload.device import is_reachable
 from offload.errors import MismatchError, UnsupportedParameterError
 from offload.formats import StateFormat
@@ -148,6 +149,11 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
             f"parameter {name!r} is on {parameter.device}; parameters can be in host memory or on "
             "a CUDA device. Move the model there before constructing the optimizer."
         )
+    if parameter.is_inference():
+        raise UnsupportedParameterError(
+            f"parameter {name!r} was made in inference mode, outside of which torch lets nobody "
+            "train it: construct the model outside of torch.inference_mode()"
+        )
 
 
 def check_gradient(name: str, gradient: torch.Tensor) -> None:
@@ -177,7 +183,9 @@ def describe_model(
                 entries.setdefault(parameter, [name])
     else:
         # keep_vars: the tensors themselves, so that tied ones are recognised by identity
-        for name, value in model.state_dict(keep_vars=True).items():
+        with as_user():  # it may have hooks
+            live = model.state_dict(keep_vars=True)
+        for name, value in live.items():
             if not isinstance(value, torch.Tensor):
                 warnings.warn(
                     f"{name!r} in the model's state dict is a {type(value).__name__}, not a "

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from offload._manifest_fields import NOT_HYPERPARAMETERS
+from offload.ambient import in_neutral
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.device import Marks, marks_of
 from offload.errors import SealError
@@ -149,7 +150,7 @@ class Seal:
         for item in captured.stored:
             name = item.spec.name
             tensors[name] = item.tensor
-            if not item.by_value:
+            if not item.by_value and not item.tensor.is_inference():  # those have no version
                 stop = entries[name].stop
                 self._versions.append((name, item.tensor, item.tensor._version, stop))
         self._versions.sort(key=lambda version: version[3], reverse=True)
@@ -164,7 +165,8 @@ class Seal:
             succeeded: Called at the end with bytes written and seconds taken, if all went well.
         """
         try:
-            threading.Thread(target=self.run, args=(succeeded,), name=SEAL_THREAD).start()
+            target = in_neutral(self.run)
+            threading.Thread(target=target, args=(succeeded,), name=SEAL_THREAD).start()
         except RuntimeError:
             # The interpreter is shutting down and starts no more threads: seal before returning.
             self.run(succeeded)

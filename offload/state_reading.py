@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offload.ambient import in_neutral
 from offload.codecs import Scratch, decode_blocks, join_master
 from offload.errors import CheckpointNotFoundError
 from offload.formats import MASTER, MASTER_LOW, scale_name
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from offload.checkpoint import Checkpoint
 
 
+@in_neutral
 def read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
     """Read the FP32 master and state arrays of a parameter; see `Checkpoint.read_state`."""
     layout = checkpoint.manifest.layout
@@ -36,14 +38,14 @@ def read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
     scratch = Scratch()
     for array in spec.arrays:
         if array == MASTER_LOW:
-            master = torch.empty(spec.num_elements, dtype=torch.float32)
+            master = torch.empty(spec.num_elements, dtype=torch.float32, device="cpu")
             live = reader.parameter().view(torch.bfloat16)
             join_master(live, reader.array(array), master, scratch=scratch)
             out[MASTER] = master
         elif layout.formats[array].block > 1:
             continue  # scales, of the array before
         elif layout.formats[array].dtype in ("I8", "U8"):
-            values = torch.empty(spec.num_elements, dtype=torch.float32)
+            values = torch.empty(spec.num_elements, dtype=torch.float32, device="cpu")
             codes, scales = reader.array(array), reader.array(scale_name(array))
             for elements, blocks in _runs(layout, index):
                 decode_blocks(codes[elements], scales[blocks], values[elements], scratch=scratch)
@@ -86,7 +88,7 @@ class _Reader:
             path = f"{self._places[layout.drives[chunk]]}/{array_file_name(array)}"
             at = offset + (begin - before) * form.nbytes
             parts.append(self._read(path, at, (end - begin) * form.nbytes))
-        data = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        data = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
         return data.view(DTYPES[form.dtype])
 
     @property
@@ -95,7 +97,7 @@ class _Reader:
 
     def _read(self, path: str, offset: int, nbytes: int) -> torch.Tensor:
         if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         file = self._checkpoint.backend.open(path)
         try:
             return torch.frombuffer(bytearray(file.read_bytes(offset, nbytes)), dtype=torch.uint8)

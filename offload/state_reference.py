@@ -214,7 +214,7 @@ def _from_value(value: Any) -> Any:
         dtype = getattr(torch, str(value["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
             raise MismatchError(f"load_state_dict(): {value['dtype']!r:.60} is not a torch dtype")
-        return torch.full(value["shape"], value["tensor"], dtype=dtype)
+        return torch.full(value["shape"], value["tensor"], dtype=dtype, device="cpu")
     if type(value) in (list, tuple):
         return type(value)([_from_value(v) for v in value])
     return value
