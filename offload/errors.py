@@ -50,7 +50,7 @@ class PinError(OffloadError, ValueError):
 
 
 class MetricError(OffloadError, ValueError):
-    """What was given as a metric of a checkpoint is not a finite number with a name."""
+    """What was given as a metric of a checkpoint is not a number with a name."""
 
 
 class VolatileStoreError(StoreError):

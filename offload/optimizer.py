@@ -7,20 +7,19 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NoReturn, TypeAlias, overload
+from typing import Any, NoReturn, SupportsFloat, TypeAlias, overload
 
 import torch
 from torch._compile import _disable_dynamo
 
 from offload.ambient import neutral
-from offload.callers import warn_if_saved
 from offload.checkpoint import Checkpoint
 from offload.closing import close_left_open, close_quietly
 from offload.device_update import require_steps
 from offload.drives import Directory, as_directories
 from offload.errors import OffloadError
 from offload.exchange import ExchangingEngine
-from offload.metrics import check_metrics
+from offload.metrics import take_metrics
 from offload.options import Options, Overlap
 from offload.parameters import check_given_once
 from offload.retention import Retention, as_retention
@@ -28,7 +27,7 @@ from offload.rules import UpdateRule
 from offload.seal import SealHandle
 from offload.state_device import device_of
 from offload.state_dicts import MASTERS, MaterializedState, StateElsewhere, number_parameters
-from offload.state_reference import is_reference, reference_to
+from offload.state_reference import is_reference
 from offload.stats import Stats
 
 CheckpointName: TypeAlias = int | str | os.PathLike[str] | Checkpoint
@@ -163,7 +162,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return loss
 
     def checkpoint(
-        self, train_state: Any = None, *, metrics: Mapping[str, float] | None = None
+        self, train_state: Any = None, *, metrics: Mapping[str, SupportsFloat] | None = None
     ) -> SealHandle:
         """Make the present state a checkpoint, behind training.
 
@@ -176,23 +175,24 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Args:
             train_state: Whatever else is needed to continue (schedulers, random states, position
                 in the data), captured by value now: JSON-like values, numpy arrays, tensors.
-            metrics: What has been measured, such as ``{"val_loss": 1.2}``: finite Python numbers,
-                at most 16. `BestBy` decides by them, and ``offload ls`` shows them.
+            metrics: What has been measured, such as ``{"val_loss": 1.2}``: at most 16 numbers, of
+                Python or as tensors of one element. `BestBy` decides by them, and ``offload ls``
+                shows them. One that is not finite is left out, with a `RuntimeWarning`.
 
         Returns:
             A handle; its ``result()`` returns when the checkpoint is durable.
 
         Raises:
             SealError: The checkpoint before this one could not be sealed.
-            MetricError: Something in `metrics` is not a finite number; names it.
+            MetricError: Something in `metrics` is not a number; names it. Nothing has been done.
             PinError: Another checkpoint of this step is pinned, and would be replaced.
             SlotFullError: As for `step`.
             offload.train_state.TrainStateTypeError: `train_state` cannot be stored losslessly.
             offload.train_state.TrainStateTooLargeError: It is larger than what is reserved.
         """
-        checked = None if metrics is None else check_metrics(metrics)
+        checked = None if metrics is None else take_metrics(metrics)
         with self._exclusive("checkpoint") as engine:
-            engine.store.keeping.warn_unranked(engine.num_steps, checked or {})
+            engine.store.keeping.warn_unranked(engine.num_steps, metrics or {})
             return engine.checkpoint(self.param_groups, train_state, checked)
 
     def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:
@@ -264,6 +264,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self._exclusive("synchronize") as engine:
             engine.synchronize()
 
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that the present state has seen; one that still runs counts."""
+        return self._live_engine().num_steps
+
     def stats(self) -> Stats:
         """Return what has been moved and waited for so far."""
         return self._live_engine().stats()
@@ -290,25 +295,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Return a small reference to the state, not the state itself: builtins only, by value.
 
         It names where the state is, and holds the hyper-parameters. It makes nothing durable: call
-        `checkpoint` first if it is to be loaded by another process. Within `materialized` it is
-        the state itself; see `full_state_dict`.
+        `checkpoint` first if it is to be loaded by another process. If steps have been taken since
+        the last checkpoint, a `RuntimeWarning` says so, once for each optimizer. Within
+        `materialized` it is the state itself; see `full_state_dict`.
         """
         engine = self._live_engine()
         with neutral():
             engine.join()
         torch_dict = super().state_dict()  # calls the user's hooks
-        with neutral():
-            return self._refer(engine, torch_dict)
-
-    def _refer(self, engine: ExchangingEngine, torch_dict: dict[str, Any]) -> dict[str, Any]:
         if self._materialized is not None:
             numbers = number_parameters(self.param_groups)
             masters = self._materialized.masters.items()
             torch_dict[MASTERS] = {numbers[p]: m for p, m in masters if p in numbers}
             return torch_dict
-        if not engine.position.sealed:
-            warn_if_saved(engine.store.directory)
-        return reference_to(engine.position, torch_dict)
+        with neutral():
+            return engine.refer(torch_dict)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Read all state into memory: the state dict of the wrapped class, for other programs.

@@ -381,9 +381,10 @@ def test_a_ckpt_that_was_written_without_the_callback_is_refused_with_the_remedy
     tmp_path: Path,
 ) -> None:
     chosen = saving(tmp_path / "files")
-    model = fit(
-        tmp_path, on_ssd(tmp_path / "run"), max_epochs=1, callback=pl.Callback(), checkpoints=chosen
-    )
+    arguments: Any = {"max_epochs": 1, "callback": pl.Callback(), "checkpoints": chosen}
+    with pytest.warns(RuntimeWarning, match=r"\.ckpt files .* cannot be .*OffloadCallback") as said:
+        model = fit(tmp_path, on_ssd(tmp_path / "run"), **arguments)
+    assert len([each for each in said if "cannot be resumed" in str(each.message)]) == 1
     model.trainer.optimizers[0].close()  # type: ignore[attr-defined]
     with pytest.raises(
         offload.OffloadError, match=r"last\.ckpt .* had no OffloadCallback.*restore"
@@ -397,7 +398,7 @@ def test_a_fit_that_does_not_say_where_it_goes_on_is_told_how(stopped: Path) -> 
 
 
 def test_a_ckpt_of_another_store_is_refused_by_name(stopped: Path) -> None:
-    with pytest.raises(offload.OffloadError, match=r"last\.ckpt: .*construct it with directory="):
+    with pytest.raises(offload.OffloadError, match=r"last\.ckpt: .*directory= must name"):
         fit(stopped, on_ssd(stopped / "other"), ckpt_path=stopped / "files/last.ckpt")
 
 

@@ -123,7 +123,7 @@ class Training:
 
     @property
     def step_number(self) -> int:
-        return self.optimizer.state_dict()["step"]
+        return self.optimizer.num_steps
 
     def step(self) -> None:
         backward(self.model, self.step_number + 1)

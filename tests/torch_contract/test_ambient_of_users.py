@@ -144,6 +144,7 @@ def test_a_user_who_has_turned_functions_off_finds_them_off(disabled: str) -> No
             assert modes_now() == expected
 
 
+@pytest.mark.filterwarnings("ignore:the reference that state_dict")
 def test_a_mode_of_the_user_sees_what_it_sees_of_torchs_own_optimizer() -> None:
     def program(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
