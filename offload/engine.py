@@ -48,6 +48,7 @@ from offload.streamer import Streamer
 from offload.table import ParameterTable
 from offload.trace import Trace
 from offload.train_state import encode
+from offload.units import size
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
 from offload.usable import Usable
@@ -279,6 +280,13 @@ class Engine(Usable):
         self._collect_seal(wait=True)
         self._memory.synchronize()
 
+    def describe(self) -> str:
+        """Say in one line where the state is, and how much of it; waits for nothing."""
+        layout = self._table.layout
+        state = f"{size(layout.state_bytes)} of state" if layout else "no state yet"
+        closed = ", closed" if self._closed else ""
+        return f"{self.store.directory}: step {self.num_steps}, {state}{closed}"
+
     def stats(self) -> Stats:
         """Return the totals so far."""
         return collect_stats(
@@ -286,7 +294,6 @@ class Engine(Usable):
             self._drives,
             self._memory.streamer,
             self._table.layout,
-            wait_seal_s=self._seal.wait_s if self._seal else 0.0,
         )
 
     def close(self) -> None:
@@ -318,7 +325,7 @@ class Engine(Usable):
     def _begin_seal(self, slot: Slot, captured: Captured) -> SealHandle:
         """Start to seal the state, which is in `slot`."""
         flush = self._ring().flush()
-        seal = Seal(self.store, slot, captured, self._block_buffers(), flush)
+        seal = Seal(self.store, slot, captured, self._block_buffers(), flush, self._meter)
         self.store.begin_seal(captured.manifest)
         self._slots.froze()
         self._seal = seal
@@ -445,7 +452,6 @@ class Engine(Usable):
         with self._meter.timed("wait_seal_s"):
             seal.handle.wait()  # an interrupt leaves the seal in flight, and known
         self._seal = None
-        self._meter.wait_seal_s += seal.wait_s
         try:
             seal.handle.result()
         except OffloadError as error:

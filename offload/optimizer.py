@@ -413,6 +413,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 engine.close()
             self._finalizer.detach()
 
+    def __repr__(self) -> str:
+        """Say in one line where the state is and how much there is of it; torch's lines follow."""
+        if self._engine is None:
+            return super().__repr__()
+        return f"{type(self).__name__} in {self._engine.describe()}\n{super().__repr__()}"
+
     def __enter__(self) -> OffloadedOptimizer:
         return self
 

@@ -178,7 +178,8 @@ class RunningPass:
             self._claimed = True
         failure: BaseException | None = None
         try:
-            scalars = self.state_pass.run(self._updated)
+            with self._meter.timed("beside_s"):
+                scalars = self.state_pass.run(self._updated)
         except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
             failure = self._call_failed(self.state_pass, error)
             if failure is not error:

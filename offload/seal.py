@@ -30,6 +30,7 @@ from offload.manifest import Manifest, num_model_blocks
 from offload.model_file import BlockBuffers, ModelImage, write_model
 from offload.parameters import Stored
 from offload.slot import Slot
+from offload.stats import Meter
 from offload.store import Store
 from offload.streamer import Flush
 from offload.table import ParameterTable
@@ -123,6 +124,7 @@ class Seal:
         captured: What the checkpoint is.
         buffers: Memory for copying tensors.
         flush: What of the state is not in the slot yet.
+        meter: Counts the seconds that others wait for it.
     """
 
     def __init__(
@@ -132,10 +134,10 @@ class Seal:
         captured: Captured,
         buffers: BlockBuffers,
         flush: Flush,
+        meter: Meter,
     ) -> None:
+        self._meter = meter
         self.handle = captured.handle
-        self.wait_s = 0.0
-        """Seconds that `wait_copied` has held up training."""
         self._store = store
         self.slot = slot
         self._manifest = manifest = captured.manifest
@@ -203,11 +205,9 @@ class Seal:
         """Wait until that many bytes of the model file's data have been copied from the model."""
         if self._copied >= nbytes:
             return
-        started = time.perf_counter()
-        with self._progress:
+        with self._meter.timed("wait_seal_s"), self._progress:
             while self._copied < nbytes:
                 self._progress.wait()
-        self.wait_s += time.perf_counter() - started
 
     def _seal(self) -> Checkpoint:
         slot, manifest = self.slot, self._manifest

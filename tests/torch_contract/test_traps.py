@@ -96,10 +96,19 @@ class TestAnOptimizerIsOne:
             assert list(ours) == list(theirs)
         optimizer.close()
 
-    def test_it_prints_as_torchs_do(self) -> None:
+    def test_it_prints_as_torchs_do_below_a_line_of_its_own(self) -> None:
         model, optimizer = make(lr=0.5)
-        assert repr(optimizer) == repr(torch.optim.AdamW(model.parameters(), lr=0.5))
+        first, rest = repr(optimizer).split("\n", 1)
+        assert first == "AdamW in /store: step 0, no state yet"
+        assert rest == repr(torch.optim.AdamW(model.parameters(), lr=0.5))
+        give(model, 0)
+        optimizer.step()
+        optimizer.checkpoint()
+        num_bytes = optimizer.stats().state_bytes
+        line = f"AdamW in /store: step 1, {num_bytes / 1024:.1f} KiB of state"
+        assert repr(optimizer).startswith(f"{line}\n")
         optimizer.close()
+        assert repr(optimizer).startswith(f"{line}, closed\n")
 
     def test_names_that_came_with_parameters_are_kept(self) -> None:
         model, named = make()
