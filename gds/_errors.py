@@ -5,6 +5,15 @@ from __future__ import annotations
 import os
 
 
+def message_of(error: BaseException) -> str:
+    """Return what an error says for people: the path, then what is wrong, without a number."""
+    if not isinstance(error, OSError):
+        return str(error)
+    if error.strerror and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return OSError.__str__(error)
+
+
 class StorageError(OSError):
     """An operation on a file or directory failed.
 
@@ -18,6 +27,9 @@ class StorageError(OSError):
         where = f" at byte {offset}" if offset is not None else ""
         super().__init__(errno, f"{what}{where}: {os.strerror(errno)}", os.fspath(path))
         self.offset = offset
+
+    def __str__(self) -> str:
+        return message_of(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (self.errno, self.strerror, self.filename, self.offset))

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gds._errors import message_of
 from offload import cli_exchange, cli_retention
 from offload.cli_options import Json, Parts
 from offload.cli_options import print_json as _print_json
-from offload.demo.report import size
 from offload.errors import CheckpointError, OffloadError
+from offload.wording import size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -391,7 +392,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OffloadError, OSError) as error:
-        typer.secho(f"error: {one_line(_message(error))}", fg="red", err=True)
+        typer.secho(f"error: {one_line(message_of(error))}", fg="red", err=True)
         sys.exit(1)
     except MemoryError:
         typer.secho("error: out of memory", fg="red", err=True)
@@ -408,13 +409,6 @@ def _cell(text: object) -> Text:
     from rich.text import Text
 
     return Text(one_line(text))
-
-
-def _message(error: Exception) -> str:
-    """Return an error's text, without the number that `OSError` puts before it."""
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{os.fspath(error.filename)}: {error.strerror}"
-    return str(error)
 
 
 if __name__ == "__main__":

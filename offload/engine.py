@@ -48,10 +48,10 @@ from offload.streamer import Streamer
 from offload.table import ParameterTable
 from offload.trace import Trace
 from offload.train_state import encode
-from offload.units import size
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
 from offload.usable import Usable
+from offload.wording import size
 from offload.working_memory import WorkingMemory
 
 Groups = Sequence[dict[str, Any]]

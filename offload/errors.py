@@ -7,6 +7,7 @@ was expected, and what to do next.
 from __future__ import annotations
 
 from gds import StorageError
+from gds._errors import message_of
 
 
 class OffloadError(Exception):
@@ -21,7 +22,14 @@ class UnsupportedParameterError(OffloadError, TypeError):
     """A parameter or its gradient has a type or layout that the streamer cannot update."""
 
 
-class StoreError(OffloadError, OSError):
+class _SaysAllError(OSError):
+    """An error whose own message says all that its number would."""
+
+    def __str__(self) -> str:
+        return message_of(self)
+
+
+class StoreError(OffloadError, _SaysAllError):
     """The store as a whole cannot be used as asked."""
 
 
@@ -69,7 +77,7 @@ class ManifestError(CheckpointError):
     """A manifest cannot be read: damaged, of another version, or not a manifest."""
 
 
-class CheckpointNotFoundError(OffloadError, FileNotFoundError):
+class CheckpointNotFoundError(OffloadError, _SaysAllError, FileNotFoundError):
     """There is no such checkpoint in the store."""
 
 

@@ -21,7 +21,7 @@ from offload.errors import OffloadError
 from offload.exchange import ExchangingEngine
 from offload.metrics import take_metrics
 from offload.options import Options, Overlap
-from offload.parameters import check_given_once
+from offload.parameters import check_given_once, check_iterable
 from offload.retention import Retention, as_retention
 from offload.rules import UpdateRule
 from offload.seal import SealHandle
@@ -81,6 +81,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         **hyper: Any,
     ) -> None:
         retention = as_retention(keep)
+        check_iterable(params)
         if not isinstance(options, Options):
             raise TypeError(
                 f"options must be an offload.Options, got {type(options).__name__}: write "

@@ -105,6 +105,25 @@ def describe_parameters(
     return found
 
 
+def check_iterable(params: object) -> None:
+    """Refuse what is often given in place of parameters; what else is wrong is torch's to say.
+
+    Raises:
+        TypeError: It is a module, or the method that would return its parameters.
+    """
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"the first argument is a module ({type(params).__name__}), expected its parameters: "
+            "pass model.parameters(), and the module itself as model="
+        )
+    if callable(params):
+        name = getattr(params, "__name__", type(params).__name__)
+        raise TypeError(
+            f"the first argument is {name} itself, expected what it returns: call it, as in "
+            "model.parameters()"
+        )
+
+
 def check_given_once(
     param_groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]
 ) -> None:

@@ -22,6 +22,7 @@ from offload.part_file import PART_FILE_BYTES, PART_FILE_NAME, SealedPart, decod
 from offload.quarantine import QUARANTINE_NAME, read_quarantine
 from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
 from offload.tensorfile import Header, TensorFileError, header_length, read_header
+from offload.wording import said_once, seen_from
 
 PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
 """Of the drives other than the first, in the store's order; None for those in the manifest."""
@@ -142,8 +143,8 @@ def check_files(
     reason = read_quarantine(backend, path)
     if reason is not None:
         raise DamagedError(
-            f"{path}: quarantined, because it was found damaged ({reason}). If it has been "
-            f"repaired, remove {QUARANTINE_NAME} from it and run offload verify"
+            f"{path}: quarantined, because it was found damaged ({seen_from(path, reason)}). If it "
+            f"has been repaired, remove {QUARANTINE_NAME} from it and run offload verify"
         )
     layout = manifest.layout
     check_header(backend, f"{path}/{MODEL_NAME}", layout.model_header)
@@ -299,7 +300,7 @@ def find_checkpoint(
         else:
             newest = max(newest or (-1, ""), (manifest.generation, checkpoint))
     if newest is None:
-        why = "; ".join(reasons) or "it has no step-<N> directory"
+        why = "; ".join(said_once(reasons)) or "it has no step-<N> directory"
         raise CheckpointError(f"{path}: no usable checkpoint here: {why}")
     return newest[1]
 

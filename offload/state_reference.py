@@ -190,7 +190,7 @@ def _never_sealed(
     if later:
         fate = f". It cannot be told whether {later[0]}, sealed later, is the same state"
     elif wanted.run == present.run:
-        fate = f", and the optimizer has moved on to step {present.step}"
+        fate = f", and the optimizer is at step {present.step} now"
     else:
         fate = ", and the state ended with the process that had it"
     newest = store.newest

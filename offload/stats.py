@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from offload.crossing import Traffic
 from offload.trace import Trace
-from offload.units import count, duration, many, rate, size
+from offload.wording import count, duration, many, rate, size
 
 if TYPE_CHECKING:
     from offload.drives import Drives

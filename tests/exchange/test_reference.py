@@ -180,7 +180,7 @@ class TestRefusals:
             give_and_step(model, optimizer, 2)
             with pytest.raises(
                 MismatchError,
-                match=r"was never sealed.* at step 1, and the optimizer has moved on to step 2",
+                match=r"was never sealed.* at step 1, and the optimizer is at step 2 now",
             ):
                 optimizer.load_state_dict(stale)
 

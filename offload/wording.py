@@ -1,6 +1,9 @@
-"""Numbers for people, each with a unit that fits it."""
+"""Numbers for people, each with a unit that fits it, and what need not be said twice."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
 
 _SIZES = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _COUNTS = (("B", 10**9), ("M", 10**6), ("k", 10**3))
@@ -43,3 +46,23 @@ def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:,.3f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def seen_from(directory: str, text: str) -> str:
+    """Return what is said of files in a directory, without its path: that has been said before."""
+    return text.removeprefix(f"{directory}: ").replace(f"{directory}/", "")
+
+
+def said_once(texts: Sequence[str]) -> list[str]:
+    """Return texts in which a sentence that several of them end with is left to the last one."""
+    left = Counter(sentence for text in texts for sentence in text.split(". ")[1:])
+    out = []
+    for text in texts:
+        first, *others = text.split(". ")
+        kept = []
+        for sentence in others:
+            left[sentence] -= 1
+            if not left[sentence]:
+                kept.append(sentence)
+        out.append(". ".join([first, *kept]))
+    return out
