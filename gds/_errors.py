@@ -32,7 +32,7 @@ class StorageError(OSError):
         return message_of(self)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (self.errno, self.strerror, self.filename, self.offset))
+        return (_rebuild, (type(self), self.errno, self.strerror, self.filename, self.offset))
 
 
 class ShortReadError(StorageError, EOFError):
@@ -51,7 +51,9 @@ class WrongDataError(StorageError):
     """A read returned other bytes than were written there."""
 
 
-def _rebuild(errno: int, message: str, path: str, offset: int | None) -> StorageError:
-    error = StorageError(errno, "", path, offset=offset)
+def _rebuild(
+    kind: type[StorageError], errno: int, message: str, path: str, offset: int | None
+) -> StorageError:
+    error = kind(errno, "", path, offset=offset)
     error.strerror = message
     return error

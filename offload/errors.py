@@ -52,6 +52,9 @@ class SlotFullError(StoreFullError, StorageError):
         OSError.__init__(self, number, message, path)  # the message says all that it needs to
         self.offset = None
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.errno, self.strerror, self.filename)
+
 
 class PinError(OffloadError, ValueError):
     """A pin cannot be made, or something cannot be done because of one; names it."""
