@@ -200,5 +200,5 @@ def _open_stream(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[
 
 def _bytes_of(slot: Slot, offset: int, nbytes: int) -> torch.Tensor:
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(slot.model.read_bytes(offset, nbytes)), dtype=torch.uint8)

@@ -162,7 +162,7 @@ class _StreamingPlanner(DefaultSavePlanner):
             data = self._stream.read_model(source.name, start * size, stop * size)
             flat = data.view(source.dtype).clone()  # whose memory can be given back
         elif start == stop:
-            flat = torch.empty(0, dtype=source.dtype)
+            flat = torch.empty(0, dtype=source.dtype, device="cpu")
         else:
             flat = self._state(source.index, source.name, start, stop).clone()
         self._written = flat.view(chunk.sizes)

@@ -268,4 +268,6 @@ def _kernel_dtype(gradient: torch.Tensor) -> torch.dtype:
 
 
 def _host_like(value: object) -> object:
-    return torch.empty(()) if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return torch.empty((), dtype=torch.float32, device="cpu")
+    return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from offload.callers import warn_unsealed
 from offload.crossing import flat_tensors
 from offload.device import HOST
 from offload.engine import Engine, Groups
@@ -19,6 +20,7 @@ from offload.state_reference import (
     find_referenced,
     load_groups,
     read_reference,
+    reference_to,
 )
 
 
@@ -37,6 +39,23 @@ class ExchangingEngine(Engine):
             self._run,
             sealed=slot is not None and (sealing or self._slots.sealed is not None),
         )
+
+    seals_references = False
+    """Whether somebody seals the state whenever a reference to it is written: an integration."""
+    _has_warned = False
+    """Of a reference to a state that is not sealed."""
+
+    def refer(self, torch_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a reference of torch's state dict; see `OffloadedOptimizer.state_dict`.
+
+        Called by it alone: a warning points at what called that.
+        """
+        position = self.position
+        if position.step and not position.sealed and not self.seals_references:
+            if not self._has_warned:
+                warn_unsealed(self.store.directory, position.step)
+            self._has_warned = True
+        return reference_to(position, torch_dict)
 
     def load_reference(self, groups: Groups, reference: Mapping[str, Any]) -> None:
         """Go where a reference says; see `OffloadedOptimizer.load_state_dict`."""

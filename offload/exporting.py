@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from gds import Backend, File
+from offload.ambient import called_as_user, in_neutral
 from offload.checkpoint import Checkpoint
 from offload.checkpoint_stream import CheckpointStream, Progress, open_stream
 from offload.errors import MismatchError, StoreError
@@ -37,6 +38,7 @@ _Key = tuple[int, str]
 """A parameter's index in the layout, and a state array."""
 
 
+@in_neutral
 def export_checkpoint(
     checkpoint: Checkpoint,
     destination: str | os.PathLike[str],
@@ -73,6 +75,7 @@ def export_checkpoint(
         raise ValueError(f"to must be one of {', '.join(get_args(ExportFormat))}, got {to!r}")
     target = os.path.abspath(os.fspath(destination))
     backend = checkpoint.backend
+    progress = called_as_user(progress) if progress is not None else None
     with open_stream(checkpoint, progress) as stream, _appearing(backend, target) as partial:
         if to == "pt":
             _export_pt(backend, stream, partial)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload._strict_json import is_text
+from offload.ambient import in_neutral
 from offload.errors import CheckpointError, MismatchError
 from offload.foreign_checks import check_optimizer
 from offload.foreign_paths import read_json, require_file
@@ -23,6 +24,7 @@ _SNIFFED_BYTES = 512
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
+@in_neutral
 def open_foreign(path: str, model: str | None = None) -> Foreign:
     """Find out what a file or directory is, and open it.
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from offload.ambient import neutral
 from offload.applied_gradient import REMEDY, AppliedGradient, second_backward
 from offload.checkpoint import Checkpoint
 from offload.engine import Groups, Metrics
@@ -187,7 +188,7 @@ class BackwardEngine(ExchangingEngine):
         if groups is None or self._closed or parameter.grad is None:
             return
         if self._running is None:
-            with torch.no_grad():
+            with neutral(keep_denormals=True):
                 self._open(groups)
         running, schedule = self._running, self._schedule
         number = self._numbers.get(id(parameter))

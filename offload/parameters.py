@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offload.ambient import as_user
 from offload.device import is_reachable
 from offload.errors import MismatchError, UnsupportedParameterError
 from offload.formats import StateFormat
@@ -125,6 +126,25 @@ def describe_parameters(
     return found
 
 
+def check_iterable(params: object) -> None:
+    """Refuse what is often given in place of parameters; what else is wrong is torch's to say.
+
+    Raises:
+        TypeError: It is a module, or the method that would return its parameters.
+    """
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"the first argument is a module ({type(params).__name__}), expected its parameters: "
+            "pass model.parameters(), and the module itself as model="
+        )
+    if callable(params):
+        name = getattr(params, "__name__", type(params).__name__)
+        raise TypeError(
+            f"the first argument is {name} itself, expected what it returns: call it, as in "
+            "model.parameters()"
+        )
+
+
 def check_given_once(
     param_groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]
 ) -> None:
@@ -170,6 +190,11 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
             f"parameter {name!r} is on {parameter.device}; parameters can be in host memory or on "
             "a CUDA device. Move the model there before constructing the optimizer."
         )
+    if parameter.is_inference():
+        raise UnsupportedParameterError(
+            f"parameter {name!r} was made in inference mode, outside of which torch lets nobody "
+            "train it: construct the model outside of torch.inference_mode()"
+        )
 
 
 def check_gradient(name: str, gradient: torch.Tensor) -> None:
@@ -199,7 +224,9 @@ def describe_model(
                 entries.setdefault(parameter, [name])
     else:
         # keep_vars: the tensors themselves, so that tied ones are recognised by identity
-        for name, value in model.state_dict(keep_vars=True).items():
+        with as_user():  # it may have hooks
+            live = model.state_dict(keep_vars=True)
+        for name, value in live.items():
             if not isinstance(value, torch.Tensor):
                 warnings.warn(
                     f"{name!r} in the model's state dict is a {type(value).__name__}, not a "

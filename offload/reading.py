@@ -31,6 +31,7 @@ from offload.second_look import read_document
 from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
 from offload.tensorfile import Header, TensorFileError, header_length, parse_header
 from offload.unreadable import reading
+from offload.wording import said_once, seen_from
 
 PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
 """Of the drives other than the first, in the store's order; None for those in the manifest."""
@@ -210,8 +211,8 @@ def _refuse_quarantined(backend: Backend, path: str) -> None:
     reason = read_quarantine(backend, path)
     if reason is not None:
         raise DamagedError(
-            f"{path}: quarantined, because it was found damaged ({reason}). If it has been "
-            f"repaired, lift the mark ({QUARANTINE_NAME}) with offload verify --quarantine"
+            f"{path}: quarantined, because it was found damaged ({seen_from(path, reason)}). If it "
+            f"has been repaired, lift the mark ({QUARANTINE_NAME}) with offload verify --quarantine"
         )
 
 
@@ -422,7 +423,8 @@ def find_checkpoint(
         else:
             newest = max(newest or (-1, ""), (generation, checkpoint))
     if newest is None:
-        why = "; ".join(one.reason for one in refused) or "it has no step-<N> directory"
+        reasons = said_once([one.reason for one in refused])
+        why = "; ".join(reasons) or "it has no step-<N> directory"
         raise CheckpointError(f"{path}: no usable checkpoint here: {why}")
     passed_over = (r for r in refused if r.generation is None or r.generation > newest[0])
     return Found(newest[1], tuple(passed_over))

@@ -33,6 +33,7 @@ from offload.parameters import (
 from offload.rules import UpdateRule
 from offload.slot import Slot
 from offload.store import Store
+from offload.wording import said_once, seen_from
 
 
 def choose_checkpoint(
@@ -47,14 +48,15 @@ def choose_checkpoint(
         CheckpointError: There are checkpoints, but none can be used.
         MismatchError: There are newer ones, and `discard_newer` is not set.
     """
-    for path, reason in store.refused:
+    reasons = said_once([seen_from(path, reason) for path, reason in store.refused])
+    for (path, _), reason in zip(store.refused, reasons, strict=True):
         warnings.warn(f"not using {path}: {reason}", RuntimeWarning, stacklevel=4)
     newest = store.newest
     found = newest if which is None else store.find(which)
     if found is None and store.refused:
-        reasons = "; ".join(reason for _, reason in store.refused)
+        listed = "; ".join(said_once([reason for _, reason in store.refused]))
         raise CheckpointError(
-            f"{store.directory}: none of its checkpoints can be used ({reasons}). Repair them, or "
+            f"{store.directory}: none of its checkpoints can be used ({listed}). Repair them, or "
             "pass fresh=True to start over."
         )
     if found is not newest and found is not None and not discard_newer:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 import torch._dynamo.convert_frame
 
+from offload.ambient import for_thread
 from offload.device_update import DeviceUpdater
 from offload.errors import OffloadError
 from offload.frame import Digests
@@ -78,6 +79,7 @@ class RunningPass:
         self._call_failed = failed
         self._meter = meter
         self._pid = os.getpid()
+        self._go = for_thread(self._run)
         self._positions = {chunk: n for n, chunk in enumerate(state_pass.chunks, start=1)}
         self._changed = threading.Condition()
         self._claimed = False
@@ -95,14 +97,14 @@ class RunningPass:
             daemon: Let the interpreter exit while it is in progress. Otherwise the pass is run
                 even at exit, when no more threads can be started: before this returns.
         """
-        self._thread = threading.Thread(target=self._run, name=STEP_THREAD, daemon=daemon)
+        self._thread = threading.Thread(target=self._go, name=STEP_THREAD, daemon=daemon)
         try:
             self._thread.start()
         except RuntimeError:
             self._thread = None
             if daemon:
                 raise
-            self._run()
+            self._go()
 
     def cancel(self) -> bool:
         """Keep a pass from beginning; False if it has begun."""
@@ -176,7 +178,7 @@ class RunningPass:
             self._claimed = True
         failure: BaseException | None = None
         try:
-            with torch.no_grad():  # which is a setting of each thread
+            with self._meter.timed("beside_s"):
                 scalars = self.state_pass.run(self._updated)
         except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
             failure = self._call_failed(self.state_pass, error)

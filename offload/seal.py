@@ -22,6 +22,7 @@ import torch
 
 from gds import StorageError
 from offload._manifest_fields import NOT_HYPERPARAMETERS
+from offload.ambient import in_neutral
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.device import Marks, marks_of
 from offload.errors import SealError
@@ -32,6 +33,7 @@ from offload.model_writing import CloneSource, TensorRanges, write_model
 from offload.parameters import Stored
 from offload.quarantine import is_quarantined
 from offload.slot import Slot
+from offload.stats import Meter
 from offload.store import Store
 from offload.streamer import Flush
 from offload.table import ParameterTable
@@ -125,6 +127,7 @@ class Seal:
         captured: What the checkpoint is.
         buffers: Memory for copying tensors.
         flush: What of the state is not in the slot yet.
+        meter: Counts the seconds that others wait for it.
     """
 
     def __init__(
@@ -134,10 +137,10 @@ class Seal:
         captured: Captured,
         buffers: BlockBuffers,
         flush: Flush,
+        meter: Meter,
     ) -> None:
+        self._meter = meter
         self.handle = captured.handle
-        self.wait_s = 0.0
-        """Seconds that `wait_copied` has held up training."""
         self._store = store
         self.slot = slot
         self._manifest = manifest = captured.manifest
@@ -152,7 +155,7 @@ class Seal:
         for item in captured.stored:
             name = item.spec.name
             tensors[name] = item.tensor
-            if not item.by_value:
+            if not item.by_value and not item.tensor.is_inference():  # those have no version
                 stop = entries[name].stop
                 self._versions.append((name, item.tensor, item.tensor._version, stop))
         self._versions.sort(key=lambda version: version[3], reverse=True)
@@ -172,7 +175,8 @@ class Seal:
             succeeded: Called at the end with bytes written and seconds taken, if all went well.
         """
         try:
-            threading.Thread(target=self.run, args=(succeeded,), name=SEAL_THREAD).start()
+            target = in_neutral(self.run)
+            threading.Thread(target=target, args=(succeeded,), name=SEAL_THREAD).start()
         except RuntimeError:
             # The interpreter is shutting down and starts no more threads: seal before returning.
             self.run(succeeded)
@@ -210,11 +214,9 @@ class Seal:
         """Wait until that many bytes of the model file's data have been copied from the model."""
         if self._copied >= nbytes:
             return
-        started = time.perf_counter()
-        with self._progress:
+        with self._meter.timed("wait_seal_s"), self._progress:
             while self._copied < nbytes:
                 self._progress.wait()
-        self.wait_s += time.perf_counter() - started
 
     def _seal(self) -> Checkpoint:
         slot, manifest = self.slot, self._manifest

@@ -19,7 +19,14 @@ from offload._manifest_fields import MAX_COUNT
 from offload.errors import MismatchError
 from offload.formats import MASTER
 from offload.parameters import Trainable
-from offload.rules import Rule, Scalars, UpdateRule, read_scalars, write_scalars
+from offload.rules import (
+    Rule,
+    Scalars,
+    UpdateRule,
+    kind_of_tensor,
+    read_scalars,
+    write_scalars,
+)
 from offload.state_decoding import has_master
 from offload.state_filling import HeldTensor, ParameterState, TensorSource
 from offload.state_reference import check_groups
@@ -78,11 +85,11 @@ class MaterializedState:
                 state = unstepped_state(initial[trainable.spec.group], shape)
             else:
                 state = write_scalars(values)
-                state.update({name: torch.empty(shape, dtype=torch.float32) for name in names})
+                state.update({name: _room(shape) for name in names})
             if state:  # torch has no entry of an SGD without momentum
                 self.state[parameter] = state
             if has_master(trainable.spec):
-                self.masters[parameter] = torch.empty(shape, dtype=torch.float32)
+                self.masters[parameter] = _room(shape)
 
     def copy(self, index: int, start: int, values: Mapping[str, torch.Tensor]) -> None:
         """Copy a block to where it belongs; see `state_decoding.Block`."""
@@ -91,6 +98,10 @@ class MaterializedState:
             whole = self.masters if name == MASTER else self.state[parameter]
             tensor = whole[parameter] if name == MASTER else whole[name]  # type: ignore[index]
             tensor.view(-1)[start : start + len(block)].copy_(block)
+
+
+def _room(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def number_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
@@ -109,7 +120,7 @@ MAX_STEPS = 10**18
 def unstepped_state(initial: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     """Return what torch has of a parameter that was never stepped: nothing, or a constant."""
     return {
-        name: torch.full(shape, value.item(), dtype=value.dtype)
+        name: torch.full(shape, value.item(), dtype=value.dtype, device="cpu")
         if isinstance(value, torch.Tensor) and value.dim()
         else copy.deepcopy(value)
         for name, value in initial.items()
@@ -214,9 +225,10 @@ def read_parameter_state(
     if master is not None:
         out.master = _source(f"the master of {at}", master, shape)
     if present or (not expected and out.master is not None):
+        kinds = {name: _kind(present[name], kind) for name, kind, _ in template}
         out.scalars = tuple(
             (name, kind, _number(f"{name!r} of the {at}", present[name], kind))
-            for name, kind, _ in template
+            for name, kind in kinds.items()
         )
         _check_steps(at, out.scalars)
         out.arrays = {n: _source(f"{n!r} of the {at}", present[n], shape) for n in kept.arrays}
@@ -236,7 +248,7 @@ def _check_steps(at: str, scalars: Scalars) -> None:
 def scalar_template(rule: UpdateRule, group: Mapping[str, Any], kept: Rule) -> Scalars:
     """Return the scalar state of a parameter after its first step, for names and kinds."""
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    tiny = torch.zeros(1, dtype=torch.float32)
+    tiny = torch.zeros(1, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         state = rule.stepper().create(tiny, torch.zeros_like(tiny), options)
     return read_scalars(state, kept)
@@ -300,6 +312,12 @@ def _source(what: str, value: Any, shape: tuple[int, ...]) -> TensorSource:
             f"float32 of shape {list(shape)}"
         )
     return source
+
+
+def _kind(value: Any, default: str) -> str:
+    # torch makes these of FP32 or FP64 by the default dtype, which may have been another one.
+    dtype = getattr(value, "dtype", None)
+    return kind_of_tensor(dtype, default) if isinstance(dtype, torch.dtype) else default
 
 
 def _number(what: str, value: Any, kind: str) -> float | int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gds import File
+from offload.ambient import in_neutral
 from offload.errors import CheckpointNotFoundError
 from offload.formats import MASTER
 from offload.frame import DTYPES
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from offload.checkpoint import Checkpoint
 
 
+@in_neutral
 def read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
     """Read the FP32 master and state arrays of a parameter; see `Checkpoint.read_state`.
 

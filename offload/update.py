@@ -260,7 +260,7 @@ class ChunkUpdater:
         self._scatter(live, block.pieces)
 
     def _update_nothing(self, context: BlockContext, block: Block) -> None:
-        empty = torch.empty(0, dtype=torch.float32)
+        empty = torch.empty(0, dtype=torch.float32, device="cpu")
         arrays = self._rules[block.key.group].arrays
         self._step(context, block, empty, empty.clone(), {a: empty.clone() for a in arrays})
 

@@ -21,6 +21,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from offload.ambient import for_thread
 from offload.codecs import Scratch
 from offload.rules import Stepper, UpdateRule
 
@@ -67,7 +68,7 @@ class BlockContext(BlockMemory):
 
 
 def _host_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(num_elements, dtype=dtype)
+    return torch.empty(num_elements, dtype=dtype, device="cpu")
 
 
 def default_num_threads() -> int:
@@ -191,7 +192,7 @@ class UpdatePool:
             self._contexts.append(BlockContext(self._rule))
         waiting = deque(items)
 
-        @torch.no_grad()
+        @for_thread
         def work(context: BlockContext) -> None:
             try:
                 while True:

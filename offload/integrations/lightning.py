@@ -141,6 +141,7 @@ class OffloadCallback(pl.Callback):
             if checkpoint is not None:
                 _go_back(optimizer, checkpoint)
         for optimizer in optimizers.values():
+            optimizer._live_engine().seals_references = True  # before a file is written
             mend_pins(optimizer, loaded)
         if self._random is not None:
             _set_random_states(self._random)

@@ -91,15 +91,31 @@ class OffloadCallback(TrainerCallback):
         self._saving: RemovableHandle | None = None
 
     def optimizer_cls_and_kwargs(
-        self, *, directory: Directories, **settings: Any
-    ) -> tuple[Any, dict[str, Any]]:
+        self,
+        *,
+        directory: Directories,
+        optimizer_class: type[torch.optim.Optimizer] | None = None,
+        keep: int | Retention = 1,
+        fresh: bool = False,
+        options: Options = Options(),  # noqa: B008  (frozen)
+        **hyper: Any,
+    ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Return what `Trainer` takes under this name: it then makes the optimizer itself.
 
         Needed with ``model_init``, where ``optimizers=`` is refused. Arguments are those of
-        `create_optimizer`.
+        `create_optimizer`. The first of what is returned is a factory, which the Trainer takes as
+        well, though its own annotation names a class only.
         """
+        settings = {
+            "directory": directory,
+            "optimizer_class": optimizer_class,
+            "keep": keep,
+            "fresh": fresh,
+            "options": options,
+            **hyper,
+        }
         # The Trainer calls a factory twice, the second time with the model.
-        return lambda: self._create, {"directory": directory, **settings}
+        return cast("type[torch.optim.Optimizer]", lambda: self._create), settings
 
     def _create(self, model: torch.nn.Module, **settings: Any) -> OffloadedOptimizer:
         if self._args is None:

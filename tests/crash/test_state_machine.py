@@ -811,7 +811,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert train_state == sealed.train_state
         self.run: Run = new_run(self.variant, sealed.events)
         self.broken = False
-        assert self.optimizer.state_dict()["step"] == sealed.expectation.step
+        assert self.optimizer.num_steps == sealed.expectation.step
         assert same_bits(dict(self.model.state_dict()), sealed.expectation.model)
         self.compare(waited=True)
 

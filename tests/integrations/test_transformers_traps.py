@@ -264,6 +264,7 @@ def test_trials_of_a_search_are_refused(tmp_path: Path) -> None:
             trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 
+@pytest.mark.filterwarnings("ignore:the reference that state_dict")
 def test_others_may_ask_for_the_state_dict(tmp_path: Path) -> None:
     """Only the Trainer's saves seal: it has made its folder when it asks."""
 

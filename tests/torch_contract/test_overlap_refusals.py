@@ -193,6 +193,7 @@ CALLS: dict[str, tuple[str, Callable[[Half], object]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the reference that state_dict")
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_between_backward_and_step(half: Half, name: str) -> None:
     what, call = CALLS[name]
