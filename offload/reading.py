@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gds import Backend, File
+from gds import Backend
 from gds._backend import Stat
 from offload.errors import (
     CheckpointError,
@@ -35,8 +35,6 @@ from offload.wording import said_once, seen_from
 
 PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
 """Of the drives other than the first, in the store's order; None for those in the manifest."""
-
-_BLOCK_BYTES = 1 << 20
 
 _FIRST_BYTES = 4096
 """Read of a file before the rest of it is: a hole shows in them."""
@@ -112,34 +110,26 @@ def _decode_manifest(backend: Backend, path: str) -> Manifest:
         )
         return read_document(
             file,
-            _without_padding(file, manifest_path),
-            lambda data: decode(data, manifest_path),
+            file.size_bytes,
+            lambda data: decode(_without_padding(data, manifest_path), manifest_path),
             ManifestError,
         )
     finally:
         file.close()
 
 
-def _without_padding(file: File, path: str) -> int:
-    """Return the length of a manifest without the spaces and the line feed at its end.
+def _without_padding(data: bytes, path: str) -> bytes:
+    """Return a manifest without the spaces and the line feed at its end.
 
     Raises:
         ManifestError: It is longer than any that is written.
     """
-    end = file.size_bytes
-    while end > 0:
-        start = max(end - _BLOCK_BYTES, 0)
-        block = file.read_bytes(start, end - start)
-        if end == file.size_bytes:
-            block = block.removesuffix(b"\n")
-        kept = len(block.rstrip(b" "))
-        if kept:
-            end = start + kept
-            break
-        end = start
-    if end > MAX_CONTENT_BYTES:
-        raise ManifestError(f"{path}: {end} bytes of content, expected at most {MAX_CONTENT_BYTES}")
-    return end
+    content = data.removesuffix(b"\n").rstrip(b" ")
+    if len(content) > MAX_CONTENT_BYTES:
+        raise ManifestError(
+            f"{path}: {len(content)} bytes of content, expected at most {MAX_CONTENT_BYTES}"
+        )
+    return content
 
 
 def _refuse_zeros(first: bytes, path: str) -> None:
