@@ -88,7 +88,7 @@ class ForwardEngine(ExchangingEngine):
                 self._meter.steps += 1
                 self.num_steps += 1
                 self._running = running  # known before it begins: it may be interrupted here
-                self._hooks.begin(running)
+                must_wait += self._hooks.begin(running)
                 running.start()
             except BaseException as error:
                 if running.cancel():
@@ -96,7 +96,7 @@ class ForwardEngine(ExchangingEngine):
                     self._hooks.release()
                     self._pass_failed(state_pass, error)
                 raise
-            running.wait_for(must_wait)
+            self._hooks.wait_for(must_wait)
 
     def checkpoint(
         self, groups: Groups, train_state: object, metrics: Metrics = None

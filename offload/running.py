@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-import torch._dynamo.convert_frame
 
+from offload.compiling import compile_lock
 from offload.device_update import DeviceUpdater
 from offload.errors import OffloadError
 from offload.frame import Digests
@@ -16,8 +16,6 @@ from offload.rules import Scalars
 from offload.state_pass import STEP_THREAD, StatePass
 from offload.stats import Meter
 from offload.update import ChunkUpdater
-
-_compile_lock = torch._dynamo.convert_frame.compile_lock
 
 
 class _BesideModel(ChunkUpdater):
@@ -31,12 +29,12 @@ class _BesideModel(ChunkUpdater):
         self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
     ) -> None:
         """Step one chunk."""
-        with _compile_lock:
+        with compile_lock:
             super().update(chunk, arrays, digests)
 
     def finish(self) -> list[Scalars | None]:
         """Return the scalar state of each parameter after the step."""
-        with _compile_lock:
+        with compile_lock:
             return super().finish()
 
 
@@ -111,6 +109,11 @@ class RunningPass:
             return not begun
 
     @property
+    def begun(self) -> bool:
+        """Whether anything may have been changed."""
+        return self._claimed
+
+    @property
     def ended(self) -> bool:
         """Whether all parameters have their new values, or the pass has failed."""
         return self._has_ended
@@ -176,7 +179,8 @@ class RunningPass:
             self._claimed = True
         failure: BaseException | None = None
         try:
-            with torch.no_grad():  # which is a setting of each thread
+            # Settings of each thread. Whoever reads a parameter waits for this one.
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 scalars = self.state_pass.run(self._updated)
         except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
             failure = self._call_failed(self.state_pass, error)

@@ -173,7 +173,9 @@ class Seal:
         """Seal. Never raises: the outcome is in `handle`."""
         started = time.perf_counter()
         try:
-            checkpoint = self._seal()
+            # A step that has begun since waits for this thread, and readers of parameters for it.
+            with torch._C.DisableTorchFunctionSubclass():
+                checkpoint = self._seal()
         except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
             failure = SealError(
                 f"sealing step {self.handle.step} failed, so it is not a checkpoint; those made "

@@ -194,12 +194,14 @@ class UpdatePool:
         @torch.no_grad()
         def work(context: BlockContext) -> None:
             try:
-                while True:
-                    try:
-                        item = waiting.popleft()
-                    except IndexError:
-                        return
-                    function(context, item)
+                # Whoever reads a parameter while a step runs beside the model waits for this thread.
+                with torch._C.DisableTorchFunctionSubclass():
+                    while True:
+                        try:
+                            item = waiting.popleft()
+                        except IndexError:
+                            return
+                        function(context, item)
             except BaseException:
                 waiting.clear()
                 raise
