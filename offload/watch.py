@@ -56,8 +56,6 @@ _ATTRIBUTES = (
 )
 _METHODS = (
     "size",
-    "dim",
-    "ndimension",
     "numel",
     "nelement",
     "element_size",
@@ -82,7 +80,10 @@ _NOT_READING = {
     torch.is_floating_point,
     torch.is_complex,
 }
-"""Uses that neither read nor change values, nor lead to memory: nobody is asked."""
+"""Uses that neither read nor change values, nor lead to memory: nobody is asked.
+
+``dim()`` is missing: it is all that `torch.vmap` calls before it reads.
+"""
 
 _set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
 _WATCH, _ORIGINAL = "_offload_watch", "_offload_original"

@@ -182,7 +182,7 @@ class Attention(torch.nn.Module):
         return self.attention(x, x, x)[0]
 
 
-@pytest.mark.parametrize("chunk", [1, 4], ids=["in-proj", "out-proj"])
+@pytest.mark.parametrize("chunk", [3, 4], ids=["in-proj", "out-proj"])
 def test_a_module_waits_for_what_it_reads_of_others_and_finds_ordinary_parameters(chunk):
     """Nobody calls the module that ``out_proj`` is, and torch looks at the class of its weight."""
     run = Run(Attention)
