@@ -50,6 +50,7 @@ from offload.train_state import encode
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
 from offload.usable import Usable
+from offload.watch import settle_all
 from offload.working_memory import WorkingMemory
 
 Groups = Sequence[dict[str, Any]]
@@ -336,6 +337,7 @@ class Engine(Usable):
 
     def _begin_pass(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> StatePass:
         """Prepare a pass over every chunk that needs it; all of them if the state moves."""
+        settle_all(t.tensor for t in self._table.trainables)  # another optimizer may step them, too
         make: Callable[..., ChunkUpdater] = self._updater_class
         if self._compute is not None:
             make = partial(self._device_updater_class, compute=self._compute)

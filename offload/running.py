@@ -177,11 +177,14 @@ class RunningPass:
             if self._claimed:
                 return
             self._claimed = True
+        # Settings of each thread. Whoever reads a parameter elsewhere waits for this one.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._run_claimed()
+
+    def _run_claimed(self) -> None:
         failure: BaseException | None = None
         try:
-            # Settings of each thread. Whoever reads a parameter waits for this one.
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                scalars = self.state_pass.run(self._updated)
+            scalars = self.state_pass.run(self._updated)
         except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
             failure = self._call_failed(self.state_pass, error)
             if failure is not error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -106,6 +106,9 @@ class Captured:
     stored: Sequence[Stored]
     """The tensors of the model file: copies of those that a forward changes."""
 
+    versions: Mapping[str, int]
+    """By name of each that is not a copy: how often it had been changed in place by then."""
+
     marks: Marks
     """Where the streams of devices were at that moment."""
 
@@ -151,7 +154,7 @@ class Seal:
             tensors[name] = item.tensor
             if not item.by_value:
                 stop = entries[name].stop
-                self._versions.append((name, item.tensor, item.tensor._version, stop))
+                self._versions.append((name, item.tensor, captured.versions[name], stop))
         self._versions.sort(key=lambda version: version[3], reverse=True)
         self._image = ModelImage(
             manifest.layout.model_header, tensors, captured.marks, buffers.traffic
@@ -295,7 +298,14 @@ def capture(
     )
     captured = [item.captured() for item in stored]
     marks = marks_of(item.tensor for item in captured)
-    return Captured(manifest, packed, captured, marks, SealHandle(step))
+    return Captured(manifest, packed, captured, versions_of(stored), marks, SealHandle(step))
+
+
+def versions_of(stored: Iterable[Stored]) -> dict[str, int]:
+    """Return how often tensors that a seal does not copy at once have been changed in place."""
+    # A step may be changing them beside the model. This does not wait for it.
+    with torch._C.DisableTorchFunctionSubclass():
+        return {item.spec.name: item.tensor._version for item in stored if not item.by_value}
 
 
 def _describe(

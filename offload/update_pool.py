@@ -194,7 +194,7 @@ class UpdatePool:
         @torch.no_grad()
         def work(context: BlockContext) -> None:
             try:
-                # Whoever reads a parameter while a step runs beside the model waits for this thread.
+                # Whoever reads a parameter while a step runs beside the model waits for this.
                 with torch._C.DisableTorchFunctionSubclass():
                     while True:
                         try:

@@ -86,6 +86,7 @@ _NOT_READING = {
 """
 
 _set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _WATCH, _ORIGINAL = "_offload_watch", "_offload_original"
 
 
@@ -109,6 +110,7 @@ class Watch:
     ) -> None:
         self._before_use = before_use
         self.label = label
+        _watches.add(self)
         self._watched: dict[int, torch.Tensor] = {}
         self._classes: dict[type, type | None] = {}
         """By a tensor's own class: the one that it gets; None if it can get none."""
@@ -210,7 +212,7 @@ class Watch:
             settle(tensor)
             return _T.as_subclass(tensor, kind)
 
-        namespace = {
+        namespace: dict[str, Any] = {
             "__slots__": (),
             "__module__": original.__module__,
             "__qualname__": f"{original.__qualname__}, {self.label}",
@@ -236,6 +238,14 @@ def settle(tensor: torch.Tensor) -> None:
         watch.ask(tensor)
     else:
         _give_back(tensor)
+
+
+def settle_all(tensors: Iterable[torch.Tensor]) -> None:
+    """Settle those that are watched by whomever; quick where nobody watches anything."""
+    if any(map(len, list(_watches))):
+        for tensor in tensors:
+            if is_watched(tensor):
+                settle(tensor)
 
 
 def is_watched(tensor: torch.Tensor) -> bool:

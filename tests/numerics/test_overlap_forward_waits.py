@@ -18,6 +18,7 @@ import offload
 from gds import StorageError
 from offload.errors import BrokenOptimizerError, SealError
 from offload.forward_hooks import _Inert
+from offload.overlap import ForwardEngine
 from tests.eventually import TIMEOUT_S, eventually, is_freed
 from tests.numerics.delays import Held
 from tests.numerics.reference import assert_same_parameters
@@ -261,6 +262,50 @@ def test_statistics_and_checkpoints_do_not_wait(run):
     found = handle.result(TIMEOUT_S)
     assert (found.step, found.train_state) == (3, {"x": 1})
     assert run.optimizer.checkpoint({"x": 1}).result().path == found.path
+
+
+class WithFrozen(Layers):
+    """What is not trained is part of checkpoints, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Parameter(torch.ones(5000), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [("frozen", "amid the step"), ("frozen", "after it"), (f"layers.{LAST}.weight", "after it")],
+)
+def test_an_edit_after_checkpoint_is_not_sealed(name, when, monkeypatch):
+    """The seal begins at the end of the step, and is of the moment at which it was asked for."""
+    run = Run(WithFrozen)
+    step_ended, edited = threading.Event(), threading.Event()
+    begin = ForwardEngine._seal_after
+
+    def begin_late(*arguments: object) -> None:
+        step_ended.set()
+        assert edited.wait(TIMEOUT_S)
+        begin(*arguments)
+
+    monkeypatch.setattr(ForwardEngine, "_seal_after", begin_late)
+    run.step_held(2, LAST)
+    handle = run.optimizer.checkpoint()
+    parameter = run.live.get_parameter(name)
+    if when == "after it":
+        run.backend.release()
+        assert step_ended.wait(TIMEOUT_S)
+    with torch.no_grad():
+        parameter.mul_(2)
+        run.expected.get_parameter(name).mul_(2)
+    edited.set()
+    run.backend.release()
+    with pytest.raises(SealError, match=rf"'{name}' was changed in place.*call \.result\(\)"):
+        handle.result(TIMEOUT_S)
+    with pytest.raises(SealError, match="sealing step 3 failed"):
+        run.optimizer.step()
+    run.step(3)
+    run.assert_same()
+    run.optimizer.close()
 
 
 def test_gradients_are_freed_as_they_are_applied(run):

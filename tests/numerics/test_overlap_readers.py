@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offload
 from offload.watch import is_watched
 from tests.eventually import TIMEOUT_S
-from tests.numerics.reference import assert_same_bits, assert_same_parameters
+from tests.numerics.reference import assert_same_bits, assert_same_parameters, read_state
 from tests.numerics.test_overlap_forward_waits import (
     LAST,
     Layers,
@@ -59,7 +58,7 @@ def average(model: Layers) -> list[torch.Tensor]:
 def forward_without_the_module(model: Layers) -> torch.Tensor:
     for layer in model.layers[:LAST]:
         layer(X)
-    return F.linear(X, last(model))
+    return nn.functional.linear(X, last(model))
 
 
 def edit(model: Layers, change: Callable[[torch.Tensor], object]) -> torch.Tensor:
@@ -69,7 +68,7 @@ def edit(model: Layers, change: Callable[[torch.Tensor], object]) -> torch.Tenso
 
 
 READERS: dict[str, Callable[[Layers], object]] = {
-    "function": lambda model: F.linear(X, last(model)),
+    "function": lambda model: nn.functional.linear(X, last(model)),
     "function beside modules that are called": forward_without_the_module,
     "operator": lambda model: X @ last(model),
     "data": lambda model: last(model).data.clone(),
@@ -171,7 +170,7 @@ class Calls(nn.Module):
 
     def forward(self, x: torch.Tensor, *, fused: bool = False) -> torch.Tensor:
         hidden = self.encode(x)
-        return F.linear(hidden[-1:], self.head.weight) if fused else self.head(hidden)
+        return nn.functional.linear(hidden[-1:], self.head.weight) if fused else self.head(hidden)
 
 
 PATHS: dict[str, Callable[[Calls], torch.Tensor]] = {
@@ -359,7 +358,8 @@ def test_two_threads_that_evaluate(run):
         when_waiting(run, run.backend.release)
         found: list[torch.Tensor] = []
         threads = [
-            threading.Thread(target=lambda: found.append(evaluate(run.live))) for _ in range(3)
+            threading.Thread(target=lambda into=found: into.append(evaluate(run.live)))
+            for _ in range(3)
         ]
         for thread in threads:
             thread.start()
@@ -472,7 +472,7 @@ def alarm() -> Iterator[Callable[[Callable[[], object]], None]]:
 def test_a_handler_of_signals_amid_a_step_that_has_not_begun_reads_the_values_before_it(
     run, alarm, monkeypatch
 ):
-    """The pass is begun by the thread that the handler runs on: waiting for it would be for ever."""
+    """Who would begin the step is the thread that the handler runs on: it must not wait."""
     run.backward(2)
     before, found = last(run.live).detach().clone(), []
     alarm(lambda: found.append(last(run.live).detach().clone()))
@@ -573,12 +573,13 @@ class FusedLoss(nn.Module):
 
 def test_a_loss_that_reads_a_weight_outside_of_the_model_keeps_the_overlap():
     run = Run(FusedLoss, num_steps=0)
-    run.loss = lambda model, step: F.linear(model(X), model.head.weight).square().mean()
+    run.loss = lambda model, _: nn.functional.linear(model(X), model.head.weight).square().mean()
     for step in range(3):
         run.step(step)
-    run.step_held(3, 1)  # returns, although the head's chunk is not updated
-    hidden = run.live(X[:0])  # waits at its end, so not here: that is what `when_waiting` is for
-    del hidden
+    step_held(run, 3, 1)
+    assert 1 not in run.backend.ended  # and yet the step has returned
+    when_waiting(run, run.backend.release)
+    run.step(5)
     run.assert_same()
     run.optimizer.close()
 
@@ -601,24 +602,29 @@ def test_a_state_dict_that_computes_with_parameters_is_sealed_with_their_new_val
     when_waiting(run, run.backend.release)
     found = run.optimizer.checkpoint().result(TIMEOUT_S)
     assert found.step == 3
-    assert_same_bits(
-        found.load_parameters()["total"], last(run.expected).detach().sum(0), "in the checkpoint"
-    )
+    stored = read_state(found.path, run.backend)
+    assert_same_bits(stored.model["total"], last(run.expected).detach().sum(0), "what is sealed")
     run.optimizer.close()
 
 
-def test_a_second_optimizer_for_the_same_parameter_waits(run):
-    """Of whatever kind: torch's own reads it as anybody does."""
-    options = offload.Options(backend=Run().backend, chunk_bytes=4096, allow_volatile=True)
-    second = offload.SGD([last(run.live)], lr=0.1, directory="/second", options=options)
-    other = torch.optim.SGD([last(run.expected)], lr=0.1)
+@pytest.mark.parametrize("overlap", [None, "forward"])
+def test_a_second_optimizer_for_the_same_parameters_waits(run, overlap):
+    """Of whatever kind: torch's own reads them as anybody does."""
+    options = offload.Options(
+        backend=Run().backend, chunk_bytes=1 << 16, allow_volatile=True, overlap=overlap
+    )
+    both = [run.live.layers[number].weight for number in (1, LAST)]
+    expected = [run.expected.layers[number].weight for number in (1, LAST)]
+    second = offload.SGD(both, lr=0.1, directory="/second", options=options, model=run.live)
+    other = torch.optim.SGD(expected, lr=0.1)
     run.step_held(2, LAST)
     when_waiting(run, run.backend.release)
-    for model, optimizer in ((run.live, second), (run.expected, other)):
-        last(model).grad = torch.ones(32, 32)
+    for parameters, optimizer in ((both, second), (expected, other)):
+        for parameter in parameters:
+            parameter.grad = torch.ones(32, 32)
         optimizer.step()
-        last(model).grad = None
-    assert_same_bits(last(run.live).detach(), last(run.expected).detach(), "after both")
+        optimizer.zero_grad()
+    assert_same_parameters(run.live.named_parameters(), run.expected.named_parameters())
     run.assert_same()
     second.close()
 
