@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -627,6 +628,111 @@ def test_a_second_optimizer_for_the_same_parameters_waits(run, overlap):
     assert_same_parameters(run.live.named_parameters(), run.expected.named_parameters())
     run.assert_same()
     second.close()
+
+
+def grad_of_sum(p: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda w: w.square().sum())(p)
+
+
+def jagged_times(p: torch.Tensor) -> torch.Tensor:
+    """Nested tensors handle every function themselves."""
+    parts = [X[:1], X[1:]]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    return torch.cat(list((nested @ p).unbind()))
+
+
+def without_torch_functions(p: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return X @ p
+
+
+def scripted() -> Callable[[torch.Tensor], torch.Tensor]:
+    script: Callable[[torch.Tensor], torch.Tensor] = torch.jit.script(doubled)
+    return script
+
+
+def doubled(p: torch.Tensor) -> torch.Tensor:
+    return p * 2
+
+
+def shared_state(model: Layers) -> torch.Tensor:
+    tensor: torch.Tensor = model.state_dict()[f"layers.{LAST}.weight"]
+    return tensor
+
+
+SHARED: dict[str, Callable[[Layers], torch.Tensor]] = {
+    "NumPy": lambda model: torch.from_numpy(last(model).detach().numpy()),
+    "DLPack": lambda model: torch.from_dlpack(last(model).detach()),
+    "detach": lambda model: last(model).detach(),
+    "a view": lambda model: last(model)[0],
+    "a state dict": shared_state,
+}
+"""What shares memory with a parameter since before the step."""
+
+UNANNOUNCED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "to_dlpack": lambda p: torch.from_dlpack(torch.utils.dlpack.to_dlpack(p.requires_grad_(False))),
+    "torch.tensor": lambda p: torch.tensor(p),
+    "torch.as_tensor": lambda p: torch.as_tensor(p, dtype=torch.float64),
+    "new_tensor": lambda p: torch.ones(1).new_tensor(p),
+    "constructor": lambda p: torch.Tensor(p),
+    "torch.func.grad": grad_of_sum,
+    "nested_tensor": lambda p: torch.nested.nested_tensor([p]).to_padded_tensor(0.0),
+    "jagged operand": jagged_times,
+    "no torch functions": without_torch_functions,
+}
+"""Functions that read a parameter without a word."""
+
+
+def test_what_the_guarantees_say_about_readers_that_are_not_seen():
+    """So that the list there is complete."""
+    page = (Path(__file__).parents[2] / "docs/guarantees.md").read_text()
+    for name in ("NumPy", "DLPack", "torch.func.grad(f)(p)", "torch.tensor(p)", "jagged"):
+        assert name in page
+
+
+def check_unseen(run: Run, read: Callable[[], torch.Tensor], stale: torch.Tensor) -> None:
+    """Show that what is read amid a step is old, and that `synchronize` helps."""
+    assert_same_bits(read().detach(), stale, "it waits: the guarantees need not speak of it")
+    assert LAST not in run.backend.ended
+    run.backend.release()
+    run.optimizer.synchronize()
+
+
+@pytest.mark.parametrize("share", SHARED.values(), ids=SHARED)
+def test_memory_that_was_shared_before_is_not_seen_but_synchronize_helps(run, share):
+    shared, expected = share(run.live), share(run.expected)
+    stale = shared.detach().clone()
+    run.step_held(2, LAST)
+    check_unseen(run, lambda: shared, stale)
+    assert_same_bits(shared.detach(), expected.detach(), "after synchronize()")
+    assert not torch.equal(shared, stale)
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("read", UNANNOUNCED.values(), ids=UNANNOUNCED)
+def test_functions_that_ask_nobody_are_not_seen_but_synchronize_helps(run, read):
+    run.optimizer.synchronize()
+    stale = read(last(run.live)).detach().clone()
+    last(run.live).requires_grad_()
+    run.step_held(2, LAST)
+    check_unseen(run, lambda: read(last(run.live)), stale)
+    found, expected = read(last(run.live)), read(last(run.expected))
+    assert_same_bits(found.detach(), expected.detach(), "after synchronize()")
+    assert not torch.equal(found, stale)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is not supported:DeprecationWarning")
+def test_scripted_functions_are_not_seen_but_synchronize_helps(run):
+    read = scripted()
+    run.optimizer.synchronize()
+    stale = read(last(run.live)).detach().clone()
+    run.step_held(2, LAST)
+    check_unseen(run, lambda: read(last(run.live)), stale)
+    assert_same_bits(
+        read(last(run.live)).detach(), doubled(last(run.expected)).detach(), "after synchronize()"
+    )
 
 
 def test_parameters_are_ordinary_when_the_optimizer_is_gone(run):
