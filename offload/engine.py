@@ -141,6 +141,9 @@ class Engine(Usable):
     def join(self) -> None:
         """Wait for a step that runs beside the model, where there is one."""
 
+    def before_hooks(self) -> None:
+        """Wait at the end of `step` for what hooks of it may read without being seen."""
+
     def step(self, groups: Groups) -> None:
         """Update every parameter that has a gradient.
 

@@ -258,6 +258,11 @@ class ForwardHooks:
             self._watch.release_all()
 
     @property
+    def sees_readers(self) -> bool:
+        """Whether whoever reads a parameter waits for it, wherever that is."""
+        return not self._compiled
+
+    @property
     def knows_compiled(self) -> bool:
         """Whether everything is waited for at the entry of the model: part of it is compiled."""
         return self._compiled

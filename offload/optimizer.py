@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeAlias, overload
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from offload.callers import warn_if_saved
 from offload.checkpoint import Checkpoint
@@ -160,6 +161,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with self._exclusive("step") as engine:
             engine.step(self.param_groups)
+            if self._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+                engine.before_hooks()
         return loss
 
     def checkpoint(

@@ -71,6 +71,11 @@ class ForwardEngine(ExchangingEngine):
         if error is not None:
             raise error
 
+    def before_hooks(self) -> None:
+        """Wait for the step that has begun, if readers of parameters are not seen."""
+        if not self._hooks.sees_readers:
+            self._hooks.wait()
+
     def step(self, groups: Groups) -> None:
         """Begin to update every parameter that has a gradient; the gradients are moved out."""
         self.join()
