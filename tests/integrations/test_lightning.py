@@ -208,6 +208,12 @@ def test_averaging_callbacks(name: str, overlap: Any, compiled: bool, tmp_path: 
             super().__init__(make)
             self.layers.compile(backend="eager")
 
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            return (self(batch[0]) - batch[1]).square().mean()
+
     found = []
     for make in (on_ssd(tmp_path / "run", options=options), in_memory):
         averaging = AVERAGING[name]()
