@@ -330,13 +330,12 @@ class Engine(Usable):
 
     def _run_pass(self, state_pass: StatePass) -> None:
         try:
-            scalars = state_pass.run()
+            self._pass_ended(state_pass, state_pass.run())
         except BaseException as error:
             failure = self._pass_failed(state_pass, error)
             if failure is error:
                 raise
             raise failure from error
-        self._pass_ended(state_pass, scalars)
 
     def _begin_pass(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> StatePass:
         """Prepare a pass over every chunk that needs it; all of them if the state moves."""
@@ -482,6 +481,6 @@ class Engine(Usable):
         return self._table.layout
 
     @property
-    def _transfer_error(self) -> BaseException | None:
+    def _transfer_error(self) -> Exception | None:
         streamer = self._memory.streamer
         return streamer.error if streamer is not None else None

@@ -185,15 +185,11 @@ class RunningPass:
         failure: BaseException | None = None
         try:
             scalars = self.state_pass.run(self._updated)
+            self._call_ended(self.state_pass, scalars)
         except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
             failure = self._call_failed(self.state_pass, error)
             if failure is not error:
                 failure.__cause__ = error
-        else:
-            try:
-                self._call_ended(self.state_pass, scalars)
-            except BaseException as error:  # noqa: BLE001  (likewise)
-                failure = error
         with self._changed:
             self._error = failure
             self._has_ended = True

@@ -35,7 +35,7 @@ class Usable:
         """Raise `OverlapError` if it is too late to unscale gradients, or to skip the step."""
 
     @property
-    def _transfer_error(self) -> BaseException | None:
+    def _transfer_error(self) -> Exception | None:
         """The error of a transfer of state that nobody has waited for."""
         return None
 
