@@ -13,6 +13,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from offload.backward_hooks import require_no_ddp
 from offload.callers import warn_if_saved
 from offload.checkpoint import Checkpoint
 from offload.closing import close_left_open, close_quietly
@@ -100,6 +101,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         rule = UpdateRule(optimizer_class, hyper, allow_fused=on_device)
         super().__init__(params, dict(rule.defaults))
         self.state = StateElsewhere()
+        if options.overlap == "backward":
+            require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
         if on_device:
