@@ -19,7 +19,7 @@ import torch
 
 from offload.checkpoint import Checkpoint
 from offload.engine import Groups, Metrics
-from offload.errors import OffloadError, SealError
+from offload.errors import OffloadError, SealError, reason_of
 from offload.exchange import ExchangingEngine
 from offload.forward_hooks import ForwardHooks
 from offload.rules import Scalars
@@ -214,7 +214,7 @@ class ForwardEngine(ExchangingEngine):
         except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
             reason = SealError(
                 f"step {captured.handle.step} could not be sealed, so it is not a checkpoint; "
-                f"those made before are untouched: {error}"
+                f"those made before are untouched: {reason_of(error)}"
             )
             reason.__cause__ = error
             captured.handle.fail(reason)

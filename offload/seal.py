@@ -23,7 +23,7 @@ import torch
 from offload._manifest_fields import NOT_HYPERPARAMETERS
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.device import Marks, marks_of
-from offload.errors import SealError
+from offload.errors import SealError, reason_of
 from offload.layout import Layout
 from offload.manifest import Manifest, num_model_blocks
 from offload.model_file import BlockBuffers, ModelImage, write_model
@@ -182,7 +182,7 @@ class Seal:
         except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
             failure = SealError(
                 f"sealing step {self.handle.step} failed, so it is not a checkpoint; those made "
-                f"before are untouched: {error}"
+                f"before are untouched: {reason_of(error)}"
             )
             failure.__cause__ = error
             # A write that failed has left the file as it was: nothing of it is known any more.

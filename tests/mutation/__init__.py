@@ -10,6 +10,7 @@ from typing import Final
 from tests.mutation.keeping import KEEPING
 from tests.mutation.mutation import Mutation
 from tests.mutation.opening import OPENING
+from tests.mutation.overlapping import OVERLAPPING
 from tests.mutation.quarantining import QUARANTINING
 from tests.mutation.recycling import RECYCLING
 from tests.mutation.restoring import RESTORING
@@ -22,4 +23,5 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *OPENING,
     *RESTORING,
     *QUARANTINING,
+    *OVERLAPPING,
 )
