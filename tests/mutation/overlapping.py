@@ -53,23 +53,6 @@ OVERLAPPING = (
         ),
     ),
     Mutation(
-        "overlap-interrupted-call-forgotten",
-        "a call that was interrupted in a wait is the outermost one again when it is repeated",
-        (
-            Edit(
-                _HOOKS,
-                "if calls.outermost in (-1, number):",
-                "if calls.outermost == -1:",
-            ),
-            Edit(
-                _HOOKS,
-                "        except BaseException:\n            calls.outermost = -1\n",
-                "        except BaseException:\n",
-            ),
-        ),
-        (f"{_READERS}::test_after_an_interrupted_wait_everything_still_waits",),
-    ),
-    Mutation(
         "overlap-copy-waits",
         "a copy of a watched tensor, which nobody knows, behaves as its class",
         (

@@ -251,8 +251,8 @@ RESTORING = (
         (
             Edit(
                 "offload/poison.py",
-                '            self.reason = self.reason or f"{what} ({reason_of(error)})"\n            raise\n',
-                "            del error, what\n            raise\n",
+                '            self.reason = self.reason or f"{what} ({reason_of(error)})"\n',
+                "            del error, what\n",
             ),
         ),
         faults("sync-once-keep=1", "sync_dir-once-keep=1"),

@@ -42,10 +42,6 @@ def test_a_model_that_is_in_one_is_refused_before_a_store_is_made(part: bool) ->
     with pytest.raises(OverlapError, match=r"DistributedDataParallel.*'module\.\d\.\w+'.*forward"):
         construct(model[1] if part else model)  # type: ignore[index]
     assert wrapped.module is model
-    with construct(model, overlap=None) as optimizer:
-        wrapped(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.checkpoint().result()
 
 
 def test_one_that_is_made_later_is_refused_at_its_forward() -> None:
@@ -75,3 +71,19 @@ def test_those_of_other_models_do_not_matter() -> None:
     expected(torch.ones(2, 8)).sum().backward()
     plain.step()
     assert all(map(torch.equal, found, expected.parameters()))
+
+
+@pytest.mark.parametrize("overlap", [None, "forward"])
+def test_other_steps_are_taken_with_the_gradients_that_it_leaves(overlap: Any) -> None:
+    model, expected = linear(), linear()
+    wrapped = DistributedDataParallel(model)
+    plain = torch.optim.AdamW(expected.parameters(), lr=0.01, foreach=False)
+    with construct(model, overlap) as optimizer:
+        for step in range(4):
+            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
+            for called, owner in ((wrapped, optimizer), (expected, plain)):
+                called(x).sum().backward()
+                owner.step()
+                owner.zero_grad()
+        optimizer.checkpoint().result()
+        assert all(map(torch.equal, model.parameters(), expected.parameters()))
