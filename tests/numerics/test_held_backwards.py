@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 import offload
+from offload.errors import BrokenOptimizerError, OverlapError
 from tests.numerics.delays import Disordered
 from tests.numerics.pairs import Cut
 from tests.numerics.reference import assert_same_bits
@@ -353,6 +354,28 @@ def test_it_is_said_once_and_why(caplog):
         optimizer.checkpoint().result()
     (record,) = caplog.records
     assert "use_reentrant=False" in record.message
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_in_a_compiled_model_it_is_refused_and_not_trained_on():
+    """No hook runs in it: the second gradient is what tells."""
+    generator, critic = Net(), Net(40, 1)
+    critic.compile(backend="aot_eager")
+    optimizer = optimizer_for(critic)
+
+    def step() -> None:
+        fake = generator(batch(0))
+        optimizer.zero_grad()
+        critic(fake.detach()).mean().backward()
+        optimizer.step()
+        critic(fake).square().mean().backward()
+
+    step()
+    with pytest.raises(OverlapError, match=r"by another loss that reaches the parameters"):
+        step()
+    with pytest.raises(BrokenOptimizerError):
+        optimizer.step()
+    optimizer.close()
 
 
 class BackwardStoppedError(RuntimeError):
