@@ -56,6 +56,7 @@ from offload.unreadable import stopping
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
 from offload.usable import Usable
+from offload.watch import settle_all
 from offload.wording import size
 from offload.working_memory import WorkingMemory
 
@@ -155,6 +156,9 @@ class Engine(Usable):
 
     def join(self) -> None:
         """Wait for a step that runs beside the model, where there is one."""
+
+    def before_hooks(self) -> None:
+        """Wait at the end of `step` for what hooks of it may read without being seen."""
 
     def step(self, groups: Groups) -> None:
         """Update every parameter that has a gradient.
@@ -364,16 +368,16 @@ class Engine(Usable):
 
     def _run_pass(self, state_pass: StatePass) -> None:
         try:
-            scalars = state_pass.run()
+            self._pass_ended(state_pass, state_pass.run())
         except BaseException as error:
             failure = self._pass_failed(state_pass, error)
             if failure is error:
                 raise
             raise failure from error
-        self._pass_ended(state_pass, scalars)
 
     def _begin_pass(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> StatePass:
         """Prepare a pass over every chunk that needs it; all of them if the state moves."""
+        settle_all(t.tensor for t in self._table.trainables)  # another optimizer may step them, too
         make: Callable[..., ChunkUpdater] = self._updater_class
         if self._compute is not None:
             make = partial(self._device_updater_class, compute=self._compute)
@@ -514,6 +518,6 @@ class Engine(Usable):
         return self._table.layout
 
     @property
-    def _transfer_error(self) -> BaseException | None:
+    def _transfer_error(self) -> Exception | None:
         streamer = self._memory.streamer
         return streamer.error if streamer is not None else None

@@ -126,3 +126,8 @@ class BrokenOptimizerError(OffloadError, RuntimeError):
 
 class OverlapError(OffloadError, RuntimeError):
     """Something that a step which runs beside backward cannot do; names what can."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an error says, for another message: its name if it says nothing."""
+    return str(error) or type(error).__name__

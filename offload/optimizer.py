@@ -11,8 +11,10 @@ from typing import Any, NoReturn, SupportsFloat, TypeAlias, overload
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from offload.ambient import neutral
+from offload.backward_hooks import require_no_ddp
 from offload.checkpoint import Checkpoint
 from offload.closing import close_left_open, close_quietly
 from offload.device_update import require_steps
@@ -115,6 +117,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         rule = UpdateRule(optimizer_class, hyper, allow_fused=on_device)
         super().__init__(params, dict(rule.defaults))
         self.state = StateElsewhere()
+        if options.overlap == "backward":
+            require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
         describe_parameters(self.param_groups, model, rule, options.state_format)
@@ -176,6 +180,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with self._exclusive("step") as engine:
             engine.step(self.param_groups)
+            if self._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+                engine.before_hooks()
         return loss
 
     def checkpoint(

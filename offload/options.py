@@ -78,9 +78,11 @@ class Options:
     overlap: Overlap | None = None
     """Hide the step behind the model's work; needs ``model=``. None: ``step()`` returns when the
     parameters are updated. ``"forward"``: it returns at once, having moved the gradients out, and
-    the next forward waits, module by module, for the parameters that it uses. ``"backward"``:
-    parameters are updated as soon as their gradients are final, so that nothing can be done to
-    gradients between ``backward()`` and ``step()``."""
+    the next forward waits, module by module, for the parameters that it uses, and so does whoever
+    else reads one through torch. ``"backward"``: parameters are updated as soon as their gradients
+    are final, so that nothing can be done to gradients between ``backward()`` and ``step()``. A
+    backward that goes on through the model to something else (a GAN's generator, an input) is
+    applied by ``step()``, which waits for it."""
 
     placement: Placement = "auto"
     """Where parameters on a device are updated. ``"host"``: on the CPU, next to the drive; their

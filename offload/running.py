@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-import torch._dynamo.convert_frame
 
 from offload.ambient import for_thread
+from offload.compiling import compile_lock
 from offload.device_update import DeviceUpdater
 from offload.errors import OffloadError
 from offload.frame import Digests
@@ -17,8 +17,6 @@ from offload.rules import Scalars
 from offload.state_pass import STEP_THREAD, StatePass
 from offload.stats import Meter
 from offload.update import ChunkUpdater
-
-_compile_lock = torch._dynamo.convert_frame.compile_lock
 
 
 class _BesideModel(ChunkUpdater):
@@ -32,12 +30,12 @@ class _BesideModel(ChunkUpdater):
         self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
     ) -> None:
         """Step one chunk."""
-        with _compile_lock:
+        with compile_lock:
             super().update(chunk, arrays, digests)
 
     def finish(self) -> list[Scalars | None]:
         """Return the scalar state of each parameter after the step."""
-        with _compile_lock:
+        with compile_lock:
             return super().finish()
 
 
@@ -113,6 +111,11 @@ class RunningPass:
             return not begun
 
     @property
+    def begun(self) -> bool:
+        """Whether anything may have been changed."""
+        return self._claimed
+
+    @property
     def ended(self) -> bool:
         """Whether all parameters have their new values, or the pass has failed."""
         return self._has_ended
@@ -180,15 +183,11 @@ class RunningPass:
         try:
             with self._meter.timed("beside_s"):
                 scalars = self.state_pass.run(self._updated)
+            self._call_ended(self.state_pass, scalars)
         except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
             failure = self._call_failed(self.state_pass, error)
             if failure is not error:
                 failure.__cause__ = error
-        else:
-            try:
-                self._call_ended(self.state_pass, scalars)
-            except BaseException as error:  # noqa: BLE001  (likewise)
-                failure = error
         with self._changed:
             self._error = failure
             self._has_ended = True

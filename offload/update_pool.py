@@ -195,12 +195,14 @@ class UpdatePool:
         @for_thread
         def work(context: BlockContext) -> None:
             try:
-                while True:
-                    try:
-                        item = waiting.popleft()
-                    except IndexError:
-                        return
-                    function(context, item)
+                # Whoever reads a parameter while a step runs beside the model waits for this.
+                with torch._C.DisableTorchFunctionSubclass():
+                    while True:
+                        try:
+                            item = waiting.popleft()
+                        except IndexError:
+                            return
+                        function(context, item)
             except BaseException:
                 waiting.clear()
                 raise

@@ -21,6 +21,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, cast
@@ -89,6 +90,7 @@ class OffloadCallback(TrainerCallback):
         self._created: OffloadedOptimizer | None = None
         self._loading: RemovableHandle | None = None
         self._saving: RemovableHandle | None = None
+        self._looking: RemovableHandle | None = None
 
     def optimizer_cls_and_kwargs(
         self,
@@ -170,6 +172,8 @@ class OffloadCallback(TrainerCallback):
                 self._folders.seal(optimizer, folder, self._measured.get(state.global_step))
 
         self._saving = optimizer.register_state_dict_pre_hook(seal)
+        if _has_readers(sys._getframe(1).f_locals.get("self")):
+            self._looking = optimizer.register_step_post_hook(_let_look)
         self._folders.sync(optimizer)
 
     def on_save(
@@ -248,9 +252,10 @@ class OffloadCallback(TrainerCallback):
         return {**state_dict, "param_groups": groups}
 
     def _stop_saving(self) -> None:
-        if self._saving is not None:
-            self._saving.remove()
-            self._saving = None
+        for handle in (self._saving, self._looking):
+            if handle is not None:
+                handle.remove()
+        self._saving = self._looking = None
 
 
 def create_optimizer(
@@ -383,6 +388,23 @@ def _damage(path: str, directory: Directories, unusable: Sequence[str]) -> str:
     if report.problems and newer:
         raise DamagedError(f"{report.problems[0]}. {two_in_a_row(path, newer, store)}")
     return report.problems[0] if report.problems else ""
+
+
+def _has_readers(handler: object) -> bool:
+    """Return whether callbacks may look at parameters between a step and the next forward.
+
+    Args:
+        handler: What calls the callbacks of a Trainer.
+    """
+    callbacks = getattr(handler, "callbacks", None)
+    return callbacks is None or not all(
+        type(callback).__module__.startswith(("transformers.", "offload."))
+        for callback in callbacks
+    )
+
+
+def _let_look(*_: object) -> None:
+    """Do nothing: if there is a hook, a step waits where it does not see who reads parameters."""
 
 
 def _folder(output_dir: str | os.PathLike[str], step: int) -> str:

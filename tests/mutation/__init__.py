@@ -13,6 +13,7 @@ from tests.mutation.locking import LOCKING
 from tests.mutation.mutation import Mutation
 from tests.mutation.numbers import NUMBERS
 from tests.mutation.opening import OPENING
+from tests.mutation.overlapping import OVERLAPPING
 from tests.mutation.overlooked import OVERLOOKED
 from tests.mutation.quarantining import QUARANTINING
 from tests.mutation.recycling import RECYCLING
@@ -30,4 +31,5 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *RESTORING,
     *QUARANTINING,
     *NUMBERS,
+    *OVERLAPPING,
 )
