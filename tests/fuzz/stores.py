@@ -1,0 +1,374 @@
+"""Operations on checkpoints and state, of which each side has a way of its own.
+
+Each takes both sides and an operation, and compares by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import offload
+from offload import errors
+from tests.fuzz import loops
+from tests.fuzz.compare import Finding, require_same
+from tests.fuzz.interrupts import interrupted
+from tests.fuzz.program import Operation
+from tests.fuzz.sides import Ours, Plain, ambient
+
+
+class Pair:
+    """Both sides of a program."""
+
+    def __init__(self, plain: Plain, ours: Ours) -> None:
+        self.plain = plain
+        self.ours = ours
+
+    def numbers(self) -> range:
+        """Return the numbers of the optimizers."""
+        return range(len(self.ours.optimizers))
+
+    def listed(self, i: int) -> list[int]:
+        """Return the steps of the usable checkpoints of store `i`, newest first."""
+        found = offload.list_checkpoints(self.ours.directories(i)[0])
+        bad = [c for c in found if not c.valid]
+        if bad:
+            raise Finding(f"not usable: {bad}")
+        return [c.step for c in found][::-1]
+
+
+def checkpoint(pair: Pair, op: Operation) -> None:
+    """Seal, perhaps once more at the same step, and look at what the store then has."""
+    args = op.args
+    metrics = None if args["metric"] is None else {"loss": args["metric"]}
+    for side in (pair.plain, pair.ours):
+        for again in (None, args["again"])[: 2 if args["again"] else 1]:
+            if again == "edited":
+                loops.edit(side, Operation("edit", op.seed, {"how": "add"}))
+            elif again == "forward":
+                side.settle()
+                side.model.train()
+                torch.manual_seed(op.seed)
+                with torch.no_grad():
+                    side.model(side.model.batch(op.seed)[0])
+            for i in pair.numbers():
+                with ambient(args["ambient"] if side.ours else None):
+                    side.checkpoint(i, metrics, args["wait"])
+    if args["wait"]:
+        keep = pair.ours.config["keep"]["last"]
+        for i in pair.numbers():
+            listed, made = pair.listed(i), sorted(pair.plain.snapshots[i])[::-1]
+            require_same("the newest checkpoint", made[0], listed[0])
+            if set(listed) - set(made):
+                raise Finding(f"listed {listed}, made {made}")
+            missing = set(made[:keep]) - set(listed)
+            if missing and not pair.plain.gone[i].issuperset(missing):
+                raise Finding(f"keep={keep}: listed {listed}, made {made}")
+
+
+def restore(pair: Pair, op: Operation) -> None:
+    """Go back to one of the checkpoints that are there."""
+    for side in (pair.plain, pair.ours):
+        side.settle()
+        loops.zero(side, "none" if op.args["zero"] else "skip")
+    for i in pair.numbers():
+        available = pair.listed(i)
+        newest = pair.plain.newest[i]
+        if newest is None:
+            with ambient(op.args["ambient"]):
+                require_same("restore() of an empty store", None, pair.ours.restore(i, None))
+            continue
+        wanted = available[op.args["back"] % len(available)]
+        pins = {step for step in pair.plain.pins[i].values() if step > wanted}
+        number = None if wanted == available[0] else wanted
+        if pair.plain.snapshots[i][wanted]["late"] != pair.plain.late[i] or pins:
+            kind = errors.PinError if pins else errors.MismatchError
+            refused(lambda: pair.ours.restore(i, number), kind, ambient=op.args["ambient"])
+            continue
+        with ambient(op.args["ambient"]):
+            step = pair.ours.restore(i, number)
+        require_same("the step restored", pair.plain.restore(i, number), step)
+
+
+def refused(call: Callable[[], Any], *kinds: type[BaseException], **args: Any) -> None:
+    """Call, and require one of these errors, with words in it."""
+    try:
+        with ambient(args.get("ambient")):
+            call()
+    except kinds as error:
+        if not str(error):
+            raise Finding(f"{type(error).__name__} without a word") from error
+    else:
+        raise Finding(f"not refused: expected {[kind.__name__ for kind in kinds]}")
+
+
+def reopen(pair: Pair, op: Operation) -> None:
+    """Close, and construct everything anew, as another process would; with other options."""
+    if op.args.get("close", True):
+        pair.ours.close()
+    else:  # closed by nobody: the store is let go of with the object, or with the process
+        pair.ours.settle()
+        pair.ours.close()
+    pair.ours.options = dict(op.args["options"])
+    for side in (pair.plain, pair.ours):
+        side.overlap = op.args["options"]["overlap"]
+        for i in pair.numbers():
+            newest = pair.plain.newest[i]
+            side.late[i] = newest is not None and pair.plain.snapshots[i][newest]["late"]
+            if newest is None:
+                side.frozen = side.config["frozen"]
+            elif i == 0:  # the flags have to be as they were
+                side.frozen = pair.plain.snapshots[i][newest]["frozen"]
+        side.build()
+    pair.ours.handles = [None for _ in pair.numbers()]
+    for i in pair.numbers():
+        with ambient(op.args.get("ambient")):
+            step = pair.ours.restore(i, None)
+        require_same("the step restored", pair.plain.restore(i, None), step)
+
+
+def pin(pair: Pair, op: Operation) -> None:
+    """Pin the newest checkpoint."""
+    for i in pair.numbers():
+        newest = pair.plain.newest[i]
+        if newest is None:
+            refused(lambda: pair.ours.optimizers[i].pin("a"), offload.OffloadError)
+            continue
+        with ambient(op.args.get("ambient")):
+            pair.ours.optimizers[i].pin(op.args["name"])
+        pair.plain.pins[i][op.args["name"]] = newest
+
+
+def unpin(pair: Pair, op: Operation) -> None:
+    """Remove a pin."""
+    for i in pair.numbers():
+        call = pair.ours.optimizers[i].unpin
+        if pair.plain.pins[i].pop(op.args["name"], None) is None:
+            refused(lambda: call(op.args["name"]), offload.OffloadError)
+        else:
+            call(op.args["name"])
+
+
+def reference(pair: Pair, op: Operation) -> None:
+    """Save the reference, and load it where the optimizer is."""
+    for optimizer in pair.ours.optimizers:
+        with ambient(op.args["ambient"]):
+            saved = optimizer.state_dict()
+        buffer = io.BytesIO()
+        torch.save(saved, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=True)
+        with ambient(op.args["ambient"]):
+            optimizer.load_state_dict(loaded)
+
+
+def load_full(pair: Pair, op: Operation) -> None:
+    """Load a torch state dict: our own, or the one of plain torch with its masters."""
+    if pair.ours.config["master"] == "split":
+        return
+    for side in (pair.plain, pair.ours):
+        side.settle()
+    for i, optimizer in enumerate(pair.ours.optimizers):
+        if op.args["source"] == "ours":
+            full = optimizer.full_state_dict()
+        else:
+            pair.ours.synchronize()
+            oracle = pair.plain.optimizers[i]
+            oracle.absorb()
+            full = copy.deepcopy(oracle.inner.state_dict())
+            groups = zip(full["param_groups"], oracle.hyper(), strict=True)
+            full["param_groups"] = [{**saved, **mine} for saved, mine in groups]
+            full["master"] = {
+                n: oracle.masters[p].detach().clone()
+                for n, p in enumerate(oracle.live())
+                if p is not oracle.masters[p]
+            }
+        with ambient(op.args["ambient"]):
+            optimizer.load_state_dict(full)
+        pair.plain.optimizers[i].absorb()
+
+
+def materialized(pair: Pair, op: Operation) -> None:
+    """Hold the state in memory for a while."""
+    for i, optimizer in enumerate(pair.ours.optimizers):
+        with ambient(op.args.get("ambient")), optimizer.materialized():
+            held = {n: dict(optimizer.state[p]) for n, p in enumerate(pair.ours.parameters(i))
+                    if p in optimizer.state}
+        require_state("materialized()", pair.plain.state(i)["state"], held)
+
+
+def require_state(what: str, plain: dict[Any, Any], ours: dict[Any, Any]) -> None:
+    """Compare ``state`` of two state dicts; what torch has not made yet may be zeros."""
+    for number in sorted({*plain, *ours}):
+        for key in sorted({*plain.get(number, {}), *ours.get(number, {})}):
+            a, b = plain.get(number, {}).get(key), ours.get(number, {}).get(key)
+            if a is None and isinstance(b, torch.Tensor) and not b.any():
+                continue
+            if isinstance(a, torch.Tensor) and a.ndim == 0 and isinstance(b, (int, float)):
+                a = a.item()
+            if key == "step" and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+                b = b.to(a.dtype)  # torch makes it of the default dtype of that moment
+            require_same(f"{what}: {key} of parameter {number}", a, b)
+
+
+def state(pair: Pair, op: Operation) -> None:
+    """Compare all FP32 state."""
+    for i in pair.numbers():
+        with ambient(op.args.get("ambient")):
+            ours = pair.ours.state(i)
+        plain = pair.plain.state(i)
+        require_state("state", plain["state"], ours["state"])
+        require_same("master", plain["master"], ours["master"])
+
+
+def read(pair: Pair, op: Operation) -> None:
+    """Read the newest checkpoint as another program would."""
+    pair.ours.settle()
+    for i in pair.numbers():
+        newest = pair.plain.newest[i]
+        if newest is None:
+            continue
+        snapshot = pair.plain.snapshots[i][newest]
+        parameters = pair.plain.parameters(i)
+        names = {p: name for name, p in pair.plain.model.named_parameters(remove_duplicate=True)}
+        with offload.open_checkpoint(pair.ours.directories(i)[0]) as found:
+            require_same("the step of the newest checkpoint", newest, found.step)
+            if op.args["verify"] and not found.verify().ok:
+                raise Finding("verify() of a good checkpoint finds damage")
+            if not pair.ours.config["model"] or snapshot["late"] != pair.plain.late[i]:
+                continue
+            for n, parameter in enumerate(parameters):
+                if not parameter.requires_grad or random.Random(op.seed + n).random() < 0.5:
+                    continue
+                try:
+                    arrays = found.read_state(names[parameter])
+                except offload.OffloadError:
+                    continue  # it was frozen when that was sealed
+                require_same("read_state", snapshot["optimizer"]["masters"][n], arrays["master"])
+
+
+def interrupt(pair: Pair, op: Operation) -> None:
+    """Ctrl-C at a counted moment of something, after a checkpoint; then `restore`, as a user would."""
+    for side in (pair.plain, pair.ours):
+        side.settle()
+        for i in pair.numbers():
+            side.checkpoint(i, None, True)
+    before = {**op.args, "wait": True}
+    action = op.args["action"]
+    plain_train = Operation("train", op.seed, {
+        **{"micro": 1, "clip": None, "zero": "none", "path": "call", "recompute": None},
+        **{"closure": False, "fails": None, "ambient": None, "scale": 1.0},
+    })
+
+    def act(side: Plain | Ours) -> None:
+        torch.manual_seed(op.seed)
+        if action == "train":
+            loops.train(side, plain_train)
+        elif action == "evaluate":
+            loops.evaluate(side, Operation("evaluate", op.seed, {"mode": "eval", "grad": "no_grad",
+                                                                 "path": "call"}))
+        for i in pair.numbers():
+            if action in ("train", "checkpoint"):
+                side.checkpoint(i, None, before["wait"])
+            elif action == "restore":
+                side.restore(i, None)
+            elif action == "state":
+                side.state(i)
+
+    fired: list[int] = []
+    log = len(pair.ours.log)
+    try:
+        with interrupted(op.args["at"]) as fired:
+            act(pair.ours)
+    except KeyboardInterrupt:
+        pass
+    torch.set_grad_enabled(True)
+    act(pair.plain)
+    if not fired:
+        return
+    for side in (pair.plain, pair.ours):
+        del side.log[log:]
+        loops.zero(side, "none")
+        side.model.zero_grad()
+    for i in pair.numbers():
+        step = pair.ours.restore(i, None)
+        if step not in pair.plain.snapshots[i]:
+            raise Finding(f"restore() gave {step}, made {sorted(pair.plain.snapshots[i])}")
+        pair.plain.restore(i, step)
+
+
+def refuse(pair: Pair, op: Operation) -> None:
+    """Do what is documented to be refused, and go on."""
+    ours, what = pair.ours, op.args["what"]
+    optimizer = ours.optimizers[0]
+    if what == "copy":
+        refused(lambda: copy.deepcopy(optimizer), TypeError, offload.OffloadError)
+    elif what == "pickle":
+        refused(lambda: pickle.dumps(optimizer), TypeError, offload.OffloadError)
+    elif what == "older":
+        ours.settle()
+        available = pair.listed(0)
+        if len(available) > 1:
+            refused(lambda: optimizer.restore(available[-1]), errors.MismatchError)
+    elif what == "lock":
+        lives, late = ours.lives, list(ours.late)
+        refused(lambda: ours.optimizer(0), offload.OffloadError)
+        ours.lives, ours.late = lives, late
+    elif what == "twice":
+        given = ours.parameters(0)[:1]
+        refused(lambda: optimizer.add_param_group({"params": given}), ValueError)
+    elif what in ("class", "fused", "half"):
+        parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float64 if what == "half" else None))
+        kind = torch.optim.LBFGS if what == "class" else torch.optim.AdamW
+        more = {"fused": True} if what == "fused" else {}
+        where = ours.root / "refused"
+        refused(
+            lambda: offload.OffloadedOptimizer(
+                kind, [parameter], directory=where, options=offload.Options(allow_volatile=True), **more
+            ),
+            offload.OffloadError,
+        )
+        if where.exists():
+            raise Finding(f"a refused construction has made {where}")
+
+
+def in_mode(pair: Pair, op: Operation) -> None:
+    """Call something within an ambient mode of torch."""
+    call, mode = op.args["call"], op.args["mode"]
+    wide = {"ambient": mode, "zero": True, "back": 0, "name": "a", "source": "ours", "wait": True,
+            "again": None, "metric": None}
+    inner = Operation(call, op.seed, wide)
+    if call in ("checkpoint", "restore", "pin", "materialized"):
+        STORES[call](pair, inner)
+    elif call == "reopen":
+        reopen(pair, Operation(call, op.seed, {"options": pair.ours.options, "ambient": mode}))
+    elif call == "load_full":
+        load_full(pair, inner)
+    elif call == "full_state_dict":
+        state(pair, inner)
+    elif call == "step":
+        for side in (pair.plain, pair.ours):
+            torch.manual_seed(op.seed)
+            if side.overlap != "backward" and not side.scaler:
+                loops.accumulate(side, Operation("accumulate", op.seed, {"path": "call"}))
+                loops.steps(side, wide)
+    else:
+        for optimizer in pair.ours.optimizers:
+            with ambient(mode):
+                getattr(optimizer, call)()
+
+
+STORES: dict[str, Callable[[Pair, Operation], None]] = {
+    function.__name__: function
+    for function in (
+        *(checkpoint, restore, reopen, pin, unpin, reference, load_full, materialized, state),
+        *(read, interrupt, refuse),
+    )
+}
+STORES["ambient"] = in_mode
