@@ -3,6 +3,7 @@
 #   make demo               fine-tune SmolLM2-135M, be killed, resume, compare (5 minutes)
 #   make demo MODEL=tiny    the same with a small GPT (under a minute)
 #   make test               format, lint, types, tests
+#   make mutants            break the library here and there, and see that a test notices (10 minutes)
 #   make bench              measure on this drive and render docs/performance.md (10 minutes)
 #   make gpu                all that needs a GPU: tests, kernels, steps, transfers (30 minutes)
 #   make lint               format, lint, types
@@ -21,7 +22,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # An optimizer must not be tested with the Python files of another checkout on the path.
 unexport PYTHONPATH
 
-.PHONY: demo test lint bench gpu clean
+.PHONY: demo test mutants lint bench gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -31,6 +32,11 @@ demo: $(VENV)/.demo
 test: export OMP_WAIT_POLICY ?= PASSIVE
 test: lint
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
+# What has changed since everything was tried, and a sample of the rest. All of it takes hours:
+# python -m tests.mutation --help
+mutants: $(VENV)/.dev
+	$(BIN)/python -m tests.mutation --ci
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
@@ -57,6 +63,7 @@ bench: $(VENV)/.bench
 	$(call measure,digests,--parameters 64Mi)
 	$(call measure,overlap,--parameters 64Mi --iterations 2)
 	$(call measure,checkpoint,--parameters $(CHECKPOINT_SIZES))
+	$(call measure,frozen,--frozen-mib 256)
 	$(call measure,resume,--parameters 64Mi)
 	$(call measure,hybrid,--file-mib 256 --hot-mib 128)
 	$(BIN)/python -m bench.report $(if $(QUICK),--results $(QUICK_RESULTS) \

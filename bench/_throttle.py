@@ -63,5 +63,10 @@ class _ThrottledFile(WrapperFile):
     def read(self, into: Buffer, offset: int) -> IOFuture:
         return self._backend.run(lambda: self.inner.read(into, offset), into.nbytes)
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        return self._backend.run(
+            lambda: self.inner.read_again(into, offset, direct=direct), into.nbytes
+        )
+
     def write(self, source: Buffer, offset: int) -> IOFuture:
         return self._backend.run(lambda: self.inner.write(source, offset), source.nbytes)

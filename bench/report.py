@@ -26,6 +26,7 @@ _TITLES = {
     "digests": "What digests cost in a step",
     "overlap": "The step, behind compute",
     "checkpoint": "Checkpoints",
+    "frozen": "Checkpoints of a model of which little is trained",
     "resume": "Resuming",
     "hybrid": "Hybrid I/O, beside direct and buffered",
     "peers": "Beside DeepSpeed ZeRO-Infinity",
@@ -115,6 +116,8 @@ def render(runs: list[Run], folder: Path, figures: dict[str, Path]) -> str:
         parts.extend(_remarks(r) for r in own)
         if bench == "checkpoint":
             parts.extend(_checkpoint_table(r) for r in own)
+        if bench == "frozen":
+            parts.extend(_frozen_table(r) for r in own)
         if bench == "peers":
             parts.extend(_peers_table(r) for r in own)
     if runs:
@@ -153,7 +156,8 @@ def _claims_table(runs: list[Run], folder: Path) -> str:
                 verdict = "**NOT MET**"
             interval = f"{_number(low)} to {_number(high)}"
             rows.append((claim["claim"], _number(claim["median"]), interval, limit, verdict, link))
-    return _table(("time of", "ratio", "90 % interval", "limit", "met?", "run"), rows)
+    what = "bytes" if runs[0]["bench"] == "frozen" else "time of"
+    return _table((what, "ratio", "90 % interval", "limit", "met?", "run"), rows)
 
 
 def _remarks(one: Run) -> str:
@@ -191,6 +195,24 @@ def _checkpoint_table(one: Run) -> str:
         rows.append((label, way.replace("_", " "), *cells))
     head = ("parameters", "way", "stops training, s", "durable, s", "B/param written", "... memory")
     return _table(head, rows)
+
+
+def _frozen_table(one: Run) -> str:
+    """Return the most that a seal of each phase has written and read, and how long they took."""
+    facts, samples = one["facts"], one["samples"]
+    suffix = "_written_bytes"
+    rows = []
+    for key in samples:
+        if not key.endswith(suffix):
+            continue
+        phase = key.removesuffix(suffix)
+        moved = [max(samples[f"{phase}_{kind}_bytes"]) for kind in ("written", "read")]
+        times = (one["medians"][f"{phase}_seal_s"], max(samples[f"{phase}_seal_s"]))
+        cells = (*map(size, moved), *(f"{seconds:.2f}" for seconds in times))
+        rows.append((phase.replace("_", " "), str(len(samples[key])), *cells))
+    head = ("phase", "seals", "most written by one", "most read", "median time, s", "longest, s")
+    trained, frozen = size(facts["trained_bytes"]), size(facts["frozen_bytes"])
+    return f"{trained} is trained, {frozen} is frozen ({one['what']}).\n\n" + _table(head, rows)
 
 
 def _peers_table(one: Run) -> str:
@@ -248,7 +270,7 @@ def _draw(runs: list[Run], folder: Path) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for bench, title in _TITLES.items():
         own = [r for r in runs if r["bench"] == bench]
-        if not own:
+        if not own or bench == "frozen":  # of bytes that nearly do not vary a table says more
             continue
         out[bench] = folder / f"performance-{bench}.svg"
         if bench == "finetune":

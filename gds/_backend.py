@@ -20,6 +20,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 ALIGNMENT = 4096
 """Bytes. Every layout aligns to this: what 4Kn disks, cuFile and KvikIO all accept."""
 
+CLONE_REACH_BYTES = 16 << 20
+"""Bytes. How far from a cloned range an overwrite may need new space; see `File.clone`."""
+
 BufferKind = Literal["host", "pinned", "device"]
 
 
@@ -116,6 +119,21 @@ class File(Protocol):
         """Start reading `into.nbytes` bytes from `offset` (bytes)."""
         ...
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        """Start reading a range anew from the device, because what came before is doubted.
+
+        What the page cache holds of the range is dropped first, as far as the kernel lets go of
+        it. So the bytes do not come from the memory that a first read may have left them in.
+
+        Args:
+            into: As for `read`. Use other memory than the first read did.
+            offset: As for `read`.
+            direct: Bypass the page cache, where the file takes that; else go through it. Choose
+                what the first read did not: ``not file.direct`` after `read`, True after
+                `read_bytes`.
+        """
+        ...
+
     def write(self, source: Buffer, offset: int) -> IOFuture:
         """Start writing all of `source` at `offset` (bytes); it must end within the file."""
         ...
@@ -126,6 +144,30 @@ class File(Protocol):
 
     def write_bytes(self, data: bytes, offset: int) -> None:
         """Write a small range through the page cache, now; it must end within the file."""
+        ...
+
+    def clone(self, source: File, offset: int, nbytes: int) -> bool:
+        """Take a range of another file over without moving a byte of it, where that is possible.
+
+        Afterwards both files have the same bytes in the range, and share the space that they
+        take. It counts as a write: `sync` makes it durable. What is written to either file later
+        does not show in the other, and takes new space where space is shared: in the range, and,
+        on some file systems, up to `CLONE_REACH_BYTES` before and behind it.
+
+        Args:
+            source: A file of the same backend. What was written to it need not have been synced.
+            offset: Where the range begins in both files, in bytes.
+            nbytes: Its length.
+
+        Returns:
+            False if this backend, this file system or these two files cannot do that; nothing has
+            changed then. Only ranges whose ends are multiples of `ALIGNMENT` can be cloned.
+
+        Raises:
+            ValueError: `offset` is negative.
+            StorageError: This file is not writable (EBADF), the range leaves it (EFBIG), or the
+                file system failed; what the range holds then is not known.
+        """
         ...
 
     def sync(self) -> None:
@@ -169,6 +211,9 @@ class Capabilities:
 
     reason: str
     """Why `direct` is False, for people; empty where it is True."""
+
+    clones: bool = False
+    """Whether files here can share space; see `File.clone`."""
 
 
 @dataclass(frozen=True, slots=True)

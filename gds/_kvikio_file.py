@@ -14,6 +14,7 @@ from gds._buffers import HostBuffer
 from gds._cuda import Cuda, Event
 from gds._device_buffers import DeviceBuffer, DeviceBytes
 from gds._errors import ShortReadError
+from gds._hybrid import Mode
 from gds._kvikio_library import Handle, is_end_of_file, storage_error, whole_blocks
 from gds._pool import Part
 from gds._posix_file import PosixFile, Transfers
@@ -106,11 +107,13 @@ class KvikioFile(PosixFile):
             if opened.handle is not None:
                 opened.handle.close()
 
-    def _moves(self, direction: Direction, buffer: Buffer, offset: int) -> list[Part]:
+    def _moves(
+        self, direction: Direction, buffer: Buffer, offset: int, anew: Mode | None
+    ) -> list[Part]:
         if not isinstance(buffer, DeviceBuffer):
-            return super()._moves(direction, buffer, offset)
+            return super()._moves(direction, buffer, offset, anew)
         events = buffer.region.events(buffer.address, buffer.address + buffer.nbytes)
-        transfer = _DeviceTransfer(self, direction, buffer, offset, events)
+        transfer = _DeviceTransfer(self, direction, buffer, offset, events, anew)
         parts = cut(offset, buffer.nbytes, self._device_backend.device_request_bytes)
         return [partial(transfer.move, part) for part in parts]
 
@@ -133,7 +136,10 @@ class _DeviceTransfer:
         buffer: DeviceBuffer,
         offset: int,
         events: list[Event],
+        anew: Mode | None,
     ) -> None:
+        """Take note of a request; one that reads anew goes through host memory as a whole."""
+        self._anew = anew
         self._file = file
         self._backend = file._device_backend
         self._direction: Final = direction
@@ -162,9 +168,9 @@ class _DeviceTransfer:
         self._buffer.region.forget(self._events)
         if first == last:
             return 0
-        opened = self._file._opened(self._direction)
         done = first
-        if opened.handle is not None:
+        opened = None if self._anew is not None else self._file._opened(self._direction)
+        if opened is not None and opened.handle is not None:
             start, stop = direct_part(
                 self._offset + first, last - first, self._buffer.address + first, ALIGNMENT
             )
@@ -215,7 +221,12 @@ class _DeviceTransfer:
                 if self._direction == "write":
                     cuda.copy(host.address, device, nbytes, "to host")
                 self._file._descriptors.move(
-                    self._direction, host.memoryview(), host.address, offset, self._file.path
+                    self._direction,
+                    host.memoryview(),
+                    host.address,
+                    offset,
+                    self._file.path,
+                    anew=self._anew,
                 )
                 if self._direction == "read":
                     cuda.copy(device, host.address, nbytes, "to device")

@@ -1,4 +1,4 @@
-"""The system calls that Python does not wrap: `statx`, `renameat2` and its flags, `cachestat`.
+"""The system calls that Python does not wrap: `statx`, `renameat2`, `cachestat`, clones of ranges.
 
 Where the C library lacks one of them (glibc before 2.28, musl) the answer is "the kernel did not
 say" or ENOSYS, and callers fall back.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import struct
@@ -23,6 +24,9 @@ _STATX_DIOALIGN: Final = 0x2000
 _STATX_BYTES: Final = 256
 _MNT_ID_AT: Final = 0x90
 _DIO_ALIGN_AT: Final = 0x98
+
+# From linux/fs.h; Python has it from 3.12 on.
+_CLONE_RANGE: Final = getattr(fcntl, "FICLONERANGE", 0x4020940D)
 
 _CACHESTAT: Final = 451  # of every architecture: it is newer than their differences
 
@@ -80,6 +84,21 @@ def rename_with(source: str, target: str, flags: int) -> None:
     ):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), source, None, target)
+
+
+def clone_range(fd: int, source_fd: int, offset: int, nbytes: int) -> None:
+    """Let a range of an open file share the space of the same range of another one.
+
+    Args:
+        fd: Open for writing, through the page cache.
+        source_fd: Open for reading.
+        offset: Where the range begins in both, in bytes.
+        nbytes: Its length, not 0: that would mean the rest of the file.
+
+    Raises:
+        OSError: EOPNOTSUPP, ENOTTY, EINVAL, EXDEV and others where it cannot be done.
+    """
+    fcntl.ioctl(fd, _CLONE_RANGE, struct.pack("=qQQQ", source_fd, offset, nbytes, offset))
 
 
 def cached_bytes(fd: int, nbytes: int, offset: int = 0) -> int | None:

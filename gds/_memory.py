@@ -29,7 +29,11 @@ class MemoryBackend:
     name: str = "memory"
 
     def __init__(
-        self, *, directories: Iterable[str] = (), capacity_bytes: int | None = None
+        self,
+        *,
+        directories: Iterable[str] = (),
+        capacity_bytes: int | None = None,
+        clones: bool = False,
     ) -> None:
         """Make a backend that holds ``/`` and nothing else.
 
@@ -37,9 +41,11 @@ class MemoryBackend:
             directories: Made at once, with their parents.
             capacity_bytes: What all files together can hold before `create` fails with ENOSPC.
                 A removed file counts until it is closed. None: no limit.
+            clones: Whether `File.clone` works, as on a file system that can share space.
         """
         self._root = DirectoryNode()
         self._capacity_bytes = capacity_bytes
+        self._clones = clones
         self._lock = threading.RLock()
         self._used_bytes = 0
         self._closed = False
@@ -60,7 +66,7 @@ class MemoryBackend:
         Everything written is there, synced or not: this is an orderly end, not a loss of power.
         """
         self.close()
-        successor = MemoryBackend(capacity_bytes=self._capacity_bytes)
+        successor = MemoryBackend(capacity_bytes=self._capacity_bytes, clones=self._clones)
         successor._root = self._root
         successor._used_bytes = self._used_bytes
         return successor
@@ -77,6 +83,7 @@ class MemoryBackend:
             volatile=True,
             device_memory=False,
             reason="files are in process memory: there is no device to transfer to",
+            clones=self._clones,
         )
 
     def allocate(self, nbytes: int, kind: BufferKind | None = None) -> HostBuffer:
@@ -237,6 +244,7 @@ class MemoryBackend:
             sync_meter=self._sync_meter,
             check_usable=self._check,
             closed=self._forget,
+            clones=self._clones,
         )
         self._files.add(file)
         return file

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
-from gds._backend import Buffer
+from gds._backend import ALIGNMENT, Buffer, File
 from gds._errors import ShortReadError, StorageError
 from gds._pool import Meter
 from gds._transfer import Direction, check_request
@@ -65,6 +65,7 @@ class MemoryFile:
         sync_meter: Meter,
         check_usable: Callable[[str, str], None],
         closed: Callable[[MemoryFile, RegularNode], None],
+        clones: bool,
     ) -> None:
         """Open `node`.
 
@@ -76,6 +77,7 @@ class MemoryFile:
             sync_meter: Counts `sync`.
             check_usable: Raises `StorageError` if the backend is closed.
             closed: Called once, when this file is closed.
+            clones: Whether `clone` works.
         """
         self.path = path
         self._node = node
@@ -84,6 +86,7 @@ class MemoryFile:
         self._sync_meter = sync_meter
         self._check_usable = check_usable
         self._report_closed = closed
+        self._clones = clones
         self._closed = False
 
     @property
@@ -106,6 +109,10 @@ class MemoryFile:
         self._check("read", into.nbytes, offset)
         return self._done("read", into.nbytes, partial(self._read, into.memoryview(), offset))
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> Future[int]:  # noqa: ARG002
+        """Read once more: there is one way only, and no cache."""
+        return self.read(into, offset)
+
     def write(self, source: Buffer, offset: int) -> Future[int]:
         """Write all of `source` at `offset` (bytes), within the call."""
         self._check("write", source.nbytes, offset)
@@ -124,6 +131,18 @@ class MemoryFile:
         """Write a small range; it must end within the file."""
         self._check("write", len(data), offset)
         self._write(memoryview(data), offset)
+
+    def clone(self, source: File, offset: int, nbytes: int) -> bool:
+        """Copy a range of another file, which stands for sharing it; see `gds.File.clone`."""
+        self._check("write", nbytes, offset)
+        if not self._clones or not isinstance(source, MemoryFile):
+            return False
+        source._check("clone", 0, offset)
+        if (offset | nbytes) % ALIGNMENT or offset + nbytes > source.size_bytes:
+            return False
+        with memoryview(source._node.data) as data:
+            self._write(data[offset : offset + nbytes], offset)
+        return True
 
     def sync(self) -> None:
         """Count: there is nothing to make durable."""

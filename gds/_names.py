@@ -215,17 +215,22 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def overwrite_in_place(fd: int) -> None:
+def overwrite_in_place(fd: int) -> bool:
     """Have an empty file overwritten in place by a file system that would copy on write (btrfs).
 
     Otherwise an overwrite would take new space, and could fail on a full disk although the file's
     own was reserved. File systems that do not know the flag overwrite in place anyway.
+
+    Returns:
+        Whether the file system knows the flag.
     """
     with contextlib.suppress(OSError):
         flags = bytearray(8)
         fcntl.ioctl(fd, _GET_FLAGS, flags)
         (present,) = struct.unpack_from("=i", flags)
         fcntl.ioctl(fd, _SET_FLAGS, struct.pack("=q", present | _NO_COPY_ON_WRITE))
+        return True
+    return False
 
 
 def _open_to_lock(path: str, create: bool) -> int:

@@ -14,7 +14,14 @@ from functools import partial
 from typing import Final
 
 from gds import probe
-from gds._backend import ALIGNMENT, Buffer, BufferKind, Capabilities, Counters
+from gds._backend import (
+    ALIGNMENT,
+    CLONE_REACH_BYTES,
+    Buffer,
+    BufferKind,
+    Capabilities,
+    Counters,
+)
 from gds._buffers import HostBuffer, host_buffer
 from gds._errors import StorageError
 from gds._hybrid import Hybrid, HybridFile, HybridPolicy
@@ -133,6 +140,7 @@ class PosixBackend(PosixNames):
             volatile=mount.volatile,
             device_memory=False,
             reason=found.reason,
+            clones=probe.can_clone(directory),
         )
 
     def allocate(self, nbytes: int, kind: BufferKind | None = None) -> Buffer:
@@ -151,8 +159,7 @@ class PosixBackend(PosixNames):
         try:
             with reporting(f"reserve {size_bytes} bytes", path):
                 if size_bytes:
-                    overwrite_in_place(fd)
-                    os.posix_fallocate(fd, 0, size_bytes)
+                    _reserve(fd, size_bytes, CLONE_REACH_BYTES if overwrite_in_place(fd) else None)
             return self._opened(path, fd, flags)
         except BaseException:
             os.close(fd)
@@ -293,6 +300,21 @@ class PosixBackend(PosixNames):
 def _metered(meter: Meter, move: Part) -> int:
     with meter.running():
         return move()
+
+
+def _reserve(fd: int, size_bytes: int, piece_bytes: int | None) -> None:
+    """Reserve a file's space.
+
+    Args:
+        fd: The file, which is empty.
+        size_bytes: All that it will have.
+        piece_bytes: What to ask for at once, None for everything. A file system that counts who
+            shares space by such pieces (btrfs) cannot overwrite one in place, not even in part, as
+            long as another file shares any of it.
+    """
+    piece_bytes = piece_bytes or size_bytes
+    for start in range(0, size_bytes, piece_bytes):
+        os.posix_fallocate(fd, start, min(piece_bytes, size_bytes - start))
 
 
 def _may_be_opened(mode: int) -> bool:

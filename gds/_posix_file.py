@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Protocol
 
-from gds._backend import ALIGNMENT, Buffer
+from gds import _libc, probe
+from gds._backend import ALIGNMENT, Buffer, File
 from gds._errors import ShortReadError, StorageError
+from gds._hybrid import Mode
 from gds._names import reporting
 from gds._pool import Meter, Part
 from gds._transfer import Descriptors, Direction, check_request, cut
@@ -87,6 +90,10 @@ class PosixFile:
         """
         return self._start("read", into, offset)
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> Future[int]:
+        """Start reading a range anew from the device; see `gds.File.read_again`."""
+        return self._start("read", into, offset, "direct" if direct else "buffered")
+
     def write(self, source: Buffer, offset: int) -> Future[int]:
         """Start writing all of `source` at `offset` (bytes).
 
@@ -116,6 +123,28 @@ class PosixFile:
         self._check("write", offset, len(data))
         self._descriptors.move("write", memoryview(data), 1, offset, self.path)
 
+    def clone(self, source: File, offset: int, nbytes: int) -> bool:
+        """Share the space of a range of another file; see `gds.File.clone`.
+
+        The kernel first brings what is still in the page cache of either to the device.
+        """
+        self._check("write", offset, nbytes)
+        if not isinstance(source, PosixFile) or (offset | nbytes) % ALIGNMENT:
+            return False
+        if not nbytes:
+            return True
+        # Neither is closed meanwhile: another file could get the number of its descriptor.
+        with source._held("clone"), self._held("clone"):
+            fd, source_fd = self._descriptors.buffered_fd, source._descriptors.buffered_fd
+            try:
+                _libc.clone_range(fd, source_fd, offset, nbytes)
+            except OSError as error:
+                if error.errno in probe.NO_CLONES:
+                    return False
+                number = error.errno or errno.EIO
+                raise StorageError(number, "clone", self.path, offset=offset) from error
+        return True
+
     def sync(self) -> None:
         """Make everything written to this file durable, and its size. Never retried."""
         self._check("sync", 0)
@@ -140,9 +169,25 @@ class PosixFile:
         state = "closed" if self._closed else "direct" if self.direct else "buffered"
         return f"PosixFile({self.path!r}, {self._size_bytes} bytes, {state})"
 
-    def _start(self, direction: Direction, buffer: Buffer, offset: int) -> Future[int]:
+    @contextlib.contextmanager
+    def _held(self, what: str) -> Iterator[None]:
+        """Let `close` wait for the block."""
+        future: Future[int] = Future()
+        with self._lock:
+            self._check(what, 0)
+            self._in_flight.add(future)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_flight.discard(future)
+            future.set_result(0)
+
+    def _start(
+        self, direction: Direction, buffer: Buffer, offset: int, anew: Mode | None = None
+    ) -> Future[int]:
         self._check(direction, offset, buffer.nbytes)
-        moves = self._moves(direction, buffer, offset)
+        moves = self._moves(direction, buffer, offset, anew)
         with self._lock:
             self._check(direction, offset)
             future = self._backend.submit(direction, moves)
@@ -151,21 +196,32 @@ class PosixFile:
         future.add_done_callback(partial(_ended, self._lock, self._in_flight))
         return future
 
-    def _moves(self, direction: Direction, buffer: Buffer, offset: int) -> list[Part]:
-        """Return the parts of a transfer, as threads will run them; at least one."""
+    def _moves(
+        self, direction: Direction, buffer: Buffer, offset: int, anew: Mode | None
+    ) -> list[Part]:
+        """Return the parts of a transfer, as threads will run them; at least one.
+
+        `anew` is for reads: from the device, in this way; None for the usual way.
+        """
         if buffer.kind == "device":
             raise TypeError(
                 f"{direction} {self.path!r}: the posix backend moves host memory only, not "
                 f"memory of a device; copy through a buffer of allocate()"
             )
         parts = cut(offset, buffer.nbytes, self._backend.request_bytes)
-        return [partial(self._move, direction, buffer, offset, part) for part in parts]
+        return [partial(self._move, direction, buffer, offset, anew, part) for part in parts]
 
     def _move(
-        self, direction: Direction, buffer: Buffer, offset: int, part: tuple[int, int]
+        self,
+        direction: Direction,
+        buffer: Buffer,
+        offset: int,
+        anew: Mode | None,
+        part: tuple[int, int],
     ) -> int:
-        view = buffer.memoryview()
-        return self._descriptors.move(direction, view, buffer.address, offset, self.path, part)
+        return self._descriptors.move(
+            direction, buffer.memoryview(), buffer.address, offset, self.path, part, anew
+        )
 
     def _check(self, what: Direction | str, offset: int, nbytes: int = 0) -> None:
         self._backend.check_usable(what, self.path)

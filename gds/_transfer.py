@@ -18,6 +18,9 @@ from gds._hybrid import HybridFile, Mode
 _AGAIN_ATTEMPTS: Final = 500
 _AGAIN_S: Final = 0.01
 
+_FOLIO_BYTES: Final = 2 << 20
+"""The page cache's largest unit. One that only overlaps the range to be dropped stays in it."""
+
 Direction = Literal["read", "write"]
 
 _ANY_TIME: Final = contextlib.nullcontext()
@@ -135,6 +138,7 @@ class Descriptors:
         offset: int,
         path: str,
         part: tuple[int, int] | None = None,
+        anew: Mode | None = None,
     ) -> int:
         """Read `view` from `offset`, or write it there; returns how many bytes that was.
 
@@ -146,6 +150,8 @@ class Descriptors:
             path: For messages.
             part: Start and stop in `view`, in bytes, of what to move; None moves all of it.
                 Errors name the whole request, of which this is a part.
+            anew: For a read that is to come from the device, whatever the page cache holds: in
+                which of the two ways, where there is a choice. None for the usual one.
 
         Raises:
             ShortReadError: The file ended before the request did.
@@ -153,14 +159,17 @@ class Descriptors:
         """
         first, last = part or (0, len(view))
         request = _Request(direction, view, offset, first, last)
+        if anew is not None and first < last:
+            self._drop_cached(offset + first, offset + last)
         start, stop = 0, 0
         if self.direct:
             start, stop = direct_part(
                 offset + first, last - first, address + first, self._memory_alignment
             )
-            if start < stop and self._hybrid is not None:
+            mode = anew
+            if mode is None and start < stop and self._hybrid is not None:
                 mode = self._hybrid.mode(direction, self.buffered_fd, offset + first, last - first)
-                start = stop if mode == "buffered" else start
+            start = stop if mode == "buffered" or self._direct_fd < 0 else start
         try:
             if start < stop:
                 self._move_buffered(request, first + start)
@@ -197,6 +206,12 @@ class Descriptors:
         if gate is None or request.direction == "read":
             return _ANY_TIME
         return gate.passing(mode)
+
+    def _drop_cached(self, start: int, stop: int) -> None:
+        """Have the page cache let go of a range, and of its neighbours in the same units."""
+        first = start // _FOLIO_BYTES * _FOLIO_BYTES
+        nbytes = -(-stop // _FOLIO_BYTES) * _FOLIO_BYTES - first
+        _advise(self.buffered_fd, os.POSIX_FADV_DONTNEED, first, nbytes)
 
     def _move_buffered(self, request: _Request, stop: int) -> None:
         if request.done < stop:
@@ -272,6 +287,6 @@ class _Request:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
-def _advise(fd: int, advice: int) -> None:
+def _advise(fd: int, advice: int, offset: int = 0, nbytes: int = 0) -> None:
     with contextlib.suppress(OSError):  # advice only
-        os.posix_fadvise(fd, 0, 0, advice)
+        os.posix_fadvise(fd, offset, nbytes, advice)

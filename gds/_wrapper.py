@@ -53,6 +53,10 @@ class WrapperFile:
         """Forward."""
         return self.inner.read(into, offset)
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        """Forward."""
+        return self.inner.read_again(into, offset, direct=direct)
+
     def write(self, source: Buffer, offset: int) -> IOFuture:
         """Forward."""
         return self.inner.write(source, offset)
@@ -64,6 +68,11 @@ class WrapperFile:
     def write_bytes(self, data: bytes, offset: int) -> None:
         """Forward."""
         self.inner.write_bytes(data, offset)
+
+    def clone(self, source: File, offset: int, nbytes: int) -> bool:
+        """Forward, with what the source wraps."""
+        inner = source.inner if isinstance(source, WrapperFile) else source
+        return self.inner.clone(inner, offset, nbytes)
 
     def sync(self) -> None:
         """Forward."""

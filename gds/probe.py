@@ -25,7 +25,23 @@ MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs", "
 REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTBLK})
 """Errors by which a file system refuses a well-aligned direct transfer."""
 
+NO_CLONES: Final = frozenset(
+    {
+        errno.EOPNOTSUPP,
+        errno.ENOTTY,
+        errno.ENOSYS,
+        errno.EINVAL,  # among others: files of which only one is overwritten in place (btrfs)
+        errno.EXDEV,
+        errno.EPERM,
+        errno.EACCES,
+        errno.ETXTBSY,
+    }
+)
+"""Errors by which the kernel says that it cannot let two files share space."""
+
 _PROBE_BYTES: Final = 2 * ALIGNMENT
+_CLONED_BYTES: Final = 1 << 16
+"""Of a hole, so that it takes no space: a multiple of every file system's block."""
 
 
 class DirectIOUnavailable(UserWarning):
@@ -172,6 +188,18 @@ def _probe(directory: str, filesystem: str) -> DirectIO:
             return _round_trip(fd, filesystem, memory, offset)
         finally:
             os.close(fd)
+
+
+def can_clone(directory: str) -> bool:
+    """Try whether files in `directory` can share space. Leaves nothing behind."""
+    try:
+        with scratch_file(directory) as fd, scratch_file(directory) as source_fd:
+            for each in (fd, source_fd):
+                os.ftruncate(each, _CLONED_BYTES)
+            _libc.clone_range(fd, source_fd, 0, _CLONED_BYTES)
+    except OSError:
+        return False
+    return True
 
 
 def refused_alignment(required: tuple[int, int] | None) -> str:

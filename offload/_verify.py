@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
 
 from gds import ALIGNMENT, Backend, StorageError
 from offload.digests import DigestContext
+from offload.errors import CheckpointError, DamagedError
 from offload.layout import array_file_name
 from offload.manifest import MODEL_BLOCK_BYTES, Manifest
+from offload.second_look import look_again
 from offload.slot import MODEL_NAME
 
 _Range = tuple[str, str, int, int, int, str]
 """File, name that the digest has, its index, offset, length, digest."""
+
+_OF_CONTENT: Final = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENODATA, errno.ENXIO}
+)
+"""Errors of reading that say what is there: nothing, less than it was, or something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a complete read of a checkpoint found."""
+
+    problems: tuple[str, ...]
+    """One sentence for each damaged place; each names file and byte range."""
+
+    bytes_checked: int
+
+    unreadable: tuple[str, ...] = ()
+    """One sentence for each place that could not be read, so that nothing is known of it."""
+
+    quarantined: str = ""
+    """Why it is marked as damaged, now that it has been verified; empty if it is not marked."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not self.problems and not self.unreadable
+
+
+@dataclass(slots=True)
+class Findings:
+    """What is wrong with a checkpoint, as it is found."""
+
+    problems: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+
+    def add(self, error: CheckpointError | StorageError) -> None:
+        """Take note of an error of reading."""
+        speaks = isinstance(error, CheckpointError) or error.errno in _OF_CONTENT
+        (self.problems if speaks else self.unreadable).append(str(error))
 
 
 def verify_tensors(
@@ -20,8 +65,11 @@ def verify_tensors(
     parts: Sequence[str],
     manifest: Manifest,
     progress: Callable[[int, int], None] | None,
-) -> tuple[list[str], int]:
-    """Return a sentence for each damaged place, and the bytes that were read.
+    findings: Findings,
+) -> int:
+    """Read all tensors, and take note of each damaged place; return the bytes that were read.
+
+    What is wrong is read a second time before it counts.
 
     Args:
         backend: Where the checkpoint is.
@@ -29,8 +77,8 @@ def verify_tensors(
         parts: Paths of its parts on other drives.
         manifest: Of it.
         progress: Called with the bytes checked so far and the bytes in all.
+        findings: Added to.
     """
-    problems: list[str] = []
     context = DigestContext(manifest.store_id, manifest.generation)
     ranges = _ranges([path, *parts], manifest)
     total = sum(nbytes for *_, nbytes, _ in ranges)
@@ -42,21 +90,18 @@ def verify_tensors(
             file = backend.open(file_path)
             try:
                 file.read(target, offset).result()
+                digest = partial(context.digest, array, index)
+                found = digest(target.memoryview())
+                if found != expected:
+                    look_again(file, offset, nbytes, digest, found=found, expected=expected)
             finally:
                 file.close()
-        except StorageError as error:
-            problems.append(str(error))
-        else:
-            found = context.digest(array, index, target.memoryview())
-            if found != expected:
-                problems.append(
-                    f"{file_path}: bytes {offset} to {offset + nbytes} are damaged: digest "
-                    f"{found}, expected {expected}"
-                )
+        except (StorageError, DamagedError) as error:
+            findings.add(error)
         checked += nbytes
         if progress is not None:
             progress(checked, total)
-    return problems, checked
+    return checked
 
 
 def _ranges(places: Sequence[str], manifest: Manifest) -> list[_Range]:

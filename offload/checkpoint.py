@@ -5,38 +5,40 @@ Importing this module does not import torch, so that looking at one is quick.
 
 from __future__ import annotations
 
-import errno
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gds import ALIGNMENT, Backend, LockHeldError, PosixBackend, StorageError
-from offload._verify import verify_tensors
+from gds import Backend, PosixBackend, StorageError
+from offload._verify import Findings, verify_tensors
+from offload._verify import VerifyReport as VerifyReport
 from offload.errors import (
     CheckpointError,
+    CheckpointNotFoundError,
     DamagedError,
     StoreBusyError,
 )
 from offload.manifest import MANIFEST_NAME, Manifest
 from offload.parts import part_sizes
+from offload.poison import Poison
+from offload.quarantine import read_quarantine, remove_quarantine, write_quarantine
+from offload.reader_lock import held, is_another, lock_for_reading, recycled
 from offload.reading import (
     PartDirectories,
     checkpoint_paths,
     find_checkpoint,
+    is_checkpoint_path,
     part_paths,
     read_manifest,
 )
 from offload.slot import TRAIN_STATE_NAME
-from offload.tensorfile import TensorEntry, TensorFileError, header_length
-from offload.train_state import (
-    MAX_CAPACITY_BYTES,
-    TrainStateDigestError,
-    TrainStateFormatError,
-    TrainStateTagError,
-    unpack,
-)
+from offload.tensorfile import TensorEntry
+from offload.train_state import TrainStateFormatError, TrainStateTagError, decode
+from offload.train_state_reading import StoredTrainState, read_train_state_file
+from offload.train_state_reading import train_state_header as train_state_header
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -47,21 +49,6 @@ _UNREAD = object()
 
 _MOST_LOOKS = 100
 """At a store whose newest checkpoint is recycled each time before it is locked."""
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What a complete read of a checkpoint found."""
-
-    problems: tuple[str, ...]
-    """One sentence for each damaged place; each names file and byte range."""
-
-    bytes_checked: int
-
-    @property
-    def ok(self) -> bool:
-        """Whether every byte is as it was written."""
-        return not self.problems
 
 
 class Checkpoint:
@@ -94,6 +81,12 @@ class Checkpoint:
     def backend(self) -> Backend:
         """What it is read through."""
         return self._backend
+
+    @property
+    def quarantined(self) -> str:
+        """Why it is marked as damaged; empty if it is not."""
+        reason = read_quarantine(self._backend, self.path)
+        return "" if reason is None else reason or "no reason is given"
 
     @property
     def step(self) -> int:
@@ -164,37 +157,41 @@ class Checkpoint:
 
         Raises:
             offload.errors.DamagedError: It is damaged or belongs to another checkpoint.
+            offload.errors.RecycledError: It was not opened by `open_checkpoint`, and has been
+                recycled.
         """
         if self._train_state is _UNREAD:
-            path = f"{self.path}/{TRAIN_STATE_NAME}"
-            try:
-                state, header = unpack(self.read_train_state(), path)
-            except TrainStateTagError:
-                raise  # it is what was written, by a later version
-            except (TensorFileError, TrainStateFormatError, TrainStateDigestError) as error:
-                raise DamagedError(f"{path}: damaged: {error}") from error
-            if dict(header) != train_state_header(self.manifest):
-                raise DamagedError(f"{path}: belongs to another checkpoint")
-            self._train_state = state
+            self._train_state = self._decode_train_state()
         return self._train_state
 
-    def read_train_state(self) -> bytes:
-        """Return the train state as it is stored."""
-        file = self._backend.open(f"{self.path}/{TRAIN_STATE_NAME}")
+    def _decode_train_state(self) -> object:
+        stored = self.read_train_state()
+        path = f"{self.path}/{TRAIN_STATE_NAME}"
         try:
-            if file.size_bytes > MAX_CAPACITY_BYTES:
-                raise DamagedError(
-                    f"{file.path}: {file.size_bytes} bytes, expected at most {MAX_CAPACITY_BYTES}"
-                )
-            first = file.read_bytes(0, min(ALIGNMENT, file.size_bytes))
-            header_bytes = header_length(first, file.size_bytes, file.path)
-            if b"\0" in first[8 : max(header_bytes, 9)]:  # a hole: the rest is not worth its memory
-                raise DamagedError(f"{file.path}: damaged: zero bytes in its header")
-            return file.read_bytes(0, file.size_bytes)
-        except TensorFileError as error:
-            raise DamagedError(f"{file.path}: damaged: {error}") from error
-        finally:
-            file.close()
+            return decode(stored.state)
+        except TrainStateTagError as error:  # what was written, by a later version
+            raise TrainStateTagError(f"{path}: {error}") from error
+        except TrainStateFormatError as error:
+            raise DamagedError(f"{path}: damaged: {error}") from error
+
+    def read_train_state(self) -> StoredTrainState:
+        """Read the train state as it is stored, and check it; raises as `train_state`."""
+        path = f"{self.path}/{TRAIN_STATE_NAME}"
+        try:
+            return read_train_state_file(self._backend, path, self.manifest)
+        except (DamagedError, StorageError) as error:
+            if self._lock is None and is_another(self._backend, self.path, self.manifest):
+                raise recycled(self.path) from error
+            raise
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keep it from being recycled within a block, also if it was opened without a lock.
+
+        Raises:
+            RecycledError: It has been recycled already.
+            StoreBusyError: It is being replaced at this moment.
+        """
+        return held(self._backend, self.path, self.manifest, self._lock)
 
     def read_state(self, name: str) -> dict[str, Any]:
         """Read the optimizer state of one parameter.
@@ -209,31 +206,59 @@ class Checkpoint:
 
         Raises:
             CheckpointNotFoundError: There is no trainable parameter of that name.
+            RecycledError: It was not opened by `open_checkpoint`, and has been recycled.
             gds.StorageError: It cannot be read.
         """
         from offload.state_reading import read_state  # torch takes long to import
 
-        return read_state(self, name)
+        with self.held():
+            return read_state(self, name)
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    def verify(
+        self, progress: Callable[[int, int], None] | None = None, *, mark: bool = False
+    ) -> VerifyReport:
         """Read every byte and compare it with the digests taken when it was written.
+
+        What is wrong is read a second time, another way, before it counts as damage. May run
+        beside a process that trains in the store: meanwhile the checkpoint is not recycled.
 
         Args:
             progress: Called with the bytes checked so far and the bytes in all.
+            mark: Make the verdict last, durably: quarantine the checkpoint if it is damaged, and
+                lift its quarantine if it is whole. What could not be read changes neither.
+
+        Raises:
+            RecycledError: It was not opened by `open_checkpoint`, and has been recycled.
+            gds.StorageError: The mark could not be made, or not be lifted.
         """
-        problems: list[str] = []
-        try:
-            # Again, since it may have been damaged after opening.
-            found = read_manifest(self._backend, self.path, self._part_directories)
-            if found.digest != self.manifest.digest:
-                problems.append(f"{self.path}/{MANIFEST_NAME}: replaced since it was opened")
-            _ = self.train_state
-        except (CheckpointError, StorageError) as error:
-            problems.append(str(error))
-        damaged, checked = verify_tensors(
-            self._backend, self.path, self.parts, self.manifest, progress
-        )
-        return VerifyReport((*problems, *damaged), checked)
+        with self.held():
+            findings = Findings()
+            try:
+                # Again, since it may have been damaged after opening.
+                found = read_manifest(
+                    self._backend,
+                    self.path,
+                    self._part_directories,
+                    even_quarantined=True,
+                )
+                # Metrics may be replaced at any time.
+                if replace(found, metrics={}).digest != replace(self.manifest, metrics={}).digest:
+                    path = f"{self.path}/{MANIFEST_NAME}"
+                    findings.problems.append(f"{path}: replaced since it was opened")
+                self._decode_train_state()
+            except (CheckpointError, StorageError) as error:
+                findings.add(error)
+            checked = verify_tensors(
+                self._backend, self.path, self.parts, self.manifest, progress, findings
+            )
+            if mark and findings.problems:
+                reason = "; ".join(findings.problems)
+                write_quarantine(self._backend, self.path, reason, Poison(self.path))
+            elif mark and not findings.unreadable:
+                remove_quarantine(self._backend, self.path)
+            return VerifyReport(
+                tuple(findings.problems), checked, tuple(findings.unreadable), self.quarantined
+            )
 
     def close(self) -> None:
         """Let the training process recycle this checkpoint again. Idempotent."""
@@ -278,6 +303,7 @@ def open_checkpoint(
     path: str | os.PathLike[str],
     *,
     parts: PartDirectories = None,
+    even_quarantined: bool = False,
     backend: Backend | None = None,
 ) -> Checkpoint:
     """Open a checkpoint for reading, safely beside a process that is training.
@@ -286,15 +312,21 @@ def open_checkpoint(
         path: A checkpoint directory, or a store, which means its newest usable checkpoint.
         parts: For a store on several drives that are no longer where they were: their
             directories, all but the first, in the store's order.
+        even_quarantined: Open a checkpoint that is marked as damaged, too, for `Checkpoint.verify`
+            or to see what can be saved. In a store these are passed over in any case.
         backend: Where it is; the local file system by default.
 
     Raises:
         CheckpointNotFoundError: There is nothing at `path`.
         CheckpointError: There is no usable checkpoint; says why.
-        StoreBusyError: It is being recycled at this moment; open the store's newest instead.
+        RecycledError: A training process recycled it while it was being opened; open the store's
+            newest instead.
+        StoreBusyError: It is being recycled, or replaced, at this moment.
         gds.StorageError: It cannot be read.
     """
-    return _open(os.fspath(path), parts, backend, need_parts=True)
+    return _open(
+        os.fspath(path), parts, backend, need_parts=True, even_quarantined=even_quarantined
+    )
 
 
 def open_for_parameters(
@@ -305,23 +337,38 @@ def open_for_parameters(
 
 
 def _open(
-    path: str, parts: PartDirectories, backend: Backend | None, *, need_parts: bool
+    path: str,
+    parts: PartDirectories,
+    backend: Backend | None,
+    *,
+    need_parts: bool,
+    even_quarantined: bool = False,
 ) -> Checkpoint:
     owns_backend = backend is None
     backend = backend or PosixBackend()
     looks_left = _MOST_LOOKS
     try:
         while True:
-            present = _checkpoints_in(backend, path)
+            present = _checkpoints_at(backend, path)
             looks_left -= 1
             try:
-                found, manifest, lock = _open_found(backend, path, parts, need_parts=need_parts)
+                found, manifest, lock = _open_found(
+                    backend, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
+                )
                 break
-            except (CheckpointError, StoreBusyError, StorageError):
+            except (
+                CheckpointError,
+                CheckpointNotFoundError,
+                StoreBusyError,
+                StorageError,
+            ) as error:
                 # Of a store that trains there always is a newest one. If it was recycled while it
                 # was looked for, the one that has taken its place is meant.
-                if not looks_left or present == _checkpoints_in(backend, path):
+                now = _checkpoints_at(backend, path)
+                if not looks_left or present == now:
                     raise
+                if is_checkpoint_path(path) and not now:
+                    raise recycled(os.path.abspath(path)) from error
     except BaseException:
         if owns_backend:
             backend.close()
@@ -329,11 +376,13 @@ def _open(
     return Checkpoint(backend, found, manifest, parts, lock=lock, owns_backend=owns_backend)
 
 
-def _checkpoints_in(backend: Backend, path: str) -> dict[str, int]:
-    """Return the inode of each checkpoint of a store, by path; nothing if it is no store."""
+def _checkpoints_at(backend: Backend, path: str) -> dict[str, int]:
+    """Return the inode of each checkpoint that a path may mean, by path: of one, or of a store."""
     stats: dict[str, int] = {}
+    path = os.path.abspath(path)
     try:
-        for checkpoint in checkpoint_paths(backend, os.path.abspath(path)):
+        named = [path] if is_checkpoint_path(path) else checkpoint_paths(backend, path)
+        for checkpoint in named:
             if (stat := backend.stat(checkpoint)) is not None:
                 stats[checkpoint] = stat.inode
     except StorageError:
@@ -342,36 +391,20 @@ def _checkpoints_in(backend: Backend, path: str) -> dict[str, int]:
 
 
 def _open_found(
-    backend: Backend, path: str, parts: PartDirectories, *, need_parts: bool
+    backend: Backend,
+    path: str,
+    parts: PartDirectories,
+    *,
+    need_parts: bool,
+    even_quarantined: bool,
 ) -> tuple[str, Manifest, Lock]:
-    lock = None
+    found = find_checkpoint(backend, path, parts, need_parts=need_parts)
+    lock = lock_for_reading(backend, found)
     try:
-        found = find_checkpoint(backend, path, parts, need_parts=need_parts)
-        before = backend.stat(found)
-        try:
-            lock = backend.lock(found, shared=True)
-        except LockHeldError as error:
-            raise StoreBusyError(
-                error.errno, "this checkpoint is being recycled; open a newer one", found
-            ) from error
-        # The lock is on whatever had the name then; make sure that still has it now.
-        after = backend.stat(found)
-        if before is None or after is None or after.inode != before.inode:
-            raise StoreBusyError(
-                errno.EAGAIN, "this checkpoint has just been recycled; open a newer one", found
-            )
-        manifest = read_manifest(backend, found, parts, need_parts=need_parts)
+        manifest = read_manifest(
+            backend, found, parts, need_parts=need_parts, even_quarantined=even_quarantined
+        )
     except BaseException:
-        if lock is not None:
-            lock.release()
+        lock.release()
         raise
     return found, manifest, lock
-
-
-def train_state_header(manifest: Manifest) -> dict[str, str]:
-    """Return what ties a train state to its checkpoint."""
-    return {
-        "store_id": manifest.store_id,
-        "generation": str(manifest.generation),
-        "step": str(manifest.step),
-    }

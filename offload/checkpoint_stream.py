@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from offload.checkpoint import Checkpoint
 from offload.digests import DigestContext
-from offload.errors import DamagedError
 from offload.formats import MASTER
 from offload.frame import HostFrames
 from offload.layout import Layout
@@ -20,6 +20,7 @@ from offload.model_file import MODEL_ARRAY
 from offload.parameters import DTYPE_CODES
 from offload.parts import open_part
 from offload.rules import Scalars, write_scalars
+from offload.second_look import look_again
 from offload.slot import Slot, open_slot
 from offload.state_decoding import Block, StateDecoder, has_master, kept_arrays
 from offload.stats import Meter
@@ -128,13 +129,19 @@ class CheckpointStream:
         for index, start in enumerate(range(0, self._model_bytes, MODEL_BLOCK_BYTES)):
             stop = min(start + MODEL_BLOCK_BYTES, self._model_bytes)
             data = self._slot.model.read_bytes(data_start + start, stop - start)
-            found = self._slot.context.digest(MODEL_ARRAY, index, memoryview(data))
-            if found != self.manifest.model_digests[index]:
-                raise DamagedError(
-                    f"{self._slot.model.path}: bytes {data_start + start} to {data_start + stop} "
-                    f"are damaged: their digest is {found}, expected "
-                    f"{self.manifest.model_digests[index]}"
+            digest = partial(self._slot.context.digest, MODEL_ARRAY, index)
+            found, expected = digest(memoryview(data)), self.manifest.model_digests[index]
+            if found != expected:
+                again = look_again(
+                    self._slot.model,
+                    data_start + start,
+                    stop - start,
+                    digest,
+                    found=found,
+                    expected=expected,
+                    direct=True,  # the first read went through the page cache
                 )
+                data = bytes(again.memoryview())
             yield start, data
             self._advance(len(data))
 
@@ -157,8 +164,15 @@ def open_stream(
     """Open the files of a checkpoint for streaming.
 
     Raises:
+        RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
         gds.StorageError: One cannot be opened.
     """
+    with checkpoint.held(), _open_stream(checkpoint, progress) as stream:
+        yield stream
+
+
+@contextmanager
+def _open_stream(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[CheckpointStream]:
     backend, manifest = checkpoint.backend, checkpoint.manifest
     slot = open_slot(backend, checkpoint.path, manifest.layout, writable=False)
     try:

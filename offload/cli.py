@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload import cli_exchange, cli_retention
-from offload.cli_options import Json, Parts
+from offload import cli_exchange, cli_retention, cli_verify
+from offload.cli_options import Json, Parts, one_line
 from offload.cli_options import print_json as _print_json
 from offload.demo.report import size
-from offload.errors import CheckpointError, OffloadError
+from offload.errors import OffloadError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -148,89 +148,6 @@ def show(
         _show_description(description, tensors=tensors)
 
 
-@app.command()
-def verify(
-    path: Annotated[
-        str, typer.Argument(help="A checkpoint, or a store for all of its.", show_default=False)
-    ],
-    below: Annotated[
-        bool, typer.Option("--all", help="Of every store in this directory and below it.")
-    ] = False,
-    quarantine: Annotated[
-        bool, typer.Option("--quarantine", help="Mark what is damaged, so that nobody uses it.")
-    ] = False,
-    part: Parts = None,
-    as_json: Json = False,
-) -> None:
-    """Read every byte of a checkpoint, or of all in a store, and check it against its digest."""
-    from offload.checkpoint import VerifyReport, open_checkpoint
-    from offload.poison import Poison
-    from offload.quarantine import write_quarantine
-
-    results: list[dict[str, Any]] = []
-    stores = _stores_below(path) if below else [path]
-    targets = [t for store in stores for t in _targets(store, part or None, may_be_empty=below)]
-    for name, reason in targets:
-        if reason:
-            results.append({"path": name, "ok": False, "problems": [reason], "bytes_checked": 0})
-            continue
-        try:
-            with (
-                open_checkpoint(name, parts=part or None) as opened,
-                _progress(name, quiet=as_json) as progress,
-            ):
-                report = opened.verify(progress)
-                if quarantine and not report.ok:
-                    reason = "; ".join(report.problems)
-                    write_quarantine(opened.backend, opened.path, reason, Poison(opened.path))
-        except CheckpointError as error:  # so damaged that it cannot even be opened
-            report = VerifyReport((str(error),), 0)
-        results.append(
-            {
-                "path": name,
-                "ok": report.ok,
-                "problems": list(report.problems),
-                "bytes_checked": report.bytes_checked,
-            }
-        )
-    ok = all(result["ok"] for result in results)
-    if as_json:
-        _print_json({"ok": ok, "checkpoints": results})
-    else:
-        for result in results:
-            _show_verified(result)
-    if not ok:
-        raise typer.Exit(1)
-
-
-def _stores_below(directory: str) -> list[str]:
-    """Return every store in a directory, itself included."""
-    from offload.slot import LOCK_NAME
-
-    found = []
-    for folder, folders, names in os.walk(directory):
-        if LOCK_NAME in names or any(name.startswith("step-") for name in folders):
-            found.append(folder)
-        folders[:] = sorted(f for f in folders if not f.startswith(("step-", ".slot-", "part-")))
-    if not found:
-        raise CheckpointError(f"{directory}: there is no store here, nor below")
-    return found
-
-
-def _targets(path: str, parts: list[str] | None, *, may_be_empty: bool) -> list[tuple[str, str]]:
-    """Return the checkpoints to verify, each with what is already known to be wrong with it."""
-    from offload.listing import list_checkpoints
-
-    # What holds a manifest, or is named like a checkpoint, is one; all else may be a store.
-    name = os.path.basename(os.path.abspath(path))
-    if name.startswith("step-") or os.path.exists(os.path.join(path, "manifest.json")):
-        return [(path, "")]
-    found = list_checkpoints(path, parts=parts)
-    if not found and not may_be_empty:
-        raise CheckpointError(f"{path}: holds no checkpoint")
-    return [(info.path, "" if info.valid else info.reason) for info in found]
-
-
 @contextmanager
 def _progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on standard error, if that is a terminal."""
@@ -255,6 +172,7 @@ def _progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]
         yield update
 
 
+cli_verify.register(app, _progress)
 cli_exchange.register(app, _progress)
 
 
@@ -342,18 +260,6 @@ def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
             typer.echo(f"{entry['dtype']:>5} {entry['shape']!s:<20} {name}")
 
 
-def _show_verified(result: dict[str, Any]) -> None:
-    if result["ok"]:
-        typer.secho(
-            f"{one_line(result['path'])}: {size(result['bytes_checked'])}, all as written",
-            fg="green",
-        )
-        return
-    for problem in result["problems"]:
-        typer.secho(one_line(problem), fg="red", err=True)
-    typer.secho(f"{one_line(result['path'])}: damaged", fg="red")
-
-
 def _tree_bytes(directory: str) -> int:
     return sum(
         os.path.getsize(os.path.join(folder, name))
@@ -396,11 +302,6 @@ def main() -> None:
     except MemoryError:
         typer.secho("error: out of memory", fg="red", err=True)
         sys.exit(1)
-
-
-def one_line(text: object) -> str:
-    """Return what a store says as one line that does nothing to a terminal."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
 def _cell(text: object) -> Text:

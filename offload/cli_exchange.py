@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 
-ProgressBar: TypeAlias = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
-"""Shows a bar with a title, unless ``quiet=``; gives what to call with bytes done and in all."""
+from offload.cli_options import ProgressBar
 
 
 class Target(StrEnum):

@@ -15,11 +15,14 @@ import typer
 
 from offload.cli_options import Json, Parts, print_json
 from offload.demo.report import size
+from offload.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gds import Backend
     from offload.listing import CheckpointInfo
+    from offload.pins import Pin
     from offload.pruning import PruneReport
     from offload.retention import Retention
 
@@ -107,21 +110,37 @@ def show_lost_pins(store: str, found: Sequence[CheckpointInfo]) -> None:
     from offload.pins import read_pins
 
     backend = PosixBackend()
+    directory = os.path.abspath(store)
+    shown = {name for info in found for name in info.pins}
     try:
-        pins = read_pins(backend, os.path.abspath(store))
+        pins = read_pins(backend, directory)
+        # One of them may be of a checkpoint that was sealed since the store was listed.
+        lost_pins = [
+            pin
+            for pin in pins.pins
+            if pin.name not in shown and not _is_there(backend, directory, pin)
+        ]
     finally:
         backend.close()
-    shown = {name for info in found for name in info.pins}
     for reason in pins.unreadable:
         typer.secho(reason, fg="red", err=True)
-    for lost in pins.pins:
-        if lost.name not in shown:
-            typer.secho(
-                f"pin {lost.name} is of {lost.checkpoint}, generation {lost.generation}, which is "
-                "not there any more",
-                fg="red",
-                err=True,
-            )
+    for lost in lost_pins:
+        typer.secho(
+            f"pin {lost.name} is of {lost.checkpoint}, generation {lost.generation}, which is not "
+            "there any more",
+            fg="red",
+            err=True,
+        )
+
+
+def _is_there(backend: Backend, store: str, pin: Pin) -> bool:
+    from offload.reading import decode_manifest
+
+    path = f"{store}/{pin.checkpoint}"
+    try:
+        return pin.means(path, decode_manifest(backend, path))
+    except (CheckpointError, OSError):
+        return False
 
 
 def _policy(

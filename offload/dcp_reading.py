@@ -1,93 +1,182 @@
 """Directories of `torch.distributed.checkpoint`, read range by range.
 
-Their ``.metadata`` is a pickle, which torch itself loads without restriction; here only the few
-classes that it is made of can be named by it.
+Their ``.metadata`` is a pickle, which torch itself loads without restriction. Here it is read by
+`pickle_reading`: the classes that it names stand for records of fields, and nothing is run.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import os
-import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from offload.dcp_files import boxes
 from offload.errors import CheckpointError
-from offload.pt_file import StoredTensor, read_structure, scratch_tensor
+from offload.foreign_paths import require_file
+from offload.pickle_reading import MAX_PICKLE_BYTES, Name, PickleError, Record, read_pickle
+from offload.stored_tensor import StoredTensor, scratch_tensor
+from offload.torch_reading import DTYPES, read_structure
 
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+_METADATA = "torch.distributed.checkpoint.metadata"
+_MAX_DIMS = 64
+_MAX_DEPTH = 64
+"""Of names within names."""
+
+_MAX_NAME_BYTES = 4096
+
+
+def _record(kind: str) -> Name:
+    return Name(kind, lambda *arguments: Record(kind, *arguments))
+
+
+def _same(value: Any = None, *_: Any) -> Any:
+    return value
+
+
+def _path(*parts: Any) -> str:
+    return "/".join(part for part in parts if isinstance(part, str))
+
+
+_NAMES: Final[Mapping[tuple[str, str], Any]] = {
+    **{
+        (_METADATA, kind): _record(kind)
+        for kind in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+        )
     },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "device", *(str(d).split(".")[1] for d in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8,
-        torch.int16, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
-    ))},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "collections": {"OrderedDict"},
-}  # fmt: skip
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+    (_METADATA, "_MEM_FORMAT_ENCODING"): Name("_MEM_FORMAT_ENCODING", _same),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _record("_StoragePrefix"),
+    ("torch.serialization", "_get_layout"): Name("_get_layout", _same),
+    ("torch", "Size"): Name("torch.Size", tuple, copies=True),
+    ("torch", "device"): Name("torch.device", _same),
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    **{
+        ("pathlib", kind): Name(kind, _path, copies=True)
+        for kind in ("Path", "PosixPath", "PurePosixPath")
+    },
+    ("collections", "OrderedDict"): Name("OrderedDict", dict),
+}
 
 
 def read_dcp(path: str) -> Any:
     """Return the nested state dict of a distributed checkpoint, with tensors that can be read.
 
     Raises:
-        CheckpointError: It is damaged, or names what would have to be executed.
+        CheckpointError: It is damaged, names what would have to be executed, or would take more
+            memory than any such file needs.
     """
+    metadata = f"{path}/.metadata"
+    require_file(metadata)
     try:
-        with open(f"{path}/.metadata", "rb") as file:
-            metadata = _Unpickler(file).load()
-        return _read(path, metadata)
-    except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, TypeError) as error:
+        size = os.path.getsize(metadata)
+        if size > MAX_PICKLE_BYTES:
+            raise PickleError(f"{size} bytes, at most {MAX_PICKLE_BYTES} are read")
+        with open(metadata, "rb") as file:
+            found = read_pickle(file.read(size), _NAMES)
+        return _Directory(path).read(_fields(found, "Metadata"))
+    except (PickleError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        what = f"{type(error).__name__} {error}" if isinstance(error, LookupError) else error
         raise CheckpointError(
-            f"{path}/.metadata: cannot be read as that of a distributed checkpoint ({error})"
+            f"{metadata}: cannot be read as that of a distributed checkpoint ({what})"
         ) from error
 
 
-def _read(path: str, metadata: Any) -> Any:
-    places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
-    for index, info in metadata.storage_data.items():
-        offset = None if index.offset is None else tuple(index.offset)
-        places[index.fqn, offset] = info
-    root: dict[Any, Any] = {}
-    for key, what in metadata.state_dict_metadata.items():
-        if isinstance(what, TensorStorageMetadata):
-            value: Any = BoxedTensor(path, key, what, places)
-        elif isinstance(what, BytesStorageMetadata):
-            info = places[key, None] if (key, None) in places else places[key, ()]
-            file, start, stop = _region(path, info)
-            with open(file, "rb") as opened:
-                opened.seek(start)
-                value = torch.load(io.BytesIO(opened.read(stop - start)), weights_only=True)
-        else:
-            raise CheckpointError(f"{path}: {key!r} is a {type(what).__name__}")
-        names = (metadata.planner_data or {}).get(key) or tuple(key.split("."))
-        at = root
-        for name in names[:-1]:
-            at = at.setdefault(name, {})
-        at[names[-1]] = value
-    return _with_lists(root)
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(value, Record) or value.kind != kind:
+        found = value.kind if isinstance(value, Record) else type(value).__name__
+        raise PickleError(f"a {found}, expected a {kind}")
+    return value.fields
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """Return sizes, or offsets, in each dimension."""
+    if (
+        type(value) is not tuple
+        or len(value) > _MAX_DIMS
+        or any(type(n) is not int or not 0 <= n < 1 << 63 for n in value)
+    ):
+        raise PickleError(f"{str(value)[:80]} are no sizes")
+    return value
+
+
+class _Directory:
+    """The files of a distributed checkpoint.
+
+    Args:
+        path: Of the directory.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._sizes: dict[str, int] = {}
+        self._places: dict[tuple[Any, tuple[int, ...] | None], dict[str, Any]] = {}
+
+    def read(self, metadata: Mapping[str, Any]) -> Any:
+        """Return what is stored, nested as it was."""
+        for index, info in metadata["storage_data"].items():
+            found = _fields(index, "MetadataIndex")
+            offset = found.get("offset")
+            key = found["fqn"], None if offset is None else _sizes(offset)
+            self._places[key] = _fields(info, "_StorageInfo")
+        names = metadata.get("planner_data") or {}
+        root: dict[Any, Any] = {}
+        for key, what in metadata["state_dict_metadata"].items():
+            if not isinstance(key, str) or len(key) > _MAX_NAME_BYTES:
+                raise PickleError(f"a name is {str(key)[:80]!r}")
+            _put(root, names.get(key) or tuple(key.split(".")), self._value(key, what))
+        return _with_lists(root)
+
+    def _value(self, key: str, what: Any) -> Any:
+        kind = what.kind if isinstance(what, Record) else type(what).__name__
+        if kind == "TensorStorageMetadata":
+            return BoxedTensor(self, key, what.fields)
+        if kind != "BytesStorageMetadata":
+            raise CheckpointError(f"{self.path}: {key!r:.80} is a {kind}")
+        return read_structure(*self.region(key, None if (key, None) in self._places else ()))
+
+    def region(self, key: str, offsets: tuple[int, ...] | None) -> tuple[str, int, int]:
+        """Return in which file, and between which bytes, something is stored."""
+        info = self._places[key, offsets]
+        name, begin, length = info["relative_path"], info["offset"], info["length"]
+        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
+            raise CheckpointError(
+                f"{self.path}: names a file outside its directory: {str(name)[:80]!r}"
+            )
+        if info.get("transform_descriptors"):
+            raise CheckpointError(f"{self.path}/{name}: compressed, which cannot be read in ranges")
+        (begin, length) = _sizes((begin, length))
+        if name not in self._sizes:
+            self._sizes[name] = require_file(f"{self.path}/{name}")
+        if begin + length > self._sizes[name]:
+            raise CheckpointError(
+                f"{self.path}/{name}: {self._sizes[name]} bytes, and {key!r:.80} is at {begin} to "
+                f"{begin + length}"
+            )
+        return f"{self.path}/{name}", begin, begin + length
+
+
+def _put(root: dict[Any, Any], names: Any, value: Any) -> None:
+    """Put a value where its names lead."""
+    if type(names) is not tuple or not 0 < len(names) <= _MAX_DEPTH:
+        raise PickleError(f"a name of {len(names)} parts, at most {_MAX_DEPTH} are read")
+    at = root
+    for name in names[:-1]:
+        at = at.setdefault(name, {})
+        if not isinstance(at, dict):
+            raise PickleError(f"{str(name)[:80]!r} is a value, and has others in it")
+    at[names[-1]] = value
 
 
 def _with_lists(value: Any, name: Any = None) -> Any:
@@ -100,28 +189,36 @@ def _with_lists(value: Any, name: Any = None) -> Any:
     return inner
 
 
-def _region(path: str, info: Any) -> tuple[str, int, int]:
-    name = str(info.relative_path)
-    if os.path.basename(name) != name:
-        raise CheckpointError(f"{path}: names a file outside its directory: {name!r:.80}")
-    if getattr(info, "transform_descriptors", None):
-        raise CheckpointError(f"{path}/{name}: compressed, which cannot be read in ranges")
-    return f"{path}/{name}", int(info.offset), int(info.offset) + int(info.length)
-
-
 class BoxedTensor:
-    """A tensor that is stored as boxes; a `TensorSource`."""
+    """A tensor that is stored as boxes; a `TensorSource`.
 
-    def __init__(
-        self, path: str, key: str, what: TensorStorageMetadata, places: Mapping[Any, Any]
-    ) -> None:
-        self.shape = tuple(what.size)
-        self.dtype = what.properties.dtype
-        self._key = f"{path}: {key!r}"
-        self._boxes = [
-            (tuple(c.offsets), tuple(c.sizes), _region(path, places[key, tuple(c.offsets)]))
-            for c in what.chunks
-        ]
+    Args:
+        directory: Has the files.
+        key: Its name there.
+        fields: Of its metadata.
+
+    Raises:
+        CheckpointError: Its boxes are not the whole tensor, or are not in the files.
+    """
+
+    def __init__(self, directory: _Directory, key: str, fields: Mapping[str, Any]) -> None:
+        self.shape = _sizes(fields["size"])
+        dtype = _fields(fields["properties"], "TensorProperties")["state"][0]
+        self._key = f"{directory.path}: {key!r:.80}"
+        if not isinstance(dtype, torch.dtype):
+            raise PickleError(f"{key!r:.80} has no dtype")
+        self.dtype = dtype
+        self._boxes = []
+        for chunk in fields["chunks"]:
+            found = _fields(chunk, "ChunkStorageMetadata")
+            offsets, sizes = _sizes(found["offsets"]), _sizes(found["sizes"])
+            region = directory.region(key, offsets)
+            inside = len(offsets) == len(sizes) == len(self.shape) and all(
+                o + n <= m for o, n, m in zip(offsets, sizes, self.shape, strict=True)
+            )
+            if not inside or math.prod(sizes) * dtype.itemsize > region[2] - region[1]:
+                raise CheckpointError(f"{self._key}: a part is not of this tensor")
+            self._boxes.append((offsets, sizes, region))
         if sum(math.prod(sizes) for _, sizes, _ in self._boxes) != math.prod(self.shape):
             raise CheckpointError(f"{self._key}: its parts are not the whole tensor")
         self._opened: tuple[int, StoredTensor] | None = None
@@ -151,7 +248,7 @@ class BoxedTensor:
                 continue
             inside = [a - b for a, b in zip(first, begin, strict=True)]
             common = [b - a for a, b in zip(first, last, strict=True)]
-            strides = torch.empty(extent, device="meta").stride()
+            strides = _strides(extent)
             low = sum(i * s for i, s in zip(inside, strides, strict=True))
             length = 1 + sum((n - 1) * s for n, s in zip(common, strides, strict=True))
             flat = self._tensor(number).read(low, low + length)
@@ -171,3 +268,8 @@ class BoxedTensor:
                 raise CheckpointError(f"{self._key}: a part is not the tensor that it should be")
             self._opened = (number, found)
         return self._opened[1]
+
+
+def _strides(sizes: tuple[int, ...]) -> list[int]:
+    """Return the strides of a contiguous tensor, in elements."""
+    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]

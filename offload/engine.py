@@ -23,6 +23,8 @@ from offload.device_compute import Compute
 from offload.device_update import DeviceUpdater
 from offload.drives import Drives
 from offload.errors import DamagedError, OffloadError
+from offload.frozen_space import FrozenSpace
+from offload.giving_up import give_up
 from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
@@ -38,6 +40,7 @@ from offload.retention import Retention
 from offload.rules import Scalars, UpdateRule
 from offload.seal import Captured, Seal, SealHandle, capture
 from offload.slot import Slot
+from offload.state_check import check_state
 from offload.state_device import StateDevice
 from offload.state_pass import ChunkWork, StatePass
 from offload.state_slots import StateSlots
@@ -116,6 +119,7 @@ class Engine(Usable):
         self.num_steps = 0
         self.gradient_factors: tuple[float, ...] = ()
         """What gradients are multiplied by, in turn, in steps that begin now."""
+        self.frozen_space = FrozenSpace(store)
         self._slots = StateSlots(store)
         self._compute: Compute | None = None
         """Of the device that state is updated on; None for the CPU."""
@@ -127,8 +131,11 @@ class Engine(Usable):
         Raises whatever would otherwise be raised by the first step. Warns about pins of nothing.
         """
         self.store.keeping.warn([path for path, _ in self.store.refused])
-        layout, _ = self._table.describe(groups)
-        self.store.require_space(layout, len(groups))
+        self.store.require_space(self.describe(groups), len(groups))
+
+    def describe(self, groups: Groups) -> Layout:
+        """Return how what the groups and the model hold now is laid out; changes nothing."""
+        return self._table.describe(groups)[0]
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:
         """Begin to follow the model, where a step runs beside it.
@@ -201,7 +208,12 @@ class Engine(Usable):
         return self._begin_seal(slot, captured)
 
     def restore(
-        self, groups: Groups, which: int | str | None, *, discard_newer: bool
+        self,
+        groups: Groups,
+        which: int | str | None,
+        *,
+        discard_newer: bool,
+        verify: bool | None = None,
     ) -> Checkpoint | None:
         """Continue from a checkpoint; see `OffloadedOptimizer.restore`."""
         self._require_alive()
@@ -215,7 +227,7 @@ class Engine(Usable):
         self.store.keeping.require_none_after(found)
         while True:
             try:
-                return self._resume(found, groups)
+                return self._resume(found, groups, verify=verify)
             except DamagedError as error:
                 older = give_up_damaged(self.store, found, error, which)
                 if older is None:
@@ -223,7 +235,12 @@ class Engine(Usable):
                 found = older
 
     def _resume(
-        self, found: StoredCheckpoint, groups: Groups, *, parameters: bool = True
+        self,
+        found: StoredCheckpoint,
+        groups: Groups,
+        *,
+        parameters: bool = True,
+        verify: bool | None = None,
     ) -> Checkpoint:
         """Make a checkpoint the present state.
 
@@ -231,6 +248,7 @@ class Engine(Usable):
             found: One of the store's.
             groups: Of the optimizer.
             parameters: Whether parameters, buffers and hyper-parameters are loaded, too.
+            verify: Whether the state is read and checked at once; None for what the options say.
 
         Raises:
             DamagedError: It is not what was written; the model may hold parts of it.
@@ -249,11 +267,14 @@ class Engine(Usable):
         self._compute = compute
         slot = self.store.slot_of(found)
         self._table.adopt(found.manifest.layout, trainables, found.manifest.scalars)
+        self._meter.restore_bytes = 0
         if parameters:
             self._meter.restore_bytes = load_checkpoint(
                 found, slot, stored, self._block_buffers(), groups
             )
         slot.unchecked = True  # also if this process wrote it: the first pass reads it again
+        if self._options.verify == "at_restore" if verify is None else verify:
+            self._meter.restore_bytes += check_state(self._ring(), slot, self._order(), self._meter)
         self.store.withdraw_newer(found)  # now that the older one has proved to be readable
         self.num_steps = found.manifest.step
         self._slots.resume(slot, found)
@@ -396,10 +417,10 @@ class Engine(Usable):
         self._slots.torn(state_pass.target)
         if not isinstance(error, DamagedError):
             return error
-        sealed = [c for c in self.store.checkpoints if c.slot is state_pass.source]
-        for checkpoint in sealed:
-            self.store.quarantine(checkpoint, str(error))
-        return DamagedError(f"{error}; {self._remedy()}")
+        refusal = ""
+        for checkpoint in [c for c in self.store.checkpoints if c.slot is state_pass.source]:
+            refusal = give_up(self.store, checkpoint, error)
+        return DamagedError(f"{error}; {refusal or self._remedy()}")
 
     def _moved(self, target: Slot) -> None:
         """Note that the state is now in `target`; let go of a source that is no checkpoint."""

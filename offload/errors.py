@@ -33,6 +33,10 @@ class StoreBusyError(StoreError):
     """Readers hold every checkpoint that could be recycled."""
 
 
+class RecycledError(StoreBusyError):
+    """A training process has recycled a checkpoint while it was looked at; it was not damaged."""
+
+
 class StoreFullError(StoreError):
     """The file system has no room for what the retention policy will need."""
 
@@ -43,6 +47,10 @@ class SlotFullError(StoreFullError, StorageError):
     def __init__(self, number: int, message: str, path: str) -> None:
         OSError.__init__(self, number, message, path)  # the message says all that it needs to
         self.offset = None
+
+
+class UnreliableReadError(StoreError):
+    """What is whole on the drive does not arrive in memory unchanged: the machine is at fault."""
 
 
 class PinError(OffloadError, ValueError):

@@ -8,7 +8,8 @@ from typing import Any
 from offload.crossing import flat_tensors
 from offload.device import HOST
 from offload.engine import Engine, Groups
-from offload.errors import MismatchError
+from offload.errors import DamagedError, MismatchError
+from offload.giving_up import give_up
 from offload.state_decoding import StateDecoder, kept_arrays
 from offload.state_dicts import MaterializedState, num_steps, read_state_dict
 from offload.state_filling import ParameterState, StateFiller
@@ -45,7 +46,11 @@ class ExchangingEngine(Engine):
             check_groups(groups, hyper)
             self._require_alive()
             self._collect_seal(wait=True, errors=False)
-            self._resume(found, groups, parameters=False)
+            try:
+                self._resume(found, groups, parameters=False)
+            except DamagedError as error:
+                refusal = give_up(self.store, found, error)
+                raise DamagedError(f"{error}; {refusal or self._remedy()}") from error
         check_groups(groups, hyper)
         load_groups(groups, hyper)
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+from offload._strict_json import is_text
 from offload.errors import CheckpointError, MismatchError
+from offload.foreign_checks import check_optimizer
+from offload.foreign_paths import read_json, require_file
 from offload.importing import Foreign
 from offload.parameters import DTYPE_CODES
-from offload.pt_file import StoredTensor, read_structure
 from offload.state_dicts import MASTERS
+from offload.stored_tensor import StoredTensor
 from offload.tensorfile import MAX_HEADER_BYTES, TensorFileError, read_header
+from offload.torch_reading import read_structure
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -68,8 +69,10 @@ def _from_structure(path: str, found: Any, model: str | None) -> Foreign:
             f"expected 'state' and 'param_groups', or one of {', '.join(_OPTIMIZER_KEYS)}"
         )
     masters = optimizer.get(MASTERS) or found.get(MASTERS) or {}
-    step = found.get("step")
-    out = Foreign(path, {}, optimizer, masters, step=step if type(step) is int else None)
+    check_optimizer(path, optimizer, masters)
+    out = Foreign(path, {}, optimizer, masters)
+    if "step" in found:
+        out.step, out.step_from = found["step"], f"'step' in {path}"
     if model is not None:
         return _with_model(out, model)
     tensors = next((found[k] for k in _MODEL_KEYS if k in found and found is not optimizer), None)
@@ -96,10 +99,13 @@ def _open_hf(path: str, model: str | None) -> Foreign:
                 f"{path}: master.safetensors has parameters that optimizer.pt does not name"
             )
         out.masters = {numbers[name]: source for name, source in masters.items()}
-    if os.path.exists(f"{path}/trainer_state.json"):
-        with open(f"{path}/trainer_state.json", encoding="utf-8") as file:
-            step = json.load(file).get("global_step")
-        out.step = step if type(step) is int and step >= 0 else None
+    state = f"{path}/trainer_state.json"
+    if os.path.lexists(state):
+        found = read_json(state)
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{state}: a {type(found).__name__}, expected an object")
+        if found.get("global_step") is not None:
+            out.step, out.step_from = found["global_step"], f"'global_step' in {state}"
     return out
 
 
@@ -109,6 +115,7 @@ def _require_torch_file(path: str, accepted: str) -> None:
     Raises:
         CheckpointError: It is another one; says what it looks like, and what is accepted.
     """
+    require_file(path)
     with open(path, "rb") as file:
         start = file.read(_SNIFFED_BYTES)
     looks = _looks_like(start)
@@ -141,12 +148,8 @@ def _model_file(path: str) -> str:
 
 def _with_model(foreign: Foreign, path: str) -> Foreign:
     if path.endswith(".index.json"):
-        with open(path, encoding="utf-8") as file:
-            shards = sorted(set(json.load(file)["weight_map"].values()))
         tensors: dict[str, StoredTensor] = {}
-        for shard in shards:
-            if os.path.basename(shard) != shard:
-                raise CheckpointError(f"{path}: names a file outside its directory: {shard!r:.80}")
+        for shard in _shards(path):
             tensors.update(open_safetensors(f"{os.path.dirname(path)}/{shard}")[0])
         foreign.model = tensors
     elif path.endswith(".safetensors"):
@@ -156,9 +159,25 @@ def _with_model(foreign: Foreign, path: str) -> Foreign:
             path, "a .safetensors file, the .index.json of several, or a file of torch.save"
         )
         found = read_structure(path)
-        found = next((found[k] for k in _MODEL_KEYS if k in found), found)
+        if isinstance(found, Mapping):
+            found = next((found[k] for k in _MODEL_KEYS if k in found), found)
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected a state dict")
         return _with_tensors(foreign, found)
     return foreign
+
+
+def _shards(path: str) -> list[str]:
+    """Return the files that an index of several names, each once."""
+    found = read_json(path)
+    named = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(named, dict) or not all(isinstance(n, str) for n in named.values()):
+        raise CheckpointError(f"{path}: has no 'weight_map' from names of tensors to files")
+    shards = sorted(set(named.values()))
+    for shard in shards:
+        if os.path.basename(shard) != shard or shard in ("", ".", ".."):
+            raise CheckpointError(f"{path}: names a file outside its directory: {shard!r:.80}")
+    return shards
 
 
 def _with_tensors(foreign: Foreign, found: Mapping[str, Any]) -> Foreign:
@@ -169,6 +188,11 @@ def _with_tensors(foreign: Foreign, found: Mapping[str, Any]) -> Foreign:
     for name, tensor in found.items():
         if not hasattr(tensor, "read"):
             continue  # extra state, which is not a tensor
+        if not is_text(name):
+            raise CheckpointError(
+                f"{foreign.path}: a key of the model's state dict is {name!a:.80}, expected "
+                "Unicode text"
+            )
         key = getattr(tensor, "place", None)
         if key is not None and key in first:
             aliases[name] = first[key]
@@ -186,6 +210,7 @@ def open_safetensors(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]
     Raises:
         CheckpointError: It is not one, or is damaged.
     """
+    size = require_file(path)
     try:
         with open(path, "rb") as file:
 
@@ -193,15 +218,15 @@ def open_safetensors(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]
                 file.seek(offset)
                 return file.read(length)
 
-            header = read_header(read, os.path.getsize(path), path)
+            header = read_header(read, size, path)
     except (TensorFileError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
     tensors = {}
     for entry in header.entries.values():
         if entry.dtype not in _DTYPES:
             raise CheckpointError(f"{path}: {entry.name!r} is {entry.dtype}, which torch lacks")
-        shape = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="meta")
-        tensors[entry.name] = StoredTensor(path, header.data_start + entry.start, shape)
+        offset = header.data_start + entry.start
+        tensors[entry.name] = StoredTensor(path, offset, entry.shape, _DTYPES[entry.dtype])
     aliases = {
         alias: name
         for alias, name in header.metadata.items()

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import errno
+import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from gds import Backend, LockHeldError
+from gds import Backend, LockHeldError, StorageError
 from gds._backend import Lock
 from offload.errors import StoreBusyError
-from offload.full_disk import saying_what_is_free
+from offload.full_disk import FULL, saying_what_is_free
 from offload.layout import Layout
 from offload.part_pool import PartPool
 from offload.poison import Poison
 from offload.slot import Slot, adopt_slot, create_slot, directories_in, remove_slot
+from offload.space import Room, has_room
+
+_log = logging.getLogger("offload")
 
 _NOT_READY = "a free slot could not be made ready"
 
 READER_POLL_S = 0.05
 """Seconds between looks at whether a reader has let go."""
+
+
+SPARE_AFTER_S = 1.0
+"""Seconds that a step waits for readers before it takes one slot more, where there is room."""
 
 
 class FreeSlots:
@@ -118,6 +126,35 @@ class FreeSlots:
         slot.parts = parts
         return slot
 
+    def create_spare(
+        self, layout: Layout, sizes: Mapping[str, int], rooms: Sequence[Room]
+    ) -> Slot | None:
+        """Make a slot beside those that readers hold; None if the drives have no room for it.
+
+        Args:
+            layout: What it must be laid out for.
+            sizes: Bytes of each of its files, by name.
+            rooms: The directories that it is made in.
+
+        Raises:
+            gds.StorageError: Another failure than a full disk.
+        """
+        if not has_room(rooms):
+            return None
+        try:
+            slot = self.create(layout, sizes)
+        except StorageError as error:
+            if error.errno not in FULL:
+                raise
+            return None  # somebody else has been quicker
+        _log.warning(
+            "%s: readers hold every expired checkpoint, so the store has one slot more (%.1f MiB) "
+            "until they let go",
+            self._directory,
+            sum(room.slot_bytes for room in rooms) / (1 << 20),
+        )
+        return slot
+
     def unused_path(self) -> str:
         """Return a path that a slot can be given."""
         taken = set(self._backend.list_dir(self._directory))
@@ -181,39 +218,51 @@ class FreeSlots:
 
 
 class Patience:
-    """Waits for readers of expired checkpoints: a while, after a warning.
+    """Waits for readers of expired checkpoints: a moment, and a while longer after a warning.
 
     Args:
         directory: The store, for messages.
-        timeout_s: How long.
+        timeout_s: How long in all.
     """
 
     def __init__(self, directory: str, timeout_s: float) -> None:
         self._directory = directory
         self._timeout_s = timeout_s
-        self._deadline: float | None = None
+        self._began: float | None = None
+        self._warned = False
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether it is time to take one slot more, instead of waiting for a reader to finish."""
+        return self._waited_s() >= min(SPARE_AFTER_S, self._timeout_s / 2)
+
+    def _waited_s(self) -> float:
+        return 0.0 if self._began is None else time.monotonic() - self._began
 
     def wait(self) -> None:
-        """Wait a little.
+        """Wait a little; warns where there was no room for one slot more.
 
         Raises:
             StoreBusyError: It has been long enough.
         """
-        if self._deadline is None:
-            self._deadline = time.monotonic() + self._timeout_s
+        if self.is_tried and not self._warned:
+            self._warned = True
             warnings.warn(
-                f"{self._directory}: every expired checkpoint is being read by someone; the "
-                f"next step waits up to {self._timeout_s:g} s for one of them",
+                f"{self._directory}: every expired checkpoint is being read by someone, and the "
+                f"store can have no slot more; the next step waits up to {self._timeout_s:g} s for "
+                "one of them",
                 RuntimeWarning,
                 stacklevel=3,
             )
-        if time.monotonic() > self._deadline:
+        if self._waited_s() > self._timeout_s:
             raise StoreBusyError(
                 errno.EBUSY,
                 f"readers still hold every expired checkpoint after {self._timeout_s:g} "
                 "s; close them, or raise keep= or Options(reader_timeout_s=...)",
                 self._directory,
             )
+        if self._began is None:
+            self._began = time.monotonic()
         time.sleep(READER_POLL_S)
 
 

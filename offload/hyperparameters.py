@@ -33,13 +33,25 @@ def check_hyperparameters(manifest: Manifest, defaults: Mapping[str, Any], path:
     Raises:
         CheckpointError: One has not, or is not a number; names group and key.
     """
-    for index, group in enumerate(manifest.groups):
+    if problem := misfit(manifest.groups, defaults):
+        raise CheckpointError(f"{path}: {problem}. {_ELSE}")
+
+
+def misfit(groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> str:
+    """Return which hyper-parameter of which group is none that the class takes; empty if all are.
+
+    Args:
+        groups: Of parameters.
+        defaults: Of the optimizer class.
+    """
+    for index, group in enumerate(groups):
         for key in group.keys() & defaults.keys():
             if not _fits(group[key], defaults[key]):
-                raise CheckpointError(
-                    f"{path}: param_groups[{index}][{key!r}] is {short(group[key])}, expected "
-                    f"{_expected(defaults[key])}. {_ELSE}"
+                return (
+                    f"param_groups[{index}][{key!r}] is {short(group[key])}, expected "
+                    f"{_expected(defaults[key])}"
                 )
+    return ""
 
 
 def rules_of(rule: UpdateRule, groups: Sequence[Mapping[str, Any]], path: str) -> list[Rule]:

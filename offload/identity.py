@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import re
 
-from gds import Backend
+from gds import Backend, File
 from offload._strict_json import parse_json
 from offload.poison import Poison
+from offload.second_look import read_document
 
 STORE_FILE_NAME = "store.json"
 
@@ -35,17 +36,25 @@ def read_store_id(backend: Backend, directory: str) -> str | None:
         return None
     file = backend.open(path, writable=True)
     try:
-        data = file.read_bytes(0, _BYTES)
+        store_id = _read(file)
         file.sync()
     finally:
         file.close()
+    return store_id
+
+
+def _read(file: File) -> str | None:
     try:
-        document = parse_json(data)
+        return read_document(file, _BYTES, _decode, ValueError)
     except ValueError:
         return None
+
+
+def _decode(data: bytes) -> str:
+    document = parse_json(data)
     store_id = document.get("store_id") if isinstance(document, dict) else None
     if not isinstance(store_id, str) or not re.fullmatch(r"[0-9a-f]{32}", store_id):
-        return None
+        raise ValueError("not the identity of a store")
     return store_id
 
 

@@ -19,11 +19,13 @@ from offload import codecs
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.drives import Directory, Drives, as_directories
 from offload.errors import MismatchError, StoreError
+from offload.foreign_checks import check_model, count_of_steps, hyperparameters
 from offload.formats import MASTER_LOW
 from offload.frame import HostFrames
 from offload.layout import Layout, ModelTensor, ParameterSpec, element_space_order, model_order
 from offload.manifest import Manifest
-from offload.model_file import BlockBuffers, ModelImage, write_model
+from offload.model_file import BlockBuffers, ModelImage
+from offload.model_writing import write_model
 from offload.options import Options
 from offload.parameters import DTYPE_CODES
 from offload.retention import as_retention
@@ -58,8 +60,11 @@ class Foreign:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of tied tensors, and the name in `model`."""
 
-    step: int | None = None
-    """Optimizer steps taken, if it says so."""
+    step: Any = None
+    """Optimizer steps taken, if it says so; not checked."""
+
+    step_from: str = ""
+    """What says so, for people."""
 
     is_ordered: bool = False
     """Whether `model` is in the order of the model's own state dict."""
@@ -120,12 +125,14 @@ def import_checkpoint(
     if tied:
         foreign = _with_ties(foreign, tied)
     groups, found, order = _match(foreign, rule, names, frozen, dtype, options)
+    steps = _steps(step, foreign, found)
     by_name = {p.spec.name: p for p in found}
     specs = element_space_order([p.spec for p in found])
     parameters = [by_name[spec.name] for spec in specs]
     aliases: dict[str, list[str]] = {}
     for alias, name in foreign.aliases.items():
         aliases.setdefault(name, []).append(alias)
+    check_model(foreign.path, foreign.model)
     tensors = {
         **{spec.name: (spec.dtype, spec.shape) for spec in specs},
         **{
@@ -168,7 +175,6 @@ def import_checkpoint(
                 drives.shares(),
             )
             store.require_space(layout, len(groups))
-            steps = next((s for s in (step, foreign.step, _steps(parameters)) if s is not None), 0)
             positions = {tensor.name: i for i, tensor in enumerate(layout.model)}
             slot = store.acquire(layout, len(groups))
             try:
@@ -235,8 +241,7 @@ def _match(
     groups, found = [], []
     seen: set[str] = set()
     for index, (values, members) in enumerate(zip(saved, order, strict=True)):
-        hyper = {k: v for k, v in values.items() if k not in ("params", "param_names")}
-        hyper = {**rule.defaults, **{k: _whole(v) for k, v in hyper.items()}}
+        hyper = hyperparameters(foreign.path, index, values, rule.defaults)
         _check_class(foreign, index, hyper, rule)
         kept = rule.rule(hyper)
         template = scalar_template(rule, hyper, kept)
@@ -329,15 +334,14 @@ def _check_class(foreign: Foreign, index: int, hyper: Mapping[str, Any], rule: U
         )
 
 
-def _whole(value: Any) -> Any:
-    """Return a hyper-parameter, read if it is a tensor."""
-    if hasattr(value, "read"):
-        return value.read(0, math.prod(value.shape)).reshape(value.shape)
-    return value
-
-
-def _steps(parameters: Sequence[_Parameter]) -> int | None:
-    return num_steps([p.state.scalars for p in parameters])
+def _steps(given: int | None, foreign: Foreign, parameters: Sequence[_Parameter]) -> int:
+    """Return the optimizer steps that the state has seen: what was given, or what is said of it."""
+    by_state = num_steps([p.state.scalars for p in parameters])
+    if given is not None:
+        return count_of_steps(given, "step")
+    if foreign.step is not None:
+        return count_of_steps(foreign.step, foreign.step_from)
+    return by_state or 0
 
 
 class _SourceParameters:
@@ -413,10 +417,10 @@ def _write_model(
     header = slot.layout.model_header
     image = _SourceImage(header, foreign, parameters)
     buffers = BlockBuffers(drives.backends[0], image.data_bytes)
-    digests = write_model(
+    written = write_model(
         image, slot.model, buffers, slot.context, slot.model_leaves, lambda _: None
     )
-    return tuple(digests)
+    return tuple(written.digests)
 
 
 class _SourceImage(ModelImage):

@@ -21,6 +21,9 @@ from offload.reading import (
 )
 from offload.slot import LOCK_NAME
 
+_MOST_LOOKS = 20
+"""At a store whose checkpoints are recycled each time before they have been looked at."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
@@ -63,6 +66,8 @@ def list_checkpoints(
 ) -> list[CheckpointInfo]:
     """Describe every directory of a store that is named like a checkpoint, oldest step first.
 
+    May run beside a process that trains in the store: what is recycled meanwhile is left out.
+
     Args:
         store: The directory; the first one, if there are several.
         parts: As for `open_checkpoint`.
@@ -77,28 +82,63 @@ def list_checkpoints(
     backend = backend or PosixBackend()
     directory = os.path.abspath(os.fspath(store))
     try:
-        stat = given_directory(backend, directory)
-        if stat is None:
-            raise CheckpointNotFoundError(errno.ENOENT, "there is no store here", directory)
-        if stat.kind != "directory":
-            raise CheckpointError(
-                f"{directory}: {kind_of(stat)}, expected the directory of a store"
-            )
-        names = backend.list_dir(directory)
-        if MANIFEST_NAME in names:
-            raise CheckpointError(
-                f"{directory}: this is a checkpoint; its store is {os.path.dirname(directory)}"
-            )
-        paths = checkpoint_paths(backend, directory)
-        if not paths and LOCK_NAME not in names:
-            raise CheckpointError(
-                f"{directory}: not a store: it has neither a {LOCK_NAME} file nor a checkpoint"
-            )
-        pins = read_pins(backend, directory)
-        return [_describe(backend, path, parts, pins) for path in paths]
+        looks_left = _MOST_LOOKS
+        while True:
+            paths = checkpoints_of(backend, directory)
+            pins = read_pins(backend, directory)
+            found = [_describe_unchanged(backend, path, parts, pins) for path in paths]
+            looks_left -= 1
+            # What has taken the place of one that was recycled has not been looked at.
+            if None not in found or not looks_left:
+                return [info for info in found if info is not None]
     finally:
         if owns_backend:
             backend.close()
+
+
+def checkpoints_of(backend: Backend, directory: str) -> list[str]:
+    """Return the directories in a store that are named like checkpoints, oldest step first.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at `directory`.
+        CheckpointError: It is something else than a store.
+        gds.StorageError: It cannot be read.
+    """
+    stat = given_directory(backend, directory)
+    if stat is None:
+        raise CheckpointNotFoundError(errno.ENOENT, "there is no store here", directory)
+    if stat.kind != "directory":
+        raise CheckpointError(f"{directory}: {kind_of(stat)}, expected the directory of a store")
+    names = backend.list_dir(directory)
+    if MANIFEST_NAME in names:
+        raise CheckpointError(
+            f"{directory}: this is a checkpoint; its store is {os.path.dirname(directory)}"
+        )
+    paths = checkpoint_paths(backend, directory)
+    if not paths and LOCK_NAME not in names:
+        raise CheckpointError(
+            f"{directory}: not a store: it has neither a {LOCK_NAME} file nor a checkpoint"
+        )
+    return paths
+
+
+def _describe_unchanged(
+    backend: Backend, path: str, parts: PartDirectories, pins: FoundPins
+) -> CheckpointInfo | None:
+    """Describe a directory that was the same before and after; None if it has been recycled.
+
+    Listing takes no lock: what was found while a training process renamed the directory away, and
+    began to rewrite it, says nothing about what it held.
+    """
+    for _ in range(_MOST_LOOKS):
+        before = backend.stat(path)
+        if before is None:
+            return None
+        info = _describe(backend, path, parts, pins)
+        after = backend.stat(path)
+        if after is not None and after.inode == before.inode:
+            return info
+    return None
 
 
 def _describe(

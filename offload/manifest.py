@@ -18,7 +18,7 @@ from offload import _manifest_fields as fields
 from offload._manifest_fields import ScalarValue
 from offload._manifest_fields import decode_group as decode_group
 from offload._manifest_fields import encode_group as encode_group
-from offload._strict_json import parse_json, short
+from offload._strict_json import MAX_VALUES, num_marks, parse_json, short
 from offload.errors import ManifestError, OffloadError
 from offload.formats import StateDtype, is_array_name
 from offload.layout import Layout, ModelTensor, ParameterSpec
@@ -28,7 +28,11 @@ from offload.part_file import PartReference, SealedPart, content_digest
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 128 << 20
-"""Bytes. A larger file is refused unread, and none is written: it is what 200,000 tensors take."""
+"""Bytes, padding included. A larger file is refused unread, and none is written."""
+
+MAX_CONTENT_BYTES = 64 << 20
+"""Bytes of a manifest without its padding. With `MAX_VALUES` this is what bounds the memory that
+reading one takes; a model of 100,000 parameters needs a third of either."""
 
 MODEL_BLOCK_BYTES = 16 << 20
 """Bytes of ``model.safetensors`` data that one digest covers; the last block may be shorter."""
@@ -103,15 +107,22 @@ class Manifest:
             OffloadError: The hyper-parameters have grown past what was reserved.
             TypeError: A hyper-parameter cannot be stored as JSON; names it.
         """
-        if max(self.generation, self.step) > fields.MAX_COUNT:
+        numbers = (self.generation, self.step)
+        if min(numbers) < 0 or max(numbers) > fields.MAX_COUNT:
             raise OffloadError(
-                f"generation {self.generation}, step {self.step}: a checkpoint's numbers end at "
-                f"{fields.MAX_COUNT}. Nobody counts that far: an older checkpoint of this store "
+                f"generation {self.generation}, step {self.step}: a checkpoint's numbers go from 0 "
+                f"to {fields.MAX_COUNT}. Nobody counts that far: an older checkpoint of this store "
                 "says so, and is damaged or forged. Remove it, and go on from another one."
             )
         body = self._body()
         document = {"format": FORMAT_VERSION, "digest": _body_digest(body), "body": body}
         text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+        if len(text) > MAX_CONTENT_BYTES or num_marks(text) > MAX_VALUES:
+            raise OffloadError(
+                f"the manifest would have {len(text)} bytes and about {num_marks(text)} values, at "
+                f"most {MAX_CONTENT_BYTES} and {MAX_VALUES} are read: raise Options(chunk_bytes=), "
+                "or train fewer and larger parameters"
+            )
         if len(text) + 1 > reserved_bytes:
             raise OffloadError(
                 f"the manifest needs {len(text) + 1} bytes, but {reserved_bytes} were reserved "
@@ -171,6 +182,13 @@ def reserved_bytes(layout: Layout, num_groups: int) -> int:
     digests += 20 * num_model_blocks(layout)
     parts = _PART_RESERVE_BYTES * (len(layout.shares) - 1)
     total = names + scalars + digests + parts + _GROUP_RESERVE_BYTES * (num_groups + 1)
+    values = _least_values(layout)
+    if values > MAX_VALUES:
+        raise OffloadError(
+            f"the manifest of {len(layout.parameters)} parameters in {layout.num_chunks} chunks "
+            f"would have {values} values, at most {MAX_VALUES} are read: raise "
+            "Options(chunk_bytes=)"
+        )
     if total > MAX_MANIFEST_BYTES:
         raise OffloadError(
             f"the manifest of {len(layout.parameters)} parameters in {layout.num_chunks} chunks "
@@ -178,6 +196,13 @@ def reserved_bytes(layout: Layout, num_groups: int) -> int:
             "Options(chunk_bytes=)"
         )
     return -(-total // ALIGNMENT) * ALIGNMENT
+
+
+def _least_values(layout: Layout) -> int:
+    """Return how many values the manifest of a layout has at least, as `num_marks` counts them."""
+    parameters = sum(10 + len(p.shape) + len(p.arrays) for p in layout.parameters)
+    model = sum(7 + len(t.shape) + len(t.aliases) for t in layout.model)
+    return parameters + model + layout.num_chunks * len(layout.array_names)
 
 
 def num_model_blocks(layout: Layout) -> int:

@@ -1,13 +1,15 @@
 """``model.safetensors``: copying between its bytes and live tensors, block by block.
 
 A block is `MODEL_BLOCK_BYTES` of the file's data; one digest covers it. Two buffers of that size
-are all the memory that sealing or restoring a model of any size takes.
+are all the memory that sealing or restoring a model of any size takes, and a third one where a seal
+reads back what a slot holds; how a seal writes is in `model_writing`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 
@@ -22,8 +24,9 @@ from offload.device import (
     marks_of,
 )
 from offload.digests import DigestContext, leaf_digests
-from offload.errors import DamagedError
+from offload.known_leaves import KnownLeaves
 from offload.manifest import MODEL_BLOCK_BYTES
+from offload.second_look import look_again
 from offload.tensorfile import Header
 
 MODEL_ARRAY = "model"
@@ -31,7 +34,7 @@ MODEL_ARRAY = "model"
 
 
 class BlockBuffers:
-    """Two buffers of one block each, made once and used by seals and restores.
+    """Two buffers of one block each, made once and used by seals and restores; a third if need be.
 
     Args:
         backend: Allocates them.
@@ -41,9 +44,11 @@ class BlockBuffers:
 
     def __init__(self, backend: Backend, data_bytes: int, traffic: Traffic | None = None) -> None:
         self.traffic = traffic or Traffic()
+        self._backend = backend
         self._locked: dict[torch.device, list[object]] = {}
-        nbytes = max(min(MODEL_BLOCK_BYTES, data_bytes), 1)
-        self._buffers = [backend.allocate(-(-nbytes // ALIGNMENT) * ALIGNMENT) for _ in range(2)]
+        nbytes = -(-max(min(MODEL_BLOCK_BYTES, data_bytes), 1) // ALIGNMENT) * ALIGNMENT
+        self._buffers = [backend.allocate(nbytes) for _ in range(2)]
+        self._spare: Buffer | None = None
         self._tensors = [
             torch.frombuffer(buffer.memoryview(), dtype=torch.uint8) for buffer in self._buffers
         ]
@@ -58,12 +63,23 @@ class BlockBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        """Bytes of all."""
+        spare = 0 if self._spare is None else self._spare.nbytes
+        return sum(buffer.nbytes for buffer in self._buffers) + spare
 
     def get(self, index: int, nbytes: int) -> tuple[Buffer, torch.Tensor]:
         """Return the memory for a block, as a buffer and as bytes; every second block shares it."""
         return self._buffers[index % 2].slice(0, nbytes), self._tensors[index % 2][:nbytes]
+
+    def spare(self, nbytes: int) -> Buffer:
+        """Return memory of a block that is apart from the others; made when it is first needed.
+
+        Raises:
+            MemoryError: There is none left.
+        """
+        if self._spare is None:
+            self._spare = self._backend.allocate(self._buffers[0].nbytes)
+        return self._spare.slice(0, nbytes)
 
 
 class ModelImage:
@@ -177,48 +193,6 @@ class ModelImage:
         return self._staged[index]
 
 
-def write_model(
-    image: ModelImage,
-    file: File,
-    buffers: BlockBuffers,
-    context: DigestContext,
-    known: dict[int, bytes],
-    copied: Callable[[int], None],
-) -> list[str]:
-    """Write a model file's data from the live tensors; not synced.
-
-    Args:
-        image: The tensors.
-        file: Where to.
-        buffers: Two blocks of memory.
-        context: What the digests speak for.
-        known: Leaf digests of the blocks that the file holds already, by index. Blocks that have
-            not changed (frozen parameters) are not written again. Updated.
-        copied: Called after each block with the bytes copied so far: from then on, live tensors
-            before that byte may change.
-
-    Returns:
-        The digest of each block.
-    """
-    digests = []
-    writes: dict[int, IOFuture] = {}
-    for index, start, stop in image.blocks():
-        previous = writes.pop(index - 2, None)
-        if previous is not None:
-            previous.result()
-        buffer, data = buffers.get(index, stop - start)
-        image.gather(start, stop, data)
-        copied(stop)
-        leaves = leaf_digests(buffer.memoryview())
-        digests.append(context.digest_leaves(MODEL_ARRAY, index, leaves))
-        if known.get(index) != leaves:
-            writes[index] = file.write(buffer, image.data_start + start)
-            known[index] = leaves
-    for write in writes.values():
-        write.result()
-    return digests
-
-
 def digest_model(image: ModelImage, buffers: BlockBuffers, context: DigestContext) -> list[str]:
     """Return the digests that `write_model` would, without writing."""
     digests = []
@@ -235,11 +209,22 @@ def read_model(
     buffers: BlockBuffers,
     context: DigestContext,
     expected: tuple[str, ...],
+    known: KnownLeaves | None = None,
 ) -> None:
     """Read a model file's data into the live tensors, checking every block's digest.
 
+    A block that is wrong is read a second time before anything is said of it: see `second_look`.
+
+    Args:
+        image: The tensors.
+        file: Where from.
+        buffers: Two blocks of memory.
+        context: What the digests speak for.
+        expected: The digest of each block.
+        known: Takes note of what has been read and found to be right.
+
     Raises:
-        DamagedError: A block is damaged; tensors before it have been overwritten.
+        DamagedError: Both reads of a block are wrong; tensors before it have been overwritten.
         gds.StorageError: The file cannot be read.
     """
     blocks = list(image.blocks())
@@ -257,12 +242,18 @@ def read_model(
             start_read(index + 1)
             reads.pop(index).result()
             buffer, data = buffers.get(index, stop - start)
-            found = context.digest(MODEL_ARRAY, index, buffer.memoryview())
+            leaves = leaf_digests(buffer.memoryview())
+            found = context.digest_leaves(MODEL_ARRAY, index, leaves)
             if found != expected[index]:
-                raise DamagedError(
-                    f"{file.path}: bytes {image.data_start + start} to {image.data_start + stop} "
-                    f"are damaged: their digest is {found}, expected {expected[index]}"
+                offset, nbytes = image.data_start + start, stop - start
+                digest = partial(context.digest, MODEL_ARRAY, index)
+                again = look_again(
+                    file, offset, nbytes, digest, found=found, expected=expected[index]
                 )
+                data = torch.frombuffer(again.memoryview(), dtype=torch.uint8)
+                leaves = leaf_digests(again.memoryview())
+            if known is not None:
+                known.note(index, leaves)
             image.scatter(start, stop, data)
     finally:
         for read in reads.values():

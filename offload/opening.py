@@ -27,6 +27,7 @@ from offload.errors import (
     VolatileStoreError,
 )
 from offload.identity import read_store_id
+from offload.known_leaves import KnownLeaves
 from offload.manifest import MANIFEST_NAME, Manifest
 from offload.part_pool import PartPool, part_numbers
 from offload.poison import Poison
@@ -53,6 +54,16 @@ class StoredCheckpoint:
 
     superseded: bool = False
     """Whether it belongs to a history that `fresh=True` has given up."""
+
+    model_leaves: KnownLeaves | None = None
+    """What was known of its model file when its files were last closed."""
+
+    def close(self) -> None:
+        """Close its files, where they are open, and keep what is known of them. Idempotent."""
+        if self.slot is not None:
+            self.model_leaves = self.slot.model_leaves
+            self.slot.close()
+            self.slot = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +154,7 @@ def open_stored(
     """
     if checkpoint.slot is not None and (checkpoint.slot.writable or not writable):
         return checkpoint.slot
-    if checkpoint.slot is not None:
-        checkpoint.slot.close()
-        checkpoint.slot = None
+    checkpoint.close()
     manifest = checkpoint.manifest
     slot = open_slot(backend, checkpoint.path, manifest.layout, writable=writable)
     try:
@@ -156,6 +165,9 @@ def open_stored(
     slot.begin_generation(DigestContext(manifest.store_id, manifest.generation))
     slot.unchecked = True
     slot.digests = {name: list(digests) for name, digests in manifest.digests.items()}
+    known = checkpoint.model_leaves
+    if known is not None and known.inode == slot.model_leaves.inode != 0:
+        slot.model_leaves = known
     checkpoint.slot = slot
     return slot
 

@@ -193,6 +193,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         checked = None if metrics is None else check_metrics(metrics)
         with self._exclusive("checkpoint") as engine:
             engine.store.keeping.warn_unranked(engine.num_steps, checked or {})
+            if engine.frozen_space.is_due:
+                engine.frozen_space.warn(engine.describe(self.param_groups))
             return engine.checkpoint(self.param_groups, train_state, checked)
 
     def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:
@@ -230,18 +232,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         checkpoint: CheckpointName | None = None,
         *,
         discard_newer: bool = False,
+        verify: bool | None = None,
     ) -> Checkpoint | None:
         """Continue from a checkpoint of this store, by default the newest usable one.
 
         Reads the parameters and buffers only, into the live tensors, and compares them with their
-        digests; the first step does so with the optimizer state. Hyper-parameters become the
-        checkpoint's. A checkpoint that is found damaged is quarantined: marked on the drive as not
-        to be used. If none was asked for, the one before it is taken then, with a warning.
+        digests; the first step does so with the optimizer state, or this call with `verify`.
+        Hyper-parameters become the checkpoint's. What is wrong is read a second time. A checkpoint
+        that is found damaged is quarantined: marked on the drive as not to be used. If none was
+        asked for, the one before it is taken then, with a warning. If that one is damaged as well,
+        it is not marked, and this raises: bad memory would condemn one after the other.
 
         Args:
             checkpoint: A step number, a path, or a `Checkpoint`; None for the newest.
             discard_newer: Withdraw checkpoints that are newer than the chosen one. Without it,
                 choosing one that is not the newest is refused.
+            verify: True reads all optimizer state now, before anything is trained on it: 12 bytes
+                per parameter with Adam, so as long as the drive needs for that. Damage of it is
+                then dealt with as damage of parameters; otherwise it ends the first step. False
+                leaves it to the first step. None is what `Options.verify` says.
 
         Returns:
             The checkpoint, with ``.step``, ``.train_state`` and ``.path``; None if the store has
@@ -252,12 +261,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 checkpoints. Nothing has been changed.
             PinError: A newer checkpoint is pinned. Nothing has been changed.
             CheckpointNotFoundError: There is no such checkpoint.
-            DamagedError: The checkpoint that was asked for is damaged, or the last one left.
+            DamagedError: The checkpoint that was asked for is damaged, or the last one left, or a
+                second one in a row.
             CheckpointError: None in the store is usable.
         """
         which = _which(checkpoint)
         with self._exclusive("restore") as engine:
-            return engine.restore(self.param_groups, which, discard_newer=discard_newer)
+            return engine.restore(
+                self.param_groups, which, discard_newer=discard_newer, verify=verify
+            )
 
     def synchronize(self) -> None:
         """Wait for all transfers and any seal in flight; raises what went wrong with them."""

@@ -113,7 +113,12 @@ class ForwardEngine(ExchangingEngine):
         return super().checkpoint(groups, train_state, metrics)
 
     def restore(
-        self, groups: Groups, which: int | str | None, *, discard_newer: bool
+        self,
+        groups: Groups,
+        which: int | str | None,
+        *,
+        discard_newer: bool,
+        verify: bool | None = None,
     ) -> Checkpoint | None:
         """Continue from a checkpoint, whatever becomes of the step that is running."""
         self._require_alive()
@@ -122,7 +127,7 @@ class ForwardEngine(ExchangingEngine):
         except Exception as error:  # noqa: BLE001  (what it left behind is what is given up here)
             warnings.warn(f"given up by restore(): {error}", RuntimeWarning, stacklevel=3)
         self._late_error = None
-        return super().restore(groups, which, discard_newer=discard_newer)
+        return super().restore(groups, which, discard_newer=discard_newer, verify=verify)
 
     def add_parameters(self, groups: Groups) -> None:
         """Lay out parameters that were added to the groups, after the step that is running."""

@@ -132,12 +132,17 @@ class BackwardEngine(ExchangingEngine):
         return super().checkpoint(groups, train_state, metrics)
 
     def restore(
-        self, groups: Groups, which: int | str | None, *, discard_newer: bool
+        self,
+        groups: Groups,
+        which: int | str | None,
+        *,
+        discard_newer: bool,
+        verify: bool | None = None,
     ) -> Checkpoint | None:
         """Continue from a checkpoint; gradients that have been applied in part are given up."""
         self._require_alive()
         self._abandon()
-        restored = super().restore(groups, which, discard_newer=discard_newer)
+        restored = super().restore(groups, which, discard_newer=discard_newer, verify=verify)
         self._drop_gradients(applied_only=True)
         return restored
 

@@ -7,10 +7,11 @@ take its parameters, which may be whole. Removing the file lifts the quarantine.
 
 from __future__ import annotations
 
+import errno
 import warnings
 from typing import TYPE_CHECKING
 
-from gds import Backend, StorageError
+from gds import Backend, File, StorageError
 from offload.poison import Poison
 
 if TYPE_CHECKING:
@@ -39,15 +40,38 @@ def write_quarantine(backend: Backend, path: str, reason: str, poison: Poison) -
     mark = f"{path}/{QUARANTINE_NAME}"
     if backend.stat(mark) is None:
         data = reason.encode(errors="replace")[:_MAX_REASON_BYTES] + b"\n"
-        file = backend.create(mark, len(data))
-        try:
-            file.write_bytes(data, 0)
-            with poison.on_error(_NOT_MARKED):
-                file.sync()
-        finally:
-            file.close()
+        file = _created(backend, mark, len(data))
+        if file is not None:
+            try:
+                file.write_bytes(data, 0)
+                with poison.on_error(_NOT_MARKED):
+                    file.sync()
+            finally:
+                file.close()
     with poison.on_error(_NOT_MARKED):
         backend.sync_dir(path)
+
+
+def _created(backend: Backend, mark: str, nbytes: int) -> File | None:
+    """Create the file of a mark; None if another process has been quicker."""
+    try:
+        return backend.create(mark, nbytes)
+    except StorageError as error:
+        if error.errno != errno.EEXIST:
+            raise
+        return None
+
+
+def remove_quarantine(backend: Backend, path: str) -> None:
+    """Lift the mark of a checkpoint that was found to be whole; durable when this returns.
+
+    Whoever calls it holds a lock on the checkpoint, so that nobody rewrites it meanwhile.
+
+    Raises:
+        gds.StorageError: The mark could not be removed, or not durably; it may be there or not.
+    """
+    lift_quarantine(backend, path)
+    backend.sync_dir(path)
 
 
 class Quarantine:
@@ -87,11 +111,21 @@ class Quarantine:
                 checkpoint.slot.close()
 
 
-def lift_quarantine(backend: Backend, path: str) -> None:
-    """Remove the mark, if there is one; durable when the directory is synced."""
-    mark = f"{path}/{QUARANTINE_NAME}"
-    if backend.stat(mark) is not None:
-        backend.remove(mark)
+def is_quarantined(backend: Backend, path: str) -> bool:
+    """Return whether a checkpoint has the mark."""
+    return backend.stat(f"{path}/{QUARANTINE_NAME}") is not None
+
+
+def lift_quarantine(backend: Backend, path: str) -> bool:
+    """Remove the mark; durable when the directory is synced. Returns whether there was one."""
+    if not is_quarantined(backend, path):
+        return False
+    try:
+        backend.remove(f"{path}/{QUARANTINE_NAME}")
+    except StorageError as error:
+        if error.errno != errno.ENOENT:  # another process has been quicker
+            raise
+    return True
 
 
 def read_quarantine(backend: Backend, path: str) -> str | None:

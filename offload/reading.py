@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from gds import Backend, StorageError
+from gds import Backend, File, StorageError
 from gds._backend import Stat
 from offload.errors import (
     CheckpointError,
@@ -17,14 +17,23 @@ from offload.errors import (
     ManifestError,
 )
 from offload.layout import array_file_name
-from offload.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode
+from offload.manifest import (
+    MANIFEST_NAME,
+    MAX_CONTENT_BYTES,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    decode,
+)
 from offload.part_file import PART_FILE_BYTES, PART_FILE_NAME, SealedPart, decode_part
 from offload.quarantine import QUARANTINE_NAME, read_quarantine
+from offload.second_look import read_document
 from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
-from offload.tensorfile import Header, TensorFileError, header_length, read_header
+from offload.tensorfile import Header, TensorFileError, header_length, parse_header
 
 PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
 """Of the drives other than the first, in the store's order; None for those in the manifest."""
+
+_BLOCK_BYTES = 1 << 20
 
 _FIRST_BYTES = 4096
 """Read of a file before the rest of it is: a hole shows in them."""
@@ -38,6 +47,7 @@ def read_manifest(
     parts: PartDirectories = None,
     *,
     need_parts: bool = True,
+    even_quarantined: bool = False,
 ) -> Manifest:
     """Read and check the manifest of a checkpoint directory, and the files that it describes.
 
@@ -51,13 +61,21 @@ def read_manifest(
         path: The checkpoint directory.
         parts: Where the parts on other drives are.
         need_parts: Whether what is on other drives is checked.
+        even_quarantined: Whether one that is marked as damaged is read like any other.
 
     Raises:
         CheckpointError: Something is missing, damaged or contradictory; says what.
         gds.StorageError: It cannot be read.
     """
     manifest = decode_manifest(backend, path)
-    check_files(backend, path, manifest, parts, need_parts=need_parts)
+    check_files(
+        backend,
+        path,
+        manifest,
+        parts,
+        need_parts=need_parts,
+        even_quarantined=even_quarantined,
+    )
     return manifest
 
 
@@ -78,12 +96,47 @@ def decode_manifest(backend: Backend, path: str) -> Manifest:
         )
     file = backend.open(manifest_path)
     try:
-        first = file.read_bytes(0, min(_FIRST_BYTES, file.size_bytes))
-        if b"\0" in first:
-            raise ManifestError(f"{manifest_path}: not a JSON document (it has zero bytes)")
-        return decode(file.read_bytes(0, stat.size_bytes), manifest_path)
+        read_document(
+            file,
+            min(_FIRST_BYTES, file.size_bytes),
+            lambda first: _refuse_zeros(first, manifest_path),
+            ManifestError,
+        )
+        return read_document(
+            file,
+            _without_padding(file, manifest_path),
+            lambda data: decode(data, manifest_path),
+            ManifestError,
+        )
     finally:
         file.close()
+
+
+def _without_padding(file: File, path: str) -> int:
+    """Return the length of a manifest without the spaces and the line feed at its end.
+
+    Raises:
+        ManifestError: It is longer than any that is written.
+    """
+    end = file.size_bytes
+    while end > 0:
+        start = max(end - _BLOCK_BYTES, 0)
+        block = file.read_bytes(start, end - start)
+        if end == file.size_bytes:
+            block = block.removesuffix(b"\n")
+        kept = len(block.rstrip(b" "))
+        if kept:
+            end = start + kept
+            break
+        end = start
+    if end > MAX_CONTENT_BYTES:
+        raise ManifestError(f"{path}: {end} bytes of content, expected at most {MAX_CONTENT_BYTES}")
+    return end
+
+
+def _refuse_zeros(first: bytes, path: str) -> None:
+    if b"\0" in first:
+        raise ManifestError(f"{path}: not a JSON document (it has zero bytes)")
 
 
 def read_in_store(
@@ -137,13 +190,14 @@ def check_files(
     parts: PartDirectories = None,
     *,
     need_parts: bool = True,
+    even_quarantined: bool = False,
 ) -> None:
     """Check the files of a checkpoint against its manifest; as `read_manifest`."""
-    reason = read_quarantine(backend, path)
+    reason = None if even_quarantined else read_quarantine(backend, path)
     if reason is not None:
         raise DamagedError(
             f"{path}: quarantined, because it was found damaged ({reason}). If it has been "
-            f"repaired, remove {QUARANTINE_NAME} from it and run offload verify"
+            f"repaired, lift the mark ({QUARANTINE_NAME}) with offload verify --quarantine"
         )
     layout = manifest.layout
     check_header(backend, f"{path}/{MODEL_NAME}", layout.model_header)
@@ -196,7 +250,9 @@ def read_part(backend: Backend, path: str) -> SealedPart:
         raise CheckpointError(f"{own}: {found}, expected a file of {PART_FILE_BYTES} bytes")
     file = backend.open(own)
     try:
-        return decode_part(file.read_bytes(0, PART_FILE_BYTES), own)
+        return read_document(
+            file, PART_FILE_BYTES, lambda data: decode_part(data, own), CheckpointError
+        )
     finally:
         file.close()
 
@@ -248,19 +304,29 @@ def check_header(backend: Backend, path: str, expected: Header) -> None:
         )
     file = backend.open(path)
     try:
-        found = file.read_bytes(0, expected.data_start)
-        if found == expected.encoded:
-            return
-        length = header_length(found, file.size_bytes, path)
+        read_document(
+            file,
+            expected.data_start,
+            lambda found: _compare_header(found, file.size_bytes, expected, path),
+            CheckpointError,
+        )
+    finally:
+        file.close()
+
+
+def _compare_header(found: bytes, file_bytes: int, expected: Header, path: str) -> None:
+    """Raise `CheckpointError`, saying what is different, unless a header is the expected one."""
+    if found == expected.encoded:
+        return
+    try:
+        length = header_length(found, file_bytes, path)
         if length > expected.data_start:  # else a small manifest could have much parsed
             raise CheckpointError(
                 f"{path}: its header takes {length} bytes, the manifest says {expected.data_start}"
             )
-        header = read_header(file.read_bytes, file.size_bytes, path)
+        header = parse_header(found, file_bytes, path)
     except TensorFileError as error:
         raise CheckpointError(f"{path}: damaged header: {error}") from error
-    finally:
-        file.close()
     if (dict(header.entries), dict(header.metadata)) != (
         dict(expected.entries),
         dict(expected.metadata),
@@ -307,9 +373,14 @@ def find_checkpoint(
 def given_directory(backend: Backend, path: str) -> Stat | None:
     """Say what the user's own path to a store is: that may be a symbolic link to a directory."""
     stat = backend.stat(path)
-    if stat is None or stat.kind != "other" or _CHECKPOINT.fullmatch(os.path.basename(path)):
+    if stat is None or stat.kind != "other" or is_checkpoint_path(path):
         return stat
     return backend.stat(f"{path}/.") or stat
+
+
+def is_checkpoint_path(path: str) -> bool:
+    """Return whether a path ends in a name that a store gives to checkpoints."""
+    return _CHECKPOINT.fullmatch(os.path.basename(os.path.abspath(path))) is not None
 
 
 def checkpoint_paths(backend: Backend, store: str) -> list[str]:

@@ -14,7 +14,7 @@ from offload.parameters import Stored
 from offload.seal import SealHandle
 from offload.store import Store
 from offload.table import ParameterTable
-from offload.train_state import EncodedState, pack_encoded, unpack_encoded
+from offload.train_state import EncodedState, pack_encoded
 
 
 def is_unchanged(
@@ -66,11 +66,10 @@ def replace_train_state(
         gds.StorageError: No space; what had not been replaced is what it was.
     """
     checkpoint = Checkpoint(store.backend, sealed.path, sealed.manifest, store.directories[1:])
-    data = checkpoint.read_train_state()
-    present, _ = unpack_encoded(data, sealed.path)
+    present, capacity_bytes = checkpoint.read_train_state()
     if present != encoded:
         packed = pack_encoded(
-            encoded, capacity_bytes=len(data), header=train_state_header(sealed.manifest)
+            encoded, capacity_bytes=capacity_bytes, header=train_state_header(sealed.manifest)
         )
         store.replace_train_state(sealed, packed)
     if metrics is not None and metrics != sealed.manifest.metrics:

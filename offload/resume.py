@@ -15,6 +15,7 @@ import torch
 
 from offload.errors import CheckpointError, DamagedError, MismatchError
 from offload.formats import StateFormat
+from offload.giving_up import give_up
 from offload.hyperparameters import check_hyperparameters, check_scalars, rules_of
 from offload.loading import check_same
 from offload.model_file import BlockBuffers, ModelImage, read_model
@@ -64,8 +65,12 @@ def give_up_damaged(
     Returns:
         The newest that is left; None if there is none, or if it was the damaged one that was asked
         for.
+
+    Raises:
+        DamagedError: The one before it was given up as well: a person has to look.
     """
-    store.quarantine(damaged, str(error))
+    if refusal := give_up(store, damaged, error):
+        raise DamagedError(f"{error}. {refusal}") from error
     newest = store.newest
     if which is not None or newest is None:
         return None
@@ -180,7 +185,8 @@ def load_checkpoint(
     manifest = checkpoint.manifest
     tensors = {item.spec.name: item.tensor for item in stored}
     image = ModelImage(manifest.layout.model_header, tensors, traffic=buffers.traffic)
-    read_model(image, slot.model, buffers, slot.context, manifest.model_digests)
+    digests = manifest.model_digests
+    read_model(image, slot.model, buffers, slot.context, digests, slot.model_leaves)
     for group, saved in zip(groups, manifest.groups, strict=True):
         group.update(copy.deepcopy(dict(saved)))  # a tensor learning rate is changed in place
     return image.data_bytes

@@ -20,14 +20,17 @@ from typing import Any, NoReturn
 
 import torch
 
+from gds import StorageError
 from offload._manifest_fields import NOT_HYPERPARAMETERS
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.device import Marks, marks_of
 from offload.errors import SealError
 from offload.layout import Layout
 from offload.manifest import Manifest, num_model_blocks
-from offload.model_file import BlockBuffers, ModelImage, write_model
+from offload.model_file import BlockBuffers, ModelImage
+from offload.model_writing import CloneSource, TensorRanges, write_model
 from offload.parameters import Stored
+from offload.quarantine import is_quarantined
 from offload.slot import Slot
 from offload.store import Store
 from offload.streamer import Flush
@@ -153,9 +156,14 @@ class Seal:
                 stop = entries[name].stop
                 self._versions.append((name, item.tensor, item.tensor._version, stop))
         self._versions.sort(key=lambda version: version[3], reverse=True)
-        self._image = ModelImage(
-            manifest.layout.model_header, tensors, captured.marks, buffers.traffic
-        )
+        self._model_bytes = 0
+        """Written to the model file."""
+        header = manifest.layout.model_header
+        trained = {spec.name for spec in manifest.layout.parameters}
+        changing = {s.spec.name for s in captured.stored if s.tensor.requires_grad} & trained
+        self._trained = TensorRanges(header, trained)
+        self._changing = TensorRanges(header, changing)
+        self._image = ModelImage(header, tensors, captured.marks, buffers.traffic)
 
     def start(self, succeeded: Callable[[int, float], None]) -> None:
         """Seal on a thread of its own, which the interpreter waits for before it exits.
@@ -180,8 +188,9 @@ class Seal:
                 f"before are untouched: {error}"
             )
             failure.__cause__ = error
-            # A write that failed has left the file as it was: nothing of it is known any more.
-            self.slot.model_leaves.clear()
+            # A write that failed has left the file as it was: nothing of it is known any more, and
+            # what it is read to be may be in a cache only.
+            self.slot.model_leaves.forget(readable=False)
             self._flush.abandon()
             self._finish()
             self.handle.fail(failure)
@@ -211,9 +220,17 @@ class Seal:
         slot, manifest = self.slot, self._manifest
         self._store.expire()
         self._flush.start(slot)
-        model_digests = write_model(
-            self._image, slot.model, self._buffers, slot.context, slot.model_leaves, self._publish
+        written = write_model(
+            self._image,
+            slot.model,
+            self._buffers,
+            slot.context,
+            slot.model_leaves,
+            self._publish,
+            changing=self._changing,
+            source=self._clone_source(),
         )
+        self._model_bytes = written.written_bytes
         self._flush.wait()
         slot.train_state.write_bytes(self._train_state, 0)
         digests: Mapping[str, tuple[str | None, ...]] = {
@@ -222,7 +239,7 @@ class Seal:
         manifest = replace(
             manifest,
             digests=digests,
-            model_digests=tuple(model_digests),
+            model_digests=tuple(written.digests),
             parts=slot.part_references,
         )
         encoded = manifest.encode(slot.manifest.size_bytes)
@@ -248,14 +265,25 @@ class Seal:
             self._copied = 1 << 62  # nobody needs to wait any longer, whatever became of it
             self._progress.notify_all()
 
+    def _clone_source(self) -> CloneSource | None:
+        """Return the newest checkpoint's model file, if it can be cloned from."""
+        newest = self._store.newest  # which stays what it is until this seal has ended
+        source = newest.slot if newest is not None else None
+        header = self._manifest.layout.model_header
+        if newest is None or source is None or not len(source.model_leaves):
+            return None
+        if source.layout.model_header.encoded != header.encoded:
+            return None
+        try:
+            if is_quarantined(self._store.backend, newest.path):
+                return None  # by a reader, beside the training
+        except StorageError:
+            return None
+        return CloneSource(source.model, source.model_leaves, self._trained)
+
     def _written_bytes(self) -> int:
-        sizes = self._manifest.layout.model_header
-        return (
-            sizes.file_bytes
-            - sizes.data_start
-            + self.slot.train_state.size_bytes
-            + self.slot.manifest.size_bytes
-        )
+        sizes = (self.slot.train_state.size_bytes, self.slot.manifest.size_bytes)
+        return self._model_bytes + sum(sizes)
 
 
 def capture(

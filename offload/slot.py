@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from gds import Backend, File
 from offload.digests import DigestContext
 from offload.full_disk import saying_what_is_free
+from offload.known_leaves import KnownLeaves
 from offload.layout import Layout, array_file_name
 from offload.manifest import MANIFEST_NAME, invalid_manifest, reserved_bytes
 from offload.part_file import PartReference, SealedPart, content_digest
@@ -34,6 +35,7 @@ class Slot:
         path: str,
         layout: Layout,
         files: dict[str, File],
+        model_leaves: KnownLeaves,
         *,
         writable: bool = True,
     ) -> None:
@@ -46,8 +48,8 @@ class Slot:
         self.writable = writable
         self.context = DigestContext("", 0)
         self.digests: dict[str, list[str | None]] = {}
-        self.model_leaves: dict[int, bytes] = {}
-        """Leaf digests of the blocks of ``model.safetensors`` that this process wrote last."""
+        self.model_leaves = model_leaves
+        """What this process knows of the content of ``model.safetensors``."""
         self.unchecked = False
         """Whether an earlier process wrote its state, to be compared with its digests when read."""
         self.in_doubt = False
@@ -188,7 +190,7 @@ def create_slot(backend: Backend, path: str, layout: Layout, sizes: Mapping[str,
     try:
         for name, size in sizes.items():
             files[name] = backend.create(f"{path}/{name}", size)
-        slot = Slot(backend, path, layout, files)
+        slot = Slot(backend, path, layout, files, _model_leaves(backend, path, readable=False))
         slot.manifest.write_bytes(invalid_manifest(slot.manifest.size_bytes), 0)
         _write_headers(slot)
     except BaseException:
@@ -221,11 +223,12 @@ def open_slot(backend: Backend, path: str, layout: Layout, *, writable: bool) ->
     try:
         for name in (*layout.file_sizes(), TRAIN_STATE_NAME, MANIFEST_NAME):
             files[name] = backend.open(f"{path}/{name}", writable=writable)
+        leaves = _model_leaves(backend, path, readable=True)
     except BaseException:
         for file in files.values():
             file.close()
         raise
-    return Slot(backend, path, layout, files, writable=writable)
+    return Slot(backend, path, layout, files, leaves, writable=writable)
 
 
 def remove_slot(backend: Backend, path: str) -> None:
@@ -248,6 +251,12 @@ def slot_sizes(layout: Layout, num_groups: int, *, train_state_bytes: int) -> di
         TRAIN_STATE_NAME: train_state_bytes,
         MANIFEST_NAME: reserved_bytes(layout, num_groups),
     }
+
+
+def _model_leaves(backend: Backend, path: str, *, readable: bool) -> KnownLeaves:
+    """Return that nothing is known of a slot's model file, which has just been opened."""
+    stat = backend.stat(f"{path}/{MODEL_NAME}")
+    return KnownLeaves(stat.inode if stat is not None else 0, readable=readable)
 
 
 def _write_headers(slot: Slot) -> None:

@@ -60,6 +60,17 @@ def require_room(
             )
 
 
+def has_room(rooms: Sequence[Room]) -> bool:
+    """Return whether there is space for one slot more in each of a store's directories.
+
+    Free slots of the first directory do not help: readers hold them. Free parts are taken.
+    """
+    return all(
+        (drive and room.num_free) or room.backend.free_bytes(room.directory) >= room.slot_bytes
+        for drive, room in enumerate(rooms)
+    )
+
+
 def no_room(error: StorageError, rooms: Sequence[Room], keeping: Keeping) -> SlotFullError:
     """Return what to tell a user of whom a step needs a slot that there is no space for.
 

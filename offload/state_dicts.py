@@ -94,6 +94,10 @@ def number_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor,
     return numbers
 
 
+MAX_STEPS = 10**18
+"""More than anybody has taken, and fewer than a count on the drive can hold."""
+
+
 def unstepped_state(initial: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     """Return what torch has of a parameter that was never stepped: nothing, or a constant."""
     return {
@@ -199,8 +203,19 @@ def read_parameter_state(
             (name, kind, _number(f"{name!r} of the {at}", present[name], kind))
             for name, kind, _ in template
         )
+        _check_steps(at, out.scalars)
         out.arrays = {n: _source(f"{n!r} of the {at}", present[n], shape) for n in kept.arrays}
     return out
+
+
+def _check_steps(at: str, scalars: Scalars) -> None:
+    """Refuse what no number of steps can be: a checkpoint would be named for it."""
+    for name, _, value in scalars:
+        if name == "step" and (not 0 <= value <= MAX_STEPS or value != int(value)):
+            raise MismatchError(
+                f"load_state_dict(): {name!r} of the {at} is {value!r:.60}, expected a number of "
+                f"steps from 0 to {MAX_STEPS}"
+            )
 
 
 def scalar_template(rule: UpdateRule, group: Mapping[str, Any], kept: Rule) -> Scalars:

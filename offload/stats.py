@@ -30,7 +30,8 @@ class Stats:
     """Trainable elements."""
 
     bytes_read: int
-    """Bytes read from storage: state, and parameters at a restore."""
+    """Bytes read from storage: state, parameters at a restore, and what an earlier process has left
+    in a slot, which a seal compares with the model."""
 
     bytes_written: int
     """Bytes written to storage: state, and parameters at seals."""
@@ -71,7 +72,8 @@ class Stats:
     """Checkpoints sealed."""
 
     seal_bytes: int
-    """Bytes that the newest seal accounts for: parameters, buffers, train state, manifest."""
+    """Bytes that the newest seal wrote: of parameters and buffers those that were not in the slot
+    already, train state, manifest."""
 
     seal_s: float
     """Seconds that the newest seal took, behind training."""

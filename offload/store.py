@@ -157,11 +157,12 @@ class Store:
     def acquire(self, layout: Layout, num_groups: int) -> Slot:
         """Return a slot to write the next generation into.
 
-        Waits for a seal in flight where that will free a slot, and for readers of expired
-        checkpoints for a bounded time.
+        Waits for a seal in flight where that will free a slot, and a second for readers of expired
+        checkpoints. If they stay, the store takes one slot more than retention needs, until they
+        let go; only where it cannot, readers are waited for as long as was asked.
 
         Raises:
-            StoreBusyError: Readers hold every expired checkpoint.
+            StoreBusyError: Readers hold every expired checkpoint, and there is no room.
             SlotFullError: No space; nothing has changed.
             gds.StorageError: Another failure.
         """
@@ -170,14 +171,17 @@ class Store:
         while True:
             with self._changed:
                 slot = self._free_slot(layout, num_groups)
+                if slot is None and self._incoming is None:
+                    if self._withdraw_expired():
+                        continue
+                    if patience.is_tried:
+                        slot = self._spare_slot(layout, num_groups)
                 if slot is not None:
                     self._generation += 1
                     slot.begin_generation(DigestContext(self.store_id, self._generation))
                     return slot
                 if self._incoming is not None:
                     self._changed.wait()
-                    continue
-                if self._withdraw_expired():
                     continue
             patience.wait()
 
@@ -248,9 +252,7 @@ class Store:
             self.checkpoints.append(checkpoint)
             self._incoming = None
             for old in self.checkpoints[:-_MAX_OPEN]:
-                if old.slot is not None:  # a large keep= must not exhaust the file descriptors
-                    old.slot.close()
-                    old.slot = None
+                old.close()  # a large keep= must not exhaust the file descriptors
             # It is durable: what fails from here on is the tidying up behind it.
             with suppress(StorageError), self._poison.on_error("an old one was not withdrawn"):
                 self._trim()
@@ -364,6 +366,13 @@ class Store:
                 raise
             raise no_room(error, self._rooms(layout, num_groups), self.keeping) from error
 
+    def _spare_slot(self, layout: Layout, num_groups: int) -> Slot | None:
+        """Make one slot more than retention needs, if it is the first and the drives have room."""
+        if len(self.checkpoints) + len(self._free) > self.keeping.num_slots():
+            return None
+        sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
+        return self._free.create_spare(layout, sizes, self._rooms(layout, num_groups))
+
     def _rooms(self, layout: Layout, num_groups: int) -> list[Room]:
         sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
         rooms = [Room(self.backend, self.directory, len(self._free), sum(sizes.values()))]
@@ -426,7 +435,8 @@ class Store:
                 self.backend.sync_dir(self.directory)
                 if slot is not None:
                     slot.invalidate()
-                    lift_quarantine(self.backend, name)  # a reader may have found it damaged
+                    if lift_quarantine(self.backend, name):  # a reader has found it damaged
+                        slot.model_leaves.forget(readable=True)
             if slot is None:
                 self._gone(checkpoint)
             self._free.add(slot or name)

@@ -23,12 +23,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from gds import IOFuture
 from offload.digests import Run, one_by_one
-from offload.errors import DamagedError
 from offload.frame import Frame, FrameMemory, frame_bytes
 from offload.layout import Layout
+from offload.second_look import look_again, unreliable
 from offload.slot import Slot
 from offload.stats import Meter
 
@@ -191,7 +192,10 @@ class Streamer:
             future.add_done_callback(lambda future: ended(_error_of(future), 1))
 
     def _check(self, frame: Frame) -> None:
-        """Compare what was read with its digests, if it is a restored checkpoint's, or always."""
+        """Compare what was read with its digests, if it is a restored checkpoint's, or always.
+
+        Raises as `_look_again`.
+        """
         source = self._source
         if source is None or not frame.futures:
             return
@@ -205,12 +209,27 @@ class Streamer:
             digests = self._memory.digests({name: data})
             found = digests.finish(source.context, frame.chunk, one_by_one)[name]
             if found != expected:
-                path = source.array(name, frame.chunk).path
-                offset, nbytes = source.layout.byte_range(name, frame.chunk)
-                raise DamagedError(
-                    f"{path}: bytes {offset} to {offset + nbytes} are "
-                    f"damaged: their digest is {found}, expected {expected}"
-                )
+                self._look_again(frame, source, name, found, expected)
+
+    def _look_again(self, frame: Frame, source: Slot, name: str, found: str, expected: str) -> None:
+        """Read a chunk of an array again that is not what was written, and go on with it if it is.
+
+        The second read, in other memory of the host, says whether the drive has the right bytes.
+        Only if it has, the frame is filled anew.
+
+        Raises:
+            DamagedError: The second read is wrong, too.
+            UnreliableReadError: It is right, and they still do not arrive in the frame.
+        """
+        chunk, file = frame.chunk, source.array(name, frame.chunk)
+        buffer, offset = frame.buffer(source.layout, name, chunk)
+        digest = partial(source.context.digest, name, chunk)
+        look_again(file, offset, buffer.nbytes, digest, found=found, expected=expected)
+        file.read_again(buffer, offset, direct=not file.direct).result()
+        data = frame.bytes_of(source.layout, name, chunk)
+        digests = self._memory.digests({name: data})
+        if digests.finish(source.context, chunk, one_by_one)[name] != expected:
+            raise unreliable(file, offset, buffer.nbytes)
 
     def discard(self, frame: Frame) -> None:
         """Give back a taken frame without writing it; what it holds is lost."""

@@ -113,6 +113,11 @@ class _TracedFile(WrapperFile):
         started = time.perf_counter()
         return self._watched("read", started, self.inner.read(into, offset), offset, into.nbytes)
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        started = time.perf_counter()
+        future = self.inner.read_again(into, offset, direct=direct)
+        return self._watched("read", started, future, offset, into.nbytes)
+
     def write(self, source: Buffer, offset: int) -> IOFuture:
         started = time.perf_counter()
         future = self.inner.write(source, offset)

@@ -19,15 +19,16 @@ Hooks that a backend cannot offer skip the tests that need them. Needs pytest.
 import pytest
 
 pytest.register_assert_rewrite(
-    "gds.testing._harness", "gds.testing._names", "gds.testing._transfers"
+    "gds.testing._clones", "gds.testing._harness", "gds.testing._names", "gds.testing._transfers"
 )
 
-from gds.testing._harness import Harness  # noqa: E402 - after the rewriting is set up
+from gds.testing._clones import CloneContract  # noqa: E402 - after the rewriting is set up
+from gds.testing._harness import Harness  # noqa: E402
 from gds.testing._names import NamesContract  # noqa: E402
 from gds.testing._transfers import TransferContract  # noqa: E402
 
-__all__ = ["BackendContract", "Harness", "NamesContract", "TransferContract"]
+__all__ = ["BackendContract", "CloneContract", "Harness", "NamesContract", "TransferContract"]
 
 
-class BackendContract(TransferContract, NamesContract):
+class BackendContract(TransferContract, CloneContract, NamesContract):
     """Everything that `gds.Backend` promises, except durability, which needs a crash."""

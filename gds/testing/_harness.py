@@ -20,6 +20,9 @@ FILE_BYTES: Final = 9 * ALIGNMENT + 1234
 class Harness:
     """Fixtures that a subclass must provide, and hooks that it may."""
 
+    clones: bool | None = None
+    """Whether files can be cloned in the directory; None where that is not known."""
+
     @pytest.fixture
     def backend(self) -> Backend:
         """Return the backend under test; close it afterwards."""

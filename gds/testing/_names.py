@@ -307,6 +307,7 @@ class NamesContract(Harness):
         backend.close()
         operations: dict[str, Callable[[], object]] = {
             "read": lambda: file.read(memory, 0).result(),
+            "read_again": lambda: file.read_again(memory, 0, direct=True).result(),
             "write": lambda: file.write(memory, 0).result(),
             "sync": file.sync,
             "allocate": lambda: backend.allocate(1),

@@ -121,6 +121,49 @@ class TransferContract(Harness):
             assert after != before
         file.close()
 
+    @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+    def test_what_is_read_again_is_what_the_file_holds(
+        self, backend: Backend, directory: str, direct: bool
+    ) -> None:
+        draw = random.Random(direct)
+        file = new_file(backend, f"{directory}/again", 4)
+        model = bytearray(contents(filled(backend, FILE_BYTES, 4)))
+        for number in range(20):
+            step = draw.choice([1, ALIGNMENT])
+            offset = draw.randrange(FILE_BYTES) // step * step
+            nbytes = draw.randint(0, FILE_BYTES - offset)
+            misaligned_by = draw.choice([0, offset % ALIGNMENT, 1])
+            memory = filled(backend, nbytes, number, misaligned_by=misaligned_by)
+            file.write(memory, offset).result()  # not synced: it must not be lost, either
+            model[offset : offset + nbytes] = contents(memory)
+            whole = filled(backend, 3 * ALIGNMENT, number)
+            before = contents(whole)
+            at = draw.randint(0, FILE_BYTES - ALIGNMENT)
+            into = whole.slice(ALIGNMENT + draw.choice([0, 7]), ALIGNMENT)
+            start = into.address - whole.address
+            assert file.read_again(into, at, direct=direct).result() == ALIGNMENT
+            after = contents(whole)
+            assert after[start : start + ALIGNMENT] == bytes(model[at : at + ALIGNMENT])
+            assert after[:start] == before[:start]
+            assert after[start + ALIGNMENT :] == before[start + ALIGNMENT :]
+        assert file.read_bytes(0, FILE_BYTES) == bytes(model)
+        file.close()
+
+    @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+    def test_reading_again_past_the_end_says_so(
+        self, backend: Backend, directory: str, direct: bool
+    ) -> None:
+        file = new_file(backend, f"{directory}/short")
+        with pytest.raises(ShortReadError) as caught:
+            file.read_again(backend.allocate(11), FILE_BYTES - 10, direct=direct).result()
+        assert (caught.value.filename, caught.value.offset) == (
+            f"{directory}/short",
+            FILE_BYTES - 10,
+        )
+        with pytest.raises(ValueError, match="-1"):
+            file.read_again(backend.allocate(1), -1, direct=direct)
+        file.close()
+
     def test_small_ranges_and_transfers_see_each_other(
         self, backend: Backend, directory: str
     ) -> None:
@@ -291,6 +334,7 @@ class TransferContract(Harness):
         memory = backend.allocate(1)
         for operation in (
             lambda: file.read(memory, 0).result(),
+            lambda: file.read_again(memory, 0, direct=True).result(),
             lambda: file.write(memory, 0).result(),
             lambda: file.read_bytes(0, 1),
             lambda: file.write_bytes(b"x", 0),
@@ -305,6 +349,7 @@ class TransferContract(Harness):
         file.write(backend.allocate(FILE_BYTES), 0).result()
         file.write(backend.allocate(100), 50).result()
         file.read(backend.allocate(ALIGNMENT), 0).result()
+        file.read_again(backend.allocate(10), 0, direct=False).result()
         file.sync()
         file.write_bytes(b"not counted", 0)
         file.read_bytes(0, 10)
@@ -315,8 +360,8 @@ class TransferContract(Harness):
         after = backend.counters()
         assert after.bytes_written - before.bytes_written == FILE_BYTES + 100
         assert after.num_writes - before.num_writes == 2
-        assert after.bytes_read - before.bytes_read == ALIGNMENT
-        assert after.num_reads - before.num_reads == 1
+        assert after.bytes_read - before.bytes_read == ALIGNMENT + 10
+        assert after.num_reads - before.num_reads == 2
         assert after.num_syncs - before.num_syncs == 1
         assert after.read_s > before.read_s
         assert after.write_s > before.write_s

@@ -17,6 +17,8 @@ import resource
 import shutil
 import signal
 import sys
+import unittest.mock
+import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +34,7 @@ from gds import StorageError
 from gds.calibration import load_calibration
 from offload import OffloadError, cli
 from tests.attacks.attack import Attack
-from tests.attacks.good import WIDTHS
+from tests.attacks.good import STORE_ID, WIDTHS
 from tests.attacks.make import all_attacks
 from tests.command_line import built_once
 
@@ -68,9 +70,16 @@ def step(model: torch.nn.Module, optimizer: offload.AdamW) -> None:
 
 
 def make_store(directories: list[Path]) -> None:
-    """Leave checkpoints of steps 1 and 2, and a slot that was being written."""
+    """Leave checkpoints of steps 1 and 2, and a slot that was being written.
+
+    The store has the id that the attack files name: they are to be refused for what is wrong with
+    them, not because they belong elsewhere.
+    """
     model = make_model()
-    with make_optimizer(model, directories) as optimizer:
+    with (
+        unittest.mock.patch("uuid.uuid4", lambda: uuid.UUID(STORE_ID)),
+        make_optimizer(model, directories) as optimizer,
+    ):
         for number in (1, 2):
             step(model, optimizer)
             optimizer.checkpoint({"number": number}).result()

@@ -8,8 +8,11 @@ from collections.abc import Iterator
 
 from offload.train_state import EncodedState, StoredTensor, pack_encoded
 from tests.attacks.attack import Attack
+from tests.attacks.good import STORE_ID
 
-_TIES = {"store_id": "f" * 32, "generation": "9", "step": "2"}
+_TIES = {"store_id": STORE_ID, "generation": "2", "step": "2"}
+"""Those of the checkpoint that they are put into, which is the second of its store."""
+
 _TENSORS = {"t": StoredTensor("F32", (2,), bytes(8))}
 
 
@@ -43,7 +46,10 @@ def _files() -> Iterator[tuple[str, bytes, str]]:
     respelled = good.replace(b'"train_state":"1"', b'"train_state": "1"')[: len(good)]
     yield "respelled", respelled, "not spelled as it was written"
     yield "trailing", good + b"\0" * 8, "header and data take"
-    yield "another-checkpoints", good, "belongs to another checkpoint"
+    others = pack_encoded(
+        EncodedState("1", {}), capacity_bytes=2048, header={**_TIES, "generation": "1"}
+    )
+    yield "another-checkpoints", others, "belongs to another checkpoint"
     huge = b'{"t":{"dtype":"F32","shape":[%d],"data_offsets":[0,%d]}}' % (2**60, 2**62)
     yield "tensor-of-exabytes", _raw(huge), "header and data take"
 

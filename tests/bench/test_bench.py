@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import offload.digests
-from bench import checkpoint, digests, hybrid, overlap, peers, report, resume, step
+from bench import checkpoint, digests, frozen, hybrid, overlap, peers, report, resume, step
 from bench._fio import Fio, FioMissingError
 from bench._harness import BenchError, Result, scratch
 from bench._model import Stack
@@ -176,6 +176,20 @@ def test_checkpoint(measured: Measured) -> None:
         assert found["facts"][f"offload_{label}_written_bytes_per_parameter"] < written / 2
 
 
+def test_frozen(measured: Measured) -> None:
+    found = measured(frozen.main)
+    check(found, rounds=3, claims=2)
+    assert found["facts"]["frozen_bytes"] > 10 * found["facts"]["trained_bytes"]
+    samples = found["samples"]
+    slots = samples["each_slot_for_the_first_time_written_bytes"]
+    assert min(slots[:1]) > found["facts"]["frozen_bytes"]
+    for phase in ("from_the_fourth_seal_on", "after_a_resume"):
+        assert len(samples[f"{phase}_written_bytes"]) == 3
+        assert max(samples[f"{phase}_written_bytes"]) < found["facts"]["frozen_bytes"]
+    for claim in found["claims"]:
+        assert claim["largest"] <= claim["limit"] == 1.0
+
+
 def test_resume(measured: Measured) -> None:
     found = measured(resume.main)
     check(found, rounds=1, claims=4)
@@ -324,6 +338,22 @@ def test_the_page_says_what_was_not_met(drive: Path) -> None:
     assert "**Not met:**\n\n- slow step: 1.50, limit 1.15" in text
     assert "| slow step | 1.50 | 1.50 to 1.50 | 1.15 | **NOT MET** | [slow](../results/" in text
     assert "Not measured: fio was not there." in text
+
+
+def test_the_page_shows_what_seals_of_a_mostly_frozen_model_move(drive: Path) -> None:
+    results = drive / "results"
+    args = frozen._arguments(["--what", "little", "--output", str(results)])
+    found = Result("frozen", args, str(drive))
+    found.fact("trained_bytes", 1 << 20)
+    found.fact("frozen_bytes", 1 << 30)
+    seals = {"written_bytes": [1.0, 3 << 20], "read_bytes": [0.0, 2 << 30], "seal_s": [0.25, 0.75]}
+    found.add_samples({f"after_a_resume_{kind}": values for kind, values in seals.items()})
+    found.claim("x", [0.5] * 11, numerator="a", denominator="b", limit=1.0)
+    found.write()
+    text = report.render(report.read_results(str(results)), drive, {})
+    assert "1.00 MiB is trained, 1.00 GiB is frozen (little)." in text
+    assert "| after a resume | 2 | 3.00 MiB | 2.00 GiB | 0.50 | 0.75 |" in text
+    assert "| bytes | ratio |" in text
 
 
 def test_the_page_without_results_says_so(tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ class TestPosixBufferedInParts(PosixContract):
 
 
 class TestMemory(BackendContract):
+    clones: bool | None = False
+
     @pytest.fixture
     def directory(self) -> str:
         return "/some/where"
@@ -105,10 +107,24 @@ class TestMemory(BackendContract):
         yield 32 * LIMIT_BYTES
 
 
-class TestWrapperOverMemory(TestMemory):
+class TestMemoryThatClones(TestMemory):
+    clones = True
+
     @pytest.fixture
     def backend(self, directory: str) -> Iterator[Backend]:
-        inner = MemoryBackend(directories=[directory], capacity_bytes=32 * LIMIT_BYTES)
+        capacity = 32 * LIMIT_BYTES
+        backend = MemoryBackend(directories=[directory], capacity_bytes=capacity, clones=True)
+        yield backend
+        backend.close()
+
+
+class TestWrapperOverMemory(TestMemory):
+    clones = True
+
+    @pytest.fixture
+    def backend(self, directory: str) -> Iterator[Backend]:
+        capacity = 32 * LIMIT_BYTES
+        inner = MemoryBackend(directories=[directory], capacity_bytes=capacity, clones=True)
         backend = WrapperBackend(inner)
         yield backend
         backend.close()

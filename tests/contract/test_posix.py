@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import pytest
 
 from gds import ALIGNMENT, PosixBackend, ShortReadError, StorageError, _libc, probe
 from gds._transfer import direct_part
+from gds.testing._harness import fails_with, new_file
+from tests.eventually import eventually
 
 NBYTES = 16 * ALIGNMENT
 ROOT = Path(__file__).parents[2]
@@ -383,3 +386,81 @@ def test_a_failed_sync_is_reported_and_not_retried(backend, directory, monkeypat
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, path)
     assert len(calls) == 1
     assert backend.counters().num_syncs == 0
+
+
+@pytest.mark.parametrize("closed", ["source", "target"])
+def test_closing_a_file_waits_for_a_clone_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    """Else another file could get the number of its descriptor, and be the one that is cloned."""
+    backend = PosixBackend()
+    files = {name: new_file(backend, f"{tmp_path}/{name}") for name in ("source", "target")}
+    closing = threading.Thread(target=files[closed].close)
+    found: list[int] = []
+
+    def clone_range(fd: int, source_fd: int, offset: int, nbytes: int) -> None:
+        closing.start()
+        assert eventually(lambda: files[closed]._closed)
+        found.extend(os.fstat(number).st_ino for number in (source_fd, fd))
+
+    monkeypatch.setattr(_libc, "clone_range", clone_range)
+    assert files["target"].clone(files["source"], 0, ALIGNMENT)
+    closing.join()
+    names = ("source", "target")
+    assert found == [os.stat(tmp_path / name).st_ino for name in names]
+    with pytest.raises(StorageError, match="closed"):
+        files["target"].clone(files["source"], 0, ALIGNMENT)
+    backend.close()
+
+
+@pytest.mark.parametrize("number", ["EIO", "ENOSPC"])
+def test_a_clone_that_fails_is_an_error_that_names_file_and_offset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str
+) -> None:
+    def fails(*_: int) -> None:
+        raise OSError(getattr(errno, number), "injected")
+
+    backend = PosixBackend()
+    source, target = (new_file(backend, f"{tmp_path}/{name}") for name in ("source", "target"))
+    monkeypatch.setattr(_libc, "clone_range", fails)
+    with fails_with(number) as caught:
+        target.clone(source, ALIGNMENT, ALIGNMENT)
+    assert (caught.value.filename, caught.value.offset) == (f"{tmp_path}/target", ALIGNMENT)
+    backend.close()
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["plain", "hybrid"])
+@pytest.mark.parametrize("opened", ["direct", "buffered"])
+@pytest.mark.parametrize("again", ["direct", "buffered"])
+def test_what_is_doubted_comes_from_the_device_and_by_the_way_that_was_asked_for(
+    directory, kernel, opened, again, hybrid
+):
+    """A page that was read wrong into the page cache would be read wrong from there for ever."""
+    if hybrid and opened == "buffered":
+        pytest.skip("hybrid forbids it")
+    backend = PosixBackend(direct=opened == "direct", hybrid=hybrid)
+    path = f"{directory}/file"
+    file = backend.create(path, NBYTES)
+    source, data = random_source(backend)
+    file.write(source, 0).result()
+    file.sync()
+    assert file.read_bytes(0, NBYTES) == data
+    with open(path, "rb") as whole:
+        fd = whole.fileno()
+        if _libc.cached_bytes(fd, NBYTES, 0) is None:
+            pytest.skip("this kernel does not say what the page cache holds")
+        assert _libc.cached_bytes(fd, NBYTES, 0) >= NBYTES
+        cached = []
+
+        def look(name, real, direct_fd, view, offset):
+            cached.append(_libc.cached_bytes(fd, NBYTES, 0))
+            return real(direct_fd, [view], offset)
+
+        kernel.start(look)
+        into = backend.allocate(NBYTES)
+        file.read_again(into, 0, direct=again == "direct").result()
+    assert bytes(into.memoryview()) == data
+    assert cached[0] == 0
+    ways = {"direct" if direct else "buffered" for _, direct, _, _ in kernel.calls}
+    assert ways == ({"direct"} if (opened, again) == ("direct", "direct") else {"buffered"})
+    backend.close()

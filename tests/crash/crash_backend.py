@@ -22,6 +22,8 @@ The model is harsher than any one file system:
   few have survived, as with a journal, or any of them, in order. `sync` of a file does nothing for
   its name, and `sync_dir` nothing for data, nor for the name of the directory itself.
 
+A clone of a range is a write of the bytes that it takes over.
+
 A process that is killed loses nothing of this: the cache is the kernel's. `CrashBackend.resumed`
 gives its successor the same files with the same changes still in the cache.
 """
@@ -82,16 +84,16 @@ class Operation:
 class CrashBackend(WrapperBackend):
     """Files in memory, and a log of everything that was done to them."""
 
-    def __init__(self) -> None:
-        super().__init__(MemoryBackend())
+    def __init__(self, *, clones: bool = False) -> None:
+        super().__init__(MemoryBackend(clones=clones))
         self.log: list[Operation] = []
         self.order = threading.RLock()
         """Held while an operation takes effect and is logged: the log is the order of effects."""
 
     @classmethod
-    def resumed(cls, log: Iterable[Operation]) -> CrashBackend:
+    def resumed(cls, log: Iterable[Operation], *, clones: bool = False) -> CrashBackend:
         """Return the backend of a process that follows one that was killed after `log`."""
-        backend = cls()
+        backend = cls(clones=clones)
         files: dict[int, File] = {}
         for operation in log:
             match operation.kind:
@@ -112,9 +114,9 @@ class CrashBackend(WrapperBackend):
         return backend
 
     @classmethod
-    def after(cls, image: Image) -> CrashBackend:
+    def after(cls, image: Image, *, clones: bool = False) -> CrashBackend:
         """Return the backend of a process that starts on what a loss of power has left."""
-        backend = cls()
+        backend = cls(clones=clones)
         for directory in image.directories:
             backend.make_dir(directory)
         for path, data in image.files:
@@ -224,6 +226,14 @@ class _CrashFile(WrapperFile):
         with self._backend.order:
             super().write_bytes(data, offset)
             self._backend.changed("write", self, data=bytes(data), offset=offset)
+
+    def clone(self, source: File, offset: int, nbytes: int) -> bool:
+        with self._backend.order:
+            done = super().clone(source, offset, nbytes)
+            if done:
+                data = self.inner.read_bytes(offset, nbytes)
+                self._backend.changed("write", self, data=data, offset=offset)
+            return done
 
     def sync(self) -> None:
         with self._backend.order:

@@ -213,6 +213,11 @@ class _FaultFile(WrapperFile):
     def read(self, into: Buffer, offset: int) -> IOFuture:
         return self._backend.transfer("read", self.path, lambda: self.inner.read(into, offset))
 
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        return self._backend.transfer(
+            "read", self.path, lambda: self.inner.read_again(into, offset, direct=direct)
+        )
+
     def write(self, source: Buffer, offset: int) -> IOFuture:
         return self._backend.transfer("write", self.path, lambda: self.inner.write(source, offset))
 
@@ -224,6 +229,13 @@ class _FaultFile(WrapperFile):
     def write_bytes(self, data: bytes, offset: int) -> None:
         self._backend.run("write_bytes", self.path, lambda: self.inner.write_bytes(data, offset))
         self._backend.written(self.path)
+
+    def clone(self, source: File, offset: int, nbytes: int) -> bool:
+        """Counted with the writes."""
+        self._backend.written(self.path)
+        return self._backend.run(
+            "write", self.path, lambda: super(_FaultFile, self).clone(source, offset, nbytes)
+        )
 
     def sync(self) -> None:
         self._backend.run("sync", self.path, self.inner.sync)

@@ -11,6 +11,7 @@ import re
 import pytest
 
 from tests.mutation import MUTATIONS
+from tests.mutation.generated.results import RECORD, read_record, reasons
 from tests.mutation.mutation import RESULT, ROOT, Edit, Mutation, MutationError
 
 
@@ -56,3 +57,18 @@ def test_the_score_that_is_quoted_is_that_of_the_last_complete_run() -> None:
     needed = found["mutations"] - found["redundant"]
     assert found["noticed"] == needed
     assert quoted == [(str(needed), str(needed))]
+
+
+def test_every_generated_mutant_that_survived_the_last_full_run_has_a_reason() -> None:
+    survived = [one.name for one in read_record().judged.values() if one.outcome == "survived"]
+    assert [name for name in survived if name not in reasons()] == []
+
+
+def test_the_number_of_generated_mutants_that_is_quoted_is_that_of_the_last_full_run() -> None:
+    guarantees = (ROOT / "docs" / "guarantees.md").read_text()
+    quoted = re.findall(r"of ([\d,]+) generated mutants ([\d,]+) are noticed", guarantees)
+    if not RECORD.exists():
+        assert quoted == [], "there is no record that this could be quoted from"
+        return
+    found = json.loads(RECORD.read_text())
+    assert quoted == [(f"{found['mutants']:,}", f"{found['noticed']:,}")]

@@ -9,15 +9,20 @@ from contextlib import contextmanager
 
 import pytest
 
-from gds import Backend, Buffer, IOFuture, MemoryBackend, WrapperBackend
+from gds import Backend, MemoryBackend, WrapperBackend
 from gds._backend import File
-from gds._wrapper import WrapperFile
 from offload import AdamW, Checkpoint, list_checkpoints, load_parameters, open_checkpoint
 from offload.errors import BrokenOptimizerError, CheckpointError, DamagedError
 from offload.poison import Poison
-from offload.quarantine import QUARANTINE_NAME, read_quarantine, write_quarantine
+from offload.quarantine import (
+    QUARANTINE_NAME,
+    read_quarantine,
+    remove_quarantine,
+    write_quarantine,
+)
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend
+from tests.crash.flipping import FlippingBackend
 from tests.crash.training import (
     Model,
     Reference,
@@ -35,31 +40,6 @@ SEED = 20261121
 
 STATE = ["master", "exp_avg", "exp_avg_sq"]
 READ_AT_ONCE = ["model", "train_state"]
-
-
-class FlippingBackend(WrapperBackend):
-    """Flips a bit in what is read from some files, as a bad cable or memory would."""
-
-    flips = ""
-    """The end of their paths; empty for none."""
-
-    def wrap_file(self, file: File) -> File:
-        """Return a file that may do so."""
-        return _FlippingFile(file, self)
-
-
-class _FlippingFile(WrapperFile):
-    def __init__(self, inner: File, backend: FlippingBackend) -> None:
-        super().__init__(inner)
-        self._backend = backend
-
-    def read(self, buffer: Buffer, offset: int) -> IOFuture:
-        """Read, and flip a bit."""
-        future = super().read(buffer, offset)
-        future.result()
-        if self._backend.flips and self.path.endswith(self._backend.flips):
-            buffer.memoryview()[-1] ^= 0x40
-        return future
 
 
 def flip(backend: Backend, path: str, offset: int = -9) -> None:
@@ -206,14 +186,13 @@ def test_later_processes_do_not_try_it_again(name: str) -> None:
 
 def test_when_none_is_left() -> None:
     backend = MemoryBackend()
-    store_with(backend)
-    for step in (1, 2):
-        damage(backend, "model", f"{STORE}/step-0000000{step}")
+    store_with(backend, keep=1)
+    damage(backend, "model")
     model = Model()
-    optimizer = optimizer_for(model, STORE, options(backend))
-    with warned("going on from"), pytest.raises(DamagedError) as error:
+    optimizer = optimizer_for(model, STORE, options(backend), keep=1)
+    with pytest.raises(DamagedError) as error:
         optimizer.restore()
-    assert "/run/step-00000001/model.safetensors" in str(error.value)
+    assert f"{NEWEST}/model.safetensors" in str(error.value)
     assert "no usable checkpoint left" in str(error.value)
     assert "fresh=True" in str(error.value)
     with pytest.raises(BrokenOptimizerError):
@@ -221,6 +200,192 @@ def test_when_none_is_left() -> None:
     with warned("not using", NEWEST), pytest.raises(CheckpointError, match="none of its"):
         optimizer.restore()
     optimizer.close()
+
+
+def verified_by_a_person(backend: Backend) -> dict[int, bool]:
+    """Read all checkpoints with `mark`, as `offload verify --quarantine`; say which are whole."""
+    found = {}
+    for name in (n for n in backend.list_dir(STORE) if n.startswith("step-")):
+        with open_checkpoint(f"{STORE}/{name}", even_quarantined=True, backend=backend) as opened:
+            found[opened.step] = opened.verify(mark=True).ok
+    return found
+
+
+def until_it_fails(model: Model, optimizer: AdamW) -> None:
+    """Do what a program does that calls `restore` whenever it is told to."""
+    for _ in range(2):
+        found = optimizer.restore()
+        try:
+            train(model, optimizer, found.step + 1)
+        except DamagedError as error:
+            if "call restore()" not in str(error):
+                raise
+
+
+@pytest.mark.parametrize("name", ["model", "train_state", "exp_avg"])
+def test_a_second_one_in_a_row_is_not_marked_before_a_person_has_looked(name: str) -> None:
+    """Or a machine with bad memory would give up one healthy checkpoint after the other."""
+    backend = MemoryBackend()
+    model = Model()
+    with optimizer_for(model, STORE, options(backend), keep=4) as optimizer:
+        for step in (1, 2, 3, 4):
+            train(model, optimizer, step)
+            optimizer.checkpoint({"step": step}).result()
+    bad = FlippingBackend(backend)
+    bad.flips = f"/{name}.safetensors"
+    bad.ways = ("read_bytes" if name == "train_state" else "read", "read_again")
+    for _ in range(3):  # whoever starts the program again and again changes nothing
+        model = Model()
+        optimizer = optimizer_for(model, STORE, options(bad), keep=4)
+        for _ in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with pytest.raises(DamagedError) as error:
+                    until_it_fails(model, optimizer)
+        optimizer.close()
+    assert f"{STORE}/step-00000003/{name}.safetensors" in str(error.value)
+    assert "not quarantined and not passed over" in str(error.value)
+    assert f"offload verify {STORE} --quarantine" in str(error.value)
+    assert [info.valid for info in list_checkpoints(STORE, backend=backend)] == [
+        *[True] * 3,
+        False,
+    ], "one is marked, and no other"
+
+    # On another machine, or with other memory, all of them are whole, and none is lost.
+    assert verified_by_a_person(backend) == {1: True, 2: True, 3: True, 4: True}
+    model = Model()
+    optimizer = optimizer_for(model, STORE, options(backend), keep=4)
+    goes_on_from(optimizer.restore(), model, optimizer, 4)
+    optimizer.close()
+
+
+def test_what_a_person_has_marked_is_passed_over() -> None:
+    """Two are damaged indeed; then training goes on from the third."""
+    backend = MemoryBackend()
+    model = Model()
+    with optimizer_for(model, STORE, options(backend), keep=3) as optimizer:
+        for step in (1, 2, 3):
+            train(model, optimizer, step)
+            optimizer.checkpoint({"step": step}).result()
+    for step in (2, 3):
+        damage(backend, "model", f"{STORE}/step-0000000{step}")
+    optimizer = optimizer_for(Model(), STORE, options(backend), keep=3)
+    with warned("going on from", "step-00000002"), pytest.raises(DamagedError, match="two in a"):
+        optimizer.restore()
+    optimizer.close()
+    assert verified_by_a_person(backend) == {1: True, 2: False, 3: False}
+    model = Model()
+    optimizer = optimizer_for(model, STORE, options(backend), keep=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = optimizer.restore()
+    goes_on_from(found, model, optimizer, 1)
+    # One that is damaged later is given up again: those before it are no longer newer.
+    damage(backend, "model", f"{STORE}/step-00000003")
+    optimizer.close()
+    model = Model()
+    optimizer = optimizer_for(model, STORE, options(backend), keep=3)
+    with warned("going on from", "step-00000002"):
+        found = optimizer.restore()
+    goes_on_from(found, model, optimizer, 2)
+    optimizer.close()
+
+
+class TestLifting:
+    def test_the_mark_of_a_whole_checkpoint_is_lifted_and_training_takes_it_again(self) -> None:
+        backend = MemoryBackend()
+        store_with(backend, [STORE, OTHER])
+        write_quarantine(backend, NEWEST, "somebody thought so", Poison(STORE))
+        with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as opened:
+            assert opened.quarantined == "somebody thought so"
+            report = opened.verify()
+            assert report.ok
+            assert report.quarantined == "somebody thought so", "a look changes nothing"
+            report = opened.verify(mark=True)
+            assert (report.ok, report.quarantined) == (True, "")
+            assert opened.quarantined == ""
+        model = Model()
+        optimizer = optimizer_for(model, [STORE, OTHER], options(backend))
+        goes_on_from(optimizer.restore(), model, optimizer, 2)
+        optimizer.close()
+
+    def test_the_mark_of_a_damaged_one_stays_and_says_why(self) -> None:
+        backend = MemoryBackend()
+        store_with(backend)
+        path = damage(backend, "exp_avg")
+        write_quarantine(backend, NEWEST, "somebody thought so", Poison(STORE))
+        with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as opened:
+            report = opened.verify(mark=True)
+        assert not report.ok
+        assert path in report.problems[0]
+        assert report.quarantined == "somebody thought so"
+
+    def test_what_could_not_be_read_is_neither_marked_nor_lifted(self) -> None:
+        inner = MemoryBackend()
+        store_with(inner)
+        backend = FaultBackend(inner)
+        for marked in (False, True):
+            if marked:
+                write_quarantine(inner, NEWEST, "somebody thought so", Poison(STORE))
+            with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as opened:
+                backend.fail("read", 2, forever=False)
+                report = opened.verify(mark=True)
+            assert report.problems == ()
+            assert "injected failure of read" in report.unreadable[0]
+            assert not report.ok
+            assert bool(report.quarantined) is marked
+
+    def test_a_lifted_mark_does_not_come_back_after_a_loss_of_power(self) -> None:
+        backend = CrashBackend()
+        store_with(backend)
+        write_quarantine(backend, NEWEST, "somebody thought so", Poison(STORE))
+        with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as opened:
+            opened.verify(mark=True)
+        disk = Disk(backend.log)
+        rng = random.Random(SEED)
+        for _ in range(40):
+            assert read_quarantine(disk.power_cut(rng).backend(), NEWEST) is None
+
+    def test_a_mark_of_a_damaged_checkpoint_is_durable(self) -> None:
+        backend = CrashBackend()
+        store_with(backend)
+        damage(backend, "master")
+        with open_checkpoint(NEWEST, backend=backend) as opened:
+            assert opened.verify(mark=True).quarantined
+        disk = Disk(backend.log)
+        rng = random.Random(SEED)
+        for _ in range(40):
+            assert "master" in (read_quarantine(disk.power_cut(rng).backend(), NEWEST) or "")
+
+    @pytest.mark.parametrize("kind", ["remove", "sync_dir"])
+    def test_a_mark_that_cannot_be_lifted_is_an_error(self, kind: str) -> None:
+        inner = MemoryBackend()
+        store_with(inner)
+        write_quarantine(inner, NEWEST, "somebody thought so", Poison(STORE))
+        backend = FaultBackend(inner)
+        with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as opened:
+            backend.fail_if(lambda found, _: found == kind)
+            with pytest.raises(OSError, match=f"injected failure of {kind}"):
+                opened.verify(mark=True)
+
+    def test_two_processes_that_mark_or_lift_at_once_are_both_right(self) -> None:
+        class Quicker(WrapperBackend):
+            """Another process does the same just before."""
+
+            def create(self, path: str, size_bytes: int) -> File:
+                write_quarantine(self.inner, NEWEST, "the other", Poison(STORE))
+                return super().create(path, size_bytes)
+
+            def remove(self, path: str) -> None:
+                super().remove(path)
+                super().remove(path)
+
+        backend = MemoryBackend()
+        store_with(backend)
+        write_quarantine(Quicker(backend), NEWEST, "mine", Poison(STORE))
+        assert read_quarantine(backend, NEWEST) == "the other"
+        remove_quarantine(Quicker(backend), NEWEST)
+        assert read_quarantine(backend, NEWEST) is None
 
 
 def test_one_that_was_asked_for_is_not_replaced_by_another() -> None:
@@ -455,13 +620,13 @@ class TestVerifyAlways:
         train(model, optimizer, 1)
         optimizer.checkpoint({"step": 1}).result()
         train(model, optimizer, 2)
-        backend.flips = f"/{name}.safetensors"
+        backend.flips, backend.ways = f"/{name}.safetensors", ("read", "read_again")
         train(model, optimizer, 3)  # reads ahead for the next one
-        backend.flips = ""
         with pytest.raises(DamagedError) as error:
             train(model, optimizer, 4)
         assert f"/.slot-1/{name}.safetensors: bytes " in str(error.value)
         assert "call restore() to go on from /run/step-00000001" in str(error.value)
+        backend.flips = ""
         found = optimizer.restore()
         assert backend.stat(f"{STORE}/step-00000001/{QUARANTINE_NAME}") is None
         goes_on_from(found, model, optimizer, 1)

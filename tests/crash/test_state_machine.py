@@ -94,6 +94,9 @@ TIMEOUT_S = 60.0
 _UNUSABLE = (CheckpointError, MismatchError)
 """What `restore` may say if a checkpoint is damaged: none is left, or it has other groups."""
 
+_IN_A_ROW = "two in a row"
+"""What is said of a damaged checkpoint behind one that has been given up: it is not marked."""
+
 _T = TypeVar("_T")
 Uid = int
 Allowed = frozenset[Uid | None]
@@ -114,6 +117,7 @@ num_done = {
     "checkpoints": 0,
     "pins": 0,
     "flips": 0,
+    "marks of a person": 0,
 }
 """Of this process, for the summary."""
 
@@ -438,14 +442,18 @@ class StoreMachine(RuleBasedStateMachine):
             place=st.floats(0, 1, exclude_max=True),
             bit=st.integers(0, 7),
         ),
+        in_a_row=st.sampled_from([1, 1, 2]),
     )
-    def damage(self, which: int, flip: Flip) -> None:
+    def damage(self, which: int, flip: Flip, in_a_row: int) -> None:
         """A bit of a checkpoint flips while nobody trains: the one before it is taken, or none."""
         self.close()
         self.refresh()
-        if len(self.listed) < -which:
-            self.open()
-            return
+        for _ in range(in_a_row):
+            if len(self.listed) >= -which:
+                self.damage_one(which, flip)
+        self.open()
+
+    def damage_one(self, which: int, flip: Flip) -> None:
         uid, path = self.listed[which], self.path_of(self.listed[which])
         file = flip.path(self.log, path)
         flip.apply(self.log, file)
@@ -466,7 +474,6 @@ class StoreMachine(RuleBasedStateMachine):
             lift_quarantine(self.log, path)
             self.log.sync_dir(path)
             assert problems(self.log.inner, path) == ""
-        self.open()
 
     def is_refused(self, uid: Uid, file: str) -> bool:
         """Let a process find out that the newest is damaged; returns whether there is another."""
@@ -479,6 +486,12 @@ class StoreMachine(RuleBasedStateMachine):
             _, error = self.attempt(self.step_and_wait, refusal=(DamagedError,))
             assert error is not None, f"{file}: trained on, though it is damaged"
             assert file in str(error)
+            if _IN_A_ROW not in str(error):
+                checkpoint, error = self.attempt(
+                    lambda: self.optimizer.restore(), refusal=_UNUSABLE
+                )
+        if _IN_A_ROW in str(error):
+            with_head = self.let_a_person_mark(uid)
             checkpoint, error = self.attempt(lambda: self.optimizer.restore(), refusal=_UNUSABLE)
         if isinstance(error, MismatchError):
             assert any(self.sealed[u].with_head != with_head for u in older)
@@ -489,6 +502,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.optimizer.close()
         self.end()
         return older != []
+
+    def let_a_person_mark(self, uid: Uid) -> bool:
+        """Run `offload verify --quarantine`, and start the program again."""
+        assert self.damaged, "one after it must have been given up already"
+        self.optimizer.close()
+        self.end()
+        path = self.path_of(uid)
+        with open_checkpoint(path, even_quarantined=True, backend=self.log) as opened:
+            assert not opened.quarantined
+            assert opened.verify(mark=True).quarantined
+        num_done["marks of a person"] += 1
+        return self.begin_process()
 
     def step_and_wait(self) -> None:
         self.optimizer.step()

@@ -18,7 +18,7 @@ import offload
 from offload.errors import CheckpointError, MismatchError, StoreError
 from offload.foreign_files import open_foreign
 from offload.importing import import_checkpoint
-from offload.pt_file import read_structure
+from offload.torch_reading import read_structure
 from tests.exchange.test_export import SETTINGS, export, sealed
 from tests.numerics.pairs import CASES
 from tests.numerics.reference import assert_same_bits, assert_same_parameters
@@ -302,13 +302,10 @@ class TestRefusals:
         ):
             open_foreign(str(path))
 
-    # torch's, where the damage has hit the version
-    @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
     def test_a_file_that_is_cut_or_damaged_anywhere(self, tmp_path) -> None:
-        """Of the older format, which has no checksums; the unpickler fails in many ways."""
         path = tmp_path / "theirs.pt"
         state = {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"params": [0]}]}
-        torch.save(state, path, _use_new_zipfile_serialization=False)
+        torch.save(state, path)
         written = path.read_bytes()
         refused = 0
         for at in range(0, len(written), 7):

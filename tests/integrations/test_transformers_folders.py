@@ -284,6 +284,40 @@ def test_damaged_state_is_found_and_training_goes_on_before_it(
     assert found.history == trained[2].history
 
 
+def flip_a_bit_of_state(work: Path, step: int) -> None:
+    path = work / f"run/step-{step:08d}/exp_avg.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_passed_over_before_training_begins(
+    work: Path, trained: tuple[Path, Path, Run]
+) -> None:
+    out, run = work / "out", work / "run"
+    flip_a_bit_of_state(work, 7)
+    with pytest.warns(RuntimeWarning, match=r"passing over .*checkpoint-7: .*exp_avg.*damaged"):
+        older = latest_checkpoint(out, run, verify=True)
+    assert older == str(out / "checkpoint-6")
+    assert latest_checkpoint(out, run, verify=True) == older, "it is marked"
+    found = CASE.run(work, resume=older)
+    assert found.history == trained[2].history
+
+
+def test_two_in_a_row_are_for_a_person_to_look_at(work: Path) -> None:
+    for step in (7, 6):
+        flip_a_bit_of_state(work, step)
+    with (
+        pytest.warns(RuntimeWarning, match="checkpoint-7"),
+        pytest.raises(DamagedError, match="two in a row"),
+    ):
+        latest_checkpoint(work / "out", work / "run", verify=True)
+    for _ in range(2):  # started again, it marks no other
+        with pytest.raises(DamagedError, match="two in a row"):
+            latest_checkpoint(work / "out", work / "run", verify=True)
+    assert not (work / "run/step-00000006/damaged.txt").exists()
+
+
 def test_a_lost_pin_is_made_again(work: Path) -> None:
     """A process may die between the seal and the pin."""
     offload.unpin(work / "run", "transformers-4")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from tests.mutation.frozen import FROZEN
 from tests.mutation.keeping import KEEPING
 from tests.mutation.mutation import Mutation
 from tests.mutation.opening import OPENING
@@ -17,6 +18,7 @@ from tests.mutation.sealing import SEALING
 
 MUTATIONS: Final[tuple[Mutation, ...]] = (
     *SEALING,
+    *FROZEN,
     *RECYCLING,
     *KEEPING,
     *OPENING,

@@ -61,6 +61,11 @@ class Mutation:
     redundant: str = ""
     """Why nothing can notice, where that has been shown; it is then expected to survive."""
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths within the checkout of the files that it changes."""
+        return tuple(dict.fromkeys(edit.file for edit in self.edits))
+
     def apply(self, root: Path) -> None:
         """Edit a copy of the checkout.
 

@@ -11,6 +11,7 @@ _READING = "offload/reading.py"
 _MANIFEST = "offload/manifest.py"
 _PART_FILE = "offload/part_file.py"
 _CHECKPOINT = "offload/checkpoint.py"
+_READER_LOCK = "offload/reader_lock.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
 _DRIVES = "tests/crash/test_drives.py"
@@ -209,8 +210,8 @@ OPENING = (
         (
             Edit(
                 _READING,
-                "        if found == expected.encoded:\n            return\n",
-                "        if found or not found:\n            return\n",
+                "    if found == expected.encoded:\n        return\n",
+                "    if found or not found:\n        return\n",
             ),
         ),
         (_DAMAGE,),
@@ -274,9 +275,9 @@ OPENING = (
         "a train state belongs to its checkpoint",
         (
             Edit(
-                _CHECKPOINT,
-                "            if dict(header) != train_state_header(self.manifest):\n",
-                "            if False:\n",
+                "offload/train_state_reading.py",
+                "    if dict(header) != train_state_header(manifest):\n",
+                "    if False:\n",
             ),
         ),
         (_DAMAGE, _LOST),
@@ -286,8 +287,8 @@ OPENING = (
         "a reader makes sure that the name is still that of what it has locked",
         (
             Edit(
-                _CHECKPOINT,
-                "        if before is None or after is None or after.inode != before.inode:\n",
+                _READER_LOCK,
+                "        if after is None or after.inode != before.inode:\n",
                 "        if False:\n",
             ),
         ),
@@ -299,8 +300,10 @@ OPENING = (
         (
             Edit(
                 _CHECKPOINT,
-                "            lock = backend.lock(found, shared=True)\n",
-                "            lock = None\n",
+                "    lock = lock_for_reading(backend, found)\n",
+                "    from contextlib import ExitStack\n"
+                "    lock = ExitStack()\n"
+                "    lock.release = lock.close\n",
             ),
         ),
         (f"{_CONCURRENCY}::TestReaders",),

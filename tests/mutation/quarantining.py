@@ -11,6 +11,10 @@ _OPENING = "offload/opening.py"
 _ENGINE = "offload/engine.py"
 _RESUME = "offload/resume.py"
 _STREAMER = "offload/streamer.py"
+_SYNCED = """\
+                with poison.on_error(_NOT_MARKED):
+                    file.sync()
+"""
 _TESTS = "tests/crash/test_quarantine.py"
 _DURABLE = f"{_TESTS}::test_the_mark_is_durable_when_restore_returns"
 _NOT_DURABLE = f"{_TESTS}::test_after_a_mark_that_could_not_be_made_durable_nothing_is_reused"
@@ -22,12 +26,7 @@ QUARANTINING = (
     Mutation(
         "quarantine-no-sync",
         "sync of the file that marks a checkpoint",
-        (
-            gone(
-                _QUARANTINE,
-                "            with poison.on_error(_NOT_MARKED):\n                file.sync()\n",
-            ),
-        ),
+        (gone(_QUARANTINE, _SYNCED),),
         (_DURABLE,),
     ),
     Mutation(
@@ -60,8 +59,8 @@ QUARANTINING = (
         (
             Edit(
                 _QUARANTINE,
-                "            with poison.on_error(_NOT_MARKED):\n                file.sync()\n",
-                "            file.sync()\n",
+                _SYNCED,
+                "                file.sync()\n",
             ),
         ),
         (f"{_NOT_DURABLE}[sync]",),
@@ -120,7 +119,7 @@ QUARANTINING = (
         (
             Edit(
                 _READING,
-                "    reason = read_quarantine(backend, path)\n",
+                "    reason = None if even_quarantined else read_quarantine(backend, path)\n",
                 "    reason = read_quarantine(backend, path) if need_parts and parts is not None"
                 " else None\n",
             ),
@@ -178,10 +177,11 @@ QUARANTINING = (
         "quarantine-not-lifted",
         "the mark is removed from a slot that is used again",
         (
-            gone(
+            Edit(
                 _STORE,
-                "                    lift_quarantine(self.backend, name)"
-                "  # a reader may have found it damaged\n",
+                "                    if lift_quarantine(self.backend, name):"
+                "  # a reader has found it damaged\n",
+                "                    if False:\n",
             ),
         ),
         (f"{_TESTS}::test_a_mark_made_beside_the_training_does_not_outlive_its_checkpoint",),
@@ -241,7 +241,7 @@ QUARANTINING = (
         (
             Edit(
                 _ENGINE,
-                "            self.store.quarantine(checkpoint, str(error))\n",
+                "            refusal = give_up(self.store, checkpoint, error)\n",
                 "            del checkpoint\n",
             ),
         ),

@@ -25,7 +25,8 @@ _WITHDRAWN = """\
                 self.backend.sync_dir(self.directory)
                 if slot is not None:
                     slot.invalidate()
-                    lift_quarantine(self.backend, name)  # a reader may have found it damaged
+                    if lift_quarantine(self.backend, name):  # a reader has found it damaged
+                        slot.model_leaves.forget(readable=True)
 """
 
 RECYCLING = (

@@ -7,7 +7,7 @@ from tests.mutation.mutation import Edit, Mutation, faults, gone, power
 _STORE = "offload/store.py"
 _SLOT = "offload/slot.py"
 _SEAL = "offload/seal.py"
-_MODEL = "offload/model_file.py"
+_MODEL = "offload/model_writing.py"
 _RESEAL = "offload/reseal.py"
 _ENGINE = "offload/engine.py"
 _SLOTS = "offload/state_slots.py"
@@ -17,6 +17,7 @@ _BEHIND = f"{_CONCURRENCY}::TestSealBehindTraining"
 _OVERLAP = "tests/numerics/test_overlap.py"
 _RESIDENT = "tests/numerics/test_resident.py"
 _RESUME = "tests/numerics/test_resume_identity.py"
+_FROZEN = "tests/numerics/test_frozen.py"
 
 _THREE = power("three-checkpoints-keep=1")
 _COMMIT = """\
@@ -320,8 +321,8 @@ SEALING = (
     Mutation(
         "failed-seal-model-believed",
         "after a failed seal nothing is known of the model file",
-        (gone(_SEAL, "            self.slot.model_leaves.clear()\n"),),
-        (*faults("write-once-keep=1", "write-once-keep=2"), f"{_CONCURRENCY}::TestFailedSeal"),
+        (gone(_SEAL, "            self.slot.model_leaves.forget(readable=False)\n"),),
+        (f"{_FROZEN}::TestInOneProcess", *faults("write-once-keep=1", "write-once-keep=2")),
     ),
     Mutation(
         "failed-seal-flush-lost",
@@ -337,8 +338,8 @@ SEALING = (
         (
             Edit(
                 _MODEL,
-                "    for write in writes.values():\n        write.result()\n    return digests\n",
-                "    return digests\n",
+                "        writer.finish_writes()\n    finally:\n        writer.wait()\n",
+                "    finally:\n        pass\n",
             ),
         ),
         (f"{_STEPS}::test_the_bytes_of_the_parameters_are_those_of_when_they_were_copied",),
@@ -349,8 +350,9 @@ SEALING = (
         (
             Edit(
                 _MODEL,
-                "        if previous is not None:\n            previous.result()\n",
-                "        del previous\n",
+                "        for write in self._writes.pop(index - 2, []):\n"
+                "            write.result()\n",
+                "",
             ),
         ),
         (f"{_STEPS}::test_the_bytes_of_the_parameters_are_those_of_when_they_were_copied",),
@@ -361,8 +363,8 @@ SEALING = (
         (
             Edit(
                 _MODEL,
-                "        image.gather(start, stop, data)\n        copied(stop)\n",
-                "        copied(stop)\n        image.gather(start, stop, data)\n",
+                "            image.gather(start, stop, data)\n            copied(stop)\n",
+                "            copied(stop)\n            image.gather(start, stop, data)\n",
             ),
         ),
         (f"{_STEPS}::test_the_bytes_of_the_parameters_are_those_of_when_they_were_copied",),

@@ -1,7 +1,9 @@
 """Measurements that need a process of their own; each prints one JSON document.
 
 ``python -m tests.numerics.measure bytes <directory>`` asks the kernel what steps, checkpoints and
-restores read and write; ``... memory <directory> <parameters>`` asks for the peak of memory.
+restores read and write; ``... frozen <directory> <frozen MiB> <seals>`` what checkpoints do of a
+model that is mostly frozen, from where the process before has ended; ``... memory <directory>
+<parameters>`` asks for the peak of memory.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 import offload
+from bench._frozen_child import train
 from gds import PosixBackend, StorageError
 
 MIB = 1 << 20
@@ -147,6 +150,12 @@ def measure_bytes(directory: str) -> dict[str, Any]:
     }
 
 
+def measure_frozen(directory: str, frozen_mib: int, num_seals: int) -> dict[str, Any]:
+    if reason := why_not_counted(directory):
+        return {"skip": reason}
+    return train(f"{directory}/run", frozen_mib * MIB, MIB, num_seals, "bfloat16", "")
+
+
 def resident_bytes(field: str) -> int:
     """Return ``VmRSS`` or its peak, ``VmHWM``, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -203,7 +212,8 @@ def measure_memory(directory: str, num_parameters: int) -> dict[str, Any]:
 
 def main(what: str, directory: str, *numbers: str) -> None:
     torch.set_num_threads(1)
-    measure = {"bytes": measure_bytes, "memory": measure_memory}[what]
+    measures = {"bytes": measure_bytes, "frozen": measure_frozen, "memory": measure_memory}
+    measure = measures[what]
     print(json.dumps(measure(directory, *map(int, numbers))))
 
 

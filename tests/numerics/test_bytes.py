@@ -73,3 +73,38 @@ def test_the_optimizers_own_counts_agree_with_the_kernels(measured, kind):
     for direction in ("read", "written"):
         difference = measured[kind][direction] - measured[kind][f"stats_{direction}"]
         assert abs(difference) <= MIB
+
+
+NUM_SLOTS = 3
+"""Of a store that keeps two checkpoints."""
+
+
+@pytest.fixture(scope="module")
+def mostly_frozen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Two processes, the second of which resumes; 64 MiB are frozen, and 1 MiB is not."""
+    directory = tmp_path_factory.mktemp("frozen")
+    try:
+        return [measure("frozen", str(directory), "64", str(NUM_SLOTS + 3)) for _ in range(2)]
+    finally:
+        shutil.rmtree(directory)
+
+
+def test_what_is_frozen_is_written_once_for_each_slot_and_never_after_a_resume(mostly_frozen):
+    first, resumed = mostly_frozen
+    assert resumed["resumed_from"] == len(first["seals"])
+    assert first["trained_bytes"] == MIB
+    later = [*first["seals"][NUM_SLOTS:], *resumed["seals"]]
+    written = [seal["written_bytes"] for seal in later]
+    assert min(written) >= first["trained_bytes"], "the kernel counts what it is asked to write"
+    assert max(written) <= first["trained_bytes"] + 4 * MIB
+    assert first["seals"][0]["written_bytes"] >= first["frozen_bytes"]
+
+
+def test_what_is_frozen_is_read_once_for_each_slot_after_a_resume_at_most(mostly_frozen):
+    first, resumed = mostly_frozen
+    once = first["frozen_bytes"] + first["trained_bytes"]
+    read = sorted(seal["read_bytes"] for seal in resumed["seals"])
+    # A program's own pages count as well, and more where memory is short.
+    assert sum(read) <= (NUM_SLOTS - 1) * once + 16 * MIB
+    assert read[0] == 0
+    assert min(seal["read_bytes"] for seal in first["seals"]) == 0

@@ -203,5 +203,8 @@ class _DeviceFile(WrapperFile):
     def read(self, into: Any, offset: int) -> IOFuture:
         return self.inner.read(getattr(into, "hidden", into), offset)
 
+    def read_again(self, into: Any, offset: int, *, direct: bool) -> IOFuture:
+        return self.inner.read_again(getattr(into, "hidden", into), offset, direct=direct)
+
     def write(self, source: Any, offset: int) -> IOFuture:
         return self.inner.write(getattr(source, "hidden", source), offset)

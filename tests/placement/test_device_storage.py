@@ -23,6 +23,7 @@ from offload.placement import Rates
 from offload.rates import Site
 from tests.contract.fake_gpu import FakeGpu, installed
 from tests.crash.fault_backend import FaultBackend
+from tests.crash.flipping import FlippingBackend
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Cut
 from tests.numerics.reference import assert_same_bits
@@ -68,6 +69,26 @@ def test_a_transfer_that_fails_breaks_the_step_and_a_restore_mends_it(kind, nth,
     pair.assert_same_state()
     pair.optimizer.close()
     assert faults.violations == []
+
+
+def test_state_that_was_read_wrong_once_is_read_again(device, compute, caplog):
+    """The host says whether the drive has the right bytes; then they are read to the device."""
+    flipping = FlippingBackend(MemoryBackend())
+    pair = DevicePair(
+        CASES["sgd-nesterov"],
+        Cut(3 * 4096, 2, settings=ON_DEVICE),
+        DeviceBackend(flipping, device),
+        live=on_device(Mixed()),
+    )
+    train(pair, (0, 1))
+    pair.optimizer.checkpoint().result()
+    flipping.flips, flipping.left = "/momentum_buffer.safetensors", 2
+    assert pair.optimizer.restore().step == 2
+    train(pair, (2, 7))
+    pair.assert_same_state()
+    pair.optimizer.close()
+    assert flipping.num_flipped == {"read": 2}
+    assert caplog.text.count("one read returned something else") == 2
 
 
 @pytest.fixture

@@ -1034,7 +1034,7 @@ class TestDamage:
             (problem,) = opened.verify().problems
         assert problem.startswith(path)
         if name != "train_state":
-            assert "damaged: digest" in problem
+            assert "damaged: their digest" in problem
 
     def test_of_the_parameters_is_found_when_they_are_restored(self) -> None:
         backend = store_with_steps(2)

@@ -1,0 +1,353 @@
+"""Pickles of other programs, read without running anything, in bounded memory and time.
+
+Python's own unpickler can be told which names a pickle may use, and no more: nine bytes make its C
+version fill gigabytes (an index of the memo), and it sets attributes of whatever is on its stack.
+This one knows the operations that picklers of data write, and refuses all others. What a pickle
+names is looked up in a table of stand-ins, which are functions of ours. Nothing is imported, no
+attribute is set, and a count of the memory that the values take ends what would take too much.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+MAX_PICKLE_BYTES = 128 << 20
+"""Of one pickle. The structure of a million tensors takes about as much."""
+
+_LEAST_BUDGET_BYTES = 16 << 20
+_BUDGET_FACTOR = 56
+MAX_BUDGET_BYTES = 2 << 30
+"""What the values of a pickle may take: 56 times its length and 16 MiB, and no more than this. What
+torch writes takes 20 to 35 times its length as it is counted here, and half of that in fact."""
+
+_MAX_INTEGER_BYTES = 32
+_MAX_KEY_BITS = 64
+"""Of an integer by which something is found. Larger ones can be made to collide."""
+
+_LIST_BYTES, _DICT_BYTES, _SET_BYTES, _TUPLE_BYTES = 80, 88, 240, 64
+_TEXT_BYTES, _NUMBER_BYTES, _MARK_BYTES = 64, 40, 96
+_MEMO_BYTES, _PAIR_BYTES, _ITEM_BYTES, _MADE_BYTES = 80, 100, 9, 160
+"""What objects take, on the stack and elsewhere; rounded up."""
+
+
+class PickleError(ValueError):
+    """A pickle is damaged, or holds what is not read; says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What stands for something that a pickle names."""
+
+    text: str
+    call: Callable[..., Any] | None = None
+    """Called where the pickle calls it; None where it is only named."""
+
+    copies: bool = False
+    """Whether what it returns holds the items of its arguments once more."""
+
+
+class Record:
+    """An object of a class that is known by name only; its fields are what the pickle says."""
+
+    __slots__ = ("fields", "kind")
+
+    def __init__(self, kind: str, *arguments: Any) -> None:
+        self.kind = kind
+        self.fields: dict[str, Any] = {"arguments": arguments} if arguments else {}
+
+    def set_state(self, state: Any) -> None:
+        """Take the fields: a dict of them, or what the class makes them of."""
+        if isinstance(state, dict) and all(isinstance(key, str) for key in state):
+            self.fields.update(state)
+        else:
+            self.fields["state"] = state
+
+
+def read_pickle(
+    data: bytes,
+    names: Mapping[tuple[str, str], Any],
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return the value of a pickle.
+
+    Args:
+        data: All of it; what follows it is ignored.
+        names: What may be named, by module and name: a `Name`, or the value itself.
+        persistent: Returns what a persistent id stands for; None where there must be none.
+
+    Raises:
+        PickleError: It is none, is cut or damaged, uses an operation or a name that is not known,
+            or would take more memory than `MAX_BUDGET_BYTES`, or 56 times its length.
+    """
+    if len(data) > MAX_PICKLE_BYTES:
+        raise PickleError(f"a pickle of {len(data)} bytes, at most {MAX_PICKLE_BYTES} are read")
+    return _Machine(data, names, persistent).run()
+
+
+class _Stop(Exception):  # noqa: N818  (not an error: the value is complete)
+    pass
+
+
+class _Machine:
+    """The stack machine that a pickle is a program of."""
+
+    def __init__(
+        self,
+        data: bytes,
+        names: Mapping[tuple[str, str], Any],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        self._data = data
+        self._at = 0
+        self._names = names
+        self._persistent = persistent
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+        self._left = min(_LEAST_BUDGET_BYTES + _BUDGET_FACTOR * len(data), MAX_BUDGET_BYTES)
+
+    def run(self) -> Any:
+        data, operations = self._data, _OPERATIONS
+        try:
+            while True:
+                code = data[self._at]
+                self._at += 1
+                operation = operations.get(code)
+                if operation is None:
+                    raise PickleError(f"operation {bytes([code])!r} is none that is read")
+                operation(self)
+        except _Stop:
+            return self._stack[-1]
+        except PickleError as error:
+            raise PickleError(f"{error}, at byte {self._at}") from error
+        except (IndexError, KeyError, struct.error) as error:
+            raise PickleError(f"cut or damaged, at byte {self._at}") from error
+        except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+            raise PickleError(f"damaged, at byte {self._at}: {error}") from error
+
+    def spend(self, num_bytes: int) -> None:
+        self._left -= num_bytes
+        if self._left < 0:
+            raise PickleError(
+                f"its {len(self._data)} bytes ask for more memory than any such file needs"
+            )
+
+    def push(self, value: Any, num_bytes: int) -> None:
+        self.spend(num_bytes)
+        self._stack.append(value)
+
+    def take(self, num: int) -> bytes:
+        start = self._at
+        if num > len(self._data) - start:
+            raise IndexError
+        self._at = start + num
+        return self._data[start : start + num]
+
+    def count(self, num_bytes: int) -> int:
+        return int.from_bytes(self.take(num_bytes), "little")
+
+    def line(self) -> str:
+        end = self._data.index(b"\n", self._at, self._at + 300)
+        text = self._data[self._at : end].decode()
+        self._at = end + 1
+        return text
+
+    def text(self, num: int) -> None:
+        data = self.take(num)
+        width = 1 if data.isascii() else 4
+        self.push(data.decode("utf-8", "surrogatepass"), _TEXT_BYTES + num * width)
+
+    def binary(self, num: int) -> None:
+        self.push(self.take(num), _TEXT_BYTES + num)
+
+    def array(self, num: int) -> None:
+        self.push(bytearray(self.take(num)), _TEXT_BYTES + num)
+
+    def integer(self, num: int) -> None:
+        if num > _MAX_INTEGER_BYTES:
+            raise PickleError(f"an integer of {num} bytes, at most {_MAX_INTEGER_BYTES} are read")
+        self.push(int.from_bytes(self.take(num), "little", signed=True), _NUMBER_BYTES)
+
+    def remember(self, index: int) -> None:
+        self.spend(_MEMO_BYTES)
+        self._memo[index] = self._stack[-1]
+
+    def mark(self) -> None:
+        self.spend(_MARK_BYTES)
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def since_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._marks.pop()
+        return items
+
+    def tuple_of(self, num: int) -> None:
+        stack = self._stack
+        if len(stack) < num:
+            raise IndexError
+        items = tuple(stack[-num:])
+        del stack[-num:]
+        self.push(items, _TUPLE_BYTES + 8 * num)
+
+    def marked_tuple(self) -> None:
+        items = tuple(self.since_mark())
+        self.push(items, _TUPLE_BYTES + 8 * len(items))
+
+    def marked_list(self) -> None:
+        items = self.since_mark()
+        self.push(items, _LIST_BYTES + 8 * len(items))
+
+    def marked_dict(self) -> None:
+        items = self.since_mark()
+        self.push({}, _DICT_BYTES)
+        self.set_items(items)
+
+    def append(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is not list:
+            raise PickleError(f"appends to a {type(target).__name__}")
+        self.spend(_ITEM_BYTES * len(items))
+        target.extend(items)
+
+    def add(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is not set:
+            raise PickleError(f"adds to a {type(target).__name__}")
+        self.spend(_PAIR_BYTES * len(items))
+        for item in items:
+            check_key(item)
+            target.add(item)
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is not dict or len(items) % 2:
+            raise PickleError(f"sets items of a {type(target).__name__}")
+        self.spend(_PAIR_BYTES * (len(items) // 2))
+        for at in range(0, len(items), 2):
+            check_key(items[at])
+            target[items[at]] = items[at + 1]
+
+    def named(self, module: object, name: object) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise PickleError("a name is no text")
+        found = self._names.get((module, name))
+        if found is None:
+            raise PickleError(f"it names {module:.80}.{name:.80}")
+        self.push(found, 8)
+
+    def stack_global(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        self.named(module, name)
+
+    def call(self) -> None:
+        arguments, function = self._stack.pop(), self._stack.pop()
+        if not isinstance(function, Name) or type(arguments) is not tuple:
+            raise PickleError("calls what is no function")
+        if function.call is None:
+            raise PickleError(f"calls {function.text}")
+        if function.copies:
+            sized = (list, tuple, dict, set, str, bytes)
+            self.spend(_PAIR_BYTES * sum(len(a) for a in arguments if isinstance(a, sized)))
+        self.push(function.call(*arguments), _MADE_BYTES)
+
+    def build(self) -> None:
+        state, target = self._stack.pop(), self._stack[-1]
+        if isinstance(target, Record):
+            target.set_state(state)
+            self.spend(_MADE_BYTES)
+        elif type(target) is not dict:  # of a dict these are attributes, which are no entries
+            raise PickleError(f"sets attributes of a {type(target).__name__}")
+
+    def persistent(self) -> None:
+        if self._persistent is None:
+            raise PickleError("it has a persistent id")
+        self.push(self._persistent(self._stack.pop()), _MADE_BYTES)
+
+    def stop(self) -> NoReturn:
+        if len(self._stack) != 1 or self._marks:
+            raise PickleError("it ends with other than one value")
+        raise _Stop
+
+    def skip_protocol(self) -> None:
+        version = self.count(1)
+        if version > pickle.HIGHEST_PROTOCOL:
+            raise PickleError(f"protocol {version}, at most {pickle.HIGHEST_PROTOCOL} are read")
+
+
+def check_key(key: Any, depth: int = 0) -> None:
+    """Refuse keys that can be made to collide, or that are not plain.
+
+    Raises:
+        PickleError: It is such a key.
+    """
+    if isinstance(key, tuple) and depth == 0 and len(key) <= 8:
+        for part in key:
+            check_key(part, 1)
+    elif type(key) is int:
+        if key.bit_length() > _MAX_KEY_BITS:
+            raise PickleError("an integer of more than 64 bits is a key")
+    elif not isinstance(key, str | bytes | bool | float | Record | None):
+        raise PickleError(f"a {type(key).__name__} is a key")
+
+
+_Operation = Callable[[_Machine], object]
+
+_OPERATIONS: dict[int, _Operation] = {
+    code[0]: operation
+    for code, operation in {
+        pickle.PROTO: _Machine.skip_protocol,
+        pickle.FRAME: lambda m: m.take(8),
+        pickle.STOP: _Machine.stop,
+        pickle.MARK: _Machine.mark,
+        pickle.POP: lambda m: m._stack.pop() if m._stack else m.since_mark(),
+        pickle.POP_MARK: _Machine.since_mark,
+        pickle.NONE: lambda m: m.push(None, 8),
+        pickle.NEWTRUE: lambda m: m.push(True, 8),
+        pickle.NEWFALSE: lambda m: m.push(False, 8),
+        pickle.BININT: lambda m: m.integer(4),
+        pickle.BININT1: lambda m: m.push(m.count(1), 8),
+        pickle.BININT2: lambda m: m.push(m.count(2), _NUMBER_BYTES),
+        pickle.LONG1: lambda m: m.integer(m.count(1)),
+        pickle.BINFLOAT: lambda m: m.push(struct.unpack(">d", m.take(8))[0], _NUMBER_BYTES),
+        pickle.BINUNICODE: lambda m: m.text(m.count(4)),
+        pickle.SHORT_BINUNICODE: lambda m: m.text(m.count(1)),
+        pickle.BINUNICODE8: lambda m: m.text(m.count(8)),
+        pickle.BINBYTES: lambda m: m.binary(m.count(4)),
+        pickle.SHORT_BINBYTES: lambda m: m.binary(m.count(1)),
+        pickle.BINBYTES8: lambda m: m.binary(m.count(8)),
+        pickle.BYTEARRAY8: lambda m: m.array(m.count(8)),
+        pickle.EMPTY_TUPLE: lambda m: m.push((), 8),
+        pickle.TUPLE1: lambda m: m.tuple_of(1),
+        pickle.TUPLE2: lambda m: m.tuple_of(2),
+        pickle.TUPLE3: lambda m: m.tuple_of(3),
+        pickle.TUPLE: _Machine.marked_tuple,
+        pickle.EMPTY_LIST: lambda m: m.push([], _LIST_BYTES),
+        pickle.LIST: _Machine.marked_list,
+        pickle.APPEND: lambda m: m.append([m._stack.pop()]),
+        pickle.APPENDS: lambda m: m.append(m.since_mark()),
+        pickle.EMPTY_DICT: lambda m: m.push({}, _DICT_BYTES),
+        pickle.DICT: _Machine.marked_dict,
+        pickle.SETITEM: lambda m: m.set_items([m._stack.pop(-2), m._stack.pop()]),
+        pickle.SETITEMS: lambda m: m.set_items(m.since_mark()),
+        pickle.EMPTY_SET: lambda m: m.push(set(), _SET_BYTES),
+        pickle.ADDITEMS: lambda m: m.add(m.since_mark()),
+        pickle.GLOBAL: lambda m: m.named(m.line(), m.line()),
+        pickle.STACK_GLOBAL: _Machine.stack_global,
+        pickle.REDUCE: _Machine.call,
+        pickle.NEWOBJ: _Machine.call,
+        pickle.BUILD: _Machine.build,
+        pickle.BINPERSID: _Machine.persistent,
+        pickle.BINGET: lambda m: m.push(m._memo[m.count(1)], 8),
+        pickle.LONG_BINGET: lambda m: m.push(m._memo[m.count(4)], 8),
+        pickle.BINPUT: lambda m: m.remember(m.count(1)),
+        pickle.LONG_BINPUT: lambda m: m.remember(m.count(4)),
+        pickle.MEMOIZE: lambda m: m.remember(len(m._memo)),
+    }.items()
+}
+"""What each operation does, by its byte."""

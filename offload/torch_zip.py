@@ -1,0 +1,193 @@
+"""The archives that `torch.save` writes: where their records are, read strictly.
+
+An archive is a ZIP file whose records are stored as they are. Nothing else is taken: a record that
+is compressed may be a thousand times as large in memory, and two readers of ZIP files may disagree
+about an archive that is not laid out in the usual way.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import BinaryIO, NoReturn
+
+from offload.errors import CheckpointError
+
+_END = struct.Struct("<4s4H2LH")
+_LOCATOR = struct.Struct("<4sLQL")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+
+_MAX_DIRECTORY_BYTES = 128 << 20
+"""Of the list of records: that of a million tensors takes less."""
+
+_UNKNOWN = 0xFFFFFFFF
+_ENCRYPTED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where a record is in the file."""
+
+    header: int
+    """The byte at which its own header begins."""
+
+    nbytes: int
+
+
+class TorchZip:
+    """The records of an archive.
+
+    Args:
+        file: Open for reading; stays open as long as this is used.
+        path: For messages.
+        start: The first byte of the archive in the file.
+        stop: One past its last byte.
+
+    Raises:
+        CheckpointError: It is no archive of `torch.save`, or is damaged.
+    """
+
+    def __init__(self, file: BinaryIO, path: str, start: int, stop: int) -> None:
+        self._file = file
+        self._path = path
+        self._start = start
+        self._compressed = ""
+        """The first record that is, if any."""
+        records = self._records(stop)
+        if any(name.endswith("/constants.pkl") for name in records):
+            self._refuse("it is a TorchScript archive, which holds a program")
+        if self._compressed:
+            self._refuse(
+                f"its record {self._compressed!r:.80} is compressed, as torch.save never writes it"
+            )
+        prefixes = [name[: -len("data.pkl")] for name in records if name.endswith("/data.pkl")]
+        prefixes = [prefix for prefix in prefixes if prefix.count("/") == 1]
+        if len(prefixes) != 1:
+            self._refuse("it has no data.pkl, or several")
+        (prefix,) = prefixes
+        self._named = {
+            name[len(prefix) :]: record
+            for name, record in records.items()
+            if name.startswith(prefix)
+        }
+
+    def read(self, name: str, most_bytes: int) -> bytes:
+        """Return the content of a small record; empty if there is none of that name.
+
+        Raises:
+            CheckpointError: It is larger than `most_bytes`, or damaged.
+        """
+        record = self._named.get(name)
+        if record is None:
+            return b""
+        if record.nbytes > most_bytes:
+            self._refuse(f"its {name} has {record.nbytes} bytes, at most {most_bytes} are read")
+        return self._bytes(self._data_start(record), record.nbytes)
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Return at which byte of the file a record's content begins, and its length.
+
+        Raises:
+            CheckpointError: There is no such record, or it is damaged.
+        """
+        record = self._named.get(name)
+        if record is None:
+            self._refuse(f"it has no record {name!r:.80}")
+        begin = self._data_start(record)
+        if begin + record.nbytes > self._end:
+            self._refuse(f"its record {name!r:.80} does not end within it")
+        return begin, record.nbytes
+
+    def _records(self, stop: int) -> dict[str, Record]:
+        """Read the list at the end of the archive."""
+        size = stop - self._start
+        if size < _END.size:
+            self._refuse("it is cut short")
+        at = stop - _END.size
+        signature, disk, _, _, num, length, offset, comment = _END.unpack(
+            self._bytes(at, _END.size)
+        )
+        if signature != b"PK\5\6" or comment or disk:
+            self._refuse("it does not end as an archive that torch.save writes")
+        end = at
+        if size >= _END.size + _LOCATOR.size + _END64.size:
+            tail = self._bytes(at - _LOCATOR.size, _LOCATOR.size)
+            signature, _, place, _ = _LOCATOR.unpack(tail)
+            if signature == b"PK\6\7":
+                end = at - _LOCATOR.size - _END64.size
+                if place != end - self._start:
+                    self._refuse("its list of records is not where it says")
+                found = _END64.unpack(self._bytes(end, _END64.size))
+                if found[0] != b"PK\6\6":
+                    self._refuse("its list of records has no end")
+                num, length, offset = found[7], found[8], found[9]
+        if offset + length != end - self._start:
+            self._refuse("its list of records is not where it says")
+        if length > _MAX_DIRECTORY_BYTES or num * _ENTRY.size > length:
+            self._refuse(f"a list of {num} records in {length} bytes")
+        self._end = self._start + offset
+        listed = self._bytes(self._end, length)
+        return self._parsed(listed, num, offset)
+
+    def _parsed(self, listed: bytes, num: int, most: int) -> dict[str, Record]:
+        records: dict[str, Record] = {}
+        at = 0
+        for _ in range(num):
+            if len(listed) - at < _ENTRY.size:
+                self._refuse("its list of records is cut short")
+            entry = _ENTRY.unpack_from(listed, at)
+            signature, flags, method, packed, nbytes = entry[0], entry[3], entry[4], *entry[8:10]
+            name_bytes, extra_bytes, comment_bytes = entry[10:13]
+            header = entry[16]
+            at += _ENTRY.size
+            name = listed[at : at + name_bytes].decode("utf-8", "replace")
+            extra = listed[at + name_bytes : at + name_bytes + extra_bytes]
+            at += name_bytes + extra_bytes + comment_bytes
+            if signature != b"PK\1\2" or at > len(listed):
+                self._refuse("its list of records is damaged")
+            nbytes, packed, header = _large(extra, nbytes, packed, header)
+            if method or packed != nbytes or flags & _ENCRYPTED:
+                self._compressed = self._compressed or name
+                continue
+            if header + _LOCAL.size + nbytes > most:
+                self._refuse(f"its record {name!r:.80} does not end within it")
+            if name in records:
+                self._refuse(f"it has two records {name!r:.80}")
+            records[name] = Record(self._start + header, nbytes)
+        if at != len(listed):
+            self._refuse("its list of records is damaged")
+        return records
+
+    def _data_start(self, record: Record) -> int:
+        local = _LOCAL.unpack(self._bytes(record.header, _LOCAL.size))
+        if local[0] != b"PK\3\4":
+            self._refuse("a record does not begin where it should")
+        return record.header + _LOCAL.size + int(local[9]) + int(local[10])
+
+    def _bytes(self, at: int, nbytes: int) -> bytes:
+        self._file.seek(at)
+        data = self._file.read(nbytes)
+        if len(data) != nbytes:
+            self._refuse("it is cut short")
+        return data
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise CheckpointError(f"{self._path}: {reason}")
+
+
+def _large(extra: bytes, nbytes: int, packed: int, header: int) -> tuple[int, int, int]:
+    """Return sizes and place, from the extra field of a large archive where they are not known."""
+    found = [nbytes, packed, header]
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            numbers = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            found = [next(numbers, v) if v == _UNKNOWN else v for v in found]
+            break
+        at += 4 + length
+    return found[0], found[1], found[2]

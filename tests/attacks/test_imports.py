@@ -1,0 +1,70 @@
+"""Every hostile file for `offload import` is refused in one line, in bounded memory and time."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.attacks.imports import CASES, Hostile
+
+NUM_PROCESSES = 3
+MOST_SECONDS = 50
+"""For one of them, on a machine that has other work; the largest takes two."""
+
+
+def complaints(case: Hostile, found: dict[str, object]) -> list[str]:
+    """Return what is wrong with how a file was met."""
+    err, code = str(found["err"]), found["code"]
+    wrong = []
+    if case.reason or case.arguments:
+        if code not in (1, 2):
+            wrong.append(f"status {code}")
+        if not re.search(case.reason, err, re.DOTALL):
+            wrong.append("another reason")
+        if code == 1 and (not err.startswith("error: ") or err.count("\n") != 1):
+            wrong.append("not one line")
+        if found["sealed"]:
+            wrong.append("sealed")
+    else:
+        if code != 0:
+            wrong.append("refused")
+        if not found["sealed"] or found.get("listed") != found["sealed"]:
+            wrong.append("sealed under a name that no reader finds")
+    if found["pwned"]:
+        wrong.append("something was run")
+    if found["grown_bytes"] > case.most_bytes:  # type: ignore[operator]
+        wrong.append(f"{found['grown_bytes'] >> 20} MiB")  # type: ignore[operator]
+    if found["seconds"] > MOST_SECONDS:  # type: ignore[operator]
+        wrong.append(f"{found['seconds']} s")
+    return [f"{case.name}: {', '.join(wrong)}: {err[-400:]}"] if wrong else []
+
+
+def test_every_file_has_a_name_of_its_own() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("index", range(NUM_PROCESSES))
+def test_every_file_is_refused_or_imported(
+    index: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    chosen = CASES[index::NUM_PROCESSES]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.attacks.imports", str(tmp_path), f"{index}/{NUM_PROCESSES}"],
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["name"] for one in found] == [case.name for case in chosen]
+    wrong = [w for case, one in zip(chosen, found, strict=True) for w in complaints(case, one)]
+    assert wrong == []
+    record_property("attacks", sum(bool(case.reason) for case in chosen))

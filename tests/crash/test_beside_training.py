@@ -1,0 +1,363 @@
+"""Commands that read a store while a process trains in it: no false alarm, and no damage missed.
+
+A checkpoint that is recycled while somebody looks is no damage. Fifty runs of ``offload verify``
+beside a real process are made here; VERIFY_RUNS=1000 makes a thousand. Besides, training goes on
+before each single operation of a reader in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import gds
+import offload.checkpoint
+import offload.cli_verify
+import offload.listing
+import offload.reader_lock
+from gds import LockHeldError, MemoryBackend, PosixBackend, StorageError, WrapperBackend
+from gds._backend import File, Lock, Stat
+from offload import list_checkpoints, load_parameters, open_checkpoint
+from offload.checkpoint_stream import open_stream
+from offload.cli import main
+from offload.errors import RecycledError
+from tests.command_line import Run, runner
+from tests.crash import beside
+from tests.crash.children import Children
+from tests.crash.training import Model, backward, optimizer_for, options
+from tests.eventually import eventually
+
+RUNS = int(os.environ.get("VERIFY_RUNS", "52"))
+"""Of ``offload verify`` beside training, in all four settings together."""
+
+EACH = (*range(1, 31), *range(31, 1000, 1 if RUNS >= 1000 else 7))
+"""Operations of a reader before which training goes on. The first ones take no lock yet."""
+
+STORES = [(keep, drives) for keep in (1, 2) for drives in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Children]:
+    server = Children("tests.crash.beside")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner("offload", main, monkeypatch, capsys)
+
+
+def flip_a_bit(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize(("keep", "drives"), STORES)
+def test_verify_beside_a_process_that_trains(
+    keep: int,
+    drives: int,
+    children: Children,
+    run: Run,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    (tmp_path / beside.PLAN).write_text(json.dumps({"keep": keep, "drives": drives}))
+    pid = children.start(beside.train_until_told, tmp_path)
+    store = Path(beside.store_of(str(tmp_path), drives)[0])
+    try:
+        eventually((tmp_path / beside.STARTED).exists)
+        found: Counter[str] = Counter()
+        for number in range(RUNS // len(STORES)):
+            arguments = ["--all", tmp_path] if number % 3 == 2 else [store]
+            status, out, err = run("verify", *arguments, "--json")
+            said = json.loads(out)
+            assert (status, said["ok"]) == (0, True), f"run {number}: {out} {err}"
+            assert err == ""
+            found["checked"] += len(said["checkpoints"])
+            found["recycled"] += len(said["recycled"])
+            assert len(said["checkpoints"]) >= 2, "the pinned one, and the newest"
+            found["runs"] += 1
+            if number % 5 == 0:
+                for command in ("ls", "show"):
+                    status, _, err = run(command, store)
+                    assert (status, err) == (0, ""), f"{command}, after run {number}"
+
+        # Damage of a checkpoint that stays is found every time.
+        damaged = store / "step-00000001" / "exp_avg.safetensors"
+        flip_a_bit(damaged, 4096 + 8)
+        for _ in range(5):
+            status, out, _ = run("verify", store, "--json")
+            said = json.loads(out)
+            wrong = [result for result in said["checkpoints"] if not result["ok"]]
+            assert status == 1
+            assert [result["path"] for result in wrong] == [str(damaged.parent)]
+            assert str(damaged) in wrong[0]["problems"][0]
+    finally:
+        (tmp_path / beside.STOP).touch()
+        ended = children.wait(pid, tmp_path)
+    assert ended.status == 0, ended.output
+    steps = json.loads(ended.output.splitlines()[-1])["steps"]
+    print(f"keep={keep}, drives={drives}: {dict(found)} beside {steps} steps")
+    record_property("verified_beside", dict(found))
+    assert steps > found["runs"], "training must go on meanwhile"
+
+
+class MeanwhileBackend(WrapperBackend):
+    """Lets something happen before one of a reader's operations."""
+
+    def __init__(self, inner: gds.Backend, nth: int, what: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self.left = nth
+        self._what = what
+
+    def look(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self._what()
+
+    def stat(self, path: str) -> Stat | None:
+        self.look()
+        return super().stat(path)
+
+    def list_dir(self, path: str) -> list[str]:
+        self.look()
+        return super().list_dir(path)
+
+    def open(self, path: str, *, writable: bool = False) -> File:
+        self.look()
+        return super().open(path, writable=writable)
+
+    def lock(self, path: str, *, shared: bool = False, create: bool = False) -> Lock:
+        self.look()
+        return super().lock(path, shared=shared, create=create)
+
+    def wrap_file(self, file: File) -> File:
+        self.look()  # the file is open, and has not been read
+        return file
+
+    def close(self) -> None:
+        """Leave what is inside to training."""
+
+
+class Training:
+    """A model and its optimizer, step by step."""
+
+    def __init__(self, backend: gds.Backend, directories: list[str], keep: int) -> None:
+        self.backend = backend
+        self.model = Model()
+        self._keep = keep
+        settings = options(backend, shares=(1,) * len(directories), reader_timeout_s=0.02)
+        self.optimizer = optimizer_for(self.model, directories, settings, keep=keep)
+
+    def steps_and_seal(self) -> str:
+        backward(self.model, self.optimizer.state_dict()["step"] + 1)
+        self.optimizer.step()
+        return self.optimizer.checkpoint().result().path
+
+    def recycle(self) -> None:
+        """Go on until nothing is left of what was there, but for what is being read."""
+        for _ in range(self._keep + 1):
+            self.steps_and_seal()
+
+
+def trained(inner: gds.Backend, directories: list[str], keep: int) -> Training:
+    training = Training(inner, directories, keep=keep)
+    for _ in range(keep + 1):
+        training.steps_and_seal()
+    return training
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["next-steps", "same-step"])
+@pytest.mark.parametrize(("keep", "drives"), STORES)
+def test_training_goes_on_before_any_operation_of_verify(
+    keep: int, drives: int, again: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All checkpoints that were there are recycled, or replaced by others of their step."""
+    directories = [f"/run{number}" for number in range(drives)]
+    inner = MemoryBackend()
+    training = trained(inner, directories, keep)
+
+    def recycle() -> None:
+        if again:
+            try:  # beside a reader of the same step a seal waits
+                inner.lock(newest).release()
+            except LockHeldError:
+                return
+            training.model.norm.running_mean.add_(1)
+            training.optimizer.checkpoint().result()
+            return
+        training.recycle()
+
+    newest = training.optimizer.checkpoint().result().path
+    counts: Counter[str] = Counter()
+    for nth in EACH:
+        made: list[MeanwhileBackend] = []
+
+        def backend(nth: int = nth, made: list[MeanwhileBackend] = made) -> MeanwhileBackend:
+            # One command uses several backends, one after the other.
+            left = made[-1].left if made else nth
+            made.append(MeanwhileBackend(inner, left, recycle))
+            return made[-1]
+
+        for module in (gds, offload.checkpoint, offload.listing):
+            monkeypatch.setattr(module, "PosixBackend", backend)
+        status, out, err = run("verify", directories[0], "--json")
+        said = json.loads(out)
+        assert (status, said["ok"], err) == (0, True, ""), f"before operation {nth}: {out}"
+        assert said["checkpoints"], f"before operation {nth}: nothing was checked"
+        counts["recycled"] += len(said["recycled"])
+        counts["checked"] += len(said["checkpoints"])
+        if made[-1].left > 0:
+            break
+    print(f"{nth} operations: {dict(counts)}")
+    assert nth > 40
+    assert counts["recycled"] > 0 or again
+    training.optimizer.close()
+
+
+READERS: dict[str, Callable[[gds.Backend, str], object]] = {
+    "list": lambda backend, store: [
+        pytest.fail(info.reason)
+        for info in list_checkpoints(store, backend=backend)
+        if not info.valid
+    ],
+    "open": lambda backend, store: open_checkpoint(store, backend=backend).close(),
+    "load": lambda backend, store: load_parameters(Model(), store, backend=backend),
+    "export": lambda backend, store: _export(backend, store),
+}
+
+
+def _export(backend: gds.Backend, store: str) -> None:
+    with open_checkpoint(store, backend=backend) as opened, open_stream(opened) as stream:
+        for _ in stream.blocks():
+            pass
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("keep", [1, 2])
+def test_training_goes_on_before_any_operation_of_a_reader(name: str, keep: int) -> None:
+    inner = MemoryBackend()
+    training = trained(inner, ["/run", "/other"], keep)
+
+    for nth in EACH:
+        backend = MeanwhileBackend(inner, nth, training.recycle)
+        READERS[name](backend, "/run")
+        if backend.left > 0:
+            break
+    assert nth > 10
+    training.optimizer.close()
+
+
+@pytest.mark.parametrize("how", ["verify", "train_state", "read_state", "stream"])
+def test_a_checkpoint_without_a_lock_that_was_recycled_is_said_to_be(how: str) -> None:
+    """What restore() and a seal return has none: it may be recycled at any time."""
+    training = trained(MemoryBackend(), ["/run", "/other"], 1)
+    before = training.optimizer.checkpoint({"step": 0}).result()
+    assert before.verify().ok
+    training.steps_and_seal()
+    training.steps_and_seal()
+
+    def use() -> object:
+        if how == "verify":
+            return before.verify()
+        if how == "read_state":
+            return before.read_state("first.weight")
+        if how == "stream":
+            with open_stream(before) as stream:
+                return list(stream.blocks())
+        return before.train_state
+
+    with pytest.raises(RecycledError, match="recycled; open a newer one"):
+        use()
+    training.optimizer.close()
+
+
+def test_the_metrics_of_a_checkpoint_may_be_replaced_while_it_is_verified() -> None:
+    training = Training(MemoryBackend(), ["/run"], keep=2)
+    path = training.steps_and_seal()
+    with open_checkpoint(path, backend=training.backend) as opened:
+        training.optimizer.checkpoint({"step": 1}, metrics={"loss": 1.0}).result()
+        assert opened.verify().problems == ()
+    training.optimizer.close()
+
+
+def test_verify_of_all_stores_goes_on_after_one_that_cannot_be_looked_at(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = PosixBackend(direct=False)
+    for name in ("a", "b"):
+        trained(inner, [str(tmp_path / name)], 1).optimizer.close()
+
+    class Unreadable(WrapperBackend):
+        def list_dir(self, path: str) -> list[str]:
+            if path == str(tmp_path / "a"):
+                raise StorageError(5, "list", path)
+            return super().list_dir(path)
+
+    for module in (gds, offload.checkpoint, offload.listing):
+        monkeypatch.setattr(module, "PosixBackend", lambda: Unreadable(PosixBackend()))
+    status, out, _ = run("verify", "--all", tmp_path, "--json")
+    said = json.loads(out)
+    assert status == 1
+    by_path = {result["path"]: result for result in said["checkpoints"]}
+    assert by_path[str(tmp_path / "a")]["problems"] == []
+    assert "Input/output error" in by_path[str(tmp_path / "a")]["unreadable"][0]
+    assert [r["ok"] for path, r in by_path.items() if path.startswith(str(tmp_path / "b"))] == [
+        True
+    ]
+    inner.close()
+
+
+def test_a_checkpoint_that_a_writer_holds_is_waited_for(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be about to be recycled, and may as well stay: it has a pin, say."""
+    inner = PosixBackend(direct=False)
+    training = trained(inner, [str(tmp_path / "run")], 1)
+    path = training.optimizer.checkpoint({"step": 0}).result().path
+    lock = inner.lock(path)
+    waits: list[float] = []
+
+    class Clock:
+        """The time of those who wait: each look at it is two seconds after the one before."""
+
+        seconds = itertools.count(0, 2)
+
+        @classmethod
+        def monotonic(cls) -> float:
+            return next(cls.seconds)
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == release_at:
+                lock.release()
+
+    monkeypatch.setattr(offload.reader_lock, "time", Clock)
+    monkeypatch.setattr(offload.cli_verify, "time", Clock)
+    release_at = 1
+    status, out, _ = run("verify", path, "--json")
+    said = json.loads(out)
+    assert (status, len(said["checkpoints"]), said["recycled"]) == (0, 1, [])
+    assert waits
+
+    lock = inner.lock(path)  # which stays: nothing is known of this one, and that is said
+    waits.clear()
+    release_at = 1000
+    status, out, _ = run("verify", path, "--json")
+    (result,) = json.loads(out)["checkpoints"]
+    assert (status, result["problems"]) == (1, [])
+    assert "is being recycled" in result["unreadable"][0]
+    lock.release()
+    training.optimizer.close()
+    inner.close()

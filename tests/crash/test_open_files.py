@@ -1,0 +1,153 @@
+"""What is closed is closed: no file of a store is open any more when its owner has let go of it.
+
+A descriptor that stays open keeps the space of a file that has been removed, and a process that
+trains for weeks has only so many of them. The backend is the user's here: one of the library's own
+would close all files with itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gds import PosixBackend
+from offload import AdamW, open_checkpoint
+from tests.crash.training import Model, add_head, backward, optimizer_for, options
+from tests.eventually import eventually
+
+
+@pytest.fixture
+def backend() -> Iterator[PosixBackend]:
+    backend = PosixBackend()
+    yield backend
+    backend.close()
+
+
+def open_below(directory: Path) -> list[str]:
+    """Return the paths below a directory that this process has open."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            path = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # the one that listed them
+        if path.startswith(f"{directory}/"):
+            found.append(path)
+    return found
+
+
+def train(model: Model, optimizer: AdamW, *steps: int) -> None:
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+
+
+def seal(model: Model, optimizer: AdamW, *steps: int) -> None:
+    for step in steps:
+        train(model, optimizer, step)
+        optimizer.checkpoint({"step": step}).result()
+
+
+def nothing_yet(model: Model, optimizer: AdamW) -> None:
+    """A store that has been opened only."""
+
+
+def a_working_slot(model: Model, optimizer: AdamW) -> None:
+    train(model, optimizer, 1)
+
+
+def more_checkpoints_than_are_kept_open(model: Model, optimizer: AdamW) -> None:
+    seal(model, optimizer, 1, 2, 3, 4, 5, 6)
+
+
+def a_slot_that_was_got_for_a_new_layout(model: Model, optimizer: AdamW) -> None:
+    seal(model, optimizer, 1)
+    add_head(model, optimizer)
+
+
+def a_new_layout(model: Model, optimizer: AdamW) -> None:
+    seal(model, optimizer, 1, 2)
+    add_head(model, optimizer)
+    seal(model, optimizer, 3)
+    train(model, optimizer, 4)
+
+
+def a_free_slot(model: Model, optimizer: AdamW) -> None:
+    seal(model, optimizer, 1, 2, 3)
+    train(model, optimizer, 4)
+    optimizer.restore()
+
+
+def a_train_state_sealed_again(model: Model, optimizer: AdamW) -> None:
+    seal(model, optimizer, 1)
+    for value in (2, 3):
+        optimizer.checkpoint({"step": value}, metrics={"loss": float(value)}).result()
+
+
+def a_checkpoint_given_up(model: Model, optimizer: AdamW) -> None:
+    seal(model, optimizer, 1, 2)
+    optimizer.restore(1, discard_newer=True)
+
+
+HISTORIES = [
+    nothing_yet,
+    a_working_slot,
+    more_checkpoints_than_are_kept_open,
+    a_slot_that_was_got_for_a_new_layout,
+    a_new_layout,
+    a_free_slot,
+    a_train_state_sealed_again,
+    a_checkpoint_given_up,
+]
+
+
+@pytest.mark.parametrize("drives", [1, 2], ids=["one drive", "two drives"])
+@pytest.mark.parametrize("keep", [2, 5], ids=["keep=2", "keep=5"])
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.__name__)
+def test_an_optimizer_that_is_closed_has_no_file_open(
+    history: Callable[[Model, AdamW], None],
+    keep: int,
+    drives: int,
+    tmp_path: Path,
+    backend: PosixBackend,
+) -> None:
+    directories = [str(tmp_path / f"{drive}") for drive in range(drives)]
+    model = Model()
+    optimizer = optimizer_for(model, directories, options(backend), keep=keep)
+    history(model, optimizer)
+    assert open_below(tmp_path) != []
+    gone = [path for path in open_below(tmp_path) if path.endswith(" (deleted)")]
+    assert gone == [], "the space of these files is still taken"
+    optimizer.close()
+    # Not what is garbage by then: the optimizer is still there, and has all that it ever had.
+    assert eventually(lambda: not open_below(tmp_path)), open_below(tmp_path)
+    optimizer.close()
+
+
+def test_a_long_row_of_checkpoints_does_not_take_more_and_more_descriptors(
+    tmp_path: Path, backend: PosixBackend
+) -> None:
+    model = Model()
+    with optimizer_for(model, str(tmp_path / "run"), options(backend), keep=20) as optimizer:
+        seal(model, optimizer, 1, 2, 3, 4, 5)
+        before = len(open_below(tmp_path))
+        seal(model, optimizer, 6, 7, 8, 9)
+        assert len(open_below(tmp_path)) == before
+
+
+@pytest.mark.parametrize("drives", [1, 2], ids=["one drive", "two drives"])
+def test_a_reader_that_is_closed_has_no_file_open(
+    drives: int, tmp_path: Path, backend: PosixBackend
+) -> None:
+    directories = [str(tmp_path / f"{drive}") for drive in range(drives)]
+    model = Model()
+    with optimizer_for(model, directories, options(backend)) as optimizer:
+        seal(model, optimizer, 1)
+    with open_checkpoint(directories[0], backend=backend) as found:
+        assert found.verify().ok
+        assert found.train_state == {"step": 1}
+        assert [path for path in open_below(tmp_path) if not path.endswith("step-00000001")] == []
+    assert open_below(tmp_path) == []

@@ -1,0 +1,253 @@
+"""One read that returns something else than what is stored condemns nothing.
+
+The bit flips on the way, in memory or on a cable; the drive has what was written. Whatever is read
+wrong once is read again, by another way and into other memory, before anybody calls it damaged.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gds import Backend, MemoryBackend, PosixBackend
+from offload import list_checkpoints, load_parameters, open_checkpoint
+from offload.checkpoint_stream import open_stream
+from offload.errors import DamagedError, UnreliableReadError
+from offload.exporting import export_checkpoint
+from offload.quarantine import QUARANTINE_NAME
+from tests.crash.fault_backend import FaultBackend
+from tests.crash.flipping import FlippingBackend
+from tests.crash.test_quarantine import (
+    NEWEST,
+    OTHER,
+    STORE,
+    goes_on_from,
+    store_with,
+    train,
+    train_through,
+)
+from tests.crash.training import Model, Reference, differences, optimizer_for, options, same_bits
+
+STATE = ("master", "exp_avg", "exp_avg_sq")
+FILES = (
+    "manifest.json",
+    "part.json",
+    *(f"{name}.safetensors" for name in ("model", "train_state", *STATE)),
+)
+"""Of a checkpoint on two drives."""
+
+LOOKED_AT_FIRST = ("manifest.json", "train_state.safetensors")
+"""Their first bytes are read apart, and hold nothing but the beginning of the text."""
+
+
+@pytest.fixture
+def backend() -> FlippingBackend:
+    """Hold checkpoints of steps 1 and 2, on two drives."""
+    inner = MemoryBackend()
+    store_with(inner, [STORE, OTHER])
+    return FlippingBackend(inner)
+
+
+@pytest.fixture
+def warnings_logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    with caplog.at_level(logging.WARNING, "offload"):
+        yield lambda: [r.getMessage() for r in caplog.records if "one read" in r.getMessage()]
+
+
+def is_marked(backend: Backend) -> bool:
+    return any(
+        QUARANTINE_NAME in backend.list_dir(f"{STORE}/{name}")
+        for name in backend.list_dir(STORE)
+        if name.startswith("step-")
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_training_goes_on_from_what_was_read_right_the_second_time(
+    name: str, backend: FlippingBackend, warnings_logged: Callable[[], list[str]]
+) -> None:
+    backend.flips, backend.left = f"step-00000002/{name}", 1
+    if name == "part.json" or name.startswith(STATE):
+        backend.flips = f"/{name}"  # some chunks are on the other drive
+    if name in LOOKED_AT_FIRST:
+        backend.left = 2
+    num_wrong = backend.left
+    model = Model()
+    optimizer = optimizer_for(model, [STORE, OTHER], options(backend))
+    checkpoint = optimizer.restore()
+    assert checkpoint is not None
+    assert checkpoint.step == 2
+    goes_on_from(checkpoint, model, optimizer, 2)
+    assert backend.num_flipped.total() == num_wrong
+    assert not is_marked(backend)
+    (message,) = warnings_logged()
+    assert name in message
+    assert "one read returned something else" in message
+    assert "memory" in message
+    optimizer.close()
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+@pytest.mark.parametrize("name", ["model", "exp_avg"])
+def test_the_second_read_takes_the_other_way(
+    name: str, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every read of the one kind is wrong, real files and all."""
+    store = str(tmp_path / "run")
+    store_with(None, store)
+    if direct and not PosixBackend().capabilities(str(tmp_path)).direct:
+        pytest.skip("no direct I/O here")
+    real, ways = os.preadv, []
+
+    def wrong(fd: int, views: list[memoryview], offset: int) -> int:
+        num = real(fd, views, offset)
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if path.endswith(f"step-00000002/{name}.safetensors") and offset >= 4096:
+            is_direct = bool(_flags(fd) & os.O_DIRECT)
+            if not ways or is_direct is direct:
+                views[0][0] ^= 1
+            ways.append(is_direct)
+        return num
+
+    model = Model()
+    optimizer = optimizer_for(model, store, options(None, direct=None if direct else False))
+    monkeypatch.setattr(os, "preadv", wrong)
+    if not direct:  # there is one way only: the first read of each range is wrong
+        monkeypatch.setattr(os, "preadv", _wrong_once(name, real, ways))
+    goes_on_from(optimizer.restore(), model, optimizer, 2)
+    assert (True in ways) is direct
+    assert False in ways
+    assert not os.path.exists(f"{store}/step-00000002/{QUARANTINE_NAME}")
+    optimizer.close()
+
+
+def _wrong_once(
+    name: str, real: Callable[[int, list[memoryview], int], int], ways: list[bool]
+) -> Callable[[int, list[memoryview], int], int]:
+    seen = set()
+
+    def wrong(fd: int, views: list[memoryview], offset: int) -> int:
+        num = real(fd, views, offset)
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if path.endswith(f"step-00000002/{name}.safetensors") and offset >= 4096:
+            if offset not in seen:
+                views[0][0] ^= 1
+            seen.add(offset)
+            ways.append(bool(_flags(fd) & os.O_DIRECT))
+        return num
+
+    return wrong
+
+
+def _flags(fd: int) -> int:
+    lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("flags:")).split()[1], 8)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_readers_are_not_misled(
+    name: str, backend: FlippingBackend, warnings_logged: Callable[[], list[str]]
+) -> None:
+    def flip_one() -> None:
+        backend.flips, backend.left = f"/{name}", 1 + (name in LOOKED_AT_FIRST)
+
+    flip_one()
+    assert all(info.valid for info in list_checkpoints(STORE, backend=backend))
+    flip_one()
+    with open_checkpoint(NEWEST, backend=backend) as opened:
+        flip_one()
+        assert opened.verify().problems == ()
+        assert opened.train_state == {"step": 2}
+        with open_stream(opened) as stream:
+            flip_one()
+            assert sum(len(data) for _, data in stream.model_blocks())
+            for _ in stream.blocks():
+                pass
+    flip_one()
+    model = Model(history=3)
+    assert load_parameters(model, STORE, backend=backend) == 2
+    assert same_bits(dict(model.state_dict()), Reference().after(2).model)
+    assert backend.num_flipped.total()
+    assert warnings_logged()
+
+
+def test_an_export_is_right_although_one_read_was_not(tmp_path: Path) -> None:
+    store = str(tmp_path / "run")
+    store_with(None, store)
+    backend = FlippingBackend(PosixBackend())
+    exported = []
+    for left in (0, 1):
+        backend.flips, backend.left = "/exp_avg.safetensors", left
+        with open_checkpoint(store, backend=backend) as opened:
+            export_checkpoint(opened, tmp_path / str(left), "safetensors")
+        exported.append((tmp_path / str(left) / "exp_avg.safetensors").read_bytes())
+    assert backend.num_flipped.total() == 1
+    assert exported[0] == exported[1]
+    backend.close()
+
+
+@pytest.mark.parametrize("name", ["model", "train_state", *STATE])
+def test_what_is_wrong_twice_is_damaged(name: str, backend: FlippingBackend) -> None:
+    backend.flips, backend.ways = f"/{name}.safetensors", ("read", "read_again", "read_bytes")
+    with open_checkpoint(NEWEST, backend=backend.inner) as opened:
+        opened._backend = backend
+        problems = opened.verify().problems
+    assert problems
+    assert all(f"{name}.safetensors" in problem for problem in problems)
+    assert backend.num_flipped["read_again"]
+
+
+def test_what_cannot_be_read_again_is_no_verdict() -> None:
+    """The error of the second read is raised, and nothing is marked."""
+    inner = MemoryBackend()
+    store_with(inner)
+    faulty = FaultBackend(inner)
+    backend = FlippingBackend(faulty)
+    optimizer = optimizer_for(Model(), STORE, options(backend))
+    backend.flips, backend.left = f"{NEWEST}/model.safetensors", 1
+    faulty.fail("read", 2, forever=False)
+    with pytest.raises(OSError, match="injected failure of read") as error:
+        optimizer.restore()
+    assert not isinstance(error.value, DamagedError)
+    assert not is_marked(backend)
+    assert optimizer.restore().step == 2
+    optimizer.close()
+
+
+@pytest.mark.parametrize("overlap", [None, "forward"])
+def test_memory_that_does_not_hold_what_was_read_is_no_damage(
+    overlap: str | None, backend: FlippingBackend
+) -> None:
+    """The second read is right, into other memory; into the ring it is wrong every time."""
+    model = Model()
+    optimizer = optimizer_for(model, [STORE, OTHER], options(backend, overlap=overlap))
+    optimizer.restore()
+    backend.flips = f"{NEWEST}/exp_avg.safetensors"
+    backend.ways, backend.spared = ("read", "read_again"), 2
+    with pytest.raises(UnreliableReadError, match="only one read was right"):
+        train_through(model, optimizer, 3)
+    assert backend.num_flipped["read_again"] == 1
+    assert not is_marked(backend)
+    backend.flips = ""
+    goes_on_from(optimizer.restore(), model, optimizer, 2)
+    optimizer.close()
+
+
+def test_state_in_training_that_is_read_wrong_once_goes_on(
+    warnings_logged: Callable[[], list[str]],
+) -> None:
+    backend = FlippingBackend(MemoryBackend())
+    model = Model()
+    with optimizer_for(model, STORE, options(backend, verify="always")) as optimizer:
+        for step in (1, 2, 3, 4):
+            train(model, optimizer, step)
+            if step == 2:
+                backend.flips, backend.left = "/master.safetensors", 2
+        sealed = optimizer.checkpoint({"step": 4}).result()
+        assert differences(sealed, backend, Reference().after(4)) == []
+    assert backend.num_flipped.total() == 2
+    assert len(warnings_logged()) == 2

@@ -1,0 +1,247 @@
+"""Files of `torch.save`, as our own reader sees them: what torch's loader gives, or a refusal."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import struct
+import zipfile
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.errors import CheckpointError
+from offload.pickle_reading import PickleError, read_pickle
+from offload.stored_tensor import StoredTensor
+from offload.torch_reading import read_structure
+from tests.numerics.reference import assert_same_bits
+
+
+class WithAttributes(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 4))
+        self.weight.note = "kept by torch as state of the parameter"
+        self.register_buffer("table", torch.arange(5))
+
+
+def structures() -> dict[str, Any]:
+    torch.manual_seed(0)
+    base = torch.randn(6, 8)
+    module = WithAttributes()
+    tensor = torch.randn(2, 2)
+    tensor.note = "an attribute"
+    return {
+        "tensors of every dtype": {
+            str(dtype): torch.zeros(3, dtype=dtype)
+            for dtype in (
+                *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
+                *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16),
+                *(torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
+            )
+        },
+        "views": {
+            "whole": base,
+            "rows": base[2:5],
+            "columns": base[:, 1:3],
+            "transposed": base.t(),
+            "every second": base[::2, ::2],
+            "a number": base[3, 4],
+            "nothing": base[:0],
+            "of size one": base[:1].expand(1, 8),
+            "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        },
+        "builtins": {
+            "list": [1, -1, 255, 256, 65536, -(1 << 31), 1 << 40, -(1 << 70), 1.5, float("inf")],
+            "text": ["", "a", "\u00fc", "\U0001f600", "x" * 300, "\ud800"],
+            "bytes": [b"", b"abc", bytes(range(256)), b"y" * 300, bytearray(b"z")],
+            "others": [None, True, False, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), 1 + 2j],
+            "sets": {1, 2, 3},
+            "counter": Counter("abca"),
+            "ordered": OrderedDict([(1, 2), ("a", "b")]),
+            7: {"nested": [{"deep": [[[[1]]]]}]},
+            (1, "x"): "a tuple as key",
+            torch.float32: 0,
+        }
+        | {},
+        "module": module.state_dict(),
+        "parameters": [module.weight, torch.nn.Parameter(tensor, requires_grad=False)],
+        "an attribute": tensor,
+        "tied": [base, base, {"again": base}],
+        "sizes": [torch.Size([1, 2]), base.shape, torch.bfloat16, torch.strided],
+        "one tensor": base,
+        "many": [torch.full((k % 7,), k) for k in range(2000)],
+    }
+
+
+def same(mine: Any, theirs: Any) -> None:
+    if isinstance(theirs, torch.Tensor):
+        assert isinstance(mine, StoredTensor)
+        assert (mine.shape, mine.dtype) == (tuple(theirs.shape), theirs.dtype)
+        found = mine.read(0, theirs.numel())
+        assert_same_bits(found, theirs.detach().reshape(-1), "values")
+        half = theirs.numel() // 2
+        assert_same_bits(
+            mine.read(half, theirs.numel()), theirs.detach().reshape(-1)[half:], "half"
+        )
+    elif isinstance(theirs, dict):
+        assert type(mine) is dict
+        assert list(mine) == list(theirs)
+        for key in theirs:
+            same(mine[key], theirs[key])
+    elif isinstance(theirs, list | tuple):
+        assert isinstance(mine, list | tuple)
+        assert len(mine) == len(theirs)
+        for a, b in zip(mine, theirs, strict=True):
+            same(a, b)
+    elif theirs is not torch.strided:
+        assert mine == theirs
+        assert type(mine) is type(theirs)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", structures())
+def test_it_is_what_torch_loads(name: str, protocol: int, tmp_path: Path) -> None:
+    value = structures()[name]
+    if name == "builtins":
+        del value[torch.float32]  # a key that no state dict has, and that is refused
+        if protocol < 3:
+            value["bytes"].pop()  # a bytearray, as Python 2 had none
+    path = tmp_path / "file.pt"
+    torch.save(value, path, pickle_protocol=protocol)
+    try:
+        theirs = torch.load(path, weights_only=True)
+    except Exception:  # noqa: BLE001  (torch's own restricted loader knows less of later protocols)
+        theirs = torch.load(path, weights_only=False)  # it was made here
+    same(read_structure(str(path)), theirs)
+
+
+def test_a_part_of_another_file(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(9.0)}, tmp_path / "inner.pt")
+    inner = (tmp_path / "inner.pt").read_bytes()
+    (tmp_path / "outer").write_bytes(b"x" * 1000 + inner + b"y" * 1000)
+    found = read_structure(str(tmp_path / "outer"), 1000, 1000 + len(inner))
+    assert_same_bits(found["a"].read(0, 9), torch.arange(9.0), "values")
+    for start, stop in ((999, 1000 + len(inner)), (1000, 999 + len(inner)), (1000, 10**9), (5, 4)):
+        with pytest.raises(CheckpointError):
+            read_structure(str(tmp_path / "outer"), start, stop)
+
+
+def test_a_tensor_of_4_gib_is_found_in_a_file_of_its_size(tmp_path: Path) -> None:
+    """Such archives say sizes and places in other fields. The file is a hole."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    path = tmp_path / "large.pt"
+    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save({"a": torch.empty((5 << 30) // 4), "b": torch.empty(3)}, path)
+    found = read_structure(str(path))
+    with path.open("r+b") as file:
+        file.seek(found["b"].offset)
+        file.write(struct.pack("<3f", 1, 2, 3))
+    assert found["b"].read(0, 3).tolist() == [1, 2, 3]
+    assert found["b"].offset > 5 << 30
+    assert found["a"].shape == ((5 << 30) // 4,)
+
+
+def test_a_large_structure_takes_seconds_and_little_memory(tmp_path: Path) -> None:
+    """With torch's loader 20,000 tensors took 80 MiB, and most of a minute."""
+    path = tmp_path / "many.pt"
+    torch.save({f"layers.{k}.weight": torch.zeros(2) for k in range(20_000)}, path)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = read_structure(str(path))
+    assert len(found) == 20_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 60 << 10
+
+
+def test_mutated_files_are_refused_and_nothing_else(tmp_path: Path) -> None:
+    """Bytes changed, cut out and put in, within the structure and the list of records."""
+    draw = random.Random(20261122)
+    path = tmp_path / "file.pt"
+    torch.save(structures()["builtins"] | structures()["views"], path)
+    good = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(next(n for n in archive.namelist() if n.endswith("data.pkl")))
+    structure = (info.header_offset, info.header_offset + info.file_size + 100)
+    listed = (good.index(b"PK\x01\x02"), len(good))
+    refused = 0
+    for number in range(3000):
+        first, last = structure if number % 3 else listed
+        data = bytearray(good)
+        for _ in range(draw.choice([1, 1, 2, 5])):
+            at = draw.randrange(first, min(last, len(data)))
+            what = draw.randrange(4)
+            if what == 0:
+                data[at] = draw.randrange(256)
+            elif what == 1:
+                data[at] ^= 1 << draw.randrange(8)
+            elif what == 2:
+                data[at : at + draw.randrange(1, 9)] = draw.randbytes(draw.randrange(0, 9))
+            else:
+                other = draw.randrange(first, min(last, len(data)))
+                data[at : at + 6] = data[other : other + 6]
+        path.write_bytes(data)
+        if message := refusal(path):
+            refused += 1
+            assert str(path) in message
+            assert len(message) < 1000
+    assert refused > 1500
+
+
+def refusal(path: Path) -> str:
+    """Return why a file is refused; empty if it is not."""
+    try:
+        read_structure(str(path))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs_end_with_a_value_or_a_refusal(seed: int) -> None:
+    draw = random.Random(seed)
+    codes = b"(.0125NKMJ\x88\x89\x8a\x8b\x8cXBCG]}ael\x85\x86\x87t)\x8f\x90susqrhj\x94bRQ"
+    codes += b"\x81c\x93\x80\x95"
+    ended = 0
+    for _ in range(20_000):
+        size = draw.choice([3, 10, 40])
+        program = bytes(draw.choice(codes) for _ in range(size)) + b"."
+        if draw.random() < 0.5:
+            program = program[: draw.randrange(size)] + draw.randbytes(4) + program
+        try:
+            read_pickle(program, {})
+            ended += 1
+        except PickleError:
+            continue
+    assert ended > 50
+
+
+def test_two_readers_cannot_disagree_about_where_the_list_is(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"a": torch.zeros(3)}, path)
+    good = path.read_bytes()
+    for tail in (b"PK\x05\x06" + bytes(18), good[-22:], b"\0", bytes(22)):
+        path.write_bytes(good + tail)
+        with pytest.raises(CheckpointError):
+            read_structure(str(path))
+    commented = bytearray(good)
+    commented[-2:] = struct.pack("<H", 4)
+    path.write_bytes(bytes(commented) + b"text")
+    with pytest.raises(CheckpointError, match="does not end as"):
+        read_structure(str(path))
+
+
+def test_a_file_of_the_other_byte_order_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(3)}, tmp_path / "good.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "good.pt") as source,
+        zipfile.ZipFile(tmp_path / "big.pt", "w") as out,
+    ):
+        for name in source.namelist():
+            out.writestr(name, b"big" if name.endswith("byteorder") else source.read(name))
+    with pytest.raises(CheckpointError, match="byte order is 'big'"):
+        read_structure(str(tmp_path / "big.pt"))
+    assert os.path.exists(tmp_path / "big.pt")

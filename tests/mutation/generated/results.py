@@ -1,0 +1,147 @@
+"""The record of the last full run, and the reasons of those that may survive: both in git."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from tests.mutation.generated.judging import Judged
+from tests.mutation.generated.mutants import Mutant
+from tests.mutation.generated.recording import Recorded
+from tests.mutation.mutation import ROOT, MutationError
+
+FOLDER: Final = ROOT / "tests" / "mutation" / "generated"
+RECORD: Final = FOLDER / "result.json"
+REASONS: Final = FOLDER / "reasons.toml"
+
+_MOST_TESTS: Final = 24
+"""That are kept for a function: what a run without recordings goes by."""
+
+
+@dataclass
+class Record:
+    """What a full run has found."""
+
+    judged: dict[str, Judged] = field(default_factory=dict)
+    """By name of the mutant."""
+
+    tests: dict[str, list[str]] = field(default_factory=dict)
+    """By function: tests that run it, the most promising first."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """That a test took, by its name."""
+
+    test_files: dict[str, str] = field(default_factory=dict)
+    """Digest of each test file, by path."""
+
+    sources: dict[str, str] = field(default_factory=dict)
+    """Digest of each source file, by path."""
+
+
+def reasons(path: Path = REASONS) -> dict[str, str]:
+    """Return why mutants may survive, by name.
+
+    Raises:
+        MutationError: One has no words.
+    """
+    found: dict[str, Any] = tomllib.loads(path.read_text()) if path.exists() else {}
+    flat = {}
+    for module, entries in found.items():
+        for name, reason in entries.items():
+            if not isinstance(reason, str) or not reason.strip():
+                raise MutationError(f"{path}: no reason is given for {module}.{name}")
+            flat[f"{module}.{name}"] = " ".join(reason.split())
+    return flat
+
+
+def source_digests(files: Iterable[str], root: Path = ROOT) -> dict[str, str]:
+    """Return a digest of each of some files, given as paths within the checkout."""
+    return {
+        file: hashlib.sha256((root / file).read_bytes()).hexdigest()[:16]
+        for file in sorted(set(files))
+    }
+
+
+def read_record(path: Path = RECORD) -> Record:
+    """Return the record; an empty one if there is none."""
+    record = Record()
+    if not path.exists():
+        return record
+    found = json.loads(path.read_text())
+    names = [*found["tests"]]
+    record.seconds = found["tests"]
+    record.sources, record.test_files = found["sources"], found["test_files"]
+    for function, entry in found["functions"].items():
+        record.tests[function] = [names[number] for number in entry["tests"]]
+        for rest, (outcome, by, seconds) in entry["mutants"].items():
+            name = f"{function}/{rest}"
+            known = names[by] if isinstance(by, int) else by
+            record.judged[name] = Judged(name, entry["code"], outcome, known, seconds)
+    return record
+
+
+def write_record(
+    path: Path,
+    mutants: Sequence[Mutant],
+    judged: Mapping[str, Judged],
+    tests: Mapping[str, Sequence[Recorded]],
+    test_files: Sequence[str],
+) -> None:
+    """Write the record of a complete run.
+
+    Args:
+        path: Of the record.
+        mutants: All.
+        judged: What became of each, by name.
+        tests: For each function the tests that run it, in the order in which they are tried.
+        test_files: That have been looked at.
+    """
+    seconds = {test.name: test.seconds for several in tests.values() for test in several}
+    numbers: dict[str, int] = {}
+    functions: dict[str, Any] = {}
+    for mutant in mutants:
+        one = judged[mutant.name]
+        entry = functions.setdefault(
+            mutant.function, {"code": mutant.code, "tests": [], "mutants": {}}
+        )
+        by: int | str = one.by
+        if one.outcome != "survived":
+            by = numbers.setdefault(one.by, len(numbers))
+        entry["mutants"][mutant.name.removeprefix(f"{mutant.function}/")] = [
+            one.outcome,
+            by,
+            one.seconds,
+        ]
+    for function, entry in functions.items():
+        best = [test.name for test in tests.get(function, ())[:_MOST_TESTS]]
+        entry["tests"] = [numbers.setdefault(test, len(numbers)) for test in best]
+    noticed = sum(judged[m.name].outcome != "survived" for m in mutants)
+    found = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "mutants": len(mutants),
+        "noticed": noticed,
+        "sources": source_digests(mutant.file for mutant in mutants),
+        "test_files": source_digests(test_files),
+        "functions": functions,
+        "tests": {test: seconds.get(test, 0.0) for test in numbers},
+    }
+    path.write_text(_lines(found) + "\n")
+
+
+def _lines(value: Any, depth: int = 0) -> str:
+    """Return JSON with a line for each mutant and each test, so that changes can be read."""
+    flat = not isinstance(value, dict) and depth >= 3
+    if flat or not isinstance(value, dict | list) or not value:
+        return json.dumps(value)
+    inner = " " * (depth + 1)
+    if isinstance(value, list):
+        body = ",\n".join(inner + _lines(item, depth + 1) for item in value)
+        return f"[\n{body}\n{' ' * depth}]"
+    body = ",\n".join(f"{inner}{json.dumps(k)}: {_lines(v, depth + 1)}" for k, v in value.items())
+    return f"{{\n{body}\n{' ' * depth}}}"

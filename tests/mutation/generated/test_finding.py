@@ -1,0 +1,262 @@
+"""What is found of mutants: which tests reach them, in which order they run, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.generated.full import report
+from tests.mutation.generated.judging import UNREACHED, Judged
+from tests.mutation.generated.mutants import Mutant, mutate
+from tests.mutation.generated.points import instrument
+from tests.mutation.generated.recording import Recorded, Recording, claim
+from tests.mutation.generated.results import read_record, reasons, write_record
+from tests.mutation.generated.selection import Noticing, choose, in_order
+from tests.mutation.mutation import ROOT, MutationError
+
+MODULE = '''\
+"""A module."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+
+def check(a: int) -> int:
+    """Check."""
+    if a > 1:
+        a -= 1
+    elif a < 0:
+        raise ValueError(a)
+    for _ in range(a):
+        a += 1
+    try:
+        return int("1" * a)
+    except ValueError:
+        return 0
+
+
+class Store:
+    def run(self) -> None:
+        worker = threading.Thread(target=check, args=(2,))
+        worker.start()
+        worker.join()
+
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    exec(sys.argv[1])
+'''
+
+
+def reached(directory: Path, code: str, *, status: int = 0) -> set[str]:
+    """Run code in an instrumented module, in a process of its own; return what it reached."""
+    (directory / "m.py").write_text(MODULE)
+    points = instrument(directory, {"m": "m.py"})
+    done = subprocess.run([sys.executable, "m.py", code], cwd=directory, check=False)
+    assert done.returncode == status
+    hit = points.file.read_bytes()
+    return {name for name, byte in zip(points.names, hit, strict=True) if byte}
+
+
+def functions_reached(directory: Path, code: str, *, status: int = 0) -> set[str]:
+    """Return what was reached by function and place alone."""
+    names = reached(directory, code, status=status)
+    return {name.partition("/")[0] + name[name.rindex(":") :] for name in names}
+
+
+def test_statements_that_run_are_seen_on_all_threads(tmp_path: Path) -> None:
+    assert functions_reached(tmp_path, "Store().run()") == {
+        "m.Store.run:at",
+        "m.check:at",
+        "m.check:body",
+    }
+
+
+def test_statements_of_a_process_that_is_killed_are_seen(tmp_path: Path) -> None:
+    assert functions_reached(tmp_path, "Store().end()", status=-signal.SIGKILL) == {
+        "m.Store.end:at"
+    }
+
+
+def test_a_condition_that_is_false_is_seen_also_without_an_else(tmp_path: Path) -> None:
+    assert "m.check:else" in functions_reached(tmp_path, "check(0)")
+    assert "m.check:else" not in functions_reached(tmp_path, "check(2)")
+
+
+def test_an_except_clause_is_seen_only_if_it_is_entered(tmp_path: Path) -> None:
+    (clause,) = (m for m in mutants() if "/no-except/" in m.name)
+    for a, entered in ((0, True), (1, False)):
+        assert (clause.point in reached(tmp_path, f"check({a})")) == entered
+
+
+def mutants() -> list[Mutant]:
+    return [*mutate(MODULE, "m", "m.py", {})]
+
+
+def recording(directory: Path, tests: dict[str, tuple[float, list[str]]]) -> Recording:
+    """Return a recording of one test file: seconds and points for each test."""
+    points = sorted({point for _, several in tests.values() for point in several})
+    found = {
+        "points": [*points, "m.check/000000:at"],
+        "tests": {
+            f"tests/conftest.py::{name}": [
+                seconds,
+                f"{sum(1 << points.index(point) for point in several):x}",
+            ]
+            for name, (seconds, several) in tests.items()
+        },
+    }
+    empty = Recording(directory, [])
+    assert empty.of_function("m.check") == []
+    (directory / _recorded_as()).write_text(json.dumps(found))
+    return Recording(directory, ["tests/conftest.py"])
+
+
+def _recorded_as() -> str:
+    from tests.mutation.generated.recording import _path
+
+    return _path(Path(), "tests/conftest.py").name
+
+
+def test_only_tests_that_reach_a_mutant_are_run(tmp_path: Path) -> None:
+    mutant = mutants()[0]
+    found = recording(tmp_path, {"near": (0.1, [mutant.point]), "far": (0.1, ["m.check/0:at"])})
+    chosen = choose(mutant, found, Noticing())
+    assert chosen.tests == ("tests/conftest.py::near",)
+    assert chosen.is_complete
+
+
+def test_a_statement_newer_than_the_recordings_is_left_to_the_tests_of_its_function(
+    tmp_path: Path,
+) -> None:
+    mutant = replace(mutants()[0], function="m.check", point="m.check/123456:at")
+    found = recording(tmp_path, {"function": (0.1, ["m.check/0:at"]), "no": (0.1, ["m.a/0:at"])})
+    assert choose(mutant, found, Noticing()).tests == ("tests/conftest.py::function",)
+    other = replace(mutant, function="m.new", point="m.new/123456:at")
+    assert len(choose(other, found, Noticing()).tests) == 2  # of the module
+
+
+def test_a_statement_that_nothing_reaches_has_no_tests(tmp_path: Path) -> None:
+    mutant = replace(mutants()[0], point="m.check/000000:at")
+    found = recording(tmp_path, {"function": (0.1, ["m.check/0:at"])})
+    assert choose(mutant, found, Noticing()).num_known == 0
+
+
+def test_tests_that_cost_more_than_the_limit_are_left_out_and_said_to_be(tmp_path: Path) -> None:
+    mutant = mutants()[0]
+    costs = {"a": 1.0, "b": 8.0, "c": 30.0, "d": 100.0}
+    found = recording(tmp_path, {name: (cost, [mutant.point]) for name, cost in costs.items()})
+    chosen = choose(mutant, found, Noticing(), limit_s=40.0)
+    names = [test.partition("::")[2] for test in chosen.tests]
+    assert (names, chosen.first) == (["a", "b", "c"], ("tests/conftest.py::a",))
+    assert not chosen.is_complete
+    assert chosen.longest_s == 30.0
+
+
+def test_what_has_noticed_comes_first_then_what_is_cheap_and_different() -> None:
+    tests = [
+        Recorded(name, seconds, 1)
+        for name, seconds in (
+            ("t::a[1]", 0.1),
+            ("t::a[2]", 0.1),
+            ("t::a[3]", 0.1),
+            ("t::b", 0.2),
+            ("t::c", 1.0),
+            ("t::d", 9.0),
+            ("t::e", 9.5),
+        )
+    ]
+    noticing = Noticing()
+    noticing.add("m.g", "t::c")
+    noticing.add("m.f", "t::e")
+    names = [test.name.removeprefix("t::") for test in in_order(tests, "m.f", noticing)]
+    assert names == ["e", "c", "a[1]", "b", "a[2]", "a[3]", "d"]
+
+
+def test_what_one_process_is_at_is_not_taken_by_another(tmp_path: Path) -> None:
+    with claim(tmp_path / "x.lock") as first, claim(tmp_path / "x.lock") as second:
+        assert (first, second) == (True, False)
+    with claim(tmp_path / "x.lock") as third:
+        assert third
+
+
+def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    every = [replace(mutant, file="offload/poison.py") for mutant in mutants()]
+    judged = {
+        mutant.name: Judged(mutant.name, mutant.code, "killed", f"t::{number}", 1.5)
+        for number, mutant in enumerate(every)
+    }
+    survivor = every[1].name
+    judged[survivor] = Judged(survivor, every[1].code, "survived", "3 tests passed", 2.0)
+    tests = {every[0].function: [Recorded("t::9", 0.5, 1), Recorded("t::0", 0.25, 1)]}
+    path = tmp_path / "result.json"
+    write_record(path, every, judged, tests, ["tests/conftest.py"])
+    record = read_record(path)
+    assert record.judged == judged
+    assert record.tests[every[0].function] == ["t::9", "t::0"]
+    assert (record.seconds["t::9"], record.seconds["t::0"]) == (0.5, 0.25)
+    assert {*record.sources} == {"offload/poison.py"}
+    assert {*record.test_files} == {"tests/conftest.py"}
+    assert json.loads(path.read_text())["noticed"] == len(every) - 1
+
+
+def test_a_reason_without_words_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "reasons.toml"
+    assert reasons(path) == {}
+    path.write_text('[store]\n"Store.f/true/123456" = """Two\n  lines."""\n')
+    assert reasons(path) == {"store.Store.f/true/123456": "Two lines."}
+    path.write_text('[store]\n"Store.f/true/123456" = " "\n')
+    with pytest.raises(MutationError, match="no reason is given"):
+        reasons(path)
+
+
+TWICE = """
+import sys
+from tests.mutation.__main__ import main
+first = main(sys.argv[1:])
+print("AGAIN")
+sys.exit(first + 2 * main(sys.argv[1:]))
+"""
+
+
+def test_a_mutant_is_judged_once_and_what_is_known_is_not_judged_again(tmp_path: Path) -> None:
+    arguments = ["--generated", "--only=poison.Poison.require_none/true", f"--scratch={tmp_path}"]
+    arguments += ["--tests=tests/crash/test_protocol_steps.py"]
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    first, _, second = done.stdout.partition("AGAIN")
+    assert "recorded tests/crash/test_protocol_steps.py: " in first, done
+    assert re.search(r"require_none/true/\w+: killed \(\d+ s\) tests/crash/test_protoc", first), (
+        done
+    )
+    assert "killed" not in second
+    assert "of 1 mutants 1 were noticed" in second
+    assert done.returncode == 0
+
+
+def test_a_survivor_without_a_reason_is_a_failure() -> None:
+    every = mutants()
+    judged = {m.name: Judged(m.name, m.code, "killed", "t::a", 1.0) for m in every}
+    said: list[str] = []
+    assert report(every, judged, said.append) == 0
+    judged[every[0].name] = replace(judged[every[0].name], outcome="survived", by=UNREACHED)
+    assert report(every, judged, said.append) == 1
+    assert any(f"SURVIVED {every[0].name}" in line and UNREACHED in line for line in said)
