@@ -26,6 +26,9 @@ def main() -> int:
     parser.add_argument("--only", type=Path, help="run the program in this file instead")
     parser.add_argument("--shorten", type=float, default=60.0, help="seconds for each finding")
     parser.add_argument("--stop", action="store_true", help="stop at the first finding")
+    parser.add_argument(
+        "--without", action="append", default=[], help="a kind of operations, or an ambient mode"
+    )
     parser.add_argument("--record", type=Path, help="write the result to this file")
     parser.add_argument("--keep", type=Path, help="write short failing programs to this folder")
     args = parser.parse_args()
@@ -38,7 +41,7 @@ def main() -> int:
         if args.only:
             program = programs.Program.from_json(args.only.read_text())
         else:
-            program = programs.make(args.seed, number)
+            program = programs.make(args.seed, number).without(args.without)
         outcome = isolated(program)
         ran.update(outcome.ran)
         if outcome.finding is None:

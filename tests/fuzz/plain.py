@@ -144,7 +144,9 @@ class Masters(torch.optim.Optimizer):
         """Return a copy of masters, state and hyper-parameters."""
         assert self.inner is not None
         return {
-            "masters": self.effective(),
+            "masters": [self.masters[p].detach().clone() for p in self.live()],
+            "live": [p.detach().clone() for p in self.live()],
+            "effective": self.effective(),
             "inner": copy.deepcopy(self.inner.state_dict()),
             "groups": self.hyper(),
         }
@@ -160,9 +162,10 @@ class Masters(torch.optim.Optimizer):
     def load_snapshot(self, snapshot: dict[str, Any]) -> None:
         """Become what a snapshot was made of; live parameters too."""
         assert self.inner is not None
-        for parameter, value in zip(self.live(), snapshot["masters"], strict=True):
-            self.masters[parameter].copy_(value)
-        self.publish()
+        pairs = zip(self.live(), snapshot["masters"], snapshot["live"], strict=True)
+        for parameter, master, live in pairs:
+            self.masters[parameter].copy_(master)
+            parameter.copy_(live)
         self.inner.load_state_dict(copy.deepcopy(snapshot["inner"]))
         for group, hyper in zip(self.param_groups, snapshot["groups"], strict=True):
             group.update(copy.deepcopy(hyper))

@@ -44,6 +44,18 @@ class Program:
         """Return the program with these operations only."""
         return Program(self.name, self.config, tuple(operations))
 
+    def without(self, unwanted: list[str]) -> Program:
+        """Return the program less some kinds of operations, or ambient modes, or hooks."""
+        kept = []
+        for op in self.operations:
+            args = {**op.args}
+            if args.get("ambient") in unwanted:
+                args["ambient"] = None
+            if op.kind not in unwanted and args.get("mode") not in unwanted:
+                kept.append(Operation(op.kind, op.seed, args))
+        hooks = [hook for hook in self.config["hooks"] if f"hook:{hook}" not in unwanted]
+        return Program(self.name, {**self.config, "hooks": hooks}, tuple(kept))
+
     def to_json(self) -> str:
         """Return text that `from_json` reads."""
         return json.dumps(asdict(self))

@@ -6,6 +6,7 @@ import faulthandler
 import importlib
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -70,9 +71,9 @@ def kind_of(finding: str) -> str:
     """Return what two findings of one cause have in common, roughly."""
     lines = [line for line in finding.splitlines() if line.strip()]
     last = lines[-1] if len(lines) > 1 else lines[0]
-    head = lines[0].split("[")[0].split(":")[0]
-    words = "".join(c for c in last if not c.isdigit())
-    return f"{head}|{words[:60]}"
+    head = re.sub(r"/\S+", "PATH", lines[0].split("[")[0].split(":")[0])
+    words = re.sub(r"\d+", "", re.sub(r"/\S+", "PATH", last))
+    return f"{head}|{words[:90]}"
 
 
 def shorten(
