@@ -105,16 +105,22 @@ class Masters(torch.optim.Optimizer):
 
     @torch.no_grad()
     def absorb(self) -> None:
-        """Make edits of live parameters count."""
+        """Make edits of live parameters count, of those that are about to be stepped."""
         for parameter, value in zip(self.live(), self.effective(), strict=True):
-            if parameter is not self.masters[parameter]:
+            if parameter is not self.masters[parameter] and parameter.grad is not None:
                 self.masters[parameter].copy_(value)
+
+    @torch.no_grad()
+    def take_effective(self) -> None:
+        """Make all edits count, as loading a state dict with masters does."""
+        for parameter, value in zip(self.live(), self.effective(), strict=True):
+            self.masters[parameter].copy_(value)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Make live parameters what their masters round to."""
         for parameter, master in self.masters.items():
-            if parameter is not master:
+            if parameter is not master and parameter.grad is not None:
                 parameter.copy_(rounded(master, parameter.dtype, self.split))
 
     @torch.no_grad()

@@ -58,6 +58,8 @@ def checkpoint(pair: Pair, op: Operation) -> None:
                 with torch.no_grad():
                     side.model(side.model.batch(op.seed)[0])
             for i in pair.numbers():
+                if pair.plain.steps[i] in pair.plain.pins[i].values():
+                    continue  # if anything has changed, this is refused
                 with ambient(args["ambient"] if side.ours else None):
                     side.checkpoint(i, metrics, args["wait"])
     if args["wait"]:
@@ -214,18 +216,17 @@ def load_full(pair: Pair, op: Operation) -> None:
         else:
             pair.ours.synchronize()
             oracle = pair.plain.optimizers[i]
-            oracle.absorb()
             full = copy.deepcopy(oracle.inner.state_dict())
             groups = zip(full["param_groups"], oracle.hyper(), strict=True)
             full["param_groups"] = [{**saved, **mine} for saved, mine in groups]
             full["master"] = {
-                n: oracle.masters[p].detach().clone()
-                for n, p in enumerate(oracle.live())
+                n: value
+                for n, (p, value) in enumerate(zip(oracle.live(), oracle.effective(), strict=True))
                 if p is not oracle.masters[p]
             }
         with ambient(op.args["ambient"]):
             optimizer.load_state_dict(full)
-        pair.plain.optimizers[i].absorb()
+        pair.plain.optimizers[i].take_effective()
 
 
 def materialized(pair: Pair, op: Operation) -> None:
@@ -293,9 +294,11 @@ def interrupt(pair: Pair, op: Operation) -> None:
     """Ctrl-C at a counted moment of something, after a checkpoint; then `restore`, as a user would."""
     for side in (pair.plain, pair.ours):
         side.settle()
+    if any(pair.plain.steps[i] in pair.plain.pins[i].values() for i in pair.numbers()):
+        return  # sealing that step anew is refused
+    for side in (pair.plain, pair.ours):
         for i in pair.numbers():
             side.checkpoint(i, None, True)
-    before = {**op.args, "wait": True}
     action = op.args["action"]
     plain_train = Operation("train", op.seed, {
         **{"micro": 1, "clip": None, "zero": "none", "path": "call", "recompute": None},
@@ -311,7 +314,7 @@ def interrupt(pair: Pair, op: Operation) -> None:
                                                                  "path": "call"}))
         for i in pair.numbers():
             if action in ("train", "checkpoint"):
-                side.checkpoint(i, None, before["wait"])
+                side.checkpoint(i, None, True)
             elif action == "restore":
                 side.restore(i, None)
             elif action == "state":
@@ -332,6 +335,8 @@ def interrupt(pair: Pair, op: Operation) -> None:
         del side.log[log:]
         loops.zero(side, "none")
         side.model.zero_grad()
+        if side.scaler:  # one that was left between unscale_() and update() is torch's own trap
+            side.scaler = side.make_scaler()
     for i in pair.numbers():
         bring_back(pair, i, None, None, interrupted=True)
 
