@@ -20,16 +20,17 @@ PLACES = tuple(
 
 @contextlib.contextmanager
 def interrupted(at: int) -> Iterator[list[int]]:
-    """Raise `KeyboardInterrupt` at the `at`-th call that the library's code makes on this thread.
+    """Raise `KeyboardInterrupt` at the `at`-th moment of the library's code on this thread.
 
-    Calls within torch are left alone, whose own context managers do not stand an interrupt. The
+    The moments are those at which Python runs the handlers of signals: where a function begins, and
+    where one written in C has returned. Calls within torch are left alone, whose own context managers do not stand an interrupt. The
     list that is yielded gets an item if the interrupt has come.
     """
     left, fired = at, list[int]()
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
         nonlocal left
-        if event not in ("call", "c_call") or not frame.f_code.co_filename.startswith(PLACES):
+        if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(PLACES):
             return
         left -= 1
         if left == 0:

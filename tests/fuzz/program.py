@@ -166,6 +166,8 @@ def _config(rng: random.Random, seed: int) -> dict[str, Any]:
     }
     if half and rng.random() < 0.5:
         config["scaler"] = None
+    if late:
+        config["scheduler"] = None  # torch's stop with an error where a group has joined
     if rng.random() < 0.12 and len(given) > 3:
         parts = [given[::2], given[1::2]]
         config["scaler"] = None

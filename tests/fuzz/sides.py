@@ -183,7 +183,7 @@ class Plain(Side):
         self.snapshots: list[dict[int, Any]] = [{} for _ in range(count)]
         self.newest: list[int | None] = [None] * count
         self.pins: list[dict[str, int]] = [{} for _ in range(count)]
-        self.gone: list[set[int]] = [set() for _ in range(count)]
+        self.alive: list[set[int]] = [set() for _ in range(count)]  # what `keep` has to keep
         super().__init__(program, root)
 
     def optimizer(self, i: int) -> Any:
@@ -212,6 +212,8 @@ class Plain(Side):
             "metrics": metrics,
         }
         self.newest[i] = step
+        kept = sorted({*self.alive[i], step})[-self.config["keep"]["last"] :]
+        self.alive[i] = {*kept, *self.pins[i].values()}
         return step if wait else None
 
     @torch.no_grad()
@@ -221,6 +223,7 @@ class Plain(Side):
             return None
         for newer in [s for s in self.snapshots[i] if s > step]:
             del self.snapshots[i][newer]
+        self.alive[i] = {s for s in self.alive[i] if s <= step}
         self.newest[i] = step
         found = self.snapshots[i][step]
         if self.config["model"]:

@@ -63,15 +63,13 @@ def checkpoint(pair: Pair, op: Operation) -> None:
                 with ambient(args["ambient"] if side.ours else None):
                     side.checkpoint(i, metrics, args["wait"])
     if args["wait"]:
-        keep = pair.ours.config["keep"]["last"]
         for i in pair.numbers():
             listed, made = pair.listed(i), sorted(pair.plain.snapshots[i])[::-1]
             require_same("the newest checkpoint", made[0], listed[0])
             if set(listed) - set(made):
                 raise Finding(f"listed {listed}, made {made}")
-            missing = set(made[:keep]) - set(listed)
-            if missing and not pair.plain.gone[i].issuperset(missing):
-                raise Finding(f"keep={keep}: listed {listed}, made {made}")
+            if pair.plain.alive[i] - set(listed):
+                raise Finding(f"keep={keep}: listed {listed}, kept {pair.plain.alive[i]}")
 
 
 def restore(pair: Pair, op: Operation) -> None:
