@@ -182,6 +182,16 @@ class File(Protocol):
 class Lock(Protocol):
     """A held advisory lock. The kernel drops it when the process dies; a fork does not keep it."""
 
+    def is_current(self) -> bool:
+        """Return whether the path that was locked still names what is locked.
+
+        It does not if the name was removed, or now refers to something else: then whoever locks
+        that path does not meet this lock. Nor is a lock current that has been released.
+
+        Raises `StorageError` where it cannot be told.
+        """
+        ...
+
     def release(self) -> None:
         """Release the lock. Idempotent."""
         ...
@@ -205,6 +215,10 @@ class Capabilities:
 
     volatile: bool
     """Whether what is written here is lost at power-off (tmpfs, ramfs, process memory)."""
+
+    remote: bool
+    """Whether another machine, or a program, serves the files (NFS, SMB, FUSE, ...). What a lock
+    keeps out, and what a sync has made durable, is then decided there."""
 
     device_memory: bool
     """Whether buffers of kind ``device`` are accepted."""
@@ -247,6 +261,10 @@ class Stat:
     size_bytes: int
     inode: int
     """Changes when a name comes to refer to something else."""
+
+    num_links: int
+    """Names that a file has. If there are several (hard links), writing to the file changes what
+    all of them show. 1 for what is not a file."""
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@ import posixpath
 import sys
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import TypeAlias
 
 from gds._backend import BufferKind, Capabilities, Counters, Stat
@@ -81,6 +82,7 @@ class MemoryBackend:
             direct=False,
             alignment=1,
             volatile=True,
+            remote=False,
             device_memory=False,
             reason="files are in process memory: there is no device to transfer to",
             clones=self._clones,
@@ -116,15 +118,12 @@ class MemoryBackend:
     def stat(self, path: str) -> Stat | None:
         """Say what `path` is, or None if there is nothing."""
         with self._lock:
-            try:
-                node = self._existing("stat", path)
-            except StorageError as error:
-                if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                    return None
-                raise
+            node = self._named("stat", path)
+            if node is None:
+                return None
             if isinstance(node, DirectoryNode):
-                return Stat("directory", 0, node.inode)
-            return Stat("file", len(node.data), node.inode)
+                return Stat("directory", 0, node.inode, 1)
+            return Stat("file", len(node.data), node.inode, node.num_names)
 
     def list_dir(self, path: str) -> list[str]:
         """Return the names in a directory, sorted."""
@@ -190,6 +189,18 @@ class MemoryBackend:
             parent, name = self._parent("remove directory", path)
             del parent.entries[name]
 
+    def link(self, source: str, path: str) -> None:
+        """Give a file a second name, as ``ln`` does. No part of the contract: nobody here does."""
+        with self._lock:
+            node = self._existing("link", source)
+            parent, name = self._parent("link", path)
+            if isinstance(node, DirectoryNode):
+                raise StorageError(errno.EPERM, "link", source)
+            if name in parent.entries:
+                raise StorageError(errno.EEXIST, "link", path)
+            parent.entries[name] = node
+            node.num_names += 1
+
     def sync_dir(self, path: str) -> None:
         """Check that `path` is a directory: there is nothing to make durable."""
         with self._lock:
@@ -205,7 +216,13 @@ class MemoryBackend:
             if node.exclusive or (node.num_shared and not shared):
                 kind = "a shared" if shared else "an exclusive"
                 raise LockHeldError(errno.EWOULDBLOCK, f"take {kind} lock: it is held", path)
-            return MemoryLock(node, shared=shared, held=self._held, guard=self._lock)
+            return MemoryLock(
+                node,
+                named=partial(self._named, "look at the lock", path),
+                shared=shared,
+                held=self._held,
+                guard=self._lock,
+            )
 
     def free_bytes(self, directory: str) -> int:
         """Return the bytes left of the capacity; `sys.maxsize` where there is no limit."""
@@ -261,11 +278,11 @@ class MemoryBackend:
         return self._capacity_bytes - self._used_bytes
 
     def _unname(self, node: RegularNode) -> None:
-        node.named = False
+        node.num_names -= 1
         self._free_if_unused(node)
 
     def _free_if_unused(self, node: RegularNode) -> None:
-        if not node.named and node.num_open == 0:
+        if node.num_names == 0 and node.num_open == 0:
             self._used_bytes -= len(node.data)
             node.data = bytearray()
 
@@ -279,6 +296,15 @@ class MemoryBackend:
                 raise StorageError(errno.ENOENT, what, path)
             node = node.entries[part]
         return node
+
+    def _named(self, what: str, path: str) -> _Entry | None:
+        """Return what a path refers to, or None if there is nothing."""
+        try:
+            return self._existing(what, path)
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return None
+            raise
 
     def _directory(self, what: str, path: str) -> DirectoryNode:
         node = self._existing(what, path)

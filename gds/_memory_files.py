@@ -34,7 +34,7 @@ class RegularNode(Node):
         super().__init__()
         self.data = bytearray(size_bytes)
         self.num_open = 0
-        self.named = True
+        self.num_names = 1
 
 
 class DirectoryNode(Node):
@@ -202,10 +202,25 @@ class MemoryLock:
     """A held lock on a node."""
 
     def __init__(
-        self, node: Node, *, shared: bool, held: set[MemoryLock], guard: threading.RLock
+        self,
+        node: Node,
+        *,
+        named: Callable[[], Node | None],
+        shared: bool,
+        held: set[MemoryLock],
+        guard: threading.RLock,
     ) -> None:
-        """Lock `node`, on which there is no conflicting lock; `guard` protects it and `held`."""
+        """Lock a node.
+
+        Args:
+            node: There is no conflicting lock on it.
+            named: Returns what the path that is locked refers to now.
+            shared: Whether other shared locks may be held.
+            held: Has all locks that are held.
+            guard: Protects the node and `held`.
+        """
         self._node = node
+        self._named = named
         self._shared = shared
         self._held = held
         self._guard = guard
@@ -214,6 +229,11 @@ class MemoryLock:
         else:
             node.exclusive = True
         held.add(self)
+
+    def is_current(self) -> bool:
+        """Return whether the path still names what is locked; False once released."""
+        with self._guard:
+            return self in self._held and self._named() is self._node
 
     def release(self) -> None:
         """Release the lock. Idempotent."""

@@ -77,7 +77,8 @@ class PosixNames:
             kind = "file"
         elif stat_module.S_ISDIR(found.st_mode):
             kind = "directory"
-        return Stat(kind, found.st_size, found.st_ino)
+        num_links = found.st_nlink if kind == "file" else 1
+        return Stat(kind, found.st_size, found.st_ino, num_links)
 
     def list_dir(self, path: str) -> list[str]:
         """Return the names in a directory, sorted."""
@@ -181,6 +182,11 @@ class FileLock:
         self._held = held
         _locks.add(self)
 
+    def is_current(self) -> bool:
+        """Return whether the path still names what is locked; False once released."""
+        with reporting("look at the lock", self.path):
+            return self._fd >= 0 and _same_file(self._fd, self.path)
+
     def release(self) -> None:
         """Release the lock. Idempotent."""
         fd, self._fd = self._fd, -1
@@ -266,6 +272,6 @@ def _flock(fd: int, path: str, shared: bool) -> None:
 def _same_file(fd: int, path: str) -> bool:
     try:
         named = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return os.path.samestat(os.fstat(fd), named)

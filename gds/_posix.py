@@ -138,6 +138,7 @@ class PosixBackend(PosixNames):
             direct=found.supported,
             alignment=max(found.memory_alignment, found.offset_alignment),
             volatile=mount.volatile,
+            remote=mount.remote,
             device_memory=False,
             reason=found.reason,
             clones=probe.can_clone(directory),

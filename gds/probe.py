@@ -22,6 +22,16 @@ from gds._buffers import HostBuffer
 MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs"})
 """File systems that are memory: lost at power-off, and without a device to transfer to."""
 
+REMOTE_FILESYSTEMS: Final = frozenset(
+    {
+        "9p", "acfs", "afs", "auristorfs", "beegfs", "ceph", "cifs", "coda", "cvmfs", "fhgfs",
+        "gfs2", "glusterfs", "gpfs", "hgfs", "kafs", "lustre", "ncpfs", "nfs", "nfs3", "nfs4",
+        "ocfs2", "orangefs", "panfs", "prl_fs", "pvfs2", "shfs", "smb3", "smbfs", "vboxsf",
+        "virtiofs", "vmhgfs", "wekafs",
+    }
+)  # fmt: skip
+"""File systems whose files another machine serves, the host of a virtual one included."""
+
 REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTBLK})
 """Errors by which a file system refuses a well-aligned direct transfer."""
 
@@ -59,6 +69,9 @@ class Mount:
     source: str
     volatile: bool
     """Whether its contents are lost at power-off, synced or not."""
+
+    remote: bool = False
+    """Whether another machine, or a program (FUSE), serves its files."""
 
     options: tuple[str, ...] = ()
     """Those of the mount, then those of the file system."""
@@ -119,13 +132,33 @@ def find_mount(table: str, path: str, mount_id: int | None = None) -> Mount:
             filesystem == "overlay" and "volatile" in options  # this option ignores every sync
         )
         everything = (*fields[5].split(","), *options) if len(fields) > 5 else tuple(options)
-        mount = Mount(filesystem, point, _unescape(tail[1]), volatile, everything)
+        remote = is_remote(filesystem)
+        mount = Mount(filesystem, point, _unescape(tail[1]), volatile, remote, everything)
         if mount_id is not None and fields[0] == str(mount_id):
             return mount
         inside = point == "/" or path == point or path.startswith(point + "/")
         if inside and (best is None or len(point) >= best[0]):
             best = (len(point), mount)
     return best[1] if best else Mount("unknown", "", "", volatile=False)
+
+
+def is_remote(filesystem: str) -> bool:
+    """Return whether files on this type of file system are served by another machine or a program.
+
+    What is mounted through FUSE is called ``fuse``, ``fuseblk`` or ``fuse.<program>``.
+    """
+    return filesystem in REMOTE_FILESYSTEMS or (
+        filesystem.startswith("fuse") and filesystem != "fusectl"
+    )
+
+
+def describe_remote(filesystem: str) -> str:
+    """Say who serves the files of a remote file system, and what follows, for people."""
+    who = "a program (FUSE)" if filesystem.startswith("fuse") else "another machine"
+    return (
+        f"{filesystem} has its files served by {who}: what a lock keeps out, and what a sync has "
+        "made durable, is decided there"
+    )
 
 
 def required_alignment(fd: int) -> tuple[int, int] | None:

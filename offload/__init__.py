@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from offload.optimizer import OffloadedOptimizer
     from offload.options import Options
     from offload.pinning import pin, unpin
+    from offload.process_groups import SEPARATE
     from offload.retention import BestBy, EverySeconds, EverySteps, LastK, Retention
     from offload.scaling import GradScaler
     from offload.seal import SealHandle
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "SEPARATE",
     "SGD",
     "Adam",
     "AdamW",
@@ -62,6 +64,7 @@ _MODULES = {
     "offload.optimizer": ("OffloadedOptimizer",),
     "offload.options": ("Options",),
     "offload.pinning": ("pin", "unpin"),
+    "offload.process_groups": ("SEPARATE",),
     "offload.retention": ("BestBy", "EverySeconds", "EverySteps", "LastK", "Retention"),
     "offload.scaling": ("GradScaler",),
     "offload.seal": ("SealHandle",),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
 
 from gds import ALIGNMENT, Backend, StorageError
 from offload.digests import DigestContext
@@ -15,14 +13,10 @@ from offload.layout import array_file_name
 from offload.manifest import MODEL_BLOCK_BYTES, Manifest
 from offload.second_look import look_again
 from offload.slot import MODEL_NAME
+from offload.unreadable import is_of_content
 
 _Range = tuple[str, str, int, int, int, str]
 """File, name that the digest has, its index, offset, length, digest."""
-
-_OF_CONTENT: Final = frozenset(
-    {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENODATA, errno.ENXIO}
-)
-"""Errors of reading that say what is there: nothing, less than it was, or something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +49,7 @@ class Findings:
 
     def add(self, error: CheckpointError | StorageError) -> None:
         """Take note of an error of reading."""
-        speaks = isinstance(error, CheckpointError) or error.errno in _OF_CONTENT
+        speaks = isinstance(error, CheckpointError) or is_of_content(error)
         (self.problems if speaks else self.unreadable).append(str(error))
 
 

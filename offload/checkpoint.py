@@ -27,11 +27,13 @@ from offload.poison import Poison
 from offload.quarantine import read_quarantine, remove_quarantine, write_quarantine
 from offload.reader_lock import held, is_another, lock_for_reading, recycled
 from offload.reading import (
+    Found,
     PartDirectories,
     checkpoint_paths,
     find_checkpoint,
     is_checkpoint_path,
     part_paths,
+    read_in_store,
     read_manifest,
 )
 from offload.slot import TRAIN_STATE_NAME
@@ -39,6 +41,7 @@ from offload.tensorfile import TensorEntry
 from offload.train_state import TrainStateFormatError, TrainStateTagError, decode
 from offload.train_state_reading import StoredTrainState, read_train_state_file
 from offload.train_state_reading import train_state_header as train_state_header
+from offload.unreadable import reading
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -178,8 +181,9 @@ class Checkpoint:
         """Read the train state as it is stored, and check it; raises as `train_state`."""
         path = f"{self.path}/{TRAIN_STATE_NAME}"
         try:
-            return read_train_state_file(self._backend, path, self.manifest)
-        except (DamagedError, StorageError) as error:
+            with reading(self.path):
+                return read_train_state_file(self._backend, path, self.manifest)
+        except (CheckpointError, StorageError) as error:
             if self._lock is None and is_another(self._backend, self.path, self.manifest):
                 raise recycled(self.path) from error
             raise
@@ -308,6 +312,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint for reading, safely beside a process that is training.
 
+    Where the newest of a store is damaged, the one before it is opened, with a warning.
+
     Args:
         path: A checkpoint directory, or a store, which means its newest usable checkpoint.
         parts: For a store on several drives that are no longer where they were: their
@@ -322,7 +328,7 @@ def open_checkpoint(
         RecycledError: A training process recycled it while it was being opened; open the store's
             newest instead.
         StoreBusyError: It is being recycled, or replaced, at this moment.
-        gds.StorageError: It cannot be read.
+        UnreadableError: Something could not be read, which says nothing about what it holds.
     """
     return _open(
         os.fspath(path), parts, backend, need_parts=True, even_quarantined=even_quarantined
@@ -373,7 +379,26 @@ def _open(
         if owns_backend:
             backend.close()
         raise
-    return Checkpoint(backend, found, manifest, parts, lock=lock, owns_backend=owns_backend)
+    opened = Checkpoint(backend, found.path, manifest, parts, lock=lock, owns_backend=owns_backend)
+    try:
+        _warn_passed_over(backend, found, parts, need_parts=need_parts)
+    except BaseException:  # a warning may be an error
+        opened.close()
+        raise
+    return opened
+
+
+def _warn_passed_over(
+    backend: Backend, found: Found, parts: PartDirectories, *, need_parts: bool
+) -> None:
+    """Warn about each that may be newer, and still is there and not usable: not just recycled."""
+    for one in found.passed_over:
+        try:
+            read_in_store(backend, one.path, parts, need_parts=need_parts)
+        except CheckpointError:
+            now = backend.stat(one.path)
+            if now is not None and now.inode == one.inode:
+                warnings.warn(f"not using {one.path}: {one.reason}", RuntimeWarning, stacklevel=4)
 
 
 def _checkpoints_at(backend: Backend, path: str) -> dict[str, int]:
@@ -397,12 +422,13 @@ def _open_found(
     *,
     need_parts: bool,
     even_quarantined: bool,
-) -> tuple[str, Manifest, Lock]:
-    found = find_checkpoint(backend, path, parts, need_parts=need_parts)
-    lock = lock_for_reading(backend, found)
+) -> tuple[Found, Manifest, Lock]:
+    with reading():
+        found = find_checkpoint(backend, path, parts, need_parts=need_parts)
+        lock = lock_for_reading(backend, found.path)
     try:
         manifest = read_manifest(
-            backend, found, parts, need_parts=need_parts, even_quarantined=even_quarantined
+            backend, found.path, parts, need_parts=need_parts, even_quarantined=even_quarantined
         )
     except BaseException:
         lock.release()

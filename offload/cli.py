@@ -10,10 +10,11 @@ import dataclasses
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -290,6 +291,13 @@ cli_retention.register(app)
 
 def main() -> None:
     """Run the command line; an expected error is one line on standard error, status 1."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", RuntimeWarning)
+        warnings.showwarning = _show_warning
+        _run()
+
+
+def _run() -> None:
     try:
         app()
     except BrokenPipeError:
@@ -302,6 +310,18 @@ def main() -> None:
     except MemoryError:
         typer.secho("error: out of memory", fg="red", err=True)
         sys.exit(1)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],  # noqa: ARG001
+    filename: str,  # noqa: ARG001
+    lineno: int,  # noqa: ARG001
+    file: TextIO | None = None,  # noqa: ARG001
+    line: str | None = None,  # noqa: ARG001
+) -> None:
+    """Say a warning in a line, without the place in the code that it comes from."""
+    typer.secho(f"warning: {one_line(message)}", fg="yellow", err=True)
 
 
 def _cell(text: object) -> Text:

@@ -147,6 +147,13 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         allow_volatile: Annotated[
             bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
         ] = False,
+        allow_remote: Annotated[
+            bool,
+            typer.Option(
+                "--allow-remote",
+                help="Accept a directory that another machine or a program serves (NFS, FUSE).",
+            ),
+        ] = False,
         quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     ) -> None:
         """Make a store from a checkpoint of another program, for restore() to continue from."""
@@ -184,6 +191,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
                     master=master.value,
                     state_dtype=state_dtype.value,
                     allow_volatile=allow_volatile,
+                    allow_remote=allow_remote,
                 ),
                 fresh=fresh,
                 step=step,

@@ -29,6 +29,7 @@ from offload.layout import Layout
 from offload.model_file import BlockBuffers
 from offload.opening import StoredCheckpoint
 from offload.options import Options
+from offload.places import NOTHING_CHANGED
 from offload.reseal import is_unchanged, replace_train_state
 from offload.resume import (
     choose_checkpoint,
@@ -50,6 +51,7 @@ from offload.streamer import Streamer
 from offload.table import ParameterTable
 from offload.trace import Trace
 from offload.train_state import encode
+from offload.unreadable import stopping
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
 from offload.usable import Usable
@@ -108,6 +110,7 @@ class Engine(Usable):
                 train_state_bytes=options.train_state_bytes,
                 reader_timeout_s=options.reader_timeout_s,
                 allow_volatile=options.allow_volatile,
+                allow_remote=options.allow_remote,
             )
             newest = store.newest
             self._table.shares = newest.manifest.layout.shares if newest else self._drives.shares()
@@ -130,8 +133,10 @@ class Engine(Usable):
 
         Raises whatever would otherwise be raised by the first step. Warns about pins of nothing.
         """
-        self.store.keeping.warn([path for path, _ in self.store.refused])
-        self.store.require_space(self.describe(groups), len(groups))
+        layout = self.describe(groups)
+        with stopping(NOTHING_CHANGED):
+            self.store.keeping.warn([path for path, _ in self.store.refused])
+            self.store.require_space(layout, len(groups))
 
     def describe(self, groups: Groups) -> Layout:
         """Return how what the groups and the model hold now is laid out; changes nothing."""

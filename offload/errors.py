@@ -21,6 +21,10 @@ class UnsupportedParameterError(OffloadError, TypeError):
     """A parameter or its gradient has a type or layout that the streamer cannot update."""
 
 
+class ProcessGroupError(OffloadError, RuntimeError):
+    """Several processes train one model, or `model=` is wrapped for that."""
+
+
 class StoreError(OffloadError, OSError):
     """The store as a whole cannot be used as asked."""
 
@@ -39,6 +43,14 @@ class RecycledError(StoreBusyError):
 
 class StoreFullError(StoreError):
     """The file system has no room for what the retention policy will need."""
+
+
+class UnreadableError(StoreError, StorageError):
+    """Something of a store could not be read. That says nothing about what it holds."""
+
+    def __init__(self, number: int, message: str, path: str) -> None:
+        OSError.__init__(self, number, message, path)  # the message says all that it needs to
+        self.offset = None
 
 
 class SlotFullError(StoreFullError, StorageError):
@@ -63,6 +75,10 @@ class MetricError(OffloadError, ValueError):
 
 class VolatileStoreError(StoreError):
     """The directory is on a file system that forgets at power-off."""
+
+
+class RemoteStoreError(StoreError):
+    """The directory is on a file system that another machine, or a program, serves."""
 
 
 class CheckpointError(OffloadError, ValueError):

@@ -53,8 +53,8 @@ class FreeSlots:
         parts: PartPool,
         poison: Poison,
     ) -> None:
-        self._backend = backend
-        self._directory = directory
+        self.backend = backend
+        self.directory = directory
         self._parts = parts
         self._poison = poison
         self._slots: list[Slot | str] = [*leftover]
@@ -89,7 +89,7 @@ class FreeSlots:
                 with self._poison.on_error(_NOT_READY):
                     self.discard(candidate)
                 continue
-            if self._backend.stat(candidate) is None:
+            if self.backend.stat(candidate) is None:
                 self._slots.remove(candidate)  # somebody has removed it by hand
                 continue
             if self._set_aside(candidate):
@@ -102,9 +102,9 @@ class FreeSlots:
                 adopted = None
                 try:
                     with self._poison.on_error(_NOT_READY):
-                        adopted = adopt_slot(self._backend, candidate, layout, sizes)
+                        adopted = adopt_slot(self.backend, candidate, layout, sizes)
                         if adopted is None:
-                            remove_slot(self._backend, candidate)
+                            remove_slot(self.backend, candidate)
                 finally:
                     if adopted is None:
                         self._parts.put_back(parts)
@@ -118,8 +118,8 @@ class FreeSlots:
         parts = self._parts.take(layout)
         try:
             path = self.unused_path()
-            with saying_what_is_free(self._backend, path, sum(sizes.values()), "a slot"):
-                slot = create_slot(self._backend, path, layout, sizes)
+            with saying_what_is_free(self.backend, path, sum(sizes.values()), "a slot"):
+                slot = create_slot(self.backend, path, layout, sizes)
         except BaseException:
             self._parts.remove(parts)
             raise
@@ -150,18 +150,18 @@ class FreeSlots:
         _log.warning(
             "%s: readers hold every expired checkpoint, so the store has one slot more (%.1f MiB) "
             "until they let go",
-            self._directory,
+            self.directory,
             sum(room.slot_bytes for room in rooms) / (1 << 20),
         )
         return slot
 
     def unused_path(self) -> str:
         """Return a path that a slot can be given."""
-        taken = set(self._backend.list_dir(self._directory))
+        taken = set(self.backend.list_dir(self.directory))
         k = 1
         while f".slot-{k}" in taken:
             k += 1
-        return f"{self._directory}/.slot-{k}"
+        return f"{self.directory}/.slot-{k}"
 
     def drop(self, num: int) -> None:
         """Remove that many of the free slots from the drive, the oldest first."""
@@ -175,13 +175,13 @@ class FreeSlots:
             with self._locked(spare) as lock:
                 if lock is not None:  # else a reader still holds what it was
                     self._slots.remove(spare)
-                    remove_slot(self._backend, spare)
+                    remove_slot(self.backend, spare)
 
     def discard(self, slot: Slot) -> None:
         """Remove a slot, unless it may be a checkpoint by now: then a later process decides."""
         slot.close()
         if not slot.in_doubt:
-            remove_slot(self._backend, slot.path)
+            remove_slot(self.backend, slot.path)
             self._parts.remove(slot.parts)
 
     def close(self) -> None:
@@ -192,10 +192,10 @@ class FreeSlots:
 
     def _set_aside(self, path: str) -> bool:
         """Leave what cannot be a slot alone, for somebody to look at; return whether it is such."""
-        stat = self._backend.stat(path)
+        stat = self.backend.stat(path)
         if stat is None:
             return False
-        inside = directories_in(self._backend, path) if stat.kind == "directory" else []
+        inside = directories_in(self.backend, path) if stat.kind == "directory" else []
         if stat.kind == "directory" and not inside:
             return False
         self._slots.remove(path)
@@ -209,7 +209,7 @@ class FreeSlots:
 
     @contextmanager
     def _locked(self, path: str) -> Iterator[Lock | None]:
-        lock = try_lock(self._backend, path)
+        lock = try_lock(self.backend, path)
         try:
             yield lock
         finally:

@@ -21,11 +21,14 @@ _FORMAT = 1
 _BYTES = 512
 
 
-def read_store_id(backend: Backend, directory: str) -> str | None:
+def read_store_id(backend: Backend, directory: str, *, durable: bool) -> str | None:
     """Return the identity that a store's directory was given; None if it has none that is whole.
 
-    What is read is durable as well: a process that wrote it may have died before it was. The
-    directory has been synced.
+    Args:
+        backend: Where it is.
+        directory: Of the store, the first one.
+        durable: Whether to make what is read durable: a process that wrote it may have died before
+            it was. The directory has been synced. Without it nothing is opened for writing.
 
     Raises:
         gds.StorageError: It cannot be read, or not be made durable.
@@ -34,10 +37,11 @@ def read_store_id(backend: Backend, directory: str) -> str | None:
     stat = backend.stat(path)
     if stat is None or stat.kind != "file" or stat.size_bytes != _BYTES:
         return None
-    file = backend.open(path, writable=True)
+    file = backend.open(path, writable=durable)
     try:
         store_id = _read(file)
-        file.sync()
+        if durable:
+            file.sync()
     finally:
         file.close()
     return store_id

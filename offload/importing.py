@@ -158,6 +158,7 @@ def import_checkpoint(
             train_state_bytes=options.train_state_bytes,
             reader_timeout_s=options.reader_timeout_s,
             allow_volatile=options.allow_volatile,
+            allow_remote=options.allow_remote,
         )
         try:
             if (store.checkpoints or store.refused) and not fresh:

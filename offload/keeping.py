@@ -12,8 +12,11 @@ from offload.errors import CheckpointNotFoundError, PinError
 from offload.manifest import Manifest
 from offload.opening import StoredCheckpoint, find_stored
 from offload.pins import FoundPins, Pin, read_pins, remove_pin, sync_pins, write_pin
+from offload.places import NOTHING_CHANGED
 from offload.poison import Poison
 from offload.retention import BestBy, Record, Retention, describe, kept_generations, num_wanted
+from offload.unreadable import stopping
+from offload.writer_lock import WriterLock
 
 
 class Keeping:
@@ -29,6 +32,7 @@ class Keeping:
         checkpoints: The store's own list of those there are, oldest first.
         changed: Held where `checkpoints` changes, and while a pin is made.
         poison: Taken note of where pins are made and removed.
+        lock: The right to write to the store.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Keeping:
         checkpoints: Sequence[StoredCheckpoint],
         changed: threading.Condition,
         poison: Poison,
+        lock: WriterLock,
     ) -> None:
         self._backend = backend
         self._directory = directory
@@ -46,6 +51,7 @@ class Keeping:
         self._checkpoints = checkpoints
         self._changed = changed
         self._poison = poison
+        self._lock = lock
         self._ranked: set[str] = set()
         """Metrics of the policy that were given once, or have been warned of."""
         self._missed: dict[str, int] = {}
@@ -89,8 +95,13 @@ class Keeping:
 
         Args:
             refused: Paths of what is there and is not usable, of which others speak.
+
+        Raises:
+            gds.StorageError: A pin cannot be read at this moment, which says nothing about it.
         """
         found = self.pins()
+        if found.failures:
+            raise found.failures[0]
         messages = [f"{reason}; until then no checkpoint expires" for reason in found.unreadable]
         messages += [
             f"{self._directory}: the checkpoint that was pinned as {pin.name!r}, {pin.checkpoint} "
@@ -143,9 +154,11 @@ class Keeping:
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
             PinError: A pin cannot be called that.
+            StoreError: This process may not write to the store any more.
             gds.StorageError: It could not be made durable, or there is no space for it.
         """
         with self._changed:  # so that it is not withdrawn meanwhile
+            self._lock.require()
             if which is not None:
                 checkpoint = find_stored(self._checkpoints, which, self._directory)
             elif self.current:
@@ -166,11 +179,19 @@ class Keeping:
             gds.StorageError: It could not be removed durably.
         """
         with self._changed:
+            self._lock.require()
             guard = self._poison.on_error("a pin could not be removed")
             remove_pin(self._backend, self._directory, name, guard)
 
     def require_none(self, what: str) -> None:
-        """Check that no checkpoint is pinned; as `require_none_after`."""
+        """Check that no checkpoint is pinned; as `require_none_after`.
+
+        Raises:
+            UnreadableError: A pin cannot be read at this moment, which says nothing about it.
+        """
+        with stopping(NOTHING_CHANGED):
+            if failures := self.pins().failures:
+                raise failures[0]
         self._require_unpinned(self._checkpoints, what)
 
     def require_none_after(self, checkpoint: StoredCheckpoint) -> None:

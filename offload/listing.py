@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gds import Backend, PosixBackend, StorageError
+from gds import Backend, PosixBackend
 from offload.checkpoint import Checkpoint
 from offload.errors import CheckpointError, CheckpointNotFoundError
 from offload.manifest import MANIFEST_NAME
@@ -20,6 +20,7 @@ from offload.reading import (
     read_in_store,
 )
 from offload.slot import LOCK_NAME
+from offload.unreadable import reading, unreadable
 
 _MOST_LOOKS = 20
 """At a store whose checkpoints are recycled each time before they have been looked at."""
@@ -76,7 +77,7 @@ def list_checkpoints(
     Raises:
         CheckpointNotFoundError: There is nothing at `store`.
         CheckpointError: It is something else than a store.
-        gds.StorageError: It cannot be read.
+        UnreadableError: Something could not be read, which says nothing about what it holds.
     """
     owns_backend = backend is None
     backend = backend or PosixBackend()
@@ -85,7 +86,10 @@ def list_checkpoints(
         looks_left = _MOST_LOOKS
         while True:
             paths = checkpoints_of(backend, directory)
-            pins = read_pins(backend, directory)
+            with reading():
+                pins = read_pins(backend, directory)
+            if pins.failures:
+                raise unreadable(pins.failures[0])
             found = [_describe_unchanged(backend, path, parts, pins) for path in paths]
             looks_left -= 1
             # What has taken the place of one that was recycled has not been looked at.
@@ -102,19 +106,20 @@ def checkpoints_of(backend: Backend, directory: str) -> list[str]:
     Raises:
         CheckpointNotFoundError: There is nothing at `directory`.
         CheckpointError: It is something else than a store.
-        gds.StorageError: It cannot be read.
+        UnreadableError: It could not be read.
     """
     stat = given_directory(backend, directory)
     if stat is None:
         raise CheckpointNotFoundError(errno.ENOENT, "there is no store here", directory)
     if stat.kind != "directory":
         raise CheckpointError(f"{directory}: {kind_of(stat)}, expected the directory of a store")
-    names = backend.list_dir(directory)
+    with reading():
+        names = backend.list_dir(directory)
+        paths = checkpoint_paths(backend, directory)
     if MANIFEST_NAME in names:
         raise CheckpointError(
             f"{directory}: this is a checkpoint; its store is {os.path.dirname(directory)}"
         )
-    paths = checkpoint_paths(backend, directory)
     if not paths and LOCK_NAME not in names:
         raise CheckpointError(
             f"{directory}: not a store: it has neither a {LOCK_NAME} file nor a checkpoint"
@@ -147,7 +152,7 @@ def _describe(
     step = int(os.path.basename(path)[5:])
     try:
         manifest = read_in_store(backend, path, parts)
-    except (CheckpointError, StorageError) as error:
+    except CheckpointError as error:
         return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0, pins.at(path))
     files = Checkpoint(backend, path, manifest, parts).files
     return CheckpointInfo(

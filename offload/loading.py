@@ -14,6 +14,7 @@ from offload.errors import MismatchError
 from offload.model_file import BlockBuffers, ModelImage, read_model
 from offload.parameters import describe_model
 from offload.slot import MODEL_NAME
+from offload.unreadable import reading
 
 
 def load_parameters(
@@ -29,7 +30,8 @@ def load_parameters(
 
     Args:
         model: Changed in place; nothing is changed if names, shapes or dtypes differ.
-        checkpoint: A checkpoint directory, or a store, which means its newest.
+        checkpoint: A checkpoint directory, or a store, which means its newest. Where that is
+            damaged the one before it is taken, with a warning.
         backend: Where it is; the local file system by default.
 
     Returns:
@@ -38,6 +40,8 @@ def load_parameters(
     Raises:
         MismatchError: The model's state dict differs from the checkpoint's; lists how.
         CheckpointError: It is damaged.
+        UnreadableError: It could not be read, which says nothing about what it holds; the model
+            may hold parts of it.
     """
     with open_for_parameters(checkpoint, backend=backend) as opened:
         manifest = opened.manifest
@@ -53,13 +57,14 @@ def load_parameters(
         check_same(wanted, {n: what for n, (_, what) in tensors.items()}, opened.path)
         image = ModelImage(header, {n: tensor for n, (tensor, _) in tensors.items()})
         source = opened.backend
-        file = source.open(f"{opened.path}/{MODEL_NAME}")
-        try:
-            buffers = BlockBuffers(source, image.data_bytes)
-            context = DigestContext(manifest.store_id, manifest.generation)
-            read_model(image, file, buffers, context, manifest.model_digests)
-        finally:
-            file.close()
+        with reading(opened.path):
+            file = source.open(f"{opened.path}/{MODEL_NAME}")
+            try:
+                buffers = BlockBuffers(source, image.data_bytes)
+                context = DigestContext(manifest.store_id, manifest.generation)
+                read_model(image, file, buffers, context, manifest.model_digests)
+            finally:
+                file.close()
         return manifest.step
 
 

@@ -1,8 +1,8 @@
-"""Opening a store: make its directories, lock them, and find what is in them.
+"""Opening a store: lock its directories, and find what is in them.
 
 A rename that is visible may still be only in the page cache, so the first directory, whose names
-decide, is synced before anything in it is trusted. What looks like a checkpoint and is not one is
-left alone and reported.
+decide, is synced before anything in it is trusted. What was read, looks like a checkpoint and is
+not one is left alone and reported. What could not be read stops the opening: it may be the newest.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gds import Backend, LockHeldError, StorageError
-from gds._backend import Lock
+from gds import Backend
 from offload.digests import DigestContext
-from offload.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    StoreError,
-    StoreFullError,
-    StoreLockedError,
-    VolatileStoreError,
-)
+from offload.errors import CheckpointError, CheckpointNotFoundError
 from offload.identity import read_store_id
 from offload.known_leaves import KnownLeaves
-from offload.manifest import MANIFEST_NAME, Manifest
+from offload.manifest import Manifest
 from offload.part_pool import PartPool, part_numbers
+from offload.places import (
+    NOTHING_CHANGED,
+    make_directories,
+    require_number,
+    survey,
+    using,
+)
 from offload.poison import Poison
 from offload.reading import (
     check_files,
@@ -38,7 +37,9 @@ from offload.reading import (
     decode_manifest,
     kind_of,
 )
-from offload.slot import LOCK_NAME, Slot, open_slot
+from offload.slot import Slot, open_slot
+from offload.unreadable import stopping
+from offload.writer_lock import WriterLock
 
 _SLOT = re.compile(r"\.slot-\d+")
 
@@ -70,8 +71,8 @@ class StoredCheckpoint:
 class OpenedDirectory:
     """What was found in a store when it was opened."""
 
-    locks: list[Lock]
-    """One for each directory."""
+    lock: WriterLock
+    """On each of its directories."""
 
     store_id: str
 
@@ -92,31 +93,45 @@ class OpenedDirectory:
 
 
 def open_directories(
-    drives: Sequence[tuple[Backend, str]], poison: Poison, *, allow_volatile: bool
+    drives: Sequence[tuple[Backend, str]],
+    poison: Poison,
+    *,
+    fresh: bool = False,
+    allow_volatile: bool = False,
+    allow_remote: bool = False,
 ) -> OpenedDirectory:
-    """Open a store for writing.
+    """Open a store for writing. Nothing is made before every directory is known to be right.
 
     Args:
         drives: Backend and absolute path of each directory; created, with parents, if missing.
         poison: Of the store.
+        fresh: Whether the checkpoints in it are to be given up.
         allow_volatile: Accept a file system that forgets at power-off.
+        allow_remote: Accept a file system that another machine or a program serves.
 
     Raises:
         StoreLockedError: Someone else is writing to one of them.
         VolatileStoreError: One would not survive a power-off.
-        StoreError: One cannot be created, read or written, or the store has another number of
-            directories.
+        RemoteStoreError: One is served from elsewhere.
+        UnreadableError: Something could not be read, so that nothing is known of it; what is on
+            the drives is what it was.
+        StoreError: One cannot be created or written, or is not what it was given for; or the store
+            has another number of directories.
     """
-    locks: list[Lock] = []
+    survey(drives, fresh=fresh)
+    make_directories(drives, allow_volatile=allow_volatile, allow_remote=allow_remote)
+    lock = WriterLock()
     try:
         for backend, directory in drives:
-            locks.append(_lock_directory(backend, directory, allow_volatile=allow_volatile))
-        # Names in the others are made durable when a part is sealed; until then none is trusted.
-        drives[0][0].sync_dir(drives[0][1])
-        return _look_around(drives, locks, poison)
+            with using(backend, directory):
+                lock.take(backend, directory)
+        with stopping(NOTHING_CHANGED):
+            # Names in the others are made durable when a part is sealed; until then none is
+            # trusted.
+            drives[0][0].sync_dir(drives[0][1])
+            return _look_around(drives, lock, poison)
     except BaseException:
-        for lock in locks:
-            lock.release()
+        lock.release()
         raise
 
 
@@ -172,60 +187,8 @@ def open_stored(
     return slot
 
 
-def _lock_directory(backend: Backend, directory: str, *, allow_volatile: bool) -> Lock:
-    try:
-        if backend.stat(f"{directory}/{MANIFEST_NAME}") is not None:
-            raise StoreError(
-                errno.EINVAL,
-                "this is a checkpoint, not a store: pass the directory that it is in, "
-                f"{os.path.dirname(directory)!r}, and name the checkpoint to restore()",
-                directory,
-            )
-        made = _make_directory(backend, directory)
-        capabilities = backend.capabilities(directory)
-        if capabilities.volatile and not allow_volatile:
-            for path in reversed(made):
-                backend.remove_dir(path)
-            raise VolatileStoreError(
-                errno.EINVAL,
-                f"the file system ({capabilities.filesystem}) loses its content at power-off, so "
-                "checkpoints there would not survive; choose a directory on a drive, or pass "
-                "options=Options(allow_volatile=True) if that is what you want",
-                directory,
-            )
-        return backend.lock(f"{directory}/{LOCK_NAME}", create=True)
-    except LockHeldError as error:
-        raise StoreLockedError(
-            error.errno,
-            "another process (or another optimizer in this one) is writing to this store; close "
-            "it first, or use another directory",
-            directory,
-        ) from error
-    except StorageError as error:
-        if error.errno == errno.ENOSPC:
-            raise StoreFullError(
-                error.errno,
-                f"there is no space, not even for an empty store ({error.strerror}): "
-                f"{_free_bytes(backend, directory)} bytes are free; free some, or choose another "
-                "directory",
-                directory,
-            ) from error
-        raise StoreError(
-            error.errno,
-            f"cannot keep a store here ({error.strerror}); choose a directory that you can create "
-            "files in",
-            directory,
-        ) from error
-
-
-def _free_bytes(backend: Backend, directory: str) -> int:
-    while backend.stat(directory) is None:
-        directory = os.path.dirname(directory)
-    return backend.free_bytes(directory)
-
-
 def _look_around(
-    drives: Sequence[tuple[Backend, str]], locks: list[Lock], poison: Poison
+    drives: Sequence[tuple[Backend, str]], lock: WriterLock, poison: Poison
 ) -> OpenedDirectory:
     (backend, directory), *others = drives
     other_directories = [path for _, path in others]
@@ -237,16 +200,16 @@ def _look_around(
             manifest = decode_manifest(backend, path)
             check_name(path, manifest)
             claims[path] = part_numbers(manifest)
-            _check_number_of_directories(path, manifest, drives)
+            require_number(manifest, directory, len(drives))
             check_files(backend, path, manifest, other_directories)
-        except (CheckpointError, StorageError) as error:
+        except CheckpointError as error:
             refused.append((path, str(error)))
         else:
             backend.sync_dir(path)  # a train state may just have been replaced in it
             checkpoints.append(StoredCheckpoint(path, manifest, None))
             del claims[path]
     checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.generation)
-    recorded = read_store_id(backend, directory) if others else None
+    recorded = read_store_id(backend, directory, durable=True) if others else None
     store_id = checkpoints[-1].manifest.store_id if checkpoints else recorded or uuid.uuid4().hex
     parts = PartPool(others, store_id, [c.manifest for c in checkpoints], claims, poison)
     if foreign := parts.foreign():
@@ -258,7 +221,7 @@ def _look_around(
         )
     leftover = _leftover_slots(backend, directory)
     return OpenedDirectory(
-        locks=locks,
+        lock=lock,
         store_id=store_id,
         is_identified=recorded == store_id or not others,
         parts=parts,
@@ -283,40 +246,3 @@ def _leftover_slots(backend: Backend, directory: str) -> list[str]:
                 stacklevel=2,
             )
     return found
-
-
-def _check_number_of_directories(
-    path: str, manifest: Manifest, drives: Sequence[tuple[Backend, str]]
-) -> None:
-    if len(manifest.layout.shares) == len(drives):
-        return
-    first = os.path.dirname(path)
-    sealed = [first, *(part.directory for part in manifest.parts)]
-    raise StoreError(
-        errno.EINVAL,
-        f"{os.path.basename(path)} of this store is spread over {len(sealed)} directories, and "
-        f"{len(drives)} were given: pass directory={sealed!r}, or where they are now, in this "
-        "order. To begin anew with other directories, let another one be the first",
-        first,
-    )
-
-
-def _make_directory(backend: Backend, directory: str) -> list[str]:
-    """Make a directory and its parents, durably; returns those that were missing, from the top."""
-    missing: list[str] = []
-    path = directory
-    while (stat := backend.stat(path)) is None:
-        missing.insert(0, path)
-        path = os.path.dirname(path)
-    if stat.kind == "file":
-        raise StorageError(errno.ENOTDIR, "making the store's directory", path)
-    try:
-        # A process that made it may have died before it could sync the name.
-        backend.sync_dir(os.path.dirname(path))
-    except StorageError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):
-            raise
-    for new in missing:
-        backend.make_dir(new)
-        backend.sync_dir(os.path.dirname(new))
-    return missing

@@ -21,7 +21,8 @@ from offload.errors import OffloadError
 from offload.exchange import ExchangingEngine
 from offload.metrics import check_metrics
 from offload.options import Options, Overlap
-from offload.parameters import check_given_once
+from offload.parameters import check_given_once, describe_parameters
+from offload.process_groups import ProcessGroup, require_one_process
 from offload.retention import Retention, as_retention
 from offload.rules import UpdateRule
 from offload.seal import SealHandle
@@ -54,18 +55,24 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             pinned, is kept in any case. The disk holds one slot more.
         fresh: Start over in a store that has checkpoints. They are withdrawn once the first new
             one is durable.
+        process_group: `offload.SEPARATE` if this is one of several processes that each train a
+            model of their own, in a directory of their own. Without it several are refused.
         options: How to stream and store; see `Options`.
         hyper: Keyword arguments of `optimizer_class`.
 
     Raises:
+        ProcessGroupError: There are several ranks, or `model` is wrapped for them.
         UnsupportedOptimizerError: The class or a flag needs more than one element at a time.
-        UnsupportedParameterError: A parameter is complex, sparse, FP64, or on a device that is
-            neither the CPU nor CUDA's.
+        UnsupportedParameterError: A parameter is complex, sparse, FP64, a DTensor, or on a device
+            that is neither the CPU nor CUDA's.
         StoreLockedError: Another process trains in this directory.
         VolatileStoreError: The directory would be lost at power-off.
+        RemoteStoreError: Another machine, or a program, serves the files of the directory.
+        UnreadableError: Something in the store could not be read, which says nothing about what it
+            holds. Nothing has been changed.
         StoreFullError: There is no room for ``keep + 1`` slots, besides those that are pinned.
         PinError: ``fresh=True`` would withdraw a checkpoint that is pinned.
-        StoreError: The directory cannot be used; says why.
+        StoreError: The directory cannot be used, or is not what it was given for; says why.
     """
 
     def __init__(
@@ -78,8 +85,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         keep: int | Retention = 2,
         fresh: bool = False,
         options: Options = Options(),  # noqa: B008  (frozen)
+        process_group: ProcessGroup = None,
         **hyper: Any,
     ) -> None:
+        require_one_process(process_group, model)
         retention = as_retention(keep)
         if not isinstance(options, Options):
             raise TypeError(
@@ -101,6 +110,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.state = StateElsewhere()
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
+        describe_parameters(self.param_groups, model, rule, options.state_format)
         if on_device:
             split = options.master == "split"
             require_steps(rule, self.param_groups, options.state_dtype, split=split)

@@ -104,6 +104,11 @@ class Options:
     allow_volatile: bool = False
     """Accept a directory whose content is lost at power-off (tmpfs). Meant for tests."""
 
+    allow_remote: bool = False
+    """Accept a directory on a file system that another machine or a program serves (NFS, SMB, FUSE,
+    ...). What a lock keeps out, and what has become durable, is then decided there: nothing in
+    docs/guarantees.md is promised."""
+
     train_state_bytes: int = 256 << 10
     """Bytes reserved in every checkpoint for `train_state`."""
 

@@ -13,6 +13,7 @@ from offload.device import is_reachable
 from offload.errors import MismatchError, UnsupportedParameterError
 from offload.formats import StateFormat
 from offload.layout import ModelTensor, ParameterSpec
+from offload.process_groups import require_whole
 from offload.rules import UpdateRule
 
 DTYPE_CODES: dict[torch.dtype, str] = {
@@ -133,6 +134,7 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
 
     Raises `UnsupportedParameterError` naming the parameter, what it is and what to do.
     """
+    require_whole(name, parameter)
     if parameter.dtype not in _TRAINABLE_DTYPES or parameter.layout != torch.strided:
         raise UnsupportedParameterError(
             f"parameter {name!r} is a {parameter.layout} tensor of {parameter.dtype}; only dense "
@@ -192,6 +194,7 @@ def describe_model(
         parameters.update(model.parameters())
     stored = []
     for tensor, (name, *aliases) in entries.items():
+        require_whole(name, tensor)
         if tensor.dtype not in DTYPE_CODES or tensor.layout != torch.strided:
             raise UnsupportedParameterError(
                 f"{name!r} in the model's state dict is a {tensor.layout} tensor of "

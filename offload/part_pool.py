@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
-from gds import Backend, StorageError
-from offload.errors import CheckpointError
+from gds import Backend
+from offload.errors import CheckpointError, UnreadableError
 from offload.full_disk import saying_what_is_free
 from offload.layout import Layout
 from offload.manifest import Manifest
@@ -82,7 +82,7 @@ class PartPool:
             f"{directory}/{part_name(number)}"
             for backend, directory in self._drives
             for number in _numbers(backend, directory)
-            if _owner(backend, f"{directory}/{part_name(number)}") not in (None, "", self._store_id)
+            if _owner(backend, f"{directory}/{part_name(number)}") not in (None, self._store_id)
         ]
 
     def take(self, layout: Layout) -> tuple[Part, ...]:
@@ -207,7 +207,10 @@ class PartPool:
                 path = f"{directory}/{part_name(number)}"
                 if directories_in(backend, path):
                     continue  # nothing here makes such: it is left alone
-                owner = _owner(backend, path)
+                try:
+                    owner = _owner(backend, path)
+                except UnreadableError:
+                    continue  # nobody knows whose it is: it is left alone
                 if owner is None or (owner == self._store_id and not unknown):
                     free.add(number)
             out.append(free)
@@ -252,12 +255,12 @@ def _numbers_of(names: Iterable[str]) -> set[int]:
 
 
 def _owner(backend: Backend, path: str) -> str | None:
-    """Return the store that a part was sealed for; empty if unknown; None if it is not sealed."""
-    if backend.stat(f"{path}/{PART_FILE_NAME}") is None:
-        return None
+    """Return the store that a part was sealed for; None if it is not sealed.
+
+    Raises:
+        UnreadableError: It could not be read.
+    """
     try:
         return read_part(backend, path).store_id
     except CheckpointError:
         return None
-    except StorageError:
-        return ""  # nobody knows: it is left alone

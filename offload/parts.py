@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gds import Backend, File
+from offload.hard_links import has_other_names
 from offload.layout import Layout, array_file_name
 from offload.part_file import PART_FILE_BYTES, PART_FILE_NAME, SealedPart, invalid_part
 
@@ -51,6 +52,10 @@ class Part:
     def exists(self) -> bool:
         """Return whether it is still there; somebody may have removed it by hand."""
         return self._backend.stat(f"{self.path}/{PART_FILE_NAME}") is not None
+
+    def is_linked(self) -> bool:
+        """Return whether a file of it has a name elsewhere as well."""
+        return has_other_names(self._backend, self.path)
 
     def invalidate(self) -> None:
         """Make it a part that no manifest's word agrees with; durable. Before data is written."""
@@ -114,9 +119,12 @@ def create_part(backend: Backend, directory: str, name: str, layout: Layout, dri
 def adopt_part(
     backend: Backend, directory: str, name: str, layout: Layout, drive: int
 ) -> Part | None:
-    """Open a part that nobody needs for rewriting if its files fit, else return None."""
-    sizes = part_sizes(layout, drive)
-    if not _fits(backend, f"{directory}/{name}", sizes):
+    """Open a part that nobody needs for rewriting if its files fit, else return None.
+
+    Nor does it if a file of it has another name elsewhere, for it would change there as well.
+    """
+    sizes, path = part_sizes(layout, drive), f"{directory}/{name}"
+    if not _fits(backend, path, sizes) or has_other_names(backend, path):
         return None
     part = open_part(backend, directory, name, layout, drive, writable=True)
     try:

@@ -26,6 +26,7 @@ from typing import Any
 from gds import Backend, StorageError
 from offload.errors import CheckpointNotFoundError, PinError
 from offload.manifest import Manifest
+from offload.unreadable import is_of_content, unreadable
 
 PINS_NAME = "pins"
 """The directory of a store that holds its pins."""
@@ -70,6 +71,9 @@ class FoundPins:
     unreadable: tuple[str, ...] = ()
     """A sentence about each that cannot be read: nobody knows what it keeps."""
 
+    failures: tuple[StorageError, ...] = ()
+    """Of those, the errors that say nothing about what the pin holds: it may be whole."""
+
     def of(self, path: str, manifest: Manifest) -> tuple[str, ...]:
         """Return the names of a checkpoint's pins."""
         return tuple(pin.name for pin in self.pins if pin.means(path, manifest))
@@ -111,21 +115,26 @@ def read_pins(backend: Backend, store: str) -> FoundPins:
         return FoundPins()
     if stat.kind != "directory":
         return FoundPins((), (f"{directory}: a {stat.kind}, expected the directory of pins",))
-    pins, unreadable = [], []
+    pins, sentences, failures = [], [], []
     for name in backend.list_dir(directory):
         if not _NAME.fullmatch(name):
             continue
         try:
             pin = _read_pin(backend, f"{directory}/{name}", name)
         except (StorageError, ValueError, TypeError, KeyError, RecursionError) as error:
-            unreadable.append(
+            if isinstance(error, StorageError) and not is_of_content(error):
+                failures.append(error)
+                advice = unreadable(error).strerror
+                sentences.append(f"{directory}/{name}: {advice}. It may keep any checkpoint")
+                continue
+            sentences.append(
                 f"{directory}/{name}: cannot be read as a pin ({error}); make it anew with "
                 f"`offload pin CHECKPOINT {name}`, or remove it with `offload unpin {store} {name}`"
             )
         else:
             if pin is not None:
                 pins.append(pin)
-    return FoundPins(tuple(pins), tuple(unreadable))
+    return FoundPins(tuple(pins), tuple(sentences), tuple(failures))
 
 
 def write_pin(

@@ -124,7 +124,7 @@ def _others(backend: Backend, directory: str, parts: PartDirectories) -> list[st
         for path in paths:
             try:
                 manifests.append(decode_manifest(backend, path))
-            except (CheckpointError, OSError):
+            except CheckpointError:
                 continue  # the store says so itself
         newest = max(manifests, key=lambda manifest: manifest.generation, default=None)
         others = [part.directory for part in newest.parts] if newest else []
@@ -150,6 +150,7 @@ def _open(backend: Backend, directory: str, others: list[str], policy: Retention
             keep=policy,
             train_state_bytes=0,
             allow_volatile=True,
+            allow_remote=True,
         )
     except StoreLockedError as error:
         raise StoreLockedError(

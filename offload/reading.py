@@ -6,9 +6,10 @@ import errno
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from gds import Backend, File, StorageError
+from gds import Backend, File
 from gds._backend import Stat
 from offload.errors import (
     CheckpointError,
@@ -29,6 +30,7 @@ from offload.quarantine import QUARANTINE_NAME, read_quarantine
 from offload.second_look import read_document
 from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
 from offload.tensorfile import Header, TensorFileError, header_length, parse_header
+from offload.unreadable import reading
 
 PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
 """Of the drives other than the first, in the store's order; None for those in the manifest."""
@@ -65,7 +67,7 @@ def read_manifest(
 
     Raises:
         CheckpointError: Something is missing, damaged or contradictory; says what.
-        gds.StorageError: It cannot be read.
+        UnreadableError: Something could not be read, and nothing is known of it.
     """
     manifest = decode_manifest(backend, path)
     check_files(
@@ -84,6 +86,11 @@ def decode_manifest(backend: Backend, path: str) -> Manifest:
 
     Raises as `read_manifest`.
     """
+    with reading(path):
+        return _decode_manifest(backend, path)
+
+
+def _decode_manifest(backend: Backend, path: str) -> Manifest:
     manifest_path = f"{path}/{MANIFEST_NAME}"
     _refuse_link(backend, path)
     stat = backend.stat(manifest_path)
@@ -193,12 +200,24 @@ def check_files(
     even_quarantined: bool = False,
 ) -> None:
     """Check the files of a checkpoint against its manifest; as `read_manifest`."""
-    reason = None if even_quarantined else read_quarantine(backend, path)
+    with reading(path):
+        if not even_quarantined:
+            _refuse_quarantined(backend, path)
+        _check_files(backend, path, manifest, parts, need_parts=need_parts)
+
+
+def _refuse_quarantined(backend: Backend, path: str) -> None:
+    reason = read_quarantine(backend, path)
     if reason is not None:
         raise DamagedError(
             f"{path}: quarantined, because it was found damaged ({reason}). If it has been "
             f"repaired, lift the mark ({QUARANTINE_NAME}) with offload verify --quarantine"
         )
+
+
+def _check_files(
+    backend: Backend, path: str, manifest: Manifest, parts: PartDirectories, *, need_parts: bool
+) -> None:
     layout = manifest.layout
     check_header(backend, f"{path}/{MODEL_NAME}", layout.model_header)
     for name, header in layout.array_headers[0].items():
@@ -241,8 +260,13 @@ def read_part(backend: Backend, path: str) -> SealedPart:
 
     Raises:
         CheckpointError: It is not sealed, or is damaged.
-        gds.StorageError: It cannot be read.
+        UnreadableError: It could not be read, and nothing is known of it.
     """
+    with reading():
+        return _read_part(backend, path)
+
+
+def _read_part(backend: Backend, path: str) -> SealedPart:
     own = f"{path}/{PART_FILE_NAME}"
     stat = backend.stat(own)
     if stat is None or stat.kind != "file" or stat.size_bytes != PART_FILE_BYTES:
@@ -335,16 +359,42 @@ def _compare_header(found: bytes, file_bytes: int, expected: Header, path: str) 
     raise CheckpointError(f"{path}: its header is not laid out as the manifest says")
 
 
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A directory of a store that is named like a checkpoint and is not usable."""
+
+    path: str
+    inode: int
+    """By which it is known again."""
+
+    generation: int | None
+    """None where that cannot be read."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The checkpoint that a path means."""
+
+    path: str
+    """Its directory."""
+
+    passed_over: tuple[PassedOver, ...] = ()
+    """Those that may be newer than it, and are not usable."""
+
+
 def find_checkpoint(
     backend: Backend, path: str, parts: PartDirectories = None, *, need_parts: bool = True
-) -> str:
-    """Return the checkpoint directory that a path means: itself, or the newest in a store.
+) -> Found:
+    """Return the checkpoint that a path means: the directory itself, or the newest in a store.
 
     `parts` and `need_parts` are as for `read_manifest`.
 
     Raises:
         CheckpointNotFoundError: There is nothing at `path`.
         CheckpointError: It is neither a checkpoint nor a store that has a usable one.
+        UnreadableError: Something could not be read: so it is not known which is the newest.
     """
     path = os.path.abspath(path)
     stat = given_directory(backend, path)
@@ -354,20 +404,28 @@ def find_checkpoint(
         raise CheckpointError(f"{path}: {kind_of(stat)}, expected a checkpoint or store directory")
     if backend.stat(f"{path}/{MANIFEST_NAME}") is not None:
         _refuse_link(backend, path)
-        return path
+        return Found(path)
     newest: tuple[int, str] | None = None
-    reasons = []
+    refused: list[PassedOver] = []
     for checkpoint in checkpoint_paths(backend, path):
+        own = backend.stat(checkpoint)
+        if own is None:
+            continue  # recycled since the directory was listed
+        generation = None
         try:
-            manifest = read_in_store(backend, checkpoint, parts, need_parts=need_parts)
-        except (CheckpointError, StorageError) as error:
-            reasons.append(str(error))
+            manifest = decode_manifest(backend, checkpoint)
+            check_name(checkpoint, manifest)
+            generation = manifest.generation
+            check_files(backend, checkpoint, manifest, parts, need_parts=need_parts)
+        except CheckpointError as error:
+            refused.append(PassedOver(checkpoint, own.inode, generation, str(error)))
         else:
-            newest = max(newest or (-1, ""), (manifest.generation, checkpoint))
+            newest = max(newest or (-1, ""), (generation, checkpoint))
     if newest is None:
-        why = "; ".join(reasons) or "it has no step-<N> directory"
+        why = "; ".join(one.reason for one in refused) or "it has no step-<N> directory"
         raise CheckpointError(f"{path}: no usable checkpoint here: {why}")
-    return newest[1]
+    passed_over = (r for r in refused if r.generation is None or r.generation > newest[0])
+    return Found(newest[1], tuple(passed_over))
 
 
 def given_directory(backend: Backend, path: str) -> Stat | None:

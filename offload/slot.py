@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from gds import Backend, File
 from offload.digests import DigestContext
 from offload.full_disk import saying_what_is_free
+from offload.hard_links import has_other_names
 from offload.known_leaves import KnownLeaves
 from offload.layout import Layout, array_file_name
 from offload.manifest import MANIFEST_NAME, invalid_manifest, reserved_bytes
@@ -20,7 +21,7 @@ from offload.part_file import PartReference, SealedPart, content_digest
 from offload.parts import Part
 
 LOCK_NAME = "LOCK"
-"""In the store itself, not in a slot."""
+"""In each directory of a store, not in a slot."""
 
 MODEL_NAME = "model.safetensors"
 TRAIN_STATE_NAME = "train_state.safetensors"
@@ -147,6 +148,10 @@ class Slot:
         self._files[name].close()
         self._files[name] = file
 
+    def is_linked(self) -> bool:
+        """Return whether a file of it, or of its parts, has a name elsewhere as well."""
+        return has_other_names(self._backend, self._path) or any(p.is_linked() for p in self.parts)
+
     def invalidate(self) -> None:
         """Overwrite the manifest so that nobody takes this slot for a checkpoint; durable."""
         self.manifest.write_bytes(invalid_manifest(self.manifest.size_bytes), 0)
@@ -204,13 +209,18 @@ def create_slot(backend: Backend, path: str, layout: Layout, sizes: Mapping[str,
 def adopt_slot(
     backend: Backend, path: str, layout: Layout, sizes: Mapping[str, int]
 ) -> Slot | None:
-    """Open a leftover slot for rewriting if its files have just the right sizes, else None."""
+    """Open a leftover slot for rewriting if its files have just the right sizes, else None.
+
+    Nor does it if a file of it has another name elsewhere, for it would change there as well.
+    """
     if set(backend.list_dir(path)) != set(sizes):
         return None
     for name, size in sizes.items():
         stat = backend.stat(f"{path}/{name}")
         if stat is None or stat.kind != "file" or stat.size_bytes != size:
             return None
+    if has_other_names(backend, path):
+        return None
     slot = open_slot(backend, path, layout, writable=True)
     slot.invalidate()
     _write_headers(slot)

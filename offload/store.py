@@ -5,11 +5,11 @@ This is the only code that names files. The protocol, with what is durable after
 - A slot ``.slot-<k>`` is written by the steps. No resume ever looks at it, so it may be torn.
 - `commit` makes the slot's data durable, then its manifest, then its names, then renames it to
   ``step-<N>`` and makes that durable. The rename is the commit.
-- `_withdraw` takes a checkpoint back for rewriting: with an exclusive lock that no reader shares,
+- `Withdrawal` takes a checkpoint back for rewriting: with an exclusive lock that no reader shares,
   it renames the directory away, makes that durable, overwrites the manifest, makes that durable.
   Only then may data be written. At least one durable checkpoint is always left.
 - On a store of several drives a slot has a part on each of the others. `commit` seals the parts
-  first, and `_withdraw` overwrites what they say of themselves last, so that the directory's name
+  first, and `Withdrawal` overwrites what they say of themselves last, so that the directory's name
   in the first drive alone decides, and a part that was rewritten is known as such.
 
 After a failed rename or sync nobody knows what is on disk, so the process recycles nothing more.
@@ -26,8 +26,8 @@ from dataclasses import replace
 
 from gds import Backend, StorageError
 from offload.digests import DigestContext
-from offload.errors import StoreBusyError
-from offload.free_slots import FreeSlots, Patience, lock_existing, try_lock
+from offload.errors import StoreBusyError, StoreError
+from offload.free_slots import FreeSlots, Patience, lock_existing
 from offload.full_disk import FULL
 from offload.identity import write_store_id
 from offload.keeping import Keeping, record_of
@@ -37,10 +37,11 @@ from offload.opening import StoredCheckpoint, find_stored, open_directories, ope
 from offload.part_pool import part_bytes
 from offload.pins import drop_unfinished
 from offload.poison import Poison
-from offload.quarantine import Quarantine, lift_quarantine
+from offload.quarantine import Quarantine
 from offload.retention import Record, Retention
 from offload.slot import TRAIN_STATE_NAME, Slot, slot_sizes
 from offload.space import Room, no_room, require_room
+from offload.withdrawal import Withdrawal
 
 # A checkpoint that could not be read may carry any generation. New ones start this far above the
 # highest that could be read, so that it stays older even if it becomes readable again.
@@ -62,12 +63,15 @@ class Store:
         train_state_bytes: Reserved in each slot for the train state.
         reader_timeout_s: Seconds to wait for readers of expired checkpoints.
         allow_volatile: Accept a file system that forgets at power-off.
+        allow_remote: Accept a file system that another machine or a program serves.
 
     Raises:
         StoreLockedError: Someone else is writing to it.
         VolatileStoreError: It would not survive a power-off.
+        RemoteStoreError: It is served from elsewhere.
         PinError: With `fresh`, some checkpoint is pinned.
-        StoreError: It cannot be created, read or written.
+        UnreadableError: Something in it could not be read; nothing has been changed.
+        StoreError: It cannot be created, read or written, or is not what it was given for.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Store:
         train_state_bytes: int,
         reader_timeout_s: float = 60.0,
         allow_volatile: bool = False,
+        allow_remote: bool = False,
     ) -> None:
         self.backend = backend
         self.directory = os.path.abspath(directory)
@@ -92,8 +97,14 @@ class Store:
         self._poison = Poison(self.directory)
         self._others = [(other, os.path.abspath(path)) for other, path in others]
         drives = [(backend, self.directory), *self._others]
-        opened = open_directories(drives, self._poison, allow_volatile=allow_volatile)
-        self._locks = opened.locks
+        opened = open_directories(
+            drives,
+            self._poison,
+            fresh=fresh,
+            allow_volatile=allow_volatile,
+            allow_remote=allow_remote,
+        )
+        self._lock = opened.lock
         self.store_id = opened.store_id
         self._is_identified = opened.is_identified
         self._parts = opened.parts
@@ -101,9 +112,12 @@ class Store:
         self.checkpoints = opened.checkpoints
         """All that are usable, oldest first."""
         self.keeping = Keeping(
-            backend, self.directory, keep, self.checkpoints, self._changed, self._poison
+            backend, self.directory, keep, self.checkpoints, self._changed, self._poison, self._lock
         )
         """Which of them are kept."""
+        self._withdrawal = Withdrawal(
+            self.checkpoints, self.keeping, self._free, self._parts, self._lock, self._poison
+        )
         self.refused = opened.refused
         """Paths of directories that look like checkpoints but are not usable, and why."""
         self._quarantine = Quarantine(backend, self._poison)
@@ -166,6 +180,8 @@ class Store:
             SlotFullError: No space; nothing has changed.
             gds.StorageError: Another failure.
         """
+        self._lock.require()
+        self._lock.warn_once()
         self._poison.warn_once()
         patience = Patience(self.directory, self._reader_timeout_s)
         while True:
@@ -190,8 +206,8 @@ class Store:
         with self._changed:
             if any(checkpoint.slot is slot for checkpoint in self.checkpoints):
                 return  # it has been sealed after all
-            if self._quarantine.has(slot):
-                slot.close()  # nobody writes into evidence
+            if self._quarantine.has(slot) or not self._lock.is_held():
+                slot.close()  # nobody writes into evidence, nor into what may be another store
                 return
             if self._poison:
                 self._free.discard(slot)
@@ -231,6 +247,7 @@ class Store:
             gds.StorageError: It could not be made durable. A later process may find it all the
                 same, if nothing but the last sync failed.
         """
+        self._lock.require()
         path = self.path_of(manifest.step)
         replaced = lock_existing(self.backend, path, self._reader_timeout_s)
         try:
@@ -241,7 +258,9 @@ class Store:
                 slot.manifest.write_bytes(manifest_data, 0)
                 slot.manifest.sync()
                 self.backend.sync_dir(slot.path)
-                with self._changed:
+            with self._changed:
+                self._lock.require()
+                with self._poison.on_error("a checkpoint could not be made durable"):
                     in_the_way = self.backend.stat(path) is not None
                     self._rename_into_place(slot, path, exchange=in_the_way)
         finally:
@@ -254,7 +273,7 @@ class Store:
             for old in self.checkpoints[:-_MAX_OPEN]:
                 old.close()  # a large keep= must not exhaust the file descriptors
             # It is durable: what fails from here on is the tidying up behind it.
-            with suppress(StorageError), self._poison.on_error("an old one was not withdrawn"):
+            with suppress(StorageError, StoreError):
                 self._trim()
         return checkpoint
 
@@ -273,6 +292,7 @@ class Store:
         checkpoint.manifest = manifest
 
     def _replace(self, checkpoint: StoredCheckpoint, name: str, data: bytes) -> None:
+        self._lock.require()
         slot = self.slot_of(checkpoint)
         file = slot.write_replacement(name, data)
         with self._poison.on_error(f"{name} could not be replaced"):
@@ -290,6 +310,7 @@ class Store:
             gds.StorageError: Something could not be removed, or not be withdrawn durably.
         """
         with self._changed:
+            self._lock.require()
             while self._withdraw_expired():
                 pass
             self._free.drop(len(self._free))
@@ -312,6 +333,7 @@ class Store:
             reason: What is wrong with it.
         """
         with self._changed:
+            self._lock.require()
             self.checkpoints.remove(checkpoint)
             self.refused.append((checkpoint.path, reason))
             self._parts.claim(checkpoint.path, checkpoint.manifest)
@@ -329,13 +351,14 @@ class Store:
             self.keeping.require_none_after(checkpoint)
             for newer in newest_first[: newest_first.index(checkpoint)]:
                 self._poison.require_none(newer.path)
-                if not self._withdraw(newer):
+                if not self._withdrawal.withdraw(newer):
                     raise StoreBusyError(
                         errno.EBUSY,
                         "this checkpoint is being read and cannot be withdrawn; close its readers",
                         newer.path,
                     )
-            self._drop_spare_slots()
+            with suppress(StorageError):
+                self._drop_spare_slots()
 
     def close(self) -> None:
         """Close all files and let go of the lock. Idempotent."""
@@ -345,8 +368,7 @@ class Store:
             for checkpoint in self.checkpoints:
                 if checkpoint.slot is not None:
                     checkpoint.slot.close()
-            for lock in self._locks:
-                lock.release()
+            self._lock.release()
 
     # Everything below runs with `_changed` held.
 
@@ -393,12 +415,14 @@ class Store:
         # displaces nobody by its metrics before it is durable, either.
         incoming = self._incoming and replace(self._incoming, metrics={})
         newest = self.newest
-        return any(self._withdraw(c) for c in self.keeping.expired(incoming) if c is not newest)
+        return any(
+            self._withdrawal.withdraw(c) for c in self.keeping.expired(incoming) if c is not newest
+        )
 
     def _trim(self) -> None:
         """After a commit: withdraw what retention no longer holds, and remove what is left over."""
         for checkpoint in [c for c in self.checkpoints if c.superseded]:
-            self._withdraw(checkpoint)
+            self._withdrawal.withdraw(checkpoint)
         while self._withdraw_expired():
             pass
         self._drop_spare_slots()
@@ -408,41 +432,6 @@ class Store:
         most = self.keeping.num_slots()
         self._free.drop(min(len(self._free) + len(self.checkpoints) - most, len(self._free) - 1))
         self._parts.trim(most)
-
-    def _withdraw(self, checkpoint: StoredCheckpoint) -> bool:
-        """Turn a checkpoint into a free slot, durably; False if a reader holds it."""
-        if self._poison:
-            return False
-        if self.backend.stat(checkpoint.path) is None:  # somebody has removed it by hand
-            self.checkpoints.remove(checkpoint)
-            self._gone(checkpoint)
-            return True
-        lock = try_lock(self.backend, checkpoint.path)
-        if lock is None:
-            return False
-        try:
-            if self.keeping.is_pinned(checkpoint):  # perhaps only just
-                return False
-            slot = None
-            if self._parts.are_there(checkpoint.manifest):  # somebody may have removed them
-                slot = open_stored(self.backend, checkpoint, self._parts, writable=True)
-            name = self._free.unused_path()
-            with self._poison.on_error("a checkpoint could not be withdrawn"):
-                self.backend.rename(checkpoint.path, name)
-                self.checkpoints.remove(checkpoint)
-                if slot is not None:
-                    slot.renamed(name)
-                self.backend.sync_dir(self.directory)
-                if slot is not None:
-                    slot.invalidate()
-                    if lift_quarantine(self.backend, name):  # a reader has found it damaged
-                        slot.model_leaves.forget(readable=True)
-            if slot is None:
-                self._gone(checkpoint)
-            self._free.add(slot or name)
-        finally:
-            lock.release()
-        return True
 
     def _rename_into_place(self, slot: Slot, path: str, *, exchange: bool) -> None:
         working = slot.path
@@ -464,12 +453,7 @@ class Store:
         slot.in_doubt = False
         for old in replaced:
             self.checkpoints.remove(old)
-            self._gone(old)
+            self._withdrawal.gone(old)
         self._parts.release_claim(path)
         self.refused = [(p, reason) for p, reason in self.refused if p != path]
         self._free.add(working)
-
-    def _gone(self, checkpoint: StoredCheckpoint) -> None:
-        if checkpoint.slot is not None:
-            checkpoint.slot.close()
-        self._parts.release(checkpoint.manifest)

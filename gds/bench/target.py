@@ -151,6 +151,8 @@ def target_at(
             f"{place} is in memory ({mount.filesystem}), and a drive is to be measured; "
             "--allow-volatile measures it all the same"
         )
+    if mount.remote:
+        say(f"{place}: {probe.describe_remote(mount.filesystem)}. Its speed is measured, too")
     if not is_directory:
         target = Target(place, made=False, seed=seed)
         with contextlib.closing(target):

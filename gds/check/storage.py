@@ -108,6 +108,10 @@ def _filesystem(storage: Storage) -> Finding:
             "it keeps files in memory, or ignores every sync: they are lost at power-off",
             "use a directory on a drive",
         )
+    if mount.remote:
+        why = probe.describe_remote(mount.filesystem)
+        do = "keep checkpoints, and what must be durable, in a directory on a local drive"
+        return Finding("storage", what, value, "limits", why, do)
     if mount.filesystem == "unknown":
         why = "/proc/self/mountinfo does not tell which one it is"
         return Finding("storage", what, value, "limits", why)

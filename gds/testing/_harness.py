@@ -45,6 +45,10 @@ class Harness:
         """Make a symbolic link at `path`."""
         pytest.skip("this backend has no symbolic links")
 
+    def make_hard_link(self, backend: Backend, target: str, path: str) -> None:  # noqa: ARG002
+        """Give the file `target` a second name, `path`."""
+        pytest.skip("this backend has no hard links")
+
     def limit(self, backend: Backend) -> AbstractContextManager[int]:  # noqa: ARG002
         """Return a context in which no file can have more bytes than it yields."""
         pytest.skip("this backend's space cannot be limited")

@@ -114,6 +114,21 @@ class NamesContract(Harness):
         backend.rename(f"{directory}/a", f"{directory}/b")
         assert _stat(backend, f"{directory}/b").inode == a
 
+    def test_the_names_of_a_file_are_counted(self, backend: Backend, directory: str) -> None:
+        new_file(backend, f"{directory}/file").close()
+        backend.make_dir(f"{directory}/other")
+        backend.make_dir(f"{directory}/other/below")
+        assert _stat(backend, f"{directory}/file").num_links == 1
+        assert _stat(backend, f"{directory}/other").num_links == 1
+        self.make_hard_link(backend, f"{directory}/file", f"{directory}/other/link")
+        for path in (f"{directory}/file", f"{directory}/other/link"):
+            assert _stat(backend, path).num_links == 2
+        backend.remove(f"{directory}/file")
+        left = backend.open(f"{directory}/other/link")
+        assert left.read_bytes(0, FILE_BYTES) == contents(filled(backend, FILE_BYTES, 1))
+        left.close()
+        assert _stat(backend, f"{directory}/other/link").num_links == 1
+
     def test_names_are_listed_in_order(self, backend: Backend, directory: str) -> None:
         names = ["b", "a", "step-00000010", "step-00000009", ".hidden", "with space", "\u00fc"]
         for name in names:
@@ -269,6 +284,47 @@ class NamesContract(Harness):
             backend.lock(f"{directory}/after")
         held.release()
         backend.lock(f"{directory}/after").release()
+
+    @pytest.mark.parametrize("kind", ["file", "directory"])
+    def test_a_lock_is_current_while_its_path_names_what_is_locked(
+        self, backend: Backend, directory: str, kind: str
+    ) -> None:
+        path, aside = f"{directory}/locked", f"{directory}/aside"
+
+        def make() -> None:
+            if kind == "file":
+                backend.create(path, 1).close()
+            else:
+                backend.make_dir(path)
+
+        make()
+        held = backend.lock(path)
+        assert held.is_current()
+        backend.rename(path, aside)
+        assert not held.is_current()
+        make()
+        assert not held.is_current(), "this is another one"
+        other = backend.lock(path)
+        assert other.is_current()
+        other.release()
+        if kind == "file":
+            backend.remove(path)
+        else:
+            backend.remove_dir(path)
+        backend.rename(aside, path)
+        assert held.is_current()
+        held.release()
+        assert not held.is_current()
+
+    def test_a_lock_whose_parent_is_gone_is_not_current(
+        self, backend: Backend, directory: str
+    ) -> None:
+        backend.make_dir(f"{directory}/parent")
+        held = backend.lock(f"{directory}/parent/LOCK", create=True)
+        backend.rename(f"{directory}/parent", f"{directory}/moved")
+        assert not held.is_current()
+        backend.create(f"{directory}/parent", 1).close()
+        assert not held.is_current()
 
     def test_a_lock_file_is_created_only_when_asked(self, backend: Backend, directory: str) -> None:
         path = f"{directory}/LOCK"

@@ -77,7 +77,7 @@ def make_store(directories: list[Path]) -> None:
     """
     model = make_model()
     with (
-        unittest.mock.patch("uuid.uuid4", lambda: uuid.UUID(STORE_ID)),
+        unittest.mock.patch("uuid.uuid4", return_value=uuid.UUID(STORE_ID)),
         make_optimizer(model, directories) as optimizer,
     ):
         for number in (1, 2):

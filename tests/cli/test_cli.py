@@ -196,7 +196,10 @@ def test_verify_marks_what_is_damaged_only_if_it_is_told_to(run: Run, store: Pat
     assert json.loads(run("show", store, "--json")[1])["step"] == 4
     assert run("verify", store, "--quarantine")[0] == 1
     assert "exp_avg.safetensors" in (newest / "damaged.txt").read_text()
-    assert json.loads(run("show", store, "--json")[1])["step"] == 2
+    code, out, err = run("show", store, "--json")
+    assert (code, json.loads(out)["step"]) == (0, 2)
+    assert err.startswith(f"warning: not using {newest}: ")
+    assert err.count("\n") == 1
     code, _, err = run("show", newest)
     assert code == 1
     assert "quarantined" in err

@@ -50,6 +50,9 @@ class PosixContract(BackendContract):
     def make_symlink(self, target: str, path: str) -> None:
         Path(path).symlink_to(target)
 
+    def make_hard_link(self, backend: Backend, target: str, path: str) -> None:
+        Path(path).hardlink_to(target)
+
     @contextlib.contextmanager
     def limit(self, backend: Backend) -> Iterator[int]:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -102,6 +105,10 @@ class TestMemory(BackendContract):
             node = node.entries[part]
         return bytes(node.data)
 
+    def make_hard_link(self, backend: Backend, target: str, path: str) -> None:
+        assert isinstance(backend, MemoryBackend)
+        backend.link(target, path)
+
     @contextlib.contextmanager
     def limit(self, backend: Backend) -> Iterator[int]:
         yield 32 * LIMIT_BYTES
@@ -136,6 +143,10 @@ class TestWrapperOverMemory(TestMemory):
     def raw(self, backend: Backend, path: str) -> bytes:
         assert isinstance(backend, WrapperBackend)
         return super().raw(backend.inner, path)
+
+    def make_hard_link(self, backend: Backend, target: str, path: str) -> None:
+        assert isinstance(backend, WrapperBackend)
+        super().make_hard_link(backend.inner, target, path)
 
 
 class ShiftedFile(WrapperFile):

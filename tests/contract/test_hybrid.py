@@ -87,6 +87,9 @@ class TestHybrid(BackendContract):
     def make_symlink(self, target: str, path: str) -> None:
         Path(path).symlink_to(target)
 
+    def make_hard_link(self, backend: Backend, target: str, path: str) -> None:
+        Path(path).hardlink_to(target)
+
 
 class TestHybridOfBothModes(TestHybrid):
     """Limits within the sizes of the contract's requests, so that they mix on every file."""

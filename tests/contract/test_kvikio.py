@@ -100,6 +100,9 @@ class FakeGpuContract(TransferContract):
     def make_symlink(self, target: str, path: str) -> None:
         Path(path).symlink_to(target)
 
+    def make_hard_link(self, backend: Backend, target: str, path: str) -> None:
+        Path(path).hardlink_to(target)
+
 
 class TestDirectStorage(FakeGpuContract, BackendContract):
     gds = True

@@ -275,6 +275,35 @@ def test_another_process_sees_the_lock(backend, directory):
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "gone"])
+def test_what_is_renamed_between_opening_and_locking_is_not_what_was_asked_for(
+    backend, directory, monkeypatch, replaced
+):
+    """What a reader wants to lock may be recycled, and get another name, just before it is."""
+    path, aside = f"{directory}/step", f"{directory}/slot"
+    os.mkdir(path)
+    real = fcntl.flock
+
+    def rename_then_lock(fd, operation):
+        if not os.path.exists(aside):
+            os.rename(path, aside)
+            if replaced:
+                os.mkdir(path)
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", rename_then_lock)
+    if replaced:
+        held = backend.lock(path)
+        assert held.is_current()
+    else:
+        with pytest.raises(StorageError, match="No such file"):
+            backend.lock(path)
+    backend.lock(aside).release()  # nobody holds it
+    if replaced:
+        with pytest.raises(LockHeldError):
+            backend.lock(path)
+
+
 def test_a_program_that_ends_with_transfers_in_flight_ends(directory):
     script = """
 import os, sys, threading

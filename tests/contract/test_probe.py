@@ -44,6 +44,42 @@ def test_the_longest_and_last_mount_point_holds_a_path(path, filesystem, volatil
     assert (found.filesystem, found.volatile) == (filesystem, volatile)
 
 
+@pytest.mark.parametrize(
+    "filesystem",
+    [
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "9p",
+        "fuse",
+        "fuseblk",
+        "fuse.sshfs",
+        "fuse.bindfs",
+        "afs",
+        "ceph",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "glusterfs",
+        "virtiofs",
+        "vboxsf",
+    ],
+)
+def test_what_another_machine_or_a_program_serves_is_remote(filesystem):
+    table = f"22 1 254:0 / / rw - ext4 /dev/vda rw\n30 22 0:30 / /data rw - {filesystem} src rw"
+    found = probe.find_mount(table, "/data/run")
+    assert (found.filesystem, found.remote, found.volatile) == (filesystem, True, False)
+    assert not probe.find_mount(table, "/home").remote
+    assert probe.describe_remote(filesystem).startswith(f"{filesystem} has its files served by ")
+
+
+@pytest.mark.parametrize("filesystem", ["ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs"])
+def test_what_the_kernel_serves_itself_is_not_remote(filesystem):
+    found = probe.find_mount(f"30 1 0:30 / / rw - {filesystem} /dev/vdb rw", "/data/run")
+    assert (found.filesystem, found.remote) == (filesystem, False)
+
+
 def test_options_are_those_of_the_mount_and_of_the_file_system():
     table = "30 1 0:30 / /data ro,noatime shared:1 - ext4 /dev/vdb rw,data=journal"
     assert probe.find_mount(table, "/data/x").options == ("ro", "noatime", "rw", "data=journal")

@@ -34,7 +34,7 @@ import posixpath
 import random
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from gds import Buffer, IOFuture, MemoryBackend, WrapperBackend
@@ -49,7 +49,7 @@ SECTOR_BYTES: Final = 512
 
 Kind = Literal[
     "create", "write", "sync", "make_dir", "rename", "exchange", "remove", "remove_dir", "sync_dir",
-    "note",
+    "link", "note",
 ]  # fmt: skip
 
 
@@ -63,7 +63,7 @@ class Operation:
 
     path: str = ""
     other: str = ""
-    """The second path of `rename` and `exchange`."""
+    """The second path of `rename` and `exchange`; of `link`, the name that the file had before."""
 
     offset: int = 0
     data: bytes = b""
@@ -107,6 +107,8 @@ class CrashBackend(WrapperBackend):
                     getattr(backend, operation.kind)(operation.path)
                 case "rename" | "exchange":
                     getattr(backend, operation.kind)(operation.path, operation.other)
+                case "link":
+                    backend.link(operation.other, operation.path)
                 case "note":
                     backend.note(operation.label)
         for file in files.values():
@@ -163,6 +165,13 @@ class CrashBackend(WrapperBackend):
         with self.order:
             super().exchange(a, b)
             self._done("exchange", a, other=b)
+
+    def link(self, source: str, path: str) -> None:
+        """Give a file a second name, as somebody beside the process does, and log it."""
+        assert isinstance(self.inner, MemoryBackend)
+        with self.order:
+            self.inner.link(source, path)
+            self._done("link", path, other=source)
 
     def remove(self, path: str) -> None:
         """Remove a file, and log it."""
@@ -321,6 +330,8 @@ class Disk:
                 self._directories[operation.node] = _DirectoryNode()
                 self._change(operation)
                 self._visible[operation.path] = operation.node
+            case "link":
+                self._change(replace(operation, other=""))
             case "rename" | "exchange" | "remove" | "remove_dir":
                 self._change(operation)
                 self._move(operation)
@@ -371,7 +382,7 @@ class Disk:
     def _apply_change(self, entries: dict[str, int], change: _Change) -> None:
         """Change names; what makes no sense without a change that was lost is lost as well."""
         kind, name, other, node = change
-        if kind in ("create", "make_dir"):
+        if kind in ("create", "make_dir", "link"):
             entries.setdefault(name, node)
         elif kind == "exchange":
             if name in entries and other in entries:

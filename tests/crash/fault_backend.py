@@ -6,20 +6,25 @@ import errno
 import json
 import posixpath
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, Literal, TypeVar
 
 from gds import Backend, Buffer, IOFuture, StorageError, WrapperBackend
-from gds._backend import File
+from gds._backend import Capabilities, File, Lock, Stat
 from gds._pool import TransferPool
 from gds._wrapper import WrapperFile
 
 Kind = Literal[
     "read", "write", "read_bytes", "write_bytes", "sync", "sync_dir", "rename", "create",
-    "make_dir", "open", "remove",
+    "make_dir", "open", "remove", "stat", "list_dir", "lock", "capabilities", "free_bytes",
 ]  # fmt: skip
-KINDS: Final[tuple[Kind, ...]] = Kind.__args__  # type: ignore[attr-defined]
+KINDS: Final[tuple[Kind, ...]] = (
+    "read", "write", "read_bytes", "write_bytes", "sync", "sync_dir", "rename", "create",
+    "make_dir", "open", "remove",
+)  # fmt: skip
+"""Those that move data, open files or change names; the others only look."""
 
 ERRNO: Final[dict[Kind, int]] = {
     "write": errno.ENOSPC,
@@ -50,12 +55,14 @@ class FaultBackend(WrapperBackend):
         super().__init__(inner)
         self.when = when
         self._pools = {kind: TransferPool(f"later-{kind}", 1) for kind in ("read", "write")}
-        self.num_done: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        self.num_done: Counter[Kind] = Counter()
         self.num_failed = 0
         self.violations: list[str] = []
         """Writes to what had been sealed when a sync or rename failed."""
         self._armed: tuple[Kind, int, bool] | None = None
         self._chosen: Callable[[Kind, str], bool] | None = None
+        self._number: int | None = None
+        """What it fails with, if that is not the kind's own."""
         self._sealed: dict[int, str] = {}
         self._protected: dict[int, str] = {}
         self._lock = threading.RLock()
@@ -65,15 +72,20 @@ class FaultBackend(WrapperBackend):
         with self._lock:
             self._armed = (kind, self.num_done[kind] + nth, forever)
 
-    def fail_if(self, chosen: Callable[[Kind, str], bool]) -> None:
-        """Let the first operation fail, of those to come, that is chosen by its kind and path."""
+    def fail_if(self, chosen: Callable[[Kind, str], bool], number: int | None = None) -> None:
+        """Let the first operation fail, of those to come, that is chosen by its kind and path.
+
+        Args:
+            chosen: Returns whether it is this one.
+            number: Of the error; None for that of the kind.
+        """
         with self._lock:
-            self._chosen = chosen
+            self._chosen, self._number = chosen, number
 
     def repair(self) -> None:
         """Let nothing fail any more."""
         with self._lock:
-            self._armed = self._chosen = None
+            self._armed = self._chosen = self._number = None
 
     def new_process(self) -> None:
         """Note that what a failed sync forbids is forbidden no longer."""
@@ -120,6 +132,34 @@ class FaultBackend(WrapperBackend):
         """Sync a directory, or fail."""
         self.run("sync_dir", path, lambda: super(FaultBackend, self).sync_dir(path))
 
+    def stat(self, path: str) -> Stat | None:
+        """Look, or fail."""
+        return self.run("stat", path, lambda: super(FaultBackend, self).stat(path))
+
+    def list_dir(self, path: str) -> list[str]:
+        """List, or fail."""
+        return self.run("list_dir", path, lambda: super(FaultBackend, self).list_dir(path))
+
+    def capabilities(self, directory: str) -> Capabilities:
+        """Probe, or fail."""
+        return self.run(
+            "capabilities", directory, lambda: super(FaultBackend, self).capabilities(directory)
+        )
+
+    def free_bytes(self, directory: str) -> int:
+        """Say what is free, or fail."""
+        return self.run(
+            "free_bytes", directory, lambda: super(FaultBackend, self).free_bytes(directory)
+        )
+
+    def lock(self, path: str, *, shared: bool = False, create: bool = False) -> Lock:
+        """Lock, or fail."""
+        return self.run(
+            "lock",
+            path,
+            lambda: super(FaultBackend, self).lock(path, shared=shared, create=create),
+        )
+
     def run(self, kind: Kind, path: str, operation: Callable[[], _R]) -> _R:
         """Count an operation and do it, or fail it."""
         if error := self.due(kind, path):
@@ -135,7 +175,8 @@ class FaultBackend(WrapperBackend):
             self.num_failed += 1
             if kind in ("sync", "sync_dir", "rename"):
                 self._protected.update(self._sealed)
-            return StorageError(ERRNO.get(kind, errno.EIO), f"injected failure of {kind}", path)
+            number = self._number or ERRNO.get(kind, errno.EIO)
+            return StorageError(number, f"injected failure of {kind}", path)
 
     def _is_due(self, kind: Kind, path: str) -> bool:
         if self._chosen is not None and self._chosen(kind, path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -87,6 +86,18 @@ def overwrite(backend: Backend, path: str, data: bytes, offset: int = 0) -> None
 
 def contents(backend: Backend, directory: str) -> dict[str, bytes]:
     return {name: read(backend, f"{directory}/{name}") for name in backend.list_dir(directory)}
+
+
+def everything(backend: Backend, directory: str = "/") -> dict[str, bytes | None]:
+    """Return every file below a directory with its bytes, and every directory that is empty."""
+    found: dict[str, bytes | None] = {}
+    for name in backend.list_dir(directory):
+        path = f"{directory.rstrip('/')}/{name}"
+        if backend.stat(path).kind == "file":
+            found[path] = read(backend, path)
+        else:
+            found |= everything(backend, path) or {path: None}
+    return found
 
 
 def remove(backend: Backend, directory: str) -> None:
@@ -240,11 +251,14 @@ class TestMoved:
         with optimizer_in(backend, model, [ONE, "/x", "/y"]) as optimizer:
             train(model, optimizer, 1)
         backend = backend.reopened()
-        with optimizer_in(backend, Model(), [ONE, "/y", "/x"]) as optimizer:
-            none = pytest.raises(CheckpointError, match="none of its checkpoints can be used")
-            with pytest.warns(RuntimeWarning, match="not the part"), none:
-                optimizer.restore()
-        assert_goes_on(backend.reopened(), 1, [ONE, "/x", "/y"])
+        before = everything(backend)
+        for fresh in (False, True):
+            refused = pytest.raises(StoreError, match="is number 3 of this store, and was given as")
+            with refused as error:
+                optimizer_in(backend, Model(), [ONE, "/y", "/x"], fresh=fresh)
+            assert f"number 2: pass directory={[ONE, '/x', '/y']!r}" in str(error.value)
+        assert everything(backend) == before
+        assert_goes_on(backend, 1, [ONE, "/x", "/y"])
 
 
 class TestDirectories:
@@ -286,14 +300,12 @@ class TestDirectories:
         class Mixed(WrapperBackend):
             def capabilities(self, directory: str) -> Capabilities:
                 found = super().capabilities(directory)
-                return dataclasses.replace(found, volatile=directory.startswith(TWO))
+                return dataclasses.replace(found, volatile=directory.startswith("/second"))
 
-        backend = Mixed(MemoryBackend())
+        backend = Mixed(MemoryBackend(directories=["/second"]))
         with pytest.raises(VolatileStoreError, match=TWO):
             optimizer_for(Model(), BOTH, options(backend, allow_volatile=False))
-        assert backend.stat(TWO) is None
-        lock = backend.lock(f"{ONE}/LOCK")  # and the first is free again
-        lock.release()
+        assert everything(backend) == {"/second": None}, "nothing was made, the first neither"
 
     def test_each_has_threads_of_its_own(self) -> None:
         drives = Drives(["/a", "/b", "/c"], Options(), None)
@@ -306,30 +318,52 @@ class TestDirectories:
 
 class TestSharedDirectory:
     def test_while_the_other_store_is_open(self) -> None:
-        backend = MemoryBackend()
+        backend = MemoryBackend(directories=[ONE])
         with optimizer_in(backend, Model(), ["/other", TWO]):
             with pytest.raises(StoreLockedError, match=TWO):
                 optimizer_in(backend, Model())
             backend.lock(f"{ONE}/LOCK").release()  # given back when the second was refused
-        with optimizer_in(backend, Model(), [TWO, "/other"]):  # noqa: SIM117
+        backend.make_dir("/third")
+        with optimizer_in(backend, Model(), [TWO, "/third"]):  # noqa: SIM117
             with pytest.raises(StoreLockedError, match=TWO):
                 optimizer_in(backend, Model())
 
-    def test_parts_of_another_store_are_never_touched(self) -> None:
+    @pytest.mark.parametrize("fresh", [False, True], ids=["resume", "fresh"])
+    def test_a_directory_with_parts_of_another_store_is_refused(self, fresh: bool) -> None:
         backend = store_of_two()
-        before = {part: contents(backend, f"{TWO}/{part}") for part in parts_in(backend)}
-        sealed = [f"{TWO}/{part_of(backend, step)}" for step in (1, 2)]
+        backend.make_dir("/other")
+        before = everything(backend)
+        store = manifest_of(backend, 2)["store_id"]
+        with pytest.raises(StoreError, match=f"is number 2 of the store {store}, and was") as error:
+            optimizer_in(backend, Model(), ["/other", TWO], fresh=fresh)
+        assert error.value.filename == TWO
+        assert "If that store is gone, remove its part-<k>" in str(error.value)
+        assert everything(backend) == before
+        assert_goes_on(backend, 2)
+
+    def test_parts_of_another_store_are_never_touched(self) -> None:
+        """As earlier versions let two stores have them in one directory."""
+        backend = store_of_two()
+        own = {part: contents(backend, f"{TWO}/{part}") for part in parts_in(backend)}
+        backend.rename(TWO, "/second/aside")
         model = Model()
+        with optimizer_in(backend, model, ["/other", TWO]) as optimizer:
+            train(model, optimizer, 1, 2)
+        for number, (_, files) in enumerate(own.items(), 101):
+            backend.make_dir(f"{TWO}/part-{number}")
+            for name, data in files.items():
+                file = backend.create(f"{TWO}/part-{number}/{name}", len(data))
+                file.write_bytes(data, 0)
+                file.close()
+        foreign = [f"{TWO}/part-{number}" for number in range(101, 101 + len(own))]
+        before = {path: contents(backend, path) for path in foreign}
         with pytest.warns(RuntimeWarning, match="sealed for another store") as caught:
             optimizer = optimizer_in(backend, model, ["/other", TWO])
-        assert all(path in str(caught[0].message) for path in sealed)
-        train(model, optimizer, 1, 2, 3, 4)
+        assert all(path in str(caught[0].message) for path in foreign[:2])
+        optimizer.restore()
+        train(model, optimizer, 3, 4, 5)
         optimizer.close()
-        after = {path: contents(backend, path) for path in sealed}
-        assert after == {path: before[os.path.basename(path)] for path in sealed}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            assert_goes_on(backend, 2)
+        assert {path: contents(backend, path) for path in foreign} == before
 
 
 class _Room(WrapperBackend):

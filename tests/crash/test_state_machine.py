@@ -548,7 +548,7 @@ class StoreMachine(RuleBasedStateMachine):
         uid: Uid | None = None
         reason = ""
         try:
-            with open_checkpoint(STORE, backend=backend) as found:
+            with _ignored(), open_checkpoint(STORE, backend=backend) as found:
                 uid = found.train_state["uid"]
                 self.check(found, backend)
         except (CheckpointNotFoundError, CheckpointError) as error:
@@ -647,7 +647,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def num_groups(self) -> int:
         try:
-            with open_checkpoint(STORE, backend=self.log.inner) as newest:
+            with _ignored(), open_checkpoint(STORE, backend=self.log.inner) as newest:
                 return len(newest.hyperparameters)
         except (CheckpointNotFoundError, CheckpointError):
             return 0
@@ -824,7 +824,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 @contextlib.contextmanager
 def _ignored() -> Any:
-    """Let the store warn of failed syncs, and `restore` of seals that failed before it."""
+    """Let the store warn of failed syncs, `restore` of failed seals, readers of damage."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield

@@ -215,7 +215,11 @@ def test_a_file_system_that_gds_cannot_use_is_named(
 def test_network_file_systems_are_left_to_cufile(machine, tmp_path):
     machine.mount("lustre", "10.0.0.1@tcp:/fs")
     machine.number = (0, 77)
-    assert check(machine, tmp_path).reads.path == "gds"
+    found = check(machine, tmp_path)
+    assert found.reads.path == "gds"
+    state, value, why = verdict(found, "file system")
+    assert (state, value) == ("limits", "lustre on 10.0.0.1@tcp:/fs")
+    assert "served by another machine" in why
 
 
 @pytest.mark.parametrize(("rotational", "state"), [(0, "ok"), (1, "limits")])

@@ -9,8 +9,10 @@ from typing import Final
 
 from tests.mutation.frozen import FROZEN
 from tests.mutation.keeping import KEEPING
+from tests.mutation.locking import LOCKING
 from tests.mutation.mutation import Mutation
 from tests.mutation.opening import OPENING
+from tests.mutation.overlooked import OVERLOOKED
 from tests.mutation.quarantining import QUARANTINING
 from tests.mutation.recycling import RECYCLING
 from tests.mutation.restoring import RESTORING
@@ -22,6 +24,8 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *RECYCLING,
     *KEEPING,
     *OPENING,
+    *LOCKING,
+    *OVERLOOKED,
     *RESTORING,
     *QUARANTINING,
 )

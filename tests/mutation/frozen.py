@@ -9,6 +9,7 @@ _MODEL = "offload/model_file.py"
 _SLOT = "offload/slot.py"
 _SEAL = "offload/seal.py"
 _STORE = "offload/store.py"
+_WITHDRAWAL = "offload/withdrawal.py"
 _OPENING = "offload/opening.py"
 _POSIX = "gds/_posix_file.py"
 _FROZEN = "tests/numerics/test_frozen.py"
@@ -158,7 +159,7 @@ FROZEN = (
         "nothing is known any more of a slot that a reader has found damaged",
         (
             Edit(
-                _STORE,
+                _WITHDRAWAL,
                 "                        slot.model_leaves.forget(readable=True)\n",
                 "                        pass\n",
             ),

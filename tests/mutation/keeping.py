@@ -10,6 +10,7 @@ _PINS = "offload/pins.py"
 _PINNING = "offload/pinning.py"
 _PRUNING = "offload/pruning.py"
 _STORE = "offload/store.py"
+_WITHDRAWAL = "offload/withdrawal.py"
 _ENGINE = "offload/engine.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _TESTS = "tests/torch_contract/test_retention.py"
@@ -269,8 +270,8 @@ KEEPING = (
         "pins are read again with the lock without which nothing is withdrawn",
         (
             Edit(
-                _STORE,
-                "            if self.keeping.is_pinned(checkpoint):  # perhaps only just\n",
+                _WITHDRAWAL,
+                "            if self._keeping.is_pinned(checkpoint):  # perhaps only just\n",
                 "            if False:\n",
             ),
         ),
@@ -281,14 +282,14 @@ KEEPING = (
         "order: the lock is taken, then pins are read",
         (
             Edit(
-                _STORE,
-                "        lock = try_lock(self.backend, checkpoint.path)\n",
-                "        is_pinned = self.keeping.is_pinned(checkpoint)\n"
-                "        lock = try_lock(self.backend, checkpoint.path)\n",
+                _WITHDRAWAL,
+                "        lock = try_lock(self._backend, checkpoint.path)\n",
+                "        is_pinned = self._keeping.is_pinned(checkpoint)\n"
+                "        lock = try_lock(self._backend, checkpoint.path)\n",
             ),
             Edit(
-                _STORE,
-                "            if self.keeping.is_pinned(checkpoint):  # perhaps only just\n",
+                _WITHDRAWAL,
+                "            if self._keeping.is_pinned(checkpoint):  # perhaps only just\n",
                 "            if is_pinned:\n",
             ),
         ),
@@ -502,11 +503,10 @@ KEEPING = (
         "order: what is pruned has durably lost its name before anything of it is removed",
         (
             Edit(
-                _STORE,
-                "                self.backend.sync_dir(self.directory)\n"
-                "                if slot is not None:\n"
-                "                    slot.invalidate()\n",
-                "                if slot is not None:\n                    slot.invalidate()\n",
+                _WITHDRAWAL,
+                "                self._backend.sync_dir(self._directory)\n"
+                "                if slot is not None and",
+                "                if slot is not None and",
             ),
         ),
         (_PRUNE_CRASH,),
@@ -521,8 +521,8 @@ KEEPING = (
                 "policy.kept(ordered) | newest",
             ),
             Edit(
-                _STORE,
-                "            if self.keeping.is_pinned(checkpoint):  # perhaps only just\n",
+                _WITHDRAWAL,
+                "            if self._keeping.is_pinned(checkpoint):  # perhaps only just\n",
                 "            if False:\n",
             ),
         ),

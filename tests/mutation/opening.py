@@ -6,6 +6,8 @@ from tests.mutation.mutation import Edit, Mutation, gone, killed, power
 
 _STORE = "offload/store.py"
 _OPENING = "offload/opening.py"
+_PLACES = "offload/places.py"
+_LOCK = "offload/writer_lock.py"
 _IDENTITY = "offload/identity.py"
 _READING = "offload/reading.py"
 _MANIFEST = "offload/manifest.py"
@@ -44,7 +46,7 @@ OPENING = (
         "sync of the directory in which the store's is made",
         (
             gone(
-                _OPENING,
+                _PLACES,
                 "        backend.sync_dir(os.path.dirname(new))\n",
             ),
         ),
@@ -53,7 +55,7 @@ OPENING = (
     Mutation(
         "open-no-existing-parent-sync",
         "sync of the directory in which an earlier process may have made the store's",
-        (Edit(_OPENING, "        backend.sync_dir(os.path.dirname(path))\n", "        pass\n"),),
+        (Edit(_PLACES, "        backend.sync_dir(os.path.dirname(path))\n", "        pass\n"),),
         (f"{_STEPS}::test_a_store_whose_maker_was_killed_is_durable_when_a_checkpoint_is",),
     ),
     Mutation(
@@ -61,9 +63,14 @@ OPENING = (
         "one writer at a time",
         (
             Edit(
-                _OPENING,
-                'return backend.lock(f"{directory}/{LOCK_NAME}", create=True)',
-                'return backend.lock(f"{directory}/{LOCK_NAME}", shared=True, create=True)',
+                _LOCK,
+                'of_file = backend.lock(f"{directory}/{LOCK_NAME}", create=True)',
+                'of_file = backend.lock(f"{directory}/{LOCK_NAME}", shared=True, create=True)',
+            ),
+            Edit(
+                _LOCK,
+                'of_directory = backend.lock(f"{directory}/.")',
+                'of_directory = backend.lock(f"{directory}/.", shared=True)',
             ),
         ),
         (f"{_CONCURRENCY}::TestProcesses::test_a_second_optimizer_is_refused",),
@@ -103,7 +110,7 @@ OPENING = (
         (
             gone(
                 _OPENING,
-                "            _check_number_of_directories(path, manifest, drives)\n",
+                "            require_number(manifest, directory, len(drives))\n",
             ),
         ),
         (f"{_DRIVES}::TestDirectories",),
@@ -138,7 +145,7 @@ OPENING = (
         (
             Edit(
                 _READING,
-                "(manifest.generation, checkpoint))",
+                "(generation, checkpoint))",
                 "(manifest.step, checkpoint))",
             ),
         ),
@@ -177,7 +184,7 @@ OPENING = (
     Mutation(
         "identity-no-sync",
         "sync of store.json",
-        (gone(_IDENTITY, "            file.sync()\n"),),
+        (Edit(_IDENTITY, "            file.sync()\n            backend", "            backend"),),
         (f"{_DRIVES}::TestOrder",),
     ),
     Mutation(
@@ -189,7 +196,7 @@ OPENING = (
     Mutation(
         "identity-found-not-synced",
         "sync of a store.json that an earlier process may not have synced",
-        (Edit(_IDENTITY, "        file.sync()\n    finally:", "    finally:"),),
+        (gone(_IDENTITY, "        if durable:\n            file.sync()\n"),),
         (f"{_DRIVES}::TestOrder",),
     ),
     Mutation(
@@ -300,10 +307,10 @@ OPENING = (
         (
             Edit(
                 _CHECKPOINT,
-                "    lock = lock_for_reading(backend, found)\n",
-                "    from contextlib import ExitStack\n"
-                "    lock = ExitStack()\n"
-                "    lock.release = lock.close\n",
+                "        lock = lock_for_reading(backend, found.path)\n",
+                "        from contextlib import ExitStack\n"
+                "        lock = ExitStack()\n"
+                "        lock.release = lock.close\n",
             ),
         ),
         (f"{_CONCURRENCY}::TestReaders",),
@@ -313,7 +320,7 @@ OPENING = (
         "a store in memory is refused",
         (
             Edit(
-                _OPENING,
+                _PLACES,
                 "        if capabilities.volatile and not allow_volatile:\n",
                 "        if False:\n",
             ),

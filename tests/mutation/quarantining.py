@@ -6,6 +6,7 @@ from tests.mutation.mutation import Edit, Mutation, gone
 
 _QUARANTINE = "offload/quarantine.py"
 _STORE = "offload/store.py"
+_WITHDRAWAL = "offload/withdrawal.py"
 _READING = "offload/reading.py"
 _OPENING = "offload/opening.py"
 _ENGINE = "offload/engine.py"
@@ -101,10 +102,10 @@ QUARANTINING = (
         (
             Edit(
                 _OPENING,
-                "        except (CheckpointError, StorageError) as error:\n"
+                "        except CheckpointError as error:\n"
                 "            refused.append((path, str(error)))\n"
                 "        else:\n",
-                "        except (CheckpointError, StorageError) as error:\n"
+                "        except CheckpointError as error:\n"
                 "            if 'quarantined' not in str(error):\n"
                 "                refused.append((path, str(error)))\n"
                 "                continue\n"
@@ -119,9 +120,8 @@ QUARANTINING = (
         (
             Edit(
                 _READING,
-                "    reason = None if even_quarantined else read_quarantine(backend, path)\n",
-                "    reason = read_quarantine(backend, path) if need_parts and parts is not None"
-                " else None\n",
+                "        if not even_quarantined:\n",
+                "        if not even_quarantined and need_parts and parts is not None:\n",
             ),
         ),
         (f"{_LATER}[model]",),
@@ -164,11 +164,10 @@ QUARANTINING = (
         "quarantined-slot-given-back",
         "the slot of a damaged checkpoint is not a free one",
         (
-            gone(
+            Edit(
                 _STORE,
-                "            if self._quarantine.has(slot):\n"
-                "                slot.close()  # nobody writes into evidence\n"
-                "                return\n",
+                "            if self._quarantine.has(slot) or not self._lock.is_held():\n",
+                "            if not self._lock.is_held():\n",
             ),
         ),
         (f"{_TESTS}::test_its_files_stay_as_they_are",),
@@ -178,8 +177,8 @@ QUARANTINING = (
         "the mark is removed from a slot that is used again",
         (
             Edit(
-                _STORE,
-                "                    if lift_quarantine(self.backend, name):"
+                _WITHDRAWAL,
+                "                    if lift_quarantine(self._backend, name):"
                 "  # a reader has found it damaged\n",
                 "                    if False:\n",
             ),

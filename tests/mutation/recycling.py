@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutation import Edit, Mutation, faults, gone, killed, power
 
 _STORE = "offload/store.py"
+_WITHDRAWAL = "offload/withdrawal.py"
 _RETENTION = "offload/retention.py"
 _SLOT = "offload/slot.py"
 _FREE = "offload/free_slots.py"
@@ -18,14 +19,16 @@ _QUARANTINE = "tests/crash/test_quarantine.py"
 _THREE = power("three-checkpoints-keep=1")
 _DRIVES_2 = power("three-checkpoints-keep=1-drives=2")
 _WITHDRAWN = """\
-                self.backend.rename(checkpoint.path, name)
-                self.checkpoints.remove(checkpoint)
+                self._backend.rename(checkpoint.path, name)
+                self._checkpoints.remove(checkpoint)
                 if slot is not None:
                     slot.renamed(name)
-                self.backend.sync_dir(self.directory)
+                self._backend.sync_dir(self._directory)
+                if slot is not None and _may_be_linked(slot):
+                    slot = None  # to be unlinked, and not rewritten: not even to be invalidated
                 if slot is not None:
                     slot.invalidate()
-                    if lift_quarantine(self.backend, name):  # a reader has found it damaged
+                    if lift_quarantine(self._backend, name):  # a reader has found it damaged
                         slot.model_leaves.forget(readable=True)
 """
 
@@ -35,9 +38,9 @@ RECYCLING = (
         "sync of the store after a checkpoint has lost its name",
         (
             Edit(
-                _STORE,
+                _WITHDRAWAL,
                 _WITHDRAWN,
-                _WITHDRAWN.replace("                self.backend.sync_dir(self.directory)\n", ""),
+                _WITHDRAWN.replace("                self._backend.sync_dir(self._directory)\n", ""),
             ),
         ),
         _THREE,
@@ -45,7 +48,7 @@ RECYCLING = (
     Mutation(
         "withdraw-manifest-stays",
         "the manifest of a slot is made invalid before it is rewritten",
-        (Edit(_STORE, _WITHDRAWN, _WITHDRAWN.replace("slot.invalidate()", "pass")),),
+        (Edit(_WITHDRAWAL, _WITHDRAWN, _WITHDRAWN.replace("slot.invalidate()", "pass")),),
         _THREE,
     ),
     Mutation(
@@ -53,18 +56,18 @@ RECYCLING = (
         "order: the name is taken back durably, then the manifest is made invalid",
         (
             Edit(
-                _STORE,
+                _WITHDRAWAL,
                 _WITHDRAWN,
                 """\
                 if slot is not None:
                     slot.invalidate()
-                self.backend.rename(checkpoint.path, name)
-                self.checkpoints.remove(checkpoint)
+                self._backend.rename(checkpoint.path, name)
+                self._checkpoints.remove(checkpoint)
                 if slot is not None:
                     slot.renamed(name)
-                self.backend.sync_dir(self.directory)
+                self._backend.sync_dir(self._directory)
                 if slot is not None:
-                    lift_quarantine(self.backend, name)
+                    lift_quarantine(self._backend, name)
 """,
             ),
         ),
@@ -75,9 +78,9 @@ RECYCLING = (
         "a checkpoint that is read is passed over",
         (
             Edit(
-                _STORE,
-                "lock = try_lock(self.backend, checkpoint.path)",
-                "lock = self.backend.lock(checkpoint.path, shared=True)",
+                _WITHDRAWAL,
+                "lock = try_lock(self._backend, checkpoint.path)",
+                "lock = self._backend.lock(checkpoint.path, shared=True)",
             ),
         ),
         (f"{_CONCURRENCY}::TestReaders",),
@@ -87,12 +90,12 @@ RECYCLING = (
         "nothing is withdrawn any more when a sync or rename has failed",
         (
             Edit(
-                _STORE,
+                _WITHDRAWAL,
                 """\
         if self._poison:
             return False
-        if self.backend.stat(checkpoint.path) is None:""",
-                "        if self.backend.stat(checkpoint.path) is None:",
+        self._lock.require()""",
+                "        self._lock.require()",
             ),
         ),
         faults("sync-once-keep=1", "sync_dir-once-keep=1", "sync-once-keep=2"),
@@ -102,7 +105,7 @@ RECYCLING = (
         "poison after a sync or rename of a withdrawal has failed",
         (
             Edit(
-                _STORE,
+                _WITHDRAWAL,
                 'with self._poison.on_error("a checkpoint could not be withdrawn"):',
                 "if True:",
             ),
@@ -115,8 +118,8 @@ RECYCLING = (
         (
             Edit(
                 _STORE,
-                "for c in self.keeping.expired(incoming) if c is not newest)",
-                "for c in self.keeping.expired(incoming))",
+                "for c in self.keeping.expired(incoming) if c is not newest\n",
+                "for c in self.keeping.expired(incoming)\n",
             ),
         ),
         _THREE,
@@ -301,8 +304,8 @@ RECYCLING = (
         (
             Edit(
                 _FREE,
-                "        lock = try_lock(self._backend, path)\n        try:\n",
-                "        lock = self._backend.lock(path, shared=True)\n        try:\n",
+                "        lock = try_lock(self.backend, path)\n        try:\n",
+                "        lock = self.backend.lock(path, shared=True)\n        try:\n",
             ),
         ),
         (f"{_CONCURRENCY}::TestReaders",),

@@ -25,7 +25,9 @@ _COMMIT = """\
                 slot.manifest.write_bytes(manifest_data, 0)
                 slot.manifest.sync()
                 self.backend.sync_dir(slot.path)
-                with self._changed:
+            with self._changed:
+                self._lock.require()
+                with self._poison.on_error("a checkpoint could not be made durable"):
                     in_the_way = self.backend.stat(path) is not None
                     self._rename_into_place(slot, path, exchange=in_the_way)
 """
@@ -153,8 +155,15 @@ SEALING = (
         (
             Edit(
                 _STORE,
-                'with self._poison.on_error("a checkpoint could not be made durable"):',
-                "if True:",
+                'with self._poison.on_error("a checkpoint could not be made durable"):\n'
+                "                slot.sync()\n",
+                "if True:\n                slot.sync()\n",
+            ),
+            Edit(
+                _STORE,
+                'with self._poison.on_error("a checkpoint could not be made durable"):\n'
+                "                    in_the_way",
+                "if True:\n                    in_the_way",
             ),
         ),
         faults("sync-once-keep=1", "sync_dir-once-keep=1", "sync-once-keep=2"),

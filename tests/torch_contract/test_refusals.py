@@ -992,8 +992,9 @@ class TestDamage:
         assert not info[newest].valid
         assert reason in info[newest].reason
         assert info[f"{STORE}/step-00000001"].valid
-        with open_checkpoint(STORE, backend=backend) as opened:
-            assert opened.step == 1
+        with pytest.warns(RuntimeWarning) as caught, open_checkpoint(STORE, backend=backend) as old:
+            assert old.step == 1
+        assert [str(w.message) for w in caught] == [message]
         # Training goes on, and takes the damaged one's name when it comes to its step.
         step(model, optimizer)
         assert optimizer.checkpoint().result().path == newest
@@ -1051,7 +1052,10 @@ class TestDamage:
         assert found is not None
         assert found.step == 1
         flip(backend, f"{STORE}/step-00000001/model.safetensors", -5)
-        with pytest.raises(CheckpointError, match=r"step-00000001/model.*bytes \d+ to"):
+        with (
+            pytest.warns(RuntimeWarning, match="not using .*step-00000002"),
+            pytest.raises(CheckpointError, match=r"step-00000001/model.*bytes \d+ to"),
+        ):
             load_parameters(model, STORE, backend=backend)
         optimizer.close()
 

@@ -1,0 +1,115 @@
+"""What of several processes is refused by name, before any directory is touched.
+
+A store has one writer. Ranks of one training that each had a store of their own would take
+checkpoints at moments of their own, and go on from different steps after a kill.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import Enum
+from typing import Literal, TypeAlias
+
+import torch
+
+from offload.errors import ProcessGroupError, UnsupportedParameterError
+
+
+class _Mode(Enum):
+    """How the processes of a group are related."""
+
+    SEPARATE = "separate"
+
+    def __repr__(self) -> str:
+        return f"offload.{self.name}"
+
+
+SEPARATE = _Mode.SEPARATE
+"""For ``process_group=``: each process trains a model of its own, in a directory of its own."""
+
+ProcessGroup: TypeAlias = Literal[_Mode.SEPARATE] | None
+"""What ``process_group=`` takes."""
+
+_WRAPPERS = {
+    "DistributedDataParallel": "torch.nn.parallel",
+    "DataParallel": "torch.nn.parallel",
+    "FullyShardedDataParallel": "torch.distributed.fsdp",
+}
+"""Classes whose state dicts have names or tensors that are not the wrapped module's own, and where
+they are. A module that nobody has imported has no instances."""
+
+
+def require_one_process(process_group: ProcessGroup, model: torch.nn.Module | None) -> None:
+    """Refuse to be one of several processes that train one model.
+
+    Args:
+        process_group: `SEPARATE` if they train separate models.
+        model: That is trained, if it was given.
+
+    Raises:
+        ProcessGroupError: A group of several ranks is initialised, or ``WORLD_SIZE`` says so; or
+            the model is wrapped for one, or has a module in it that is.
+        UnsupportedParameterError: The model has a DTensor.
+        TypeError: `process_group` is something else.
+    """
+    if process_group is not None and process_group is not SEPARATE:
+        raise TypeError(
+            "process_group takes None, or offload.SEPARATE for a separate model in each process; "
+            f"got {type(process_group).__name__}: process groups are not accepted yet"
+        )
+    if process_group is None and (found := _several()):
+        raise ProcessGroupError(
+            f"{found}, and a store belongs to one process: training one model with several ranks "
+            "is not there yet. If each rank trains a separate model, pass "
+            "process_group=offload.SEPARATE and a directory of its own to each"
+        )
+    if model is not None:
+        _require_unwrapped(model)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            require_whole(name, tensor)
+
+
+def require_whole(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a DTensor, of which this process has only a part.
+
+    Raises:
+        UnsupportedParameterError: It is one; names it.
+    """
+    # The module takes long to import; where nobody has, there is no DTensor.
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and isinstance(tensor, module.DTensor):
+        raise UnsupportedParameterError(
+            f"{name!r} is a DTensor, of which each rank has a part (FSDP2's fully_shard, or tensor "
+            "parallelism): training one model with several ranks is not there yet. Construct the "
+            "optimizer of a model that is not sharded"
+        )
+
+
+def _require_unwrapped(model: torch.nn.Module) -> None:
+    wrappers = tuple(
+        getattr(sys.modules[module], name)
+        for name, module in _WRAPPERS.items()
+        if hasattr(sys.modules.get(module), name)
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, wrappers):
+            kind = next(cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS)
+            of = f"has a {kind} in it ({name!r})" if name else f"is a {kind}"
+            raise ProcessGroupError(
+                f"model= {of}, whose parameters have other names than those of the module that "
+                "you wrapped: pass that module (`ddp.module` of a DistributedDataParallel)"
+            )
+
+
+def _several() -> str:
+    """Say what tells that there are several ranks; empty if nothing does."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+        if size > 1:
+            return f"torch.distributed has a process group of {size} ranks"
+    given = os.environ.get("WORLD_SIZE", "")
+    if given.isdecimal() and int(given) > 1:
+        return f"the environment has WORLD_SIZE={given}"
+    return ""

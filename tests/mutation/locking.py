@@ -1,0 +1,340 @@
+"""Steps that keep others out, and that decide which directories and which errors are believed."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Edit, Mutation, gone
+
+_LOCK = "offload/writer_lock.py"
+_STORE = "offload/store.py"
+_WITHDRAWAL = "offload/withdrawal.py"
+_OPENING = "offload/opening.py"
+_PLACES = "offload/places.py"
+_READING = "offload/reading.py"
+_CHECKPOINT = "offload/checkpoint.py"
+_UNREADABLE = "offload/unreadable.py"
+_VERIFY = "offload/_verify.py"
+_SLOT = "offload/slot.py"
+_PARTS = "offload/parts.py"
+_TESTS = "tests/crash/test_writer_lock.py"
+_DIRECTORIES = "tests/torch_contract/test_directories.py"
+_GROUPS = "tests/torch_contract/test_process_groups.py"
+_REMOTE = "tests/kernel/test_remote.py"
+_LINKS = "tests/crash/test_hard_links.py"
+_ERRORS = "tests/crash/test_environment_errors.py"
+_REFUSALS = "tests/torch_contract/test_refusals.py"
+_OVERLOOKED = "tests/crash/test_overlooked_steps.py"
+
+LOCKING = (
+    Mutation(
+        "lock-directory-shared",
+        "the directory of a store is locked itself",
+        (
+            Edit(
+                _LOCK,
+                'of_directory = backend.lock(f"{directory}/.")',
+                'of_directory = backend.lock(f"{directory}/.", shared=True)',
+            ),
+        ),
+        (f"{_TESTS}::test_a_removed_lock_lets_nobody_in",),
+    ),
+    Mutation(
+        "lock-file-not-locked",
+        "LOCK is locked, for earlier versions lock nothing else",
+        (
+            Edit(
+                _LOCK,
+                'of_file = backend.lock(f"{directory}/{LOCK_NAME}", create=True)',
+                'of_file = backend.lock(f"{directory}/.{LOCK_NAME}", create=True)',
+            ),
+        ),
+        (f"{_TESTS}::test_an_earlier_version_and_this_one_keep_each_other_out",),
+    ),
+    Mutation(
+        "lock-not-renewed",
+        "a LOCK that was removed is made and locked again",
+        (gone(_LOCK, "        held.of_file = again\n"),),
+        (f"{_TESTS}::test_a_removed_lock_lets_nobody_in",),
+    ),
+    Mutation(
+        "lock-another-file-taken",
+        "a LOCK that somebody else has made is not taken for one's own",
+        (Edit(_LOCK, "        if held.backend.stat(path) is not None:\n", "        if False:\n"),),
+        (f"{_TESTS}::test_an_earlier_version_that_got_in_ends_all_writing",),
+    ),
+    Mutation(
+        "lock-lost-and-found",
+        "a lock that was lost once is lost for good",
+        (
+            Edit(
+                _LOCK,
+                "            if self._lost is not None:\n                raise self._lost\n",
+                "            self._lost = None\n",
+            ),
+        ),
+        (f"{_TESTS}::test_an_earlier_version_that_got_in_ends_all_writing",),
+    ),
+    Mutation(
+        "lock-of-a-moved-directory",
+        "a directory that was moved away is not written to by its old path",
+        (
+            Edit(
+                _LOCK,
+                "                if not held.of_directory.is_current():\n",
+                "                if False:\n",
+            ),
+        ),
+        (f"{_TESTS}::test_a_directory_that_was_moved_away_is_written_to_by_nobody_else",),
+    ),
+    Mutation(
+        "lock-not-looked-at-for-a-slot",
+        "the lock is looked at before a slot is made or taken",
+        (
+            gone(
+                _STORE,
+                "        self._lock.require()\n        self._lock.warn_once()\n",
+            ),
+        ),
+        (_TESTS,),
+    ),
+    Mutation(
+        "lock-not-looked-at-before-the-commit",
+        "the lock is looked at again just before the rename that commits",
+        (
+            gone(
+                _STORE,
+                "                self._lock.require()\n",
+            ),
+        ),
+        (f"{_TESTS}::test_it_is_looked_at_again_just_before_the_commit",),
+    ),
+    Mutation(
+        "lock-not-looked-at-before-a-withdrawal",
+        "the lock is looked at before each withdrawal",
+        (gone(_WITHDRAWAL, "        self._lock.require()\n"),),
+        (f"{_TESTS}::test_it_is_looked_at_before_each_withdrawal",),
+    ),
+    Mutation(
+        "lock-not-looked-at-for-what-is-given-back",
+        "a slot is not removed by a path that may be another store's by now",
+        (
+            Edit(
+                _STORE,
+                "            if self._quarantine.has(slot) or not self._lock.is_held():\n",
+                "            if self._quarantine.has(slot):\n",
+            ),
+        ),
+        (f"{_OVERLOOKED}::test_a_slot_that_is_given_back_is_not_removed_from_another_store",),
+    ),
+    Mutation(
+        "place-with-other-things",
+        "a directory that holds other things is no store",
+        (
+            Edit(
+                _PLACES,
+                "        if place.exists and not place.is_store and place.others:\n",
+                "        if False:\n",
+            ),
+        ),
+        (f"{_DIRECTORIES}::TestOtherThings",),
+    ),
+    Mutation(
+        "place-missing-is-made",
+        "a directory of a store that is missing is not made",
+        (gone(_PLACES, "    _require_all(places)\n"),),
+        (f"{_DIRECTORIES}::TestMissing",),
+    ),
+    Mutation(
+        "place-empty-mount-point",
+        "an empty directory is not taken for a drive with parts of the checkpoints",
+        (
+            Edit(
+                _PLACES,
+                "        if manifests and not fresh and not place.is_store:\n",
+                "        if False:\n",
+            ),
+        ),
+        (f"{_DIRECTORIES}::TestMissing",),
+    ),
+    Mutation(
+        "place-part-as-first",
+        "a directory of parts is not begun as a store of its own",
+        (Edit(_PLACES, "    if first.parts and not first.is_first:\n", "    if False:\n"),),
+        (f"{_DIRECTORIES}::TestOrder",),
+    ),
+    Mutation(
+        "place-store-as-second",
+        "the first directory of a store is not given a part of another",
+        (
+            Edit(
+                _PLACES,
+                "        if place.is_first:\n            raise",
+                "        if False:\n            raise",
+            ),
+        ),
+        (f"{_DIRECTORIES}::TestOrder",),
+    ),
+    Mutation(
+        "place-order-not-checked",
+        "directories are in the order in which the store has them",
+        (Edit(_PLACES, "    if own and position not in own:\n", "    if False:\n"),),
+        (f"{_DIRECTORIES}::TestOrder",),
+    ),
+    Mutation(
+        "place-parts-of-another",
+        "a directory with parts of another store only is not used",
+        (
+            Edit(
+                _PLACES,
+                "    if not own and place.drives and all_known:\n",
+                "    if False:\n",
+            ),
+        ),
+        (f"{_DIRECTORIES}::TestOrder",),
+    ),
+    Mutation(
+        "place-remote-accepted",
+        "a store on a file system that is served from elsewhere is refused",
+        (
+            Edit(
+                _PLACES,
+                "        if capabilities.remote and not allow_remote:\n",
+                "        if False:\n",
+            ),
+        ),
+        (f"{_REMOTE}::test_a_network_file_system_is_refused_by_name",),
+    ),
+    Mutation(
+        "place-made-by-another",
+        "a directory that another process makes at the same time is there",
+        (
+            Edit(
+                _PLACES,
+                "            if error.errno != errno.EEXIST or made",
+                "            if True or made",
+            ),
+        ),
+        (f"{_GROUPS}::test_directories_that_others_make_at_the_same_time_are_there",),
+    ),
+    Mutation(
+        "error-counts-as-damage",
+        "what could not be read stops the opening of a store",
+        (
+            Edit(
+                _OPENING,
+                "        except CheckpointError as error:\n",
+                "        except (CheckpointError, StorageError) as error:\n",
+            ),
+        ),
+        (f"{_ERRORS}::test_the_error_says_what_to_do",),
+    ),
+    Mutation(
+        "error-counts-as-damage-for-readers",
+        "what could not be read stops a reader from taking an older checkpoint",
+        (
+            Edit(
+                _READING,
+                "        except CheckpointError as error:\n            refused.append(",
+                "        except (CheckpointError, OSError) as error:\n            refused.append(",
+            ),
+        ),
+        (f"{_ERRORS}::test_the_error_says_what_to_do",),
+    ),
+    Mutation(
+        "error-counts-as-damage-for-verify",
+        "what could not be read is not reported as damaged",
+        (
+            Edit(
+                _VERIFY,
+                "isinstance(error, CheckpointError) or is_of_content(error)",
+                "True",
+            ),
+        ),
+        (f"{_ERRORS}::test_an_error_that_passes_costs_no_checkpoint[verifying-1]",),
+    ),
+    Mutation(
+        "error-of-content-for-ever",
+        "a file that is gone says something about the content",
+        (Edit(_UNREADABLE, "    return error.errno in _OF_CONTENT\n", "    return False\n"),),
+        (f"{_ERRORS}::test_what_says_something_about_the_content_is_refused",),
+    ),
+    Mutation(
+        "pin-error-ignored",
+        "a store is not opened while a pin of it cannot be read",
+        (
+            Edit(
+                "offload/keeping.py",
+                "        if found.failures:\n            raise found.failures[0]\n",
+                "",
+            ),
+        ),
+        (
+            f"{_ERRORS}::test_a_pin_that_could_not_be_read_stops_the_opening_and_keeps_everything_later",
+        ),
+    ),
+    Mutation(
+        "reader-falls-back-in-silence",
+        "a reader says that it takes an older checkpoint",
+        (
+            Edit(
+                _CHECKPOINT,
+                "        _warn_passed_over(backend, found, parts, need_parts=need_parts)\n",
+                "        pass\n",
+            ),
+        ),
+        (f"{_REFUSALS}::TestDamage::test_is_passed_over_with_the_reason",),
+    ),
+    Mutation(
+        "reader-warns-of-what-was-recycled",
+        "a checkpoint that was recycled while it was looked at is no damaged one",
+        (
+            Edit(
+                _CHECKPOINT,
+                "            if now is not None and now.inode == one.inode:\n",
+                "            if True:\n",
+            ),
+        ),
+        (f"{_ERRORS}::test_a_checkpoint_that_is_recycled_while_it_is_looked_at_is_not_warned_of",),
+    ),
+    Mutation(
+        "link-invalidated",
+        "a checkpoint that has other names is not even made invalid",
+        (
+            Edit(
+                _WITHDRAWAL,
+                "                if slot is not None and _may_be_linked(slot):\n",
+                "                if False:\n",
+            ),
+        ),
+        (_LINKS,),
+    ),
+    Mutation(
+        "link-of-a-leftover-slot",
+        "a leftover slot that has other names is not rewritten",
+        (gone(_SLOT, "    if has_other_names(backend, path):\n        return None\n"),),
+        (_LINKS,),
+    ),
+    Mutation(
+        "link-of-a-leftover-part",
+        "a leftover part that has other names is not rewritten",
+        (
+            Edit(
+                _PARTS,
+                "    if not _fits(backend, path, sizes) or has_other_names(backend, path):\n",
+                "    if not _fits(backend, path, sizes):\n",
+            ),
+        ),
+        (_LINKS,),
+    ),
+    Mutation(
+        "link-not-told",
+        "where it cannot be told whether a slot has other names it counts as having them",
+        (
+            Edit(
+                _WITHDRAWAL,
+                "    except StorageError:\n        return True\n",
+                "    except StorageError:\n        raise\n",
+            ),
+        ),
+        (f"{_LINKS}::test_what_cannot_be_told_counts_as_linked",),
+    ),
+)

@@ -1,0 +1,100 @@
+"""Two processes over gloo that construct optimizers as users of several ranks would.
+
+python -m tests.torch_contract.ranks DIRECTORY RANK      # started twice; prints one JSON document
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import offload
+from offload import AdamW, Options
+from tests.crash.training import Model, backward, optimizer_for, options
+
+NUM_RANKS = 2
+STEPS = 3
+
+
+def construct(directory: Path, model: torch.nn.Module | None, **changes: Any) -> AdamW:
+    settings = Options(allow_volatile=True, chunk_bytes=4096, calibrate=False)
+    params = changes.pop("params", None) or model.parameters()
+    return AdamW(params, directory=directory, model=model, options=settings, **changes)
+
+
+def said(call: Callable[[], AdamW]) -> str:
+    """Return the error that a constructor raises, or that it has none."""
+    try:
+        call().close()
+    except Exception as error:  # noqa: BLE001  (whatever it is, the test sees it)
+        return f"{type(error).__name__}: {error}"
+    return "constructed"
+
+
+def linear() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)).bfloat16()
+
+
+def main(root: Path, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    separate = {"process_group": offload.SEPARATE}
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=NUM_RANKS
+    )
+    refused = root / "refused"
+    found["one directory each"] = said(lambda: construct(refused / str(rank), linear()))
+    found["one directory for all"] = said(lambda: construct(refused, linear()))
+
+    wrapped = DistributedDataParallel(linear())
+    found["ddp"] = said(lambda: construct(refused / str(rank), wrapped, **separate))
+    holder = torch.nn.Module()
+    holder.net = wrapped
+    found["ddp inside"] = said(lambda: construct(refused / str(rank), holder, **separate))
+    sharded = FullyShardedDataParallel(linear(), device_id=torch.device("cpu"))
+    found["fsdp"] = said(lambda: construct(refused / str(rank), sharded, **separate))
+
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    model = linear()
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    found["fsdp2"] = said(lambda: construct(refused / str(rank), model, **separate))
+    found["fsdp2 without model"] = said(
+        lambda: construct(refused / str(rank), None, params=model.parameters(), **separate)
+    )
+    frozen = torch.nn.Sequential(torch.nn.Linear(4, 4), model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    found["fsdp2 frozen"] = said(lambda: construct(refused / str(rank), frozen, **separate))
+    dist.barrier()
+    found["made"] = sorted(str(p.relative_to(root)) for p in root.rglob("refused*"))
+
+    found["ddp.module"] = said(
+        lambda: construct(root / "unwrapped" / str(rank), wrapped.module, **separate)
+    )
+    torch.set_num_threads(1)
+    trained = Model(history=rank)
+    settings = options(allow_volatile=True)
+    with optimizer_for(trained, str(root / f"own-{rank}"), settings, **separate) as optimizer:
+        for step in range(1, STEPS + 1):
+            backward(trained, step, history=rank)
+            optimizer.step()
+            optimizer.checkpoint({"step": step}).result()
+    dist.destroy_process_group()
+    found["environment"] = said(lambda: construct(refused / str(rank), linear()))
+    return found
+
+
+if __name__ == "__main__":
+    os.environ["WORLD_SIZE"] = str(NUM_RANKS)
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]))))

@@ -1,0 +1,183 @@
+"""Several processes: what is refused by name before a directory is touched, and what is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from gds import MemoryBackend, PosixBackend, StorageError, WrapperBackend
+from offload import AdamW, open_checkpoint
+from offload.errors import OffloadError, ProcessGroupError, StoreError
+from tests.crash.training import Model, Reference, backward, differences, optimizer_for, options
+from tests.torch_contract.ranks import NUM_RANKS, STEPS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Run the two processes; returns their directory, and what each of them has found."""
+    root = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.torch_contract.ranks", str(root)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
+        for rank in range(NUM_RANKS)
+    ]
+    found = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=280)
+            assert process.returncode == 0, err
+            found.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return root, found
+
+
+def test_a_group_of_several_ranks_is_refused_before_anything_is_touched(ranks: Any) -> None:
+    for found in ranks[1]:
+        for case in ("one directory each", "one directory for all"):
+            assert found[case].startswith(
+                "ProcessGroupError: torch.distributed has a process group of 2 ranks"
+            )
+            assert "pass process_group=offload.SEPARATE and a directory of its own" in found[case]
+        assert found["environment"].startswith("ProcessGroupError: the environment has WORLD_SIZE=")
+        assert found["made"] == []
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("ddp", "model= is a DistributedDataParallel"),
+        ("ddp inside", "model= has a DistributedDataParallel in it ('net')"),
+        ("fsdp", "model= is a FullyShardedDataParallel"),
+    ],
+)
+def test_a_wrapped_model_is_refused_by_name(ranks: Any, case: str, words: str) -> None:
+    for found in ranks[1]:
+        assert found[case].startswith(f"ProcessGroupError: {words}")
+        assert "pass that module" in found[case]
+        assert found["ddp.module"] == "constructed"
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [("fsdp2", "0.weight"), ("fsdp2 without model", "group0.param0"), ("fsdp2 frozen", "1.0.wei")],
+)
+def test_sharded_parameters_are_refused_by_name(ranks: Any, case: str, name: str) -> None:
+    for found in ranks[1]:
+        assert found[case].startswith(f"UnsupportedParameterError: '{name}")
+        assert "is a DTensor" in found[case]
+
+
+def test_separate_models_are_trained_to_the_bits_of_plain_torch(ranks: Any) -> None:
+    root, _ = ranks
+    for rank in range(NUM_RANKS):
+        with open_checkpoint(root / f"own-{rank}", backend=PosixBackend(direct=False)) as found:
+            expected = Reference(history=rank).after(STEPS)
+            assert differences(found, found.backend, expected) == []
+            found.backend.close()
+
+
+def test_one_rank_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in ("1", "", "many"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        backend = MemoryBackend()
+        optimizer_for(Model(), "/run", options(backend)).close()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ProcessGroupError, match="WORLD_SIZE=4") as error:
+        optimizer_for(Model(), "/other", options(backend))
+    assert isinstance(error.value, OffloadError)
+    assert backend.stat("/other") is None
+
+
+def test_data_parallel_is_refused() -> None:
+    model = torch.nn.DataParallel(torch.nn.Linear(3, 3))
+    with pytest.raises(ProcessGroupError, match="model= is a DataParallel"):
+        AdamW(model.parameters(), directory="/run", model=model)
+
+
+def test_process_groups_are_not_accepted_yet(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(TypeError, match=r"takes None, or offload\.SEPARATE"):
+        AdamW([weight], directory=tmp_path / "run", process_group=object())
+    assert repr(offload.SEPARATE) == "offload.SEPARATE"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_the_package_does_not_import_what_only_ranks_need() -> None:
+    script = (
+        "import sys, torch; before = set(sys.modules); import offload.optimizer\n"
+        "new = {m for m in set(sys.modules) - before if m.startswith('torch.distributed')}\n"
+        "sys.exit(str(sorted(new)) if new else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("directories", [["/a/b/run"], ["/a/b/run", "/a/c/run"]])
+def test_directories_that_others_make_at_the_same_time_are_there(directories: list[str]) -> None:
+    backend, model = MemoryBackend(), Model()
+    racing = _Racing(backend)
+    with optimizer_for(model, directories, options(racing)) as optimizer:
+        assert racing.num_lost == len({p for d in directories for p in _parents(d)})
+        backward(model, 1)
+        optimizer.step()
+        assert optimizer.checkpoint().result().verify().ok
+
+
+class _Racing(WrapperBackend):
+    """Another process makes each directory of the store just before this one does."""
+
+    num_lost = 0
+
+    def make_dir(self, path: str) -> None:
+        if "/.slot-" not in path and "/part-" not in path:
+            self.inner.make_dir(path)
+            self.num_lost += 1
+        super().make_dir(path)
+
+
+def _parents(directory: str) -> list[str]:
+    parts = directory.strip("/").split("/")
+    return ["/" + "/".join(parts[: n + 1]) for n in range(len(parts))]
+
+
+def test_a_file_that_another_process_makes_is_no_directory() -> None:
+    class Files(WrapperBackend):
+        def make_dir(self, path: str) -> None:
+            self.inner.create(path, 1).close()
+            super().make_dir(path)
+
+    with pytest.raises(StoreError, match="cannot keep a store here") as error:
+        optimizer_for(Model(), "/run", options(Files(MemoryBackend())))
+    assert isinstance(error.value.__cause__, StorageError)
