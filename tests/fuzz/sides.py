@@ -41,6 +41,12 @@ def hyper_of(settings: dict[str, Any]) -> dict[str, Any]:
     return hyper
 
 
+def _by_value(value: Any) -> Any:
+    if isinstance(value, Tensor) or type(value) is int:
+        return float(value)
+    return value
+
+
 class Side:
     """What one side has: a model, its optimizers, and what a training loop carries along."""
 
@@ -130,7 +136,7 @@ class Side:
     def hyper(self) -> list[Any]:
         """Return hyper-parameters of all groups, by value."""
         return [
-            {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            {k: _by_value(v) for k, v in group.items() if k != "params"}
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]

@@ -326,6 +326,7 @@ def interrupt(pair: Pair, op: Operation) -> None:
     except KeyboardInterrupt:
         pass
     torch.set_grad_enabled(True)
+    before = [dict(snapshots) for snapshots in pair.plain.snapshots]
     act(pair.plain)
     if not fired:
         return
@@ -337,6 +338,20 @@ def interrupt(pair: Pair, op: Operation) -> None:
             side.scaler = side.make_scaler()
     for i in pair.numbers():
         bring_back(pair, i, None, None, interrupted=True)
+        step = pair.plain.newest[i]
+        if step in before[i] and not same_model(pair):
+            # The second seal of this step (its update was skipped) had not ended.
+            pair.plain.snapshots[i][step] = before[i][step]
+            pair.plain.restore(i, step)
+
+
+def same_model(pair: Pair) -> bool:
+    """Return whether parameters and buffers are the same on both sides."""
+    try:
+        require_same("model", pair.plain.look(), pair.ours.look())
+    except Finding:
+        return False
+    return True
 
 
 def refuse(pair: Pair, op: Operation) -> None:
