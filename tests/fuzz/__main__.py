@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--shorten", type=float, default=60.0, help="seconds for each finding")
     parser.add_argument("--stop", action="store_true", help="stop at the first finding")
     parser.add_argument(
-        "--without", action="append", default=[], help="a kind of operations, or an ambient mode"
+        "--without", action="append", default=[], help="operations, ambient modes, hooks, overlaps; see `program.Program.without`"
     )
     parser.add_argument("--record", type=Path, help="write the result to this file")
     parser.add_argument("--keep", type=Path, help="write short failing programs to this folder")

@@ -21,8 +21,11 @@ from tests.fuzz.program import Operation, Program
 from tests.fuzz.sides import Ours, Plain
 from tests.fuzz.stores import STORES, Pair
 
-# Promised on tmpfs; and torch's, where the first step was interrupted.
-EXPECTED = ("no direct I/O", "Detected call of `lr_scheduler.step()` before")
+EXPECTED = (
+    "no direct I/O",  # promised on tmpfs
+    "Detected call of `lr_scheduler.step()` before",  # torch's, if the first step was interrupted
+    "the reference that state_dict() has returned cannot be resumed from",  # of an unsealed state
+)
 MEMORY = Path("/dev/shm")
 
 
@@ -88,7 +91,8 @@ def _stores(pair: Pair, op: Operation) -> None:
 
 def _compare(pair: Pair, op: Operation, *, all_of_it: bool) -> None:
     """Compare what can be seen now; in ``overlap="forward"`` looking would hide a wait left out."""
-    require_same(f"after {op.kind}: what hooks saw", pair.plain.log, pair.ours.log)
+    if op.kind != "threads":  # whose hooks come in any order
+        require_same(f"after {op.kind}: what hooks saw", pair.plain.log, pair.ours.log)
     pair.plain.log.clear()
     pair.ours.log.clear()
     if all_of_it or pair.ours.overlap != "forward":

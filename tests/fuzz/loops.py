@@ -222,14 +222,11 @@ def way(side: Side, path: str, seed: int) -> Tensor:
         hidden = torch.randn(2, 3, model.shape["width"], generator=torch.Generator().manual_seed(seed))
         return model.blocks[-1](hidden.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind)))
     if path == "penalty":
-        side.synchronize()
         return model.penalty()
     if path == "head":
-        side.synchronize()
         width = model.shape["width"]
         return functional.linear(torch.ones(2, width, dtype=model.head.weight.dtype), model.head.weight)
     if path == "functional":
-        side.synchronize()
         values = {name: p.detach().clone() for name, p in model.named_parameters()}
         return torch.func.functional_call(model, values, (x,), tie_weights=True)
     if path == "tail":
@@ -252,9 +249,8 @@ def evaluate(side: Side, op: Operation) -> Any:
 def look(side: Side, op: Operation) -> Any:
     """Read parameters in one of the ways that people do it."""
     how, model = op.args["how"], side.model
-    if how == "state_dict":  # waits by itself
+    if how == "state_dict":
         return {name: value.clone() for name, value in model.state_dict().items()}
-    side.synchronize()
     if how == "numpy":
         return [torch.from_numpy(p.detach().float().numpy().copy()) for p in model.parameters()]
     if how == "dlpack":
@@ -279,7 +275,6 @@ def look(side: Side, op: Operation) -> Any:
 def edit(side: Side, op: Operation) -> None:
     """Change parameters, as people do between steps."""
     side.settle()
-    side.synchronize()
     how, model = op.args["how"], side.model
     some = [p for n, p in enumerate(model.parameters()) if (n + op.seed) % 3 == 0]
     if how == "add":
@@ -308,8 +303,6 @@ def edit(side: Side, op: Operation) -> None:
 def freeze(side: Side, op: Operation) -> None:
     """Freeze a block, with or without a gradient left behind."""
     side.settle()
-    if side.overlap == "forward":
-        side.synchronize()
     for parameter in side.model.blocks[op.args["block"] % len(side.model.blocks)].parameters():
         parameter.requires_grad_(False)
         if op.args["gradient"] is None:
@@ -400,7 +393,6 @@ def average(side: Side, op: Operation) -> Any:
     if "parametrised" in {name for name, _ in side.model.shape["blocks"]}:
         return None
     side.settle()
-    side.synchronize()
     if side.average is None:
         function = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
         side.average = torch.optim.swa_utils.AveragedModel(side.model, multi_avg_fn=function)
@@ -415,8 +407,6 @@ def average(side: Side, op: Operation) -> Any:
 
 def grad(side: Side, op: Operation) -> Any:
     """Ask for gradients without `backward`."""
-    if side.overlap == "backward":
-        return None
     side.model.train()
     loss = loss_of(side, {"path": "call"}, op.seed)
     wanted = [p for p in side.model.parameters() if p.requires_grad]
@@ -426,10 +416,24 @@ def grad(side: Side, op: Operation) -> Any:
     return [None if g is None else g.detach().clone() for g in found]
 
 
+def saliency(side: Side, op: Operation) -> Any:
+    """Take a backward for the gradient of the input, and throw those of parameters away."""
+    if side.model.shape["tokens"] or (side.model.shape["dtype"] == "fp16" and side.scaler):
+        return None
+    zero(side, "none")
+    side.model.train(op.args["training"])
+    x, target = side.model.batch(op.seed)
+    x.requires_grad_(True)
+    (side.model(x) - target).square().mean().backward()
+    zero(side, "none")
+    side.model.zero_grad()
+    return x.grad
+
+
 LOOPS: dict[str, Callable[[Side, Operation], Any]] = {
     function.__name__: function
     for function in (
         *(train, accumulate, step, zero_grad, evaluate, look, edit, freeze, unfreeze, hyper),
-        *(add_group, fork, loader, threads, average, grad),
+        *(add_group, fork, loader, threads, average, grad, saliency),
     )
 }

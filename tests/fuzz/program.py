@@ -45,16 +45,28 @@ class Program:
         return Program(self.name, self.config, tuple(operations))
 
     def without(self, unwanted: list[str]) -> Program:
-        """Return the program less some kinds of operations, or ambient modes, or hooks."""
+        """Return the program less some kinds of operations, ambient modes, hooks or overlaps.
+
+        Hooks are named as ``hook:step``, overlaps as ``overlap:forward``.
+        """
         kept = []
         for op in self.operations:
             args = {**op.args}
             if args.get("ambient") in unwanted:
                 args["ambient"] = None
+            if op.kind == "reopen":
+                args["options"] = self._options(args["options"], unwanted)
             if op.kind not in unwanted and args.get("mode") not in unwanted:
                 kept.append(Operation(op.kind, op.seed, args))
         hooks = [hook for hook in self.config["hooks"] if f"hook:{hook}" not in unwanted]
-        return Program(self.name, {**self.config, "hooks": hooks}, tuple(kept))
+        config = {**self.config, "hooks": hooks}
+        config["options"] = self._options(config["options"], unwanted)
+        return Program(self.name, config, tuple(kept))
+
+    @staticmethod
+    def _options(options: dict[str, Any], unwanted: list[str]) -> dict[str, Any]:
+        unused = f"overlap:{options['overlap']}" in unwanted
+        return {**options, "overlap": None} if unused else options
 
     def to_json(self) -> str:
         """Return text that `from_json` reads."""
@@ -292,6 +304,7 @@ KINDS: dict[str, tuple[float, Callable[[random.Random, dict[str, Any]], dict[str
     ),
     "ambient": (3, _choice(call=list(CALLS), mode=list(AMBIENT))),
     "grad": (0.7, _choice(create=[True, False])),
+    "saliency": (0.7, _choice(training=[True, False])),
 }
 
 

@@ -129,7 +129,6 @@ class Side:
 
     def look(self) -> dict[str, Tensor]:
         """Return a copy of every parameter and buffer."""
-        self.synchronize()
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         return {name: value.detach().clone() for name, value in named.items()}
 
@@ -159,7 +158,7 @@ class Side:
         """Wait until checkpoints that were asked for are durable: before parameters are edited."""
 
     def synchronize(self) -> None:
-        """Wait for a step that runs beside the model: before parameters are read unseen."""
+        """Wait for a step that runs beside the model, before a fork or what torch cannot see."""
 
     def after_step(self, i: int) -> None:
         """Do to gradients what ``step()`` is documented to do to them."""

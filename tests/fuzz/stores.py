@@ -97,22 +97,10 @@ def restore(pair: Pair, op: Operation) -> None:
 def bring_back(
     pair: Pair, i: int, number: int | None, mode: str | None, *, interrupted: bool = False
 ) -> None:
-    """Restore on both sides.
-
-    One that has other flags ``requires_grad`` than the checkpoint may be refused; then they are set
-    as they were when it was sealed, as the refusal says.
-    """
+    """Restore on both sides, whatever is frozen now."""
     newest = pair.plain.newest[i] if number is None else number
-    try:
-        with ambient(mode):
-            step = pair.ours.restore(i, number)
-    except errors.MismatchError as error:
-        frozen = None if newest is None else pair.plain.snapshots[i][newest]["frozen"]
-        if frozen is None or set_frozen(pair.ours, frozen) == 0:
-            raise Finding(f"flags are as they were, and restore() says: {error}") from error
-        set_frozen(pair.plain, frozen)
-        with ambient(mode):
-            step = pair.ours.restore(i, number)
+    with ambient(mode):
+        step = pair.ours.restore(i, number)
     if step is not None and step not in pair.plain.snapshots[i]:
         raise Finding(f"restore() gave {step}, made {sorted(pair.plain.snapshots[i])}")
     if number is not None:
@@ -120,16 +108,6 @@ def bring_back(
     elif not interrupted:
         require_same("the step restored", newest, step)
     pair.plain.restore(i, step)
-
-
-def set_frozen(side: Side, names: list[str]) -> int:
-    """Freeze these parameters, and unfreeze all others; return how many flags have changed."""
-    changed = 0
-    for name, parameter in side.model.named_parameters():
-        if parameter.requires_grad == (name in names):
-            parameter.requires_grad_(name not in names)
-            changed += 1
-    return changed
 
 
 def refused(call: Callable[[], Any], *kinds: type[BaseException], **args: Any) -> None:
@@ -157,10 +135,10 @@ def reopen(pair: Pair, op: Operation) -> None:
         for i in pair.numbers():
             newest = pair.plain.newest[i]
             side.late[i] = newest is not None and pair.plain.snapshots[i][newest]["late"]
-            if newest is None:
+            if i == 0:
                 side.frozen = side.config["frozen"]
-            elif i == 0:  # the flags have to be as they were
-                side.frozen = pair.plain.snapshots[i][newest]["frozen"]
+                if newest is not None and op.args.get("close", True):
+                    side.frozen = pair.plain.snapshots[i][newest]["frozen"]
         side.build()
     pair.ours.handles = [None for _ in pair.numbers()]
     for i in pair.numbers():
@@ -212,11 +190,11 @@ def load_full(pair: Pair, op: Operation) -> None:
         if op.args["source"] == "ours":
             full = optimizer.full_state_dict()
         else:
-            pair.ours.synchronize()
             oracle = pair.plain.optimizers[i]
             full = copy.deepcopy(oracle.inner.state_dict())
             groups = zip(full["param_groups"], oracle.hyper(), strict=True)
             full["param_groups"] = [{**saved, **mine} for saved, mine in groups]
+            full["num_steps"] = pair.plain.steps[i]
             full["master"] = {
                 n: value
                 for n, (p, value) in enumerate(zip(oracle.live(), oracle.effective(), strict=True))
@@ -247,7 +225,7 @@ def require_state(what: str, plain: dict[Any, Any], ours: dict[Any, Any]) -> Non
                 continue
             if isinstance(a, torch.Tensor) and a.ndim == 0 and isinstance(b, (int, float)):
                 a = a.item()
-            if key == "step" and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.ndim == 0:
                 b = b.to(a.dtype)  # torch makes it of the default dtype of that moment
             require_same(f"{what}: {key} of parameter {number}", a, b)
 
