@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+import gds._platform  # noqa: F401  (before what other systems do not have is imported)
+
+# isort: split
 from gds._backend import ALIGNMENT, Backend, Buffer, Capabilities, File, IOFuture
 from gds._errors import LockHeldError, ShortReadError, StorageError
 from gds._hybrid import HybridPolicy

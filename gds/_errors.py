@@ -5,6 +5,15 @@ from __future__ import annotations
 import os
 
 
+def message_of(error: BaseException) -> str:
+    """Return what an error says for people: the path, then what is wrong, without a number."""
+    if not isinstance(error, OSError):
+        return str(error)
+    if error.strerror and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return OSError.__str__(error)
+
+
 class StorageError(OSError):
     """An operation on a file or directory failed.
 
@@ -19,8 +28,11 @@ class StorageError(OSError):
         super().__init__(errno, f"{what}{where}: {os.strerror(errno)}", os.fspath(path))
         self.offset = offset
 
+    def __str__(self) -> str:
+        return message_of(self)
+
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (self.errno, self.strerror, self.filename, self.offset))
+        return (_rebuild, (type(self), self.errno, self.strerror, self.filename, self.offset))
 
 
 class ShortReadError(StorageError, EOFError):
@@ -39,7 +51,9 @@ class WrongDataError(StorageError):
     """A read returned other bytes than were written there."""
 
 
-def _rebuild(errno: int, message: str, path: str, offset: int | None) -> StorageError:
-    error = StorageError(errno, "", path, offset=offset)
+def _rebuild(
+    kind: type[StorageError], errno: int, message: str, path: str, offset: int | None
+) -> StorageError:
+    error = kind(errno, "", path, offset=offset)
     error.strerror = message
     return error

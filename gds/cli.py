@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gds._errors import RefusedError
+from gds._errors import RefusedError, message_of
 
 if TYPE_CHECKING:
     from gds.check.choice import Directions, Requirement
@@ -247,15 +247,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (RefusedError, OSError) as error:
-        typer.secho(f"error: {_message(error)}", fg="red", err=True)
+        typer.secho(f"error: {message_of(error)}", fg="red", err=True)
         sys.exit(1)
-
-
-def _message(error: Exception) -> str:
-    """Return an error's text, without the number that `OSError` puts before it."""
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{os.fspath(error.filename)}: {error.strerror}"
-    return str(error)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,17 @@ def mount_of(path: str) -> Mount:
     return find_mount(table, os.path.realpath(path), number)
 
 
+def mount_points(major: int, minor: int) -> list[str]:
+    """Return where the file systems of a device are mounted; none where that cannot be read."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            lines = [line.split() for line in file]
+    except OSError:
+        return []
+    number = f"{major}:{minor}"
+    return [_unescape(fields[4]) for fields in lines if len(fields) > 4 and fields[2] == number]
+
+
 def find_mount(table: str, path: str, mount_id: int | None = None) -> Mount:
     """Find the mount of an absolute, resolved `path` in the text of a mountinfo table.
 
@@ -202,7 +213,9 @@ def direct_io(directory: str) -> DirectIO:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             # Too full to try, but files that are there can be used: each is tried when opened.
             return DirectIO(True, ALIGNMENT, ALIGNMENT)
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        # /proc says that the new file's name is not there.
+        is_special = error.errno == errno.ENOENT and os.path.isdir(directory)
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) and not is_special:
             raise
         return no_direct_io(f"no file can be made here to try it: {error.strerror}")
 

@@ -10,6 +10,7 @@ optimizer.checkpoint(train_state={"scheduler": scheduler.state_dict()})
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from offload.scaling import GradScaler
     from offload.seal import SealHandle
     from offload.stats import Stats
+
+if not sys.platform.startswith("linux"):
+    importlib.import_module("gds")  # says what is needed, and goes no further
 
 __version__ = "0.1.0.dev0"
 

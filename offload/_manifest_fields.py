@@ -241,10 +241,13 @@ def _decode_tensor(value: Mapping[str, Any]) -> Any:
         raise ValueError(f"expected a number as text, got {short(written)}")
     import torch
 
+    from offload.ambient import neutral
+
     torch_dtype: torch.dtype = getattr(torch, value["dtype"])
     number = float(written) if torch_dtype.is_floating_point else int(written)
     try:
-        tensor = torch.full(sizes, number, dtype=torch_dtype)
+        with neutral():
+            tensor = torch.full(sizes, number, dtype=torch_dtype, device="cpu")
     except RuntimeError as error:
         raise ValueError(f"{short(written)} is no {value['dtype']}") from error
     if repr(tensor.item()) != written:

@@ -240,6 +240,8 @@ def _decode_tensor(fields: Fields, path: Path, fetch: Fetch) -> torch.Tensor:
     """Return a new CPU tensor with the stored values."""
     import torch
 
+    from offload.ambient import neutral
+
     name = _text(fields["dtype"], path)
     dtype = _torch_dtypes().get(name)
     if dtype is None or name not in _TORCH_CODES:
@@ -248,11 +250,12 @@ def _decode_tensor(fields: Fields, path: Path, fetch: Fetch) -> torch.Tensor:
         )
     stored = fetch(fields["tensor"])
     shape = _checked_shape(stored, name, path)
-    if not stored.data:
-        return torch.empty(shape, dtype=dtype)
-    raw = torch.frombuffer(bytearray(stored.data), dtype=torch.uint8)
-    # Cloned, so that the memory is torch's own: aligned, and resizable.
-    return raw.clone().view(dtype).reshape(shape)
+    with neutral():
+        if not stored.data:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        raw = torch.frombuffer(bytearray(stored.data), dtype=torch.uint8)
+        # Cloned, so that the memory is torch's own: aligned, and resizable.
+        return raw.clone().view(dtype).reshape(shape)
 
 
 def _decode_array(fields: Fields, path: Path, fetch: Fetch) -> np.ndarray[Any, Any]:

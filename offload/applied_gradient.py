@@ -99,8 +99,10 @@ class AppliedGradient(torch.Tensor):
 def second_backward(name: str) -> str:
     """Say what is wrong with one; `name` is a parameter whose gradient has been applied."""
     return (
-        "a second backward() before step() adds to gradients that have been applied already, as "
-        f"that of {name!r}"
+        f"the gradient of {name!r} had been applied already when more was added to it before "
+        "step(): by a second backward(), by another loss that reaches the parameters, or by "
+        "reentrant activation checkpointing (pass use_reentrant=False to "
+        "torch.utils.checkpoint.checkpoint)"
     )
 
 

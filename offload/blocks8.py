@@ -20,6 +20,7 @@ from offload.scratch import Scratch, constant
 TOO_LARGE = 2.0**120
 """A signed moment of this magnitude is treated like an infinity: 254 times it may be one."""
 
+_NAN_BITS = 0x7FC0
 _TO_SCALE = constant(0x7FFD)
 _DOUBLE_LARGEST_CODE = constant(254, torch.uint8)
 _ONE_255TH = constant(1 / 255, torch.float32)  # 255 times it is 1.0
@@ -42,8 +43,9 @@ def encode_blocks(
       large makes a small one.
 
     Zeros stay zeros. A block with a NaN, an infinity, a magnitude of `TOO_LARGE` (int8) or a
-    negative value (uint8) gets a NaN for a scale, and decodes to NaN. Signed values below 1/500 of
-    their block's largest, or below 2e-43, may become zeros; second moments above 3.37e38, infinite.
+    negative value (uint8) gets a NaN for a scale, and decodes to NaN; all its codes are 0. Signed
+    values below 1/500 of their block's largest, or below 2e-43, may become zeros; second moments
+    above 3.37e38, infinite.
 
     Args:
         values: FP32, shape (n,); unchanged.
@@ -113,9 +115,12 @@ def _encode_signed(
     torch.abs(values, out=work)
     # 127 f(v / s) = 254 v / (s + |v|). Adding the rounder and taking low bytes is far faster than
     # torch.round and a conversion from float.
-    work.add_(_round_scales(_largest(bits), scales).clamp_min_(_TINY))  # no 0 / 0
+    rounded, has_nan = _round_scales(_largest(bits), scales)
+    work.add_(rounded.clamp_min_(_TINY))  # no 0 / 0
     torch.addcdiv(scratch.rounders(shape), values, work, value=254, out=work)
     codes.copy_(bits)
+    if has_nan:
+        _clear_codes(codes, scales)
 
 
 def _decode_signed(
@@ -152,16 +157,19 @@ def _encode_unsigned(
     largest = _largest(value_bits).rsqrt_().reciprocal_()
     # 1 / sqrt(v): torch's sqrt is slow, very slow for zeros, and not correctly rounded everywhere.
     torch.rsqrt(values, out=work)
-    factors = _round_scales(largest, scales).clamp_min_(_TINY_ROOT).reciprocal_()  # no inf / inf
+    rounded, has_nan = _round_scales(largest, scales)
+    factors = rounded.clamp_min_(_TINY_ROOT).reciprocal_()  # no inf / inf
     torch.addcdiv(scratch.rounders(shape), factors, work, value=255, out=work)
     codes.copy_(bits)
     if smallest > 0:
         codes.clamp_min_(_ONE_BYTE)
-        return
-    present = scratch.view("b", torch.uint8, shape)
-    torch.minimum(value_bits, _ONE, out=bits)
-    present.copy_(bits)
-    torch.maximum(codes, present, out=codes)
+    else:
+        present = scratch.view("b", torch.uint8, shape)
+        torch.minimum(value_bits, _ONE, out=bits)
+        present.copy_(bits)
+        torch.maximum(codes, present, out=codes)
+    if has_nan:
+        _clear_codes(codes, scales)
 
 
 def _decode_unsigned(
@@ -181,15 +189,26 @@ def _largest(bits: torch.Tensor) -> torch.Tensor:
     return torch.amax(bits, 1).view(torch.float32)
 
 
-def _round_scales(largest: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Round up to bfloat16 in `scales`; return those as a column.
+def _clear_codes(codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Set the codes of blocks whose scale is NaN to 0.
+
+    They mean nothing, and what the arithmetic leaves there depends on the width of vectors.
+    """
+    codes.masked_fill_(scales.isnan().unsqueeze_(1), 0)
+
+
+def _round_scales(largest: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Round up to bfloat16 in `scales`; return those as a column, and whether one is NaN.
 
     Down from up to 3 units of FP32 above: three roundings may have made a root as much too large,
     and then the scale must still be the one that it came of.
     """
-    if not largest.amax().item() < TOO_LARGE:
+    has_nan = not largest.amax().item() < TOO_LARGE
+    if has_nan:
         largest = torch.where(largest < TOO_LARGE, largest, math.nan)
     # Half a bfloat16, less 3, before torch rounds to nearest.
     largest.view(torch.int32).add_(_TO_SCALE)
     scales.copy_(largest)
-    return largest.copy_(scales).unsqueeze_(1)
+    if has_nan:  # always the same one: torch's vector and scalar code make different ones
+        scales.view(torch.int16).masked_fill_(scales.isnan(), _NAN_BITS)
+    return largest.copy_(scales).unsqueeze_(1), has_nan

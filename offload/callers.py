@@ -19,6 +19,13 @@ _SAVES = {
         "what save_state() writes cannot be loaded by another process",
         "call offload.integrations.accelerate.follow(accelerator, optimizer) before it",
     ),
+    **{
+        (f"{package}.trainer.connectors.checkpoint_connector", "dump_checkpoint"): (
+            "the .ckpt files of this Trainer cannot be resumed from",
+            "pass callbacks=[offload.integrations.lightning.OffloadCallback()] to the Trainer",
+        )
+        for package in ("lightning.pytorch", "pytorch_lightning")
+    },
 }
 """What writes a folder, by module and function: what becomes of it, and what helps."""
 
@@ -32,28 +39,40 @@ _RESUMES = {
 }
 """How users of a library go on from a checkpoint, by the module that runs their training."""
 
+_TAKES_BACK = ("accelerate.optimizer", "__init__")
+"""What loads at once the state dict that it takes: nothing is written."""
+
 _NEAR = 16
 """Frames between a library's save and the optimizer's `state_dict`: wrappers and decorators."""
 
 
-def warn_if_saved(directory: str) -> None:
-    """Warn if a library is about to write a reference to a state that nobody has sealed.
+def warn_unsealed(directory: str, step: int) -> None:
+    """Warn that `state_dict` returns a reference to a state that nobody has sealed.
 
-    To be called within `state_dict`. Whoever asks for other reasons is not warned.
+    The warning points at the caller of `state_dict`, two calls above the caller of this. It is left
+    out if that caller is known to keep nothing of the reference.
 
     Args:
         directory: Of the store.
+        step: Optimizer steps taken.
     """
+    lost = "the reference that state_dict() has returned cannot be resumed from"
+    remedy = (
+        "Call checkpoint() before state_dict(), or save full_state_dict(), which is the whole state"
+    )
     for caller in islice(_callers(), _NEAR):
-        if caller in _SAVES:
-            lost, remedy = _SAVES[caller]
-            warnings.warn(
-                f"{lost}: they refer to state in {directory} which is not a checkpoint, and is "
-                f"lost when this process ends. To seal it with each save, {remedy}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        if caller == _TAKES_BACK:
             return
+        if caller in _SAVES:
+            lost, do = _SAVES[caller]
+            remedy = f"To seal it with each save, {do}"
+            break
+    warnings.warn(
+        f"{lost}: the state of step {step} in {directory} is not a checkpoint, and is lost when "
+        f"this process ends. {remedy}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def how_to_resume() -> str:

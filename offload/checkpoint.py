@@ -204,9 +204,11 @@ class Checkpoint:
             name: The parameter's name, as in ``model.safetensors``.
 
         Returns:
-            FP32 tensors of the parameter's shape: ``master`` and every state array, decoded if
-            they are stored in fewer bits. A parameter that has never had a gradient has none of
-            them but zeros. Not compared with the digests; that is `verify`.
+            FP32 tensors of the parameter's shape: ``master`` and every state array, as the next
+            step would compute with them. They are decoded if they are stored in fewer bits, and
+            where a parameter was edited after the last step, ``master`` is the edited value. The
+            arrays of a parameter that has never had a gradient are zeros. Nothing is compared
+            with the digests; `verify` does that.
 
         Raises:
             CheckpointNotFoundError: There is no trainable parameter of that name.

@@ -17,20 +17,22 @@ from offload.frame import HostFrames
 from offload.layout import Layout
 from offload.manifest import MODEL_BLOCK_BYTES
 from offload.model_file import MODEL_ARRAY
-from offload.parameters import DTYPE_CODES
 from offload.parts import open_part
 from offload.rules import Scalars, write_scalars
 from offload.second_look import look_again
 from offload.slot import Slot, open_slot
-from offload.state_decoding import Block, StateDecoder, has_master, kept_arrays
+from offload.state_decoding import (
+    Block,
+    StateDecoder,
+    StoredParameters,
+    has_master,
+    kept_arrays,
+)
 from offload.stats import Meter
 from offload.streamer import Streamer
 
 Progress: TypeAlias = Callable[[int, int], object]
 """Called with the bytes done so far and the bytes in all."""
-
-MODEL_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
-"""torch dtypes of what ``model.safetensors`` holds."""
 
 _RING_CHUNKS = 3
 
@@ -104,7 +106,9 @@ class CheckpointStream:
             Meter(),
             verify_reads=True,
         )
-        decoder = StateDecoder(self.layout, self.manifest.scalars, _StoredParameters(self._slot))
+        decoder = StateDecoder(
+            self.layout, self.manifest.scalars, StoredParameters(self._slot.model, self.layout)
+        )
         chunks = range(self.layout.num_chunks)
         streamer.begin(self._slot, chunks)
         try:
@@ -194,25 +198,7 @@ def _open_stream(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[
         slot.close()
 
 
-class _StoredParameters:
-    """The parameters as ``model.safetensors`` has them."""
-
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
-
-    def view(self, index: int, start: int, stop: int) -> torch.Tensor:
-        """Read elements of a parameter."""
-        layout = self._slot.layout
-        spec, header = layout.parameters[index], layout.model_header
-        dtype = MODEL_DTYPES[spec.dtype]
-        at = header.data_start + header.entries[spec.name].start + start * dtype.itemsize
-        return _bytes_of(self._slot, at, (stop - start) * dtype.itemsize).view(dtype)
-
-    def finish(self, index: int, num_elements: int) -> None:
-        """Nothing is kept."""
-
-
 def _bytes_of(slot: Slot, offset: int, nbytes: int) -> torch.Tensor:
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(slot.model.read_bytes(offset, nbytes)), dtype=torch.uint8)

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from gds._errors import message_of
 from offload import cli_exchange, cli_retention, cli_verify
 from offload.cli_options import Json, Parts, one_line
 from offload.cli_options import print_json as _print_json
-from offload.demo.report import size
 from offload.errors import OffloadError
+from offload.wording import size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -305,7 +306,7 @@ def _run() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OffloadError, OSError) as error:
-        typer.secho(f"error: {one_line(_message(error))}", fg="red", err=True)
+        typer.secho(f"error: {one_line(message_of(error))}", fg="red", err=True)
         sys.exit(1)
     except MemoryError:
         typer.secho("error: out of memory", fg="red", err=True)
@@ -329,13 +330,6 @@ def _cell(text: object) -> Text:
     from rich.text import Text
 
     return Text(one_line(text))
-
-
-def _message(error: Exception) -> str:
-    """Return an error's text, without the number that `OSError` puts before it."""
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{os.fspath(error.filename)}: {error.strerror}"
-    return str(error)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli_options import Json, Parts, print_json
-from offload.demo.report import size
 from offload.errors import CheckpointError
+from offload.wording import size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

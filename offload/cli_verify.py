@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli_options import Json, Parts, ProgressBar, one_line, print_json
-from offload.demo.report import size
 from offload.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -23,6 +22,7 @@ from offload.errors import (
     RecycledError,
     StoreBusyError,
 )
+from offload.wording import size
 
 if TYPE_CHECKING:
     from offload.checkpoint import Checkpoint

@@ -11,6 +11,7 @@ import logging
 import threading
 from contextlib import suppress
 
+from offload.ambient import in_neutral
 from offload.engine import Engine
 from offload.errors import OffloadError
 from offload.seal import SEAL_THREAD
@@ -23,6 +24,7 @@ _left_open: list[Engine] = []
 """Engines of optimizers that were collected where nothing can be waited for."""
 
 
+@in_neutral
 def close_quietly(engine: Engine) -> None:
     """Close an engine, on this thread or another, now or later; errors are logged only."""
     if _is_starting_thread():

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from offload.checkpoint_stream import MODEL_DTYPES, CheckpointStream
+from offload.checkpoint_stream import CheckpointStream
 from offload.formats import MASTER
+from offload.parameters import MODEL_DTYPES
 from offload.state_decoding import STATE_BLOCK_ELEMENTS, Block, cut_pieces
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -137,9 +138,11 @@ class _StreamingPlanner(DefaultSavePlanner):
         for chunk in range(layout.num_chunks):
             for piece in cut_pieces(layout, chunk):
                 for name in self._stream.exported_arrays(piece.parameter):
-                    item = state[piece.parameter, name]
-                    source = self._tensors[id(self.state_dict[item.index.fqn])]
-                    items += self._boxes(item, source, piece.start, piece.stop)
+                    found = state.get((piece.parameter, name))
+                    if found is None:
+                        continue  # of a parameter that is in no group
+                    source = self._tensors[id(self.state_dict[found.index.fqn])]
+                    items += self._boxes(found, source, piece.start, piece.stop)
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
@@ -159,7 +162,7 @@ class _StreamingPlanner(DefaultSavePlanner):
             data = self._stream.read_model(source.name, start * size, stop * size)
             flat = data.view(source.dtype).clone()  # whose memory can be given back
         elif start == stop:
-            flat = torch.empty(0, dtype=source.dtype)
+            flat = torch.empty(0, dtype=source.dtype, device="cpu")
         else:
             flat = self._state(source.index, source.name, start, stop).clone()
         self._written = flat.view(chunk.sizes)

@@ -228,7 +228,7 @@ class BoxedTensor:
         if stop > start and len(self._boxes) == 1:
             return self._tensor(0).read(start, stop)
         if stop <= start:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype, device="cpu")
         out = scratch_tensor(stop - start, self.dtype)
         at = 0
         for offsets, sizes in boxes(self.shape, start, stop):

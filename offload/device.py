@@ -163,7 +163,7 @@ class _Registered:
 def _forget_error(device: torch.device) -> None:
     """Take the last error away, which torch would report after this thread's next kernel."""
     with contextlib.suppress(RuntimeError):
-        torch.ones(1, device=device)
+        torch.ones(1, dtype=torch.uint8, device=device)
 
 
 def _unregister(memory: torch.Tensor) -> None:
@@ -212,6 +212,6 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not is_on_device(tensor):
         return tensor
     boundary = boundary_of(tensor.device)
-    out = torch.empty(tensor.shape, dtype=tensor.dtype)
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     boundary.wait(boundary.fetch([(tensor.detach().contiguous(), out)], [boundary.now()]))
     return out

@@ -184,11 +184,13 @@ class DeviceUpdater(ChunkUpdater):
             arrays[name] = stored[start - base : stop - base]
         gradient = self._gradients.view(piece.parameter, piece.start, piece.stop)
         gradient = gradient.to(_kernel_dtype(gradient))
+        in_element_space = layout.counts_from == "chunk"
         return DeviceBlock(
             live=self._live.view(piece.parameter, piece.start, piece.stop),
             gradient=gradient.contiguous(),
             arrays=arrays,
-            first_element=first,
+            first_element=first if in_element_space else piece.start,
+            parameter=None if in_element_space else layout.parameters[piece.parameter].name,
             is_new=block.key.scalars is None,
         )
 
@@ -266,4 +268,6 @@ def _kernel_dtype(gradient: torch.Tensor) -> torch.dtype:
 
 
 def _host_like(value: object) -> object:
-    return torch.empty(()) if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return torch.empty((), dtype=torch.float32, device="cpu")
+    return value

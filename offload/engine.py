@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from offload.ambient import in_neutral
 from offload.checkpoint import Checkpoint
 from offload.device import HOST
 from offload.device_compute import Compute
@@ -55,6 +56,8 @@ from offload.unreadable import stopping
 from offload.update import ChunkUpdater
 from offload.update_pool import UpdatePool
 from offload.usable import Usable
+from offload.watch import settle_all
+from offload.wording import size
 from offload.working_memory import WorkingMemory
 
 Groups = Sequence[dict[str, Any]]
@@ -80,6 +83,7 @@ class Engine(Usable):
     _updater_class = ChunkUpdater
     _device_updater_class = DeviceUpdater
 
+    @in_neutral
     def __init__(
         self,
         rule: UpdateRule,
@@ -128,17 +132,18 @@ class Engine(Usable):
         """Of the device that state is updated on; None for the CPU."""
         self._seal: Seal | None = None
 
+    @in_neutral
     def require_space(self, groups: Groups) -> None:
         """Check names, parameters, rules and free space; touches nothing.
 
         Raises whatever would otherwise be raised by the first step. Warns about pins of nothing.
         """
-        layout = self.describe(groups)
+        layout = self.lay_out(groups)
         with stopping(NOTHING_CHANGED):
             self.store.keeping.warn([path for path, _ in self.store.refused])
             self.store.require_space(layout, len(groups))
 
-    def describe(self, groups: Groups) -> Layout:
+    def lay_out(self, groups: Groups) -> Layout:
         """Return how what the groups and the model hold now is laid out; changes nothing."""
         return self._table.describe(groups)[0]
 
@@ -151,6 +156,9 @@ class Engine(Usable):
 
     def join(self) -> None:
         """Wait for a step that runs beside the model, where there is one."""
+
+    def before_hooks(self) -> None:
+        """Wait at the end of `step` for what hooks of it may read without being seen."""
 
     def step(self, groups: Groups) -> None:
         """Update every parameter that has a gradient.
@@ -177,7 +185,9 @@ class Engine(Usable):
         Raises:
             gds.StorageError: No space; nothing has changed.
         """
-        if self._table.layout is not None:
+        if self._table.layout is None:
+            self._table.describe(groups)  # what cannot be updated is refused now
+        else:
             self._require_usable()
             self._relayout(groups)
 
@@ -300,6 +310,13 @@ class Engine(Usable):
         self._collect_seal(wait=True)
         self._memory.synchronize()
 
+    def describe(self) -> str:
+        """Say in one line where the state is, and how much of it; waits for nothing."""
+        layout = self._table.layout
+        state = f"{size(layout.state_bytes)} of state" if layout else "no state yet"
+        closed = ", closed" if self._closed else ""
+        return f"{self.store.directory}: step {self.num_steps}, {state}{closed}"
+
     def stats(self) -> Stats:
         """Return the totals so far."""
         return collect_stats(
@@ -307,7 +324,6 @@ class Engine(Usable):
             self._drives,
             self._memory.streamer,
             self._table.layout,
-            wait_seal_s=self._seal.wait_s if self._seal else 0.0,
         )
 
     def close(self) -> None:
@@ -339,7 +355,7 @@ class Engine(Usable):
     def _begin_seal(self, slot: Slot, captured: Captured) -> SealHandle:
         """Start to seal the state, which is in `slot`."""
         flush = self._ring().flush()
-        seal = Seal(self.store, slot, captured, self._block_buffers(), flush)
+        seal = Seal(self.store, slot, captured, self._block_buffers(), flush, self._meter)
         self.store.begin_seal(captured.manifest)
         self._slots.froze()
         self._seal = seal
@@ -352,16 +368,16 @@ class Engine(Usable):
 
     def _run_pass(self, state_pass: StatePass) -> None:
         try:
-            scalars = state_pass.run()
+            self._pass_ended(state_pass, state_pass.run())
         except BaseException as error:
             failure = self._pass_failed(state_pass, error)
             if failure is error:
                 raise
             raise failure from error
-        self._pass_ended(state_pass, scalars)
 
     def _begin_pass(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> StatePass:
         """Prepare a pass over every chunk that needs it; all of them if the state moves."""
+        settle_all(t.tensor for t in self._table.trainables)  # another optimizer may step them, too
         make: Callable[..., ChunkUpdater] = self._updater_class
         if self._compute is not None:
             make = partial(self._device_updater_class, compute=self._compute)
@@ -466,7 +482,6 @@ class Engine(Usable):
         with self._meter.timed("wait_seal_s"):
             seal.handle.wait()  # an interrupt leaves the seal in flight, and known
         self._seal = None
-        self._meter.wait_seal_s += seal.wait_s
         try:
             seal.handle.result()
         except OffloadError as error:
@@ -503,6 +518,6 @@ class Engine(Usable):
         return self._table.layout
 
     @property
-    def _transfer_error(self) -> BaseException | None:
+    def _transfer_error(self) -> Exception | None:
         streamer = self._memory.streamer
         return streamer.error if streamer is not None else None

@@ -7,6 +7,7 @@ was expected, and what to do next.
 from __future__ import annotations
 
 from gds import StorageError
+from gds._errors import message_of
 
 
 class OffloadError(Exception):
@@ -25,7 +26,14 @@ class ProcessGroupError(OffloadError, RuntimeError):
     """Several processes train one model, or `model=` is wrapped for that."""
 
 
-class StoreError(OffloadError, OSError):
+class _SaysAllError(OSError):
+    """An error whose own message says all that its number would."""
+
+    def __str__(self) -> str:
+        return message_of(self)
+
+
+class StoreError(OffloadError, _SaysAllError):
     """The store as a whole cannot be used as asked."""
 
 
@@ -60,6 +68,9 @@ class SlotFullError(StoreFullError, StorageError):
         OSError.__init__(self, number, message, path)  # the message says all that it needs to
         self.offset = None
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.errno, self.strerror, self.filename)
+
 
 class UnreliableReadError(StoreError):
     """What is whole on the drive does not arrive in memory unchanged: the machine is at fault."""
@@ -70,7 +81,7 @@ class PinError(OffloadError, ValueError):
 
 
 class MetricError(OffloadError, ValueError):
-    """What was given as a metric of a checkpoint is not a finite number with a name."""
+    """What was given as a metric of a checkpoint is not a number with a name."""
 
 
 class VolatileStoreError(StoreError):
@@ -93,7 +104,7 @@ class ManifestError(CheckpointError):
     """A manifest cannot be read: damaged, of another version, or not a manifest."""
 
 
-class CheckpointNotFoundError(OffloadError, FileNotFoundError):
+class CheckpointNotFoundError(OffloadError, _SaysAllError, FileNotFoundError):
     """There is no such checkpoint in the store."""
 
 
@@ -115,3 +126,8 @@ class BrokenOptimizerError(OffloadError, RuntimeError):
 
 class OverlapError(OffloadError, RuntimeError):
     """Something that a step which runs beside backward cannot do; names what can."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an error says, for another message: its name if it says nothing."""
+    return str(error) or type(error).__name__

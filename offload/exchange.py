@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from offload.callers import warn_unsealed
 from offload.crossing import flat_tensors
 from offload.device import HOST
 from offload.engine import Engine, Groups
 from offload.errors import DamagedError, MismatchError
 from offload.giving_up import give_up
 from offload.state_decoding import StateDecoder, kept_arrays
-from offload.state_dicts import MaterializedState, num_steps, read_state_dict
+from offload.state_dicts import MaterializedState, num_steps, read_state_dict, said_steps
 from offload.state_filling import ParameterState, StateFiller
 from offload.state_reference import (
     Position,
@@ -19,6 +20,7 @@ from offload.state_reference import (
     find_referenced,
     load_groups,
     read_reference,
+    reference_to,
 )
 
 
@@ -37,6 +39,23 @@ class ExchangingEngine(Engine):
             self._run,
             sealed=slot is not None and (sealing or self._slots.sealed is not None),
         )
+
+    seals_references = False
+    """Whether somebody seals the state whenever a reference to it is written: an integration."""
+    _has_warned = False
+    """Of a reference to a state that is not sealed."""
+
+    def refer(self, torch_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a reference of torch's state dict; see `OffloadedOptimizer.state_dict`.
+
+        Called by it alone: a warning points at what called that.
+        """
+        position = self.position
+        if position.step and not position.sealed and not self.seals_references:
+            if not self._has_warned:
+                warn_unsealed(self.store.directory, position.step)
+            self._has_warned = True
+        return reference_to(position, torch_dict)
 
     def load_reference(self, groups: Groups, reference: Mapping[str, Any]) -> None:
         """Go where a reference says; see `OffloadedOptimizer.load_state_dict`."""
@@ -95,13 +114,14 @@ class ExchangingEngine(Engine):
                 "expected a state dict of an optimizer: of this class, or of torch with 'state' "
                 "and 'param_groups'"
             )
+        said = said_steps(state_dict)
         self._require_usable()
         merged, states = read_state_dict(state_dict, groups, self._rule)
         layout, trainables = self._table.describe(merged)
         self._collect_seal(wait=True)
         self._relayout(merged)
         found = [states.get(t.tensor, ParameterState()) for t in trainables]
-        steps = num_steps([state.scalars for state in found])
+        steps = num_steps([state.scalars for state in found]) if said is None else said
         live = flat_tensors(
             [t.tensor for t in trainables], writable=True, traffic=self._meter.traffic
         )

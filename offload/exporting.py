@@ -16,15 +16,17 @@ from typing import Any, Literal, get_args
 import torch
 
 from gds import Backend, File
+from offload.ambient import called_as_user, in_neutral
 from offload.checkpoint import Checkpoint
-from offload.checkpoint_stream import MODEL_DTYPES, CheckpointStream, Progress, open_stream
+from offload.checkpoint_stream import CheckpointStream, Progress, open_stream
 from offload.errors import MismatchError, StoreError
 from offload.formats import MASTER
 from offload.layout import array_file_name
 from offload.manifest import encode_group
+from offload.parameters import MODEL_DTYPES
 from offload.pt_file import Room, write_structure, write_tensor
 from offload.slot import MODEL_NAME
-from offload.state_dicts import MASTERS
+from offload.state_dicts import MASTERS, NUM_STEPS
 from offload.tensorfile import Header, build_header
 
 ExportFormat = Literal["hf", "safetensors", "pt", "dcp"]
@@ -36,6 +38,7 @@ _Key = tuple[int, str]
 """A parameter's index in the layout, and a state array."""
 
 
+@in_neutral
 def export_checkpoint(
     checkpoint: Checkpoint,
     destination: str | os.PathLike[str],
@@ -72,6 +75,7 @@ def export_checkpoint(
         raise ValueError(f"to must be one of {', '.join(get_args(ExportFormat))}, got {to!r}")
     target = os.path.abspath(os.fspath(destination))
     backend = checkpoint.backend
+    progress = called_as_user(progress) if progress is not None else None
     with open_stream(checkpoint, progress) as stream, _appearing(backend, target) as partial:
         if to == "pt":
             _export_pt(backend, stream, partial)
@@ -188,16 +192,19 @@ def _state_dict(
     }
     state = {}
     for index, spec in enumerate(stream.layout.parameters):
+        if spec.name not in numbers:
+            continue  # it is in no group, as torch's state dict cannot have it
         entry = stream.scalars(index)
         entry.update({n: make(index, n) for n in stream.exported_arrays(index) if n != MASTER})
         if entry:
             state[numbers[spec.name]] = entry
+    counted = {} if by_name else {NUM_STEPS: stream.manifest.step}
     if by_name:
         for group in groups:
             group["params"] = group.pop("param_names")
     order = {number: position for position, number in enumerate(numbers.values())}
     state = {key: state[key] for key in sorted(state, key=order.__getitem__)}
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups, **counted}
 
 
 def _require_stepped(stream: CheckpointStream) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload._strict_json import is_text
+from offload.ambient import in_neutral
 from offload.errors import CheckpointError, MismatchError
 from offload.foreign_checks import check_optimizer
 from offload.foreign_paths import read_json, require_file
 from offload.importing import Foreign
 from offload.parameters import DTYPE_CODES
-from offload.state_dicts import MASTERS
+from offload.state_dicts import MASTERS, NUM_STEPS
 from offload.stored_tensor import StoredTensor
 from offload.tensorfile import MAX_HEADER_BYTES, TensorFileError, read_header
 from offload.torch_reading import read_structure
@@ -23,6 +24,7 @@ _SNIFFED_BYTES = 512
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
+@in_neutral
 def open_foreign(path: str, model: str | None = None) -> Foreign:
     """Find out what a file or directory is, and open it.
 
@@ -71,8 +73,10 @@ def _from_structure(path: str, found: Any, model: str | None) -> Foreign:
     masters = optimizer.get(MASTERS) or found.get(MASTERS) or {}
     check_optimizer(path, optimizer, masters)
     out = Foreign(path, {}, optimizer, masters)
-    if "step" in found:
-        out.step, out.step_from = found["step"], f"'step' in {path}"
+    for holder, key in ((found, "step"), (optimizer, NUM_STEPS)):
+        if key in holder:
+            out.step, out.step_from = holder[key], f"{key!r} in {path}"
+            break
     if model is not None:
         return _with_model(out, model)
     tensors = next((found[k] for k in _MODEL_KEYS if k in found and found is not optimizer), None)

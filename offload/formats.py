@@ -38,6 +38,12 @@ _TAKEN_NAMES = ("model", "train_state", "manifest")
 MasterFormat = Literal["float32", "split"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
+CountsFrom = Literal["parameter", "chunk"]
+"""Where blocks of 8-bit state, and the random numbers of stochastic rounding, are counted from."""
+
+NEW_STORES_COUNT_FROM: CountsFrom = "parameter"
+"""In stores of version 2 of the format it was "chunk"; see `Layout.counts_from`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayFormat:
@@ -47,7 +53,7 @@ class ArrayFormat:
     """Its safetensors code."""
 
     block: int = 1
-    """Elements that it stands for. Blocks start anew at each parameter and at each chunk."""
+    """Elements that it stands for. Blocks start anew at each parameter."""
 
     @property
     def nbytes(self) -> int:

@@ -1,31 +1,58 @@
-"""Hooks that make a model's forward wait for a step that runs beside it, module by module.
+"""Whoever reads a parameter waits for the step that runs beside the model, and for no more of it.
 
-Inside a call of the model, or of a part of it, each module waits for its own parameters. What no
-module waits for in time is waited for at the entry, and everything at the end of the call. Compiled
-code runs no hooks: everything is waited for at the entry of the model. And where it is not known
-what reads the parameters, the step itself waits. So what a forward computes does not depend on how
-far the step has got.
+Every parameter that the step changes is watched: a use of it anywhere, on any thread, waits for
+its chunks. Hooks on modules wait earlier, so that what they own is as it always is when they run.
+Torch's own modules look at the class of their parameters, and take another path, with other bits,
+if that is not an ordinary one. For the same reason a call of another kind than those that were
+recorded (another module or thread, evaluation, without gradients) waits for everything first. At
+the end of each call everything is waited for.
+
+Compiled code runs no hooks, and a model that is compiled is not watched: everything is waited for
+at its entry. And where it is not known what reads the parameters, the step itself waits. So what is
+computed does not depend on how far the step has got.
 """
 
 from __future__ import annotations
 
-import itertools
+import logging
 import sys
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from offload.forward_order import AT_ENTRY, OUTSIDE, ForwardOrder
+from offload import compiling
+from offload.forward_order import ForwardOrder
 from offload.layout import Layout
 from offload.parameters import Trainable
 from offload.running import RunningPass
+from offload.watch import Watch
 
 _MAX_RECORDS = 3
-"""Forwards to record: one more if a parameter gets a gradient that none of them has used."""
+"""Steps to record: one more if a parameter gets a gradient that nothing was seen to read."""
+
+_log = logging.getLogger("offload")
+
+
+class _Calls(threading.local):
+    """Which calls of modules one thread is in."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        """The step since which the rest is so."""
+        self.outermost = -1
+        """The module whose call contains all others, by number; -1 outside of any call."""
+        self.has_gradients = False
+        """Whether that call records a graph."""
+        self.is_recorded = False
+        self.stack: list[int] = []
+        """All modules that are running, while calls are recorded."""
+        self.is_suspended = False
+        """Whether the optimizer itself looks at the model's state dict."""
 
 
 class ForwardHooks:
@@ -37,35 +64,46 @@ class ForwardHooks:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._key = next(_keys)
-        _by_key[self._key] = self
+        self._key = compiling.follow(self)
+        self._watch = Watch(self._before_use, f"awaited by optimizer {self._key}")
         self._handles: list[RemovableHandle] = []
         self._modules: list[torch.nn.Module] = []
-        self._record = ForwardOrder(())
+        self._record = ForwardOrder()
         self._recording = False
         """Whether calls of the model are being recorded."""
+        self._recorded: set[tuple[object, ...]] = set()
+        """Kinds of calls that have been."""
         self._has_news = False
         """Whether one has been since the last step."""
         self._num_records = 0
         self._compiled = False
+        self._is_read_compiled = False
+        """Whether compiled code that is not the model's has been seen to read parameters."""
+        self._num_recompiled = 0
         self.order: Sequence[int] = ()
         """All chunks, in the order of their first use."""
         self._layout: Layout | None = None
+        self._tensors: list[torch.Tensor] = []
+        """What is trained, in element-space order."""
+        self._numbers: dict[int, int] = {}
+        """By id of a tensor: its place among those."""
         self._spans: list[range] = []
-        """By parameter: its chunks."""
-        self._own: list[list[int]] = []
-        """By module: the chunks of its own parameters."""
+        """By number of a parameter: its chunks."""
+        self._needs: list[list[int]] = []
+        """By module: what it owns, and what it reads before another one has run that does."""
+        self._subtrees: dict[int, list[int]] = {}
+        """By module: what it and the modules in it own."""
         self._outside: list[int] = []
-        """Parameters that no recorded forward has used."""
-        self._at_entry: list[int] = []
-        """Chunks of those that were used before their own module ran."""
+        """Parameters that nothing was seen to need."""
+        self._changing: list[int] = []
+        """Parameters that the next step changes."""
         self._running: RunningPass | None = None
-        self._suspended = False
         self._entered = self._root_entered = False
         """Whether anything, and whether the model itself, has been called since the last step."""
-        self._outermost = -1
-        """The module whose call contains all others, by number; -1 outside of any call."""
-        self._depth = 0
+        self._num_steps = 0
+        self._owner = 0
+        """The thread that takes steps."""
+        self._calls = _Calls()
 
     def attach(self) -> None:
         """Put hooks on all modules that the model has now, and record its next forward."""
@@ -80,17 +118,19 @@ class ForwardHooks:
                 hooked.register_state_dict_pre_hook(state),
                 hooked.register_load_state_dict_pre_hook(state),
             ]
-        self._compiled = any(map(_is_compiled, self._modules))
-        self._record = ForwardOrder(self._model.parameters())
+        self._compiled = any(map(compiling.is_compiled, self._modules))
+        self._record = ForwardOrder()
+        self._recorded.clear()
         self._recording, self._has_news, self._num_records = True, False, 0
         self._layout = None
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off; nothing is watched any more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._record.end()
+        self._recording = False
+        self._watch.release_all()
 
     def plan(
         self,
@@ -106,74 +146,120 @@ class ForwardHooks:
             gradients: What the step applies.
         """
         if self._has_news:
-            self._recording, self._num_records = False, self._num_records + 1
+            self._num_records += 1
         if self._has_news or layout is not self._layout:
             self._lay_out(layout, trainables)
         self._has_news = False
+        self._changing = [n for n, gradient in enumerate(gradients) if gradient is not None]
         outside = [number for number in self._outside if gradients[number] is not None]
-        self._recording |= bool(outside) and 0 < self._num_records < _MAX_RECORDS
+        self._recording = not self._compiled and (
+            self._num_records == 0 or (bool(outside) and self._num_records < _MAX_RECORDS)
+        )
         known = self._root_entered if self._compiled else self._entered and self._num_records > 0
-        if not known:
+        if not known or self._is_read_compiled:
             return list(self.order)
         return [] if self._compiled else [c for number in outside for c in self._spans[number]]
 
-    def begin(self, running: RunningPass) -> None:
-        """From now on, wait for this pass."""
-        self._running = running
+    def begin(self, running: RunningPass) -> list[int]:
+        """Wait for this pass from now on; it is to be started afterwards.
+
+        Returns:
+            More chunks for the step itself to wait for: parameters in them cannot be watched.
+        """
+        self._watch.release_all()
+        self._owner = threading.get_ident()
+        self._num_steps += 1  # a call that was interrupted has not said that it ended
         self._entered = self._root_entered = False
-        self._outermost = -1  # a call that was interrupted has not said that it ended
-        self._record.end()
+        self._record.start_over()
+        self._running = running
+        if self._compiled or self._is_read_compiled:
+            return []
+        compiling.listen()
+        stuck = self._watch.add([self._tensors[number] for number in self._changing])
+        return [c for tensor in stuck for c in self._spans[self._numbers[id(tensor)]]]
+
+    def wait_for(self, chunks: Sequence[int]) -> None:
+        """Wait for what `plan` and `begin` have returned, within the step."""
+        running = self._running
+        if running is not None:
+            running.wait_for(chunks)
+            if chunks:
+                done = set(chunks)
+                self._watch.release(
+                    self._tensors[n] for n in self._changing if done.issuperset(self._spans[n])
+                )
 
     def release(self) -> None:
         """There is no pass to wait for any more."""
         self._running = None
+        self._watch.release_all()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Do not wait while the optimizer itself looks at the model's state dict."""
-        self._suspended = True
+        self._calls.is_suspended = True
         try:
             yield
         finally:
-            self._suspended = False
+            self._calls.is_suspended = False
 
     def before(self, number: int) -> None:
         """Wait for what a module needs, which is about to run."""
         self._entered = True
         if number == 0:
             self._root_entered = True
-        running = self._running
-        if running is None and not self._recording:
+        if self._running is None and not self._recording and not self._watch:
             return
-        if self._outermost < 0:
-            self._outermost, self._depth = number, 0
-            self._enter()
-        if number == self._outermost:
-            self._depth += 1
-        if self._recording:
-            self._record.ran(_own_parameters(self._modules[number]))
-        if running is not None:
-            running.wait_for(self._own[number])
+        calls = self._calls
+        if calls.step != self._num_steps:
+            calls.step, calls.outermost = self._num_steps, -1
+        try:
+            if calls.outermost in (-1, number):  # if interrupted, a call did not say that it ended
+                calls.is_recorded = self._enter(number)
+                calls.outermost, calls.has_gradients = number, _has_gradients()
+                calls.stack.clear()
+            elif calls.has_gradients and not _has_gradients():
+                self._settle(self._subtree(number), self._modules[number].parameters())
+            if calls.is_recorded:
+                self._record.ran(_own_parameters(self._modules[number]))
+                calls.stack.append(number)
+            needs = self._needs[number] if self._layout is not None else []
+            self._settle(needs, _own_parameters(self._modules[number]))
+        except BaseException:
+            calls.outermost = -1
+            raise
 
     def after(self, number: int) -> None:
         """At the end of a call that was not part of another one, wait for everything."""
-        if number != self._outermost:
-            return
-        self._depth -= 1
-        if self._depth == 0:
-            self._outermost = -1
-            self._record.end()
+        calls = self._calls
+        if number in calls.stack:
+            while calls.stack.pop() != number:
+                pass
+        if number == calls.outermost and calls.step == self._num_steps:
+            calls.outermost = -1
             # An error is not raised amid another one, where nobody would see it.
             self.wait(errors=sys.exc_info()[0] is None)
 
     def wait(self, *, errors: bool = True) -> None:
         """Wait for all parameters."""
         running = self._running
-        if running is not None and not self._suspended:
+        if running is not None and not self._calls.is_suspended:
             running.wait_ended()
+            self._watch.release_all()
             self._running = None if errors else running
             if errors:
                 running.raise_error()
+
+    def wait_unwatched(self) -> None:
+        """Wait for all parameters, for somebody who must find them as they always are."""
+        self.wait()
+        if not self._calls.is_suspended:
+            self._watch.release_all()
+
+    @property
+    def sees_readers(self) -> bool:
+        """Whether whoever reads a parameter waits for it, wherever that is."""
+        return not self._compiled
 
     @property
     def knows_compiled(self) -> bool:
@@ -182,45 +268,114 @@ class ForwardHooks:
 
     def before_compiled(self, number: int) -> None:
         """Wait for everything before compiled code runs, in which there are no hooks."""
-        self._compiled = True
+        self._know_compiled()
         if number == 0:
             self._root_entered = True
-        self.wait()
+        self.wait_unwatched()
 
-    def _enter(self) -> None:
-        """Wait at the beginning of a call for what modules cannot wait for."""
-        self._compiled = self._compiled or any(map(_is_compiled, self._modules))
-        self._recording &= not self._compiled
-        if self._running is not None:
-            if self._recording or self._compiled:
-                self.wait()
-            else:
-                self._running.wait_for(self._at_entry)
-        if self._recording:
+    def compiling_begins(self) -> None:
+        """Let what is compiled on the thread that takes steps find ordinary parameters."""
+        if threading.get_ident() != self._owner or not self._watch:
+            return
+        num_recompiled = compiling.num_recompiled(f"{self._watch.label}'>")
+        if num_recompiled > self._num_recompiled and not self._is_read_compiled:
+            self._is_read_compiled = True
+            _log.warning(
+                "compiled code that is not the model's own reads its parameters while a step runs "
+                'beside the model (overlap="forward"): from now on step() waits for the whole '
+                "step. To compile it only once, call synchronize() before it"
+            )
+        self._num_recompiled = num_recompiled
+        self._watch.pause()
+
+    def compiling_ended(self) -> None:
+        """Watch again what has not been waited for."""
+        if threading.get_ident() == self._owner and self._watch:
+            self._watch.resume()
+
+    def _enter(self, number: int) -> bool:
+        """Wait for everything if this call is not like those before; return if it is recorded."""
+        if not self._compiled and any(map(compiling.is_compiled, self._modules)):
+            self._know_compiled()
+        kind = (
+            number,
+            self._modules[number].training,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            threading.get_ident(),
+        )
+        records = self._recording and _has_gradients()
+        if records or self._compiled or kind not in self._recorded:
+            self.wait_unwatched()
+        if records:
+            self._recorded.add(kind)
             self._has_news = True
-            self._record.begin()
+            self._owner = threading.get_ident()
+            compiling.listen()
+            self._watch.add(
+                p
+                for p in self._model.parameters()
+                if p.requires_grad and self._record.turn(p) is None
+            )
+        return records
+
+    def _know_compiled(self) -> None:
+        self._compiled, self._recording = True, False
+
+    def _before_use(self, parameter: torch.Tensor | None) -> bool:
+        """Wait for a parameter that is about to be read or changed; None stands for any of them."""
+        if compiling.is_compiling_here():
+            return False  # it looks at the tensor, not at its values
+        running = self._running
+        if running is not None and not running.begun and threading.get_ident() == self._owner:
+            return False  # a signal handler amid step(): the step has not changed anything yet
+        if parameter is None:
+            self.wait()
+            return True
+        if self._recording:
+            stack = self._calls.stack if self._calls.step == self._num_steps else []
+            self._record.used(parameter, stack[-1] if stack else None)
+        if running is not None and id(parameter) in self._numbers:
+            running.wait_for(self._spans[self._numbers[id(parameter)]])
+        return True
+
+    def _settle(self, numbers: Sequence[int], parameters: Iterable[torch.Tensor]) -> None:
+        """Wait for parameters by number, and let them, and others, be as they always are."""
+        running = self._running
+        if running is not None:
+            running.wait_for(c for number in numbers for c in self._spans[number])
+        if self._watch:
+            self._watch.release(self._tensors[number] for number in numbers)
+            self._watch.release(parameters)
+
+    def _subtree(self, number: int) -> list[int]:
+        if number not in self._subtrees:
+            own = (self._numbers.get(id(p)) for p in self._modules[number].parameters())
+            self._subtrees[number] = [n for n in own if n is not None]
+        return self._subtrees[number]
 
     def _lay_out(self, layout: Layout, trainables: Sequence[Trainable]) -> None:
-        length = layout.chunk_elements
-        self._spans = [
-            range(first // length, -(-last // length)) if first < last else range(0)
-            for first, last in itertools.pairwise(layout.starts)
+        self._spans = [layout.chunks_of(number) for number in range(len(layout.parameters))]
+        self._tensors = [trainable.tensor for trainable in trainables]
+        self._numbers = {id(tensor): number for number, tensor in enumerate(self._tensors)}
+        readers = self._record.readers(self._numbers)
+        self._needs = [
+            sorted(
+                {self._numbers[id(p)] for p in _own_parameters(module) if id(p) in self._numbers}
+                | set(readers.get(number, ()))
+            )
+            for number, module in enumerate(self._modules)
         ]
-        spans = {id(t.tensor): span for t, span in zip(trainables, self._spans, strict=True)}
-        self._own = [
-            sorted({c for p in _own_parameters(module) for c in spans.get(id(p), ())})
-            for module in self._modules
-        ]
+        self._subtrees = {}
         first_use = [sys.maxsize] * layout.num_chunks
-        self._outside, self._at_entry = [], []
-        for number, trainable in enumerate(trainables):
-            use = self._record.rank(trainable.tensor)
-            if use == OUTSIDE:
+        self._outside = []
+        for number, tensor in enumerate(self._tensors):
+            turn = self._record.turn(tensor)
+            if turn is None:
                 self._outside.append(number)
-            elif use == AT_ENTRY:
-                self._at_entry += self._spans[number]
+                continue
             for chunk in self._spans[number]:
-                first_use[chunk] = min(first_use[chunk], use)
+                first_use[chunk] = min(first_use[chunk], turn)
         self.order = sorted(range(layout.num_chunks), key=first_use.__getitem__)
         self._layout = layout
 
@@ -246,9 +401,8 @@ class _Inert:
 
 class _Before(_Hook):
     def __call__(self, _module: torch.nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling():
-            if self._number == 0 or not _is_expected(self._key):
-                _before_compiled(self._key, self._number)
+        if torch.compiler.is_dynamo_compiling():
+            compiling.before_traced_module(self._key, self._number)
             return
         owner = self._owner()
         if owner is not None:
@@ -257,7 +411,7 @@ class _Before(_Hook):
 
 class _After(_Hook):
     def __call__(self, _module: torch.nn.Module, _args: Any, _result: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             owner = self._owner()
             if owner is not None:
                 owner.after(self._number)
@@ -267,37 +421,11 @@ class _OnStateDict(_Hook):
     def __call__(self, *_: Any) -> None:
         owner = self._owner()
         if owner is not None:
-            owner.wait()
+            owner.wait_unwatched()
 
 
-_keys = itertools.count(1)
-_by_key: weakref.WeakValueDictionary[int, ForwardHooks] = weakref.WeakValueDictionary()
-
-
-def _wait_amid_compiled(key: int, number: int) -> None:
-    owner = _by_key.get(key)
-    if owner is not None:
-        owner.before_compiled(number)
-
-
-def _ask_while_tracing(key: int) -> bool:
-    # Must not wait: while a graph is traced, the step waits for the end of that.
-    owner = _by_key.get(key)
-    return owner is None or owner.knows_compiled
-
-
-_compiler: Any = torch.compiler  # which is not typed
-_before_compiled = _compiler.disable(
-    _wait_amid_compiled,
-    reason='the model must wait for its parameters here (overlap="forward"). To compile it without '
-    "a graph break, construct the optimizer with model=torch.compile(model, fullgraph=True)",
-)
-_is_expected = _compiler.assume_constant_result(_ask_while_tracing)
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return compiled or isinstance(module, torch._dynamo.OptimizedModule)
+def _has_gradients() -> bool:
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _own_parameters(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:

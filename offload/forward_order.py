@@ -1,113 +1,68 @@
-"""What the first forward tells: which modules run in which order, and who reads which parameter.
+"""What the first forwards tell: which modules run in which order, and who reads which parameter.
 
-Modules say when they are about to run, through their pre-forward hooks; a torch function mode sees
-every parameter that an operation takes. Together they show for each parameter whether waiting in
-the hook of the module that owns it is early enough.
+Modules say when they are about to run, through their pre-forward hooks. What is read before the
+module that owns it has run is noted by a `Watch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
-
-OUTSIDE = -2
-"""No operation of the forward took the parameter: if it has a gradient, it is read elsewhere."""
-
-AT_ENTRY = -1
-"""An operation took it before any module that owns it ran, as with attention's ``out_proj``."""
-
-_T: Any = torch.Tensor  # property objects have no __get__ in the eyes of a type checker
-_NOT_READING = {
-    getattr(_T, name).__get__
-    for name in ("dtype", "device", "shape", "ndim", "layout", "requires_grad", "is_leaf", "grad")
-} | {_T.size, _T.dim, _T.numel, _T.is_floating_point, _T.stride, _T.is_contiguous}
 
 
 class ForwardOrder:
-    """A record of one forward, or of several.
+    """A record of the first forward, and of some later ones."""
 
-    Args:
-        parameters: Those to watch.
-    """
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._parameters = {id(parameter): parameter for parameter in parameters}
+    def __init__(self) -> None:
+        self._parameters: dict[int, torch.Tensor] = {}
+        """By id: those that are known; held, so that ids stay theirs."""
         self._turns: dict[int, int] = {}
-        """By id of a parameter: when a module that owns it first ran."""
-        self._ready: set[int] = set()
-        """Parameters whose module has run in the present forward."""
-        self._early: set[int] = set()
-        self._seen: set[int] = set()
+        """By id of a parameter: how many modules had begun to run when it was first needed."""
+        self._readers: dict[int, int] = {}
+        """By id of a parameter that was read before its own module ran: the module that did."""
         self._num_ran = 0
-        self._mode = _Uses(self._use)
 
-    def begin(self) -> None:
-        """Watch the operations of this thread, until `end`."""
-        self._ready.clear()
-        self._mode.enter()
-
-    def end(self) -> None:
-        """Stop watching."""
-        self._mode.leave()
+    def start_over(self) -> None:
+        """Note that what comes next is a forward of another step."""
+        self._num_ran = 0
 
     def ran(self, own: Iterable[torch.Tensor]) -> None:
         """Note that a module is about to run, which owns these parameters."""
-        for parameter in own:
-            self._turns.setdefault(id(parameter), self._num_ran)
-            self._ready.add(id(parameter))
         self._num_ran += 1
+        for parameter in own:
+            self._note(parameter)
 
-    def rank(self, parameter: torch.Tensor) -> int:
-        """Return when a parameter is first used: `OUTSIDE`, `AT_ENTRY`, or its turn from 0."""
-        if id(parameter) not in self._seen:
-            return OUTSIDE
-        return AT_ENTRY if id(parameter) in self._early else self._turns[id(parameter)]
+    def used(self, parameter: torch.Tensor, reader: int | None) -> None:
+        """Note that a parameter is read before the module that owns it has run.
 
-    def _use(self, tensor: torch.Tensor) -> None:
-        if id(tensor) in self._parameters:
-            self._seen.add(id(tensor))
-            if id(tensor) not in self._ready:
-                self._early.add(id(tensor))
+        Args:
+            parameter: That is read.
+            reader: The innermost module that is running, by number; None outside of all.
+        """
+        if id(parameter) not in self._turns and reader is not None:
+            self._readers[id(parameter)] = reader
+        self._note(parameter)
 
+    def turn(self, parameter: torch.Tensor) -> int | None:
+        """Return when a parameter is first needed, counted in modules; None if it never was."""
+        return self._turns.get(id(parameter))
 
-class _Uses(TorchFunctionMode):
-    """Reports every tensor that an operation takes."""
+    def readers(self, numbers: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return what modules read before it is its own module's turn.
 
-    def __init__(self, report: Callable[[torch.Tensor], None]) -> None:
-        super().__init__()
-        self._report = report
-        self._active = False
+        Args:
+            numbers: Of the parameters to return, by id.
 
-    def enter(self) -> None:
-        if not self._active:
-            self._active = True
-            self.__enter__()  # type: ignore[no-untyped-call]
+        Returns:
+            Numbers of parameters, by number of the module.
+        """
+        found: dict[int, list[int]] = {}
+        for parameter, reader in self._readers.items():
+            if parameter in numbers:
+                found.setdefault(reader, []).append(numbers[parameter])
+        return found
 
-    def leave(self) -> None:
-        self._active = False
-        # After a KeyboardInterrupt another mode may lie above: then this one stays, and is idle.
-        if _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
-            self.__exit__(None, None, None)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if self._active and func not in _NOT_READING:
-            self._walk((args, kwargs))
-        return func(*args, **(kwargs or {}))
-
-    def _walk(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            self._report(value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                self._walk(item)
-        elif isinstance(value, dict):
-            self._walk(list(value.values()))
+    def _note(self, parameter: torch.Tensor) -> None:
+        self._parameters.setdefault(id(parameter), parameter)
+        self._turns.setdefault(id(parameter), self._num_ran)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gds import Backend, StorageError
+from offload.wording import size
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of the errors that say that there is no space."""
@@ -38,5 +39,5 @@ def saying_what_is_free(
         except StorageError:
             raise error from None  # it says more than that the rest cannot be told
         raise StorageError(
-            errno.ENOSPC, f"reserve {needed_bytes} bytes for {what}, with {free} bytes free", path
+            errno.ENOSPC, f"reserve {size(needed_bytes)} for {what}, with {size(free)} free", path
         ) from error

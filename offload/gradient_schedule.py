@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -27,11 +26,7 @@ class GradientSchedule:
 
     def __init__(self, layout: Layout, state_pass: StatePass) -> None:
         self._pass = state_pass
-        length = layout.chunk_elements
-        self._spans = [
-            range(first // length, -(-last // length)) if first < last else range(0)
-            for first, last in itertools.pairwise(layout.starts)
-        ]
+        self._spans = [layout.chunks_of(number) for number in range(len(layout.parameters))]
         self._parameters_of: list[list[int]] = [[] for _ in range(layout.num_chunks)]
         for number, span in enumerate(self._spans):
             for chunk in span:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from offload import codecs
+from offload.ambient import called_as_user, in_neutral
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.drives import Directory, Drives, as_directories
 from offload.errors import MismatchError, StoreError
@@ -31,7 +32,7 @@ from offload.parameters import DTYPE_CODES
 from offload.retention import as_retention
 from offload.rules import Rule, Scalars, UpdateRule
 from offload.slot import Slot
-from offload.state_dicts import num_steps, read_parameter_state, scalar_template
+from offload.state_dicts import NO_ENTRY, num_steps, read_parameter_state, scalar_template
 from offload.state_filling import ParameterState, StateFiller, TensorSource
 from offload.stats import Meter
 from offload.store import Store
@@ -78,6 +79,7 @@ class _Parameter:
     """What the live parameter is rounded from."""
 
 
+@in_neutral
 def import_checkpoint(
     foreign: Foreign,
     directory: Directory | Sequence[Directory],
@@ -121,6 +123,7 @@ def import_checkpoint(
         MismatchError: The source is of another class, or contradicts itself; names the parameter.
         CheckpointError: The source is damaged.
     """
+    progress = called_as_user(progress) if progress is not None else None
     rule = UpdateRule(optimizer_class, {})
     if tied:
         foreign = _with_ties(foreign, tied)
@@ -285,7 +288,7 @@ def _parameter(
         value, master = master or value, None
     state = read_parameter_state(
         f"state of {name!r} in {foreign.path}",
-        foreign.optimizer["state"].get(key, {}),
+        foreign.optimizer["state"].get(key, NO_ENTRY),
         master,
         value.shape,
         kept,
@@ -360,7 +363,7 @@ class _SourceParameters:
         codes = {code: dtype for dtype, code in DTYPE_CODES.items()}
         live = values.to(codes[parameter.spec.dtype])
         if MASTER_LOW in parameter.spec.arrays:
-            low = torch.empty(len(live), dtype=torch.int16)
+            low = torch.empty(len(live), dtype=torch.int16, device="cpu")
             codecs.split_master(values.float(), live, low, scratch=self._scratch)
         return live
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from gds import Backend
 from offload.errors import CheckpointNotFoundError, PinError
@@ -113,14 +113,14 @@ class Keeping:
         for message in messages:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
-    def warn_unranked(self, step: int, metrics: Mapping[str, float]) -> None:
+    def warn_unranked(self, step: int, metrics: Collection[str]) -> None:
         """Warn once, at the second step sealed without it, of a metric that nobody has ever given.
 
         At the first it may still be measured: it can be given afterwards.
 
         Args:
             step: That is being sealed.
-            metrics: What it is given.
+            metrics: Names of what it is given, finite or not.
         """
         for metric in {part.metric for part in self._policy.parts if isinstance(part, BestBy)}:
             if metric in metrics or any(metric in c.manifest.metrics for c in self.current):

@@ -1,7 +1,8 @@
 """Parameters -> element space -> chunks -> byte ranges in files.
 
 Element space is all trainable elements laid end to end, in an order fixed per store. It is cut
-into chunks of equal length, and the chunks are dealt out to the store's drives, usually one. On
+into chunks of equal length (almost: see `Layout.chunk_range`), and the chunks are dealt out to the
+store's drives, usually one. On
 each drive a state array (``master``, ``exp_avg``, ...) is one file that lists, in element-space
 order, what the drive's chunks hold of the parameters that have that array, so a chunk's share of a
 file is always one contiguous range. A layout is pure arithmetic: no torch, no files.
@@ -16,7 +17,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from offload.formats import MASTER, MASTER_LOW, ArrayFormat, array_format
+from offload.formats import (
+    BLOCK_ELEMENTS,
+    MASTER,
+    MASTER_LOW,
+    ArrayFormat,
+    CountsFrom,
+    array_format,
+)
 from offload.tensorfile import DTYPE_BYTES, Header, build_header
 
 
@@ -91,13 +99,21 @@ class Layout:
     """Tensors of ``model.safetensors``, in file order: by descending dtype size."""
 
     chunk_elements: int
-    """Elements in every chunk but the last; a multiple of 1024, so 4096-byte aligned in F32."""
+    """The grid of chunks: they begin at its multiples, or up to 31 elements after one. A multiple
+    of 1024, so 4096-byte aligned in F32."""
 
     state_dtype: str = "float32"
     """How optimizer state other than masters is stored; see `formats.StateFormat`."""
 
     shares: tuple[int, ...] = (1,)
     """For each drive, how much of the state it holds, in proportion to the others."""
+
+    counts_from: CountsFrom = "parameter"
+    """Where blocks of 32 elements (of int8 state), and random numbers (of bfloat16 state), are
+    counted from. "parameter", as in all new stores: each parameter's first element alone. "chunk",
+    as in stores of version 2 of the format: blocks also start anew where a chunk does, and random
+    numbers go by the place in element space. Of FP32 state, where neither is counted, it is
+    "parameter"."""
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -109,10 +125,12 @@ class Layout:
         """Length of element space."""
         return self.starts[-1]
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """Number of chunks; 0 for an empty element space."""
-        return -(-self.num_elements // self.chunk_elements)
+        num = -(-self.num_elements // self.chunk_elements)
+        # The beginning of the last one may have moved to the end of all.
+        return num - 1 if num > 1 and self._chunk_start(num - 1) == self.num_elements else num
 
     @cached_property
     def array_names(self) -> tuple[str, ...]:
@@ -242,9 +260,38 @@ class Layout:
         return sizes
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
-        """Return the chunk's first element and one past its last, in element space."""
-        first = chunk * self.chunk_elements
-        return first, min(first + self.chunk_elements, self.num_elements)
+        """Return the chunk's first element and one past its last, in element space.
+
+        Of int8 state whose blocks are counted from parameters, no chunk cuts a block: a chunk that
+        would begin inside one begins at its end. So it may have up to 31 elements more or less
+        than `chunk_elements`.
+        """
+        return self._chunk_start(chunk), self._chunk_start(chunk + 1)
+
+    def chunks_of(self, parameter: int) -> range:
+        """Return the chunks that hold elements of a parameter; none of an empty one."""
+        first, last = self.starts[parameter : parameter + 2]
+        if first == last:
+            return range(0)
+        return range(self._chunk_at(first), self._chunk_at(last - 1) + 1)
+
+    def _chunk_start(self, chunk: int) -> int:
+        start = min(chunk * self.chunk_elements, self.num_elements)
+        if start == self.num_elements or not self._has_whole_blocks:
+            return start
+        index = bisect_right(self.starts, start) - 1
+        begin, end = self.starts[index], self.starts[index + 1]
+        return min(start + (begin - start) % BLOCK_ELEMENTS, end)
+
+    def _chunk_at(self, element: int) -> int:
+        """Return the chunk that an element of element space is in."""
+        chunk = element // self.chunk_elements
+        return chunk - 1 if self._chunk_start(chunk) > element else chunk
+
+    @property
+    def _has_whole_blocks(self) -> bool:
+        """Whether no chunk begins inside a block."""
+        return self.state_dtype == "int8" and self.counts_from == "parameter"
 
     def pieces(self, chunk: int) -> Iterator[Piece]:
         """Yield the parts of parameters that make up a chunk, in order; empty ones are left out."""
@@ -278,8 +325,10 @@ class Layout:
         block = self.formats[array].block
         if block == 1:
             return elements
-        to_edge = -self.starts[parameter] % self.chunk_elements  # blocks start anew at an edge
-        head = min(elements, to_edge)
+        # Elements before the first place where blocks start anew, and those after it.
+        head = 0
+        if self.counts_from == "chunk":
+            head = min(elements, -self.starts[parameter] % self.chunk_elements)
         return -(-head // block) - (-(elements - head) // block)
 
     def byte_range(self, array: str, chunk: int) -> tuple[int, int]:

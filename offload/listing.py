@@ -65,7 +65,10 @@ def list_checkpoints(
     parts: PartDirectories = None,
     backend: Backend | None = None,
 ) -> list[CheckpointInfo]:
-    """Describe every directory of a store that is named like a checkpoint, oldest step first.
+    """Describe every directory of a store that is named like a checkpoint, the newest last.
+
+    They are in the order of their generations, whatever their steps are. One whose manifest cannot
+    be read has no generation: it comes before the first one that has a higher step.
 
     May run beside a process that trains in the store: what is recycled meanwhile is left out.
 
@@ -94,7 +97,7 @@ def list_checkpoints(
             looks_left -= 1
             # What has taken the place of one that was recycled has not been looked at.
             if None not in found or not looks_left:
-                return [info for info in found if info is not None]
+                return _in_order([info for info in found if info is not None])
     finally:
         if owns_backend:
             backend.close()
@@ -144,6 +147,15 @@ def _describe_unchanged(
         if after is not None and after.inode == before.inode:
             return info
     return None
+
+
+def _in_order(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Sort by generation; what has none goes where its step says."""
+    ordered = sorted((i for i in infos if i.valid), key=lambda info: info.generation)
+    for info in sorted((i for i in infos if not i.valid), key=lambda info: info.step):
+        later = (n for n, other in enumerate(ordered) if other.step > info.step)
+        ordered.insert(next(later, len(ordered)), info)
+    return ordered
 
 
 def _describe(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from gds import Backend
+from offload.ambient import in_neutral
 from offload.checkpoint import open_for_parameters
 from offload.digests import DigestContext
 from offload.errors import MismatchError
@@ -17,6 +18,7 @@ from offload.slot import MODEL_NAME
 from offload.unreadable import reading
 
 
+@in_neutral
 def load_parameters(
     model: torch.nn.Module,
     checkpoint: str | os.PathLike[str],

@@ -20,13 +20,18 @@ from offload._manifest_fields import decode_group as decode_group
 from offload._manifest_fields import encode_group as encode_group
 from offload._strict_json import MAX_VALUES, num_marks, parse_json, short
 from offload.errors import ManifestError, OffloadError
-from offload.formats import StateDtype, is_array_name
+from offload.formats import CountsFrom, StateDtype, is_array_name
 from offload.layout import Layout, ModelTensor, ParameterSpec
 from offload.metrics import check_metrics
 from offload.part_file import PartReference, SealedPart, content_digest
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
+"""Of stores with FP32 state, of older ones with compressed state, and of what is no checkpoint."""
+
+COMPRESSED_VERSION = 3
+"""Of stores with compressed state, whose blocks and random numbers are counted from parameters."""
+
 MAX_MANIFEST_BYTES = 128 << 20
 """Bytes, padding included. A larger file is refused unread, and none is written."""
 
@@ -115,7 +120,8 @@ class Manifest:
                 "says so, and is damaged or forged. Remove it, and go on from another one."
             )
         body = self._body()
-        document = {"format": FORMAT_VERSION, "digest": _body_digest(body), "body": body}
+        version = _version_of(self.layout)
+        document = {"format": version, "digest": _body_digest(body), "body": body}
         text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
         if len(text) > MAX_CONTENT_BYTES or num_marks(text) > MAX_VALUES:
             raise OffloadError(
@@ -158,6 +164,9 @@ class Manifest:
             "model_digests": list(self.model_digests),
             "parts": [asdict(part) for part in self.parts],
         }
+        if _version_of(layout) == COMPRESSED_VERSION:
+            # The digest is of the body alone: it must not fit to the other version.
+            body["counts_from"] = layout.counts_from
         if self.order is not None:
             body["order"] = [list(group) for group in self.order]
         if self.metrics:
@@ -230,10 +239,10 @@ def decode(data: bytes, path: str) -> Manifest:
     if not isinstance(document, dict) or "format" not in document:
         raise ManifestError(f"{path}: not a manifest: it has no 'format'")
     version = document["format"]
-    if type(version) is not int or version != FORMAT_VERSION:
+    if type(version) is not int or version not in (FORMAT_VERSION, COMPRESSED_VERSION):
         raise ManifestError(
-            f"{path}: format version {short(version)}, expected {FORMAT_VERSION}; it was "
-            "written by another version of this package"
+            f"{path}: format version {short(version)}, expected {FORMAT_VERSION} or "
+            f"{COMPRESSED_VERSION}; it was written by another version of this package"
         )
     if "invalid" in document:
         raise ManifestError(f"{path}: withdrawn: {short(document['invalid'])}")
@@ -241,7 +250,7 @@ def decode(data: bytes, path: str) -> Manifest:
     try:
         if not isinstance(body, dict) or document.get("digest") != _body_digest(body):
             raise ManifestError(f"{path}: damaged: its content does not match its digest")
-        return _decode_body(body)
+        return _decode_body(body, version)
     except ManifestError:
         raise
     except KeyError as error:
@@ -261,9 +270,9 @@ def _written(kind: str, value: float | int) -> str:
     return repr(int(value) if kind == "int" else float(value))
 
 
-def _decode_body(body: Mapping[str, Any]) -> Manifest:
+def _decode_body(body: Mapping[str, Any], version: int) -> Manifest:
     store_id, generation = fields.store_id(body["store_id"]), fields.count(body["generation"])
-    layout = _decode_layout(body)
+    layout = _decode_layout(body, version)
     parameters = layout.parameters
     groups = tuple(decode_group(fields.mapping(group)) for group in fields.items(body["groups"]))
     if any(p.group >= len(groups) for p in parameters):
@@ -324,7 +333,27 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _decode_layout(body: Mapping[str, Any]) -> Layout:
+def _version_of(layout: Layout) -> int:
+    """Return the version of the format that a layout is of."""
+    compressed = layout.state_dtype != "float32" and layout.counts_from == "parameter"
+    return COMPRESSED_VERSION if compressed else FORMAT_VERSION
+
+
+def _decode_counts_from(body: Mapping[str, Any], version: int) -> CountsFrom:
+    expected = "parameter" if version == COMPRESSED_VERSION else None
+    if body.get("counts_from") != expected:
+        raise ValueError(
+            f"counts_from is {short(body.get('counts_from'))}, expected {expected!r} in format "
+            f"version {version}"
+        )
+    if version == FORMAT_VERSION:
+        return "parameter" if body["state_dtype"] == "float32" else "chunk"
+    if body["state_dtype"] == "float32":
+        raise ValueError(f"format version {version} is for compressed state, and this is float32")
+    return "parameter"
+
+
+def _decode_layout(body: Mapping[str, Any], version: int) -> Layout:
     parameters = tuple(
         ParameterSpec(
             fields.text(name),
@@ -349,7 +378,8 @@ def _decode_layout(body: Mapping[str, Any]) -> Layout:
     shares = fields.shape(body["shares"])
     if not 1 <= len(shares) <= MAX_DIRECTORIES or 0 in shares or sum(shares) > _MAX_SHARES:
         raise ValueError(f"shares are {short(body['shares'])}")
-    layout = Layout(parameters, model, chunk_elements, body["state_dtype"], shares)
+    counts_from = _decode_counts_from(body, version)
+    layout = Layout(parameters, model, chunk_elements, body["state_dtype"], shares, counts_from)
     stored = {t.name: (t.dtype, t.shape) for t in model}
     for p in parameters:
         if stored.get(p.name) != (p.dtype, p.shape):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -15,13 +16,46 @@ MAX_METRICS = 16
 MAX_NAME_CHARACTERS = 64
 
 
-def check_metrics(metrics: Any) -> dict[str, float]:
-    """Return metrics as a checkpoint holds them.
+def take_metrics(metrics: Any) -> dict[str, float]:
+    """Return a user's metrics as a checkpoint holds them, without those that are not finite.
+
+    A loss that is not a number says that training has gone wrong, which is when a checkpoint is
+    needed most. So it does not keep one from being made: it is left out, with a `RuntimeWarning`
+    that names it and points at the caller of the caller.
+
+    Args:
+        metrics: Numbers by name: of Python, or tensors and numpy values of one element.
 
     Raises:
-        MetricError: Too many, a name that is not a short string, or a value that is not a finite
-            number; says which.
+        MetricError: Too many, a name that is not a short string, or a value that is not a number;
+            says which.
     """
+    numbers = _numbers(metrics)
+    for name, number in numbers.items():
+        if not math.isfinite(number):
+            warnings.warn(
+                f"metric {name!r} is {number}, which no checkpoint can be compared by: this one is "
+                "made without it",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
+
+
+def check_metrics(metrics: Any) -> dict[str, float]:
+    """Return the metrics that a manifest says.
+
+    Raises:
+        MetricError: As `take_metrics`, and if a number is not finite.
+    """
+    numbers = _numbers(metrics)
+    for name, number in numbers.items():
+        if not math.isfinite(number):
+            raise MetricError(f"metric {name!r} must be finite, got {number}")
+    return numbers
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
         raise MetricError(f'metrics must be a dict such as {{"loss": 1.2}}, got {metrics!r:.80}')
     if len(metrics) > MAX_METRICS:
@@ -58,18 +92,15 @@ def _name(name: Any) -> str:
 
 
 def _value(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    number = value
+    if hasattr(value, "item"):  # a tensor, or a value of numpy
+        with suppress(TypeError, ValueError, RuntimeError):  # of several elements, or of none
+            number = value.item()
+    if isinstance(number, bool) or not isinstance(number, int | float):
         raise MetricError(
-            f"metric {name!r} is a {type(value).__name__}, expected a Python number: pass "
-            f"float(...) of it, got {value!r:.80}"
+            f"metric {name!r} is a {type(value).__name__}, expected one number, got {value!r:.80}"
         )
     try:
-        number = float(value)
+        return float(number)
     except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise MetricError(
-            f"metric {name!r} must be finite, got {number}: leave it out, so that this checkpoint "
-            "is not ranked by it"
-        )
-    return number
+        return math.inf if number > 0 else -math.inf

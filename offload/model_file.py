@@ -107,6 +107,9 @@ class ModelImage:
         self._staged: dict[int, torch.Tensor] = {}
         self._marks = marks_of(self._tensors) if marks is None else marks
         self._traffic = traffic or Traffic()
+        # A tensor that was made in inference mode can be written in inference mode only. Those of
+        # a model that is not trained may be some.
+        self._in_inference = any(t.is_inference() for t in self._tensors)
         self.data_start = header.data_start
         self.data_bytes = header.file_bytes - header.data_start
 
@@ -131,6 +134,10 @@ class ModelImage:
 
     def scatter(self, start: int, stop: int, data: torch.Tensor) -> None:
         """Copy the bytes of a range of the data into the live tensors."""
+        with torch.inference_mode(self._in_inference), torch.no_grad():
+            self._scatter(start, stop, data)
+
+    def _scatter(self, start: int, stop: int, data: torch.Tensor) -> None:
         sent: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for index, first, last, at in self._overlaps(start, stop):
             flat = self._flat(index)

@@ -7,28 +7,36 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NoReturn, TypeAlias, overload
+from typing import Any, NoReturn, SupportsFloat, TypeAlias, overload
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from offload.callers import warn_if_saved
+from offload.ambient import neutral
+from offload.backward_hooks import require_no_ddp
 from offload.checkpoint import Checkpoint
 from offload.closing import close_left_open, close_quietly
 from offload.device_update import require_steps
 from offload.drives import Directory, as_directories
 from offload.errors import OffloadError
 from offload.exchange import ExchangingEngine
-from offload.metrics import check_metrics
+from offload.metrics import take_metrics
 from offload.options import Options, Overlap
-from offload.parameters import check_given_once, describe_parameters
+from offload.parameters import check_given_once, check_iterable, describe_parameters
 from offload.process_groups import ProcessGroup, require_one_process
 from offload.retention import Retention, as_retention
 from offload.rules import UpdateRule
 from offload.seal import SealHandle
 from offload.state_device import device_of
-from offload.state_dicts import MASTERS, MaterializedState, StateElsewhere, number_parameters
-from offload.state_reference import is_reference, reference_to
+from offload.state_dicts import (
+    MASTERS,
+    NUM_STEPS,
+    MaterializedState,
+    StateElsewhere,
+    number_parameters,
+)
+from offload.state_reference import is_reference
 from offload.stats import Stats
 
 CheckpointName: TypeAlias = int | str | os.PathLike[str] | Checkpoint
@@ -64,7 +72,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ProcessGroupError: There are several ranks, or `model` is wrapped for them.
         UnsupportedOptimizerError: The class or a flag needs more than one element at a time.
         UnsupportedParameterError: A parameter is complex, sparse, FP64, a DTensor, or on a device
-            that is neither the CPU nor CUDA's.
+            that is neither the CPU nor CUDA's; or shares memory with another one that is trained.
         StoreLockedError: Another process trains in this directory.
         VolatileStoreError: The directory would be lost at power-off.
         RemoteStoreError: Another machine, or a program, serves the files of the directory.
@@ -90,6 +98,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> None:
         require_one_process(process_group, model)
         retention = as_retention(keep)
+        check_iterable(params)
         if not isinstance(options, Options):
             raise TypeError(
                 f"options must be an offload.Options, got {type(options).__name__}: write "
@@ -108,6 +117,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         rule = UpdateRule(optimizer_class, hyper, allow_fused=on_device)
         super().__init__(params, dict(rule.defaults))
         self.state = StateElsewhere()
+        if options.overlap == "backward":
+            require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
         describe_parameters(self.param_groups, model, rule, options.state_format)
@@ -141,7 +152,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     @_disable_dynamo  # compiled, torch's arithmetic would differ in the last bit
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one optimizer step: stream the state through torch's own update.
 
@@ -170,10 +180,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with self._exclusive("step") as engine:
             engine.step(self.param_groups)
+            if self._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+                engine.before_hooks()
         return loss
 
     def checkpoint(
-        self, train_state: Any = None, *, metrics: Mapping[str, float] | None = None
+        self, train_state: Any = None, *, metrics: Mapping[str, SupportsFloat] | None = None
     ) -> SealHandle:
         """Make the present state a checkpoint, behind training.
 
@@ -186,25 +198,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Args:
             train_state: Whatever else is needed to continue (schedulers, random states, position
                 in the data), captured by value now: JSON-like values, numpy arrays, tensors.
-            metrics: What has been measured, such as ``{"val_loss": 1.2}``: finite Python numbers,
-                at most 16. `BestBy` decides by them, and ``offload ls`` shows them.
+            metrics: What has been measured, such as ``{"val_loss": 1.2}``: at most 16 numbers, of
+                Python or as tensors of one element. `BestBy` decides by them, and ``offload ls``
+                shows them. One that is not finite is left out, with a `RuntimeWarning`.
 
         Returns:
             A handle; its ``result()`` returns when the checkpoint is durable.
 
         Raises:
             SealError: The checkpoint before this one could not be sealed.
-            MetricError: Something in `metrics` is not a finite number; names it.
+            MetricError: Something in `metrics` is not a number; names it. Nothing has been done.
             PinError: Another checkpoint of this step is pinned, and would be replaced.
             SlotFullError: As for `step`.
             offload.train_state.TrainStateTypeError: `train_state` cannot be stored losslessly.
             offload.train_state.TrainStateTooLargeError: It is larger than what is reserved.
         """
-        checked = None if metrics is None else check_metrics(metrics)
+        checked = None if metrics is None else take_metrics(metrics)
         with self._exclusive("checkpoint") as engine:
-            engine.store.keeping.warn_unranked(engine.num_steps, checked or {})
+            engine.store.keeping.warn_unranked(engine.num_steps, metrics or {})
             if engine.frozen_space.is_due:
-                engine.frozen_space.warn(engine.describe(self.param_groups))
+                engine.frozen_space.warn(engine.lay_out(self.param_groups))
             return engine.checkpoint(self.param_groups, train_state, checked)
 
     def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:
@@ -248,10 +261,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Reads the parameters and buffers only, into the live tensors, and compares them with their
         digests; the first step does so with the optimizer state, or this call with `verify`.
-        Hyper-parameters become the checkpoint's. What is wrong is read a second time. A checkpoint
-        that is found damaged is quarantined: marked on the drive as not to be used. If none was
-        asked for, the one before it is taken then, with a warning. If that one is damaged as well,
-        it is not marked, and this raises: bad memory would condemn one after the other.
+        Hyper-parameters become the checkpoint's. Parameters are matched by name: one that is frozen
+        now keeps its state, and one that was frozen then joins with the next step. What is wrong is
+        read a second time. A checkpoint that is found damaged is quarantined: marked on the drive
+        as not to be used. If none was asked for, the one before it is taken then, with a warning.
+        If that one is damaged as well, it is not marked, and this raises: bad memory would condemn
+        one after the other.
 
         Args:
             checkpoint: A step number, a path, or a `Checkpoint`; None for the newest.
@@ -286,6 +301,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self._exclusive("synchronize") as engine:
             engine.synchronize()
 
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that the present state has seen; one that still runs counts."""
+        return self._live_engine().num_steps
+
     def stats(self) -> Stats:
         """Return what has been moved and waited for so far."""
         return self._live_engine().stats()
@@ -295,14 +315,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Raises:
             MismatchError: A parameter is given twice; nothing has changed.
+            UnsupportedParameterError: As for the constructor; nothing has changed.
             gds.StorageError: There is no room for the larger state, likewise.
         """
         super().add_param_group(param_group)
         if self._engine is None:
             return  # torch's constructor adds the first groups through here
         try:
-            check_given_once(self.param_groups, {})
-            self._engine.add_parameters(self.param_groups)
+            with neutral():
+                check_given_once(self.param_groups, {})
+                self._engine.add_parameters(self.param_groups)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -311,27 +333,31 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Return a small reference to the state, not the state itself: builtins only, by value.
 
         It names where the state is, and holds the hyper-parameters. It makes nothing durable: call
-        `checkpoint` first if it is to be loaded by another process. Within `materialized` it is
-        the state itself; see `full_state_dict`.
+        `checkpoint` first if it is to be loaded by another process. If steps have been taken since
+        the last checkpoint, a `RuntimeWarning` says so, once for each optimizer. Within
+        `materialized` it is the state itself; see `full_state_dict`.
         """
         engine = self._live_engine()
-        engine.join()
-        torch_dict = super().state_dict()
+        with neutral():
+            engine.join()
+        torch_dict = super().state_dict()  # calls the user's hooks
         if self._materialized is not None:
             numbers = number_parameters(self.param_groups)
             masters = self._materialized.masters.items()
             torch_dict[MASTERS] = {numbers[p]: m for p, m in masters if p in numbers}
+            torch_dict[NUM_STEPS] = engine.num_steps
             return torch_dict
-        if not engine.position.sealed:
-            warn_if_saved(engine.store.directory)
-        return reference_to(engine.position, torch_dict)
+        with neutral():
+            return engine.refer(torch_dict)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Read all state into memory: the state dict of the wrapped class, for other programs.
 
         ``state`` and ``param_groups`` are as torch would have them with FP32 parameters;
-        ``master`` has, by the same numbers, the FP32 values of parameters that are live in 16 bits.
-        Takes as many bytes of host memory; ``offload export`` does not.
+        ``master`` has, by the same numbers, the FP32 values of parameters that are live in 16 bits,
+        and ``num_steps`` is the number of optimizer steps taken. A parameter that is in no group
+        any more has no number, so that its state is not in it. Takes as many bytes of host memory;
+        ``offload export`` does not.
 
         Raises:
             gds.StorageError: It cannot be read.
@@ -371,11 +397,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             engine.gradient_factors = ()
 
     def _materialize(self) -> None:
-        with self._exclusive("materialized") as engine, torch.no_grad():
+        with self._exclusive("materialized") as engine:
             engine.join()
             self._materialized = engine.materialize(self.param_groups)
+        present = number_parameters(self.param_groups)
         self.state.clear()
-        self.state.update(self._materialized.state)
+        self.state.update({p: s for p, s in self._materialized.state.items() if p in present})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a reference, or a state dict of the wrapped class.
@@ -387,7 +414,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         A torch state dict (or a `full_state_dict`) is streamed into the store: FP32 state as it is,
         never in the parameters' dtype. Its tensors may be on any device, or memory-mapped. If it
         has ``master``, the live 16-bit parameters become what those round to; otherwise masters
-        begin as the live parameters. Checkpoints of the store stay; call `checkpoint` after it.
+        begin as the live parameters. The number of steps becomes its ``num_steps``, or without
+        that the largest ``step`` of a parameter. Checkpoints of the store stay; call `checkpoint`
+        after it.
 
         Raises:
             ValueError: Numbers of groups or parameters differ, as torch says it.
@@ -400,7 +429,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        with self._exclusive("load_state_dict") as engine, torch.no_grad():
+        with self._exclusive("load_state_dict") as engine:
             engine.join()
             if is_reference(state_dict):
                 engine.load_reference(self.param_groups, state_dict)
@@ -427,6 +456,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with self._exclusive("close") as engine:
                 engine.close()
             self._finalizer.detach()
+
+    def __repr__(self) -> str:
+        """Say in one line where the state is and how much there is of it; torch's lines follow."""
+        if self._engine is None:
+            return super().__repr__()
+        return f"{type(self).__name__} in {self._engine.describe()}\n{super().__repr__()}"
 
     def __enter__(self) -> OffloadedOptimizer:
         return self
@@ -467,7 +502,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         self._running = name
         try:
-            yield self._live_engine()
+            with neutral(keep_denormals=name == "step"):
+                yield self._live_engine()
         finally:
             self._running = ""
 

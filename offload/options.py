@@ -24,7 +24,10 @@ _MIN_CHUNK_BYTES = ALIGNMENT
 class Options:
     """How state is streamed and stored; every default is right for most machines.
 
-    Only `master` and `state_dtype` change results; nothing else does by a single bit.
+    Results depend on `master`, `state_dtype`, `rounding_seed` (with ``state_dtype="bfloat16"``) and
+    `placement`. All others change no bit, neither of parameters nor of what is stored of them.
+    There is one exception: in stores that were made with compressed state by version 2 of the
+    format, results depend on `chunk_bytes` with ``state_dtype="int8"``. Such a store keeps its own.
     """
 
     chunk_bytes: int = 32 << 20
@@ -64,7 +67,8 @@ class Options:
     state_dtype: StateDtype = "float32"
     """How state other than masters is stored: ``"bfloat16"`` (rounded stochastically) or
     ``"int8"`` (in blocks of 32 with a common scale, as FlashOptim does). Fewer bytes, and results
-    that differ from FP32 state. Reproducible, and the same after a resume."""
+    that differ from FP32 state. Reproducible, and the same after a resume. What becomes of a
+    parameter depends on its own name and elements, and on nothing else that is in the store."""
 
     shares: tuple[int, ...] | None = None
     """With ``directory=[a, b, ...]``: how much of the state each of them holds, as whole numbers in
@@ -74,9 +78,11 @@ class Options:
     overlap: Overlap | None = None
     """Hide the step behind the model's work; needs ``model=``. None: ``step()`` returns when the
     parameters are updated. ``"forward"``: it returns at once, having moved the gradients out, and
-    the next forward waits, module by module, for the parameters that it uses. ``"backward"``:
-    parameters are updated as soon as their gradients are final, so that nothing can be done to
-    gradients between ``backward()`` and ``step()``."""
+    the next forward waits, module by module, for the parameters that it uses, and so does whoever
+    else reads one through torch. ``"backward"``: parameters are updated as soon as their gradients
+    are final, so that nothing can be done to gradients between ``backward()`` and ``step()``. A
+    backward that goes on through the model to something else (a GAN's generator, an input) is
+    applied by ``step()``, which waits for it."""
 
     placement: Placement = "auto"
     """Where parameters on a device are updated. ``"host"``: on the CPU, next to the drive; their
@@ -89,7 +95,8 @@ class Options:
     memory when the optimizer is made. The two round differently in the last bit."""
 
     rounding_seed: int = 0
-    """Seed of the stochastic rounding of ``state_dtype="bfloat16"``."""
+    """Seed of the stochastic rounding of ``state_dtype="bfloat16"``. Not stored: give a resume the
+    same one if it is to go on to the same bits."""
 
     verify: Verify = "restored"
     """When state that is read is compared with the digests taken as it was written. ``"restored"``:

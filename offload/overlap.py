@@ -19,12 +19,14 @@ import torch
 
 from offload.checkpoint import Checkpoint
 from offload.engine import Groups, Metrics
-from offload.errors import OffloadError, SealError
+from offload.errors import OffloadError, SealError, reason_of
 from offload.exchange import ExchangingEngine
 from offload.forward_hooks import ForwardHooks
+from offload.rules import Scalars
 from offload.running import BesideDeviceUpdater, BesideUpdater, RunningPass
 from offload.seal import Captured, SealHandle, capture
 from offload.slot import Slot
+from offload.state_pass import StatePass
 from offload.train_state import encode
 
 
@@ -45,6 +47,8 @@ class ForwardEngine(ExchangingEngine):
         self._late_error: OffloadError | None = None
         """Of a checkpoint that was made on the pass's thread."""
         self._hooks = ForwardHooks(model)
+        self._versions: dict[str, int] = {}
+        """Of the parameters at the end of the last step, by name: see `Captured`."""
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:  # noqa: ARG002
         """Put hooks on the model."""
@@ -67,6 +71,11 @@ class ForwardEngine(ExchangingEngine):
         if error is not None:
             raise error
 
+    def before_hooks(self) -> None:
+        """Wait for the step that has begun, if readers of parameters are not seen."""
+        if not self._hooks.sees_readers:
+            self._hooks.wait()
+
     def step(self, groups: Groups) -> None:
         """Begin to update every parameter that has a gradient; the gradients are moved out."""
         self.join()
@@ -88,7 +97,7 @@ class ForwardEngine(ExchangingEngine):
                 self._meter.steps += 1
                 self.num_steps += 1
                 self._running = running  # known before it begins: it may be interrupted here
-                self._hooks.begin(running)
+                must_wait += self._hooks.begin(running)
                 running.start()
             except BaseException as error:
                 if running.cancel():
@@ -96,7 +105,7 @@ class ForwardEngine(ExchangingEngine):
                     self._hooks.release()
                     self._pass_failed(state_pass, error)
                 raise
-            running.wait_for(must_wait)
+            self._hooks.wait_for(must_wait)
 
     def checkpoint(
         self, groups: Groups, train_state: object, metrics: Metrics = None
@@ -151,6 +160,11 @@ class ForwardEngine(ExchangingEngine):
         finally:
             super().close()
 
+    def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
+        super()._pass_ended(state_pass, scalars)
+        # Before anybody who waits for it can edit a parameter.
+        self._versions = {t.spec.name: t.tensor._version for t in self._table.trainables}
+
     def _order(self) -> Sequence[int]:
         chunks = super()._order()
         return self._hooks.order if len(self._hooks.order) == len(chunks) else chunks
@@ -175,14 +189,19 @@ class ForwardEngine(ExchangingEngine):
     ) -> Captured | None:
         """Capture what a checkpoint at the end of the running step will be.
 
-        Returns None if the layout has changed, which only an engine at rest can follow. Reads
-        nothing that the pass changes, except for scalar state, which is taken anew at its end.
+        Returns None if only an engine at rest can: the layout has changed, or the model's state
+        dict has tensors that may have been computed of parameters. Reads nothing that the pass
+        changes, except for scalar state and versions, which are taken anew at its end.
         """
         encoded = encode(train_state)
         layout, _ = self._table.describe(groups)
         if layout != self._layout():
             return None
         stored = self._table.stored(groups)
+        model = self._table.model
+        buffers = set(map(id, model.buffers())) if model is not None else set()
+        if any(item.by_value and id(item.tensor) not in buffers for item in stored):
+            return None
         return capture(groups, self._table, stored, target, self.num_steps, encoded, metrics or {})
 
     def _seal_after(self, slot: Slot, captured: Captured, failure: BaseException | None) -> None:
@@ -195,11 +214,12 @@ class ForwardEngine(ExchangingEngine):
             except SealError as error:
                 self._late_error = error  # of the checkpoint before; this one can be made
             manifest = replace(captured.manifest, scalars=tuple(self._table.scalars))
-            self._begin_seal(slot, replace(captured, manifest=manifest))
+            versions = {**captured.versions, **self._versions}
+            self._begin_seal(slot, replace(captured, manifest=manifest, versions=versions))
         except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
             reason = SealError(
                 f"step {captured.handle.step} could not be sealed, so it is not a checkpoint; "
-                f"those made before are untouched: {error}"
+                f"those made before are untouched: {reason_of(error)}"
             )
             reason.__cause__ = error
             captured.handle.fail(reason)

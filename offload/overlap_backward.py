@@ -4,20 +4,24 @@ A pass is opened by the first gradient after a step. A hook on each parameter ta
 moment it is final, and leaves an `AppliedGradient` in its place, which refuses to be read, clipped
 or added to. `step` says that no more gradients will come, and waits. In between the state is half
 stepped, so that nothing but `step` and `restore` makes sense, and everything else is refused.
+
+A backward that is not meant as a step opens no pass: see `BackwardHooks`. It leaves gradients in
+``.grad``, as plain torch does, and they are applied by `step`.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from offload.ambient import neutral
 from offload.applied_gradient import REMEDY, AppliedGradient, second_backward
+from offload.backward_hooks import BackwardHooks, TakeGradient
 from offload.checkpoint import Checkpoint
 from offload.engine import Groups, Metrics
 from offload.errors import OverlapError
@@ -43,7 +47,7 @@ class BackwardEngine(ExchangingEngine):
 
     def __init__(self, *arguments: Any, model: torch.nn.Module, **options: Any) -> None:
         super().__init__(*arguments, model=model, **options)
-        self._model = model
+        self._hooks = BackwardHooks(self, model)
         self._groups: Callable[[], Groups | None] = lambda: None
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, torch.Tensor] = {}
@@ -56,24 +60,15 @@ class BackwardEngine(ExchangingEngine):
         """By id of each parameter that the open pass may step: its number."""
         self._taken: dict[int, AppliedGradient] = {}
         """By number of a parameter: what stands for its gradient until the step."""
-        self._opened_by = -1
-        """Identifies the backward that has opened the pass."""
+        self._opened_by: set[int] = set()
+        """Numbers of the backward that has opened the pass, and of the one that it is nested in."""
         self._chunk_order: list[int] = []
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:
         """Put hooks on the parameters, and on the model's modules."""
         self._groups = groups
+        self._hooks.attach()
         self._hook_parameters(groups() or ())
-        self._handles.append(self._model.register_forward_hook(_GuardOutput(self)))
-        for module in self._model.modules():
-            hooked: Any = module  # torch does not say what its hooks are
-            self._handles += [
-                hooked.register_forward_pre_hook(
-                    _Refusal(self, "the model's forward()"), prepend=True
-                ),
-                hooked.register_state_dict_pre_hook(_Refusal(self, "model.state_dict()")),
-                hooked.register_load_state_dict_pre_hook(_Refusal(self, "model.load_state_dict()")),
-            ]
 
     def join(self) -> None:
         """Refuse to look at a state that is half stepped."""
@@ -106,6 +101,7 @@ class BackwardEngine(ExchangingEngine):
             super().step(groups)
             self._drop_gradients()
             self._hook_parameters(groups)
+            self._hooks.step_ended()
             return
         with self._meter.timed("step_s"):
             for number, gradient in self._taken.items():
@@ -120,9 +116,21 @@ class BackwardEngine(ExchangingEngine):
                     self._take(schedule, number, found)  # it is not from backward()
             schedule.complete()
             self._finish()
+            self._step_others(groups)
             self._meter.steps += 1
             self.num_steps += 1
         self._hook_parameters(groups)
+        self._hooks.step_ended()
+
+    def _step_others(self, groups: Groups) -> None:
+        """Step what the pass did not know: frozen parameters that were given gradients since."""
+        if self._table.is_current(groups):
+            return
+        self._relayout(groups)
+        gradients = self._table.gradients(groups)
+        if any(gradient is not None for gradient in gradients):
+            self._stream(groups, gradients)
+            self._drop_gradients()
 
     def checkpoint(
         self, groups: Groups, train_state: object, metrics: Metrics = None
@@ -164,6 +172,7 @@ class BackwardEngine(ExchangingEngine):
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
+            self._hooks.remove()
         super().close()
 
     def ready(self, parameter: torch.Tensor) -> None:
@@ -176,7 +185,9 @@ class BackwardEngine(ExchangingEngine):
         if groups is None or self._closed or parameter.grad is None:
             return
         if self._running is None:
-            with torch.no_grad():
+            if self._hooks.holds:
+                return
+            with neutral(keep_denormals=True):
                 self._open(groups)
         running, schedule = self._running, self._schedule
         number = self._numbers.get(id(parameter))
@@ -188,13 +199,23 @@ class BackwardEngine(ExchangingEngine):
             raise self._broken_by(second_backward(self._taken[number].parameter_name))
         self._take(schedule, number, parameter.grad.detach())
 
-    def require_first_backward(self) -> None:
+    def is_first_backward(self) -> bool:
         """Refuse the backward that is beginning, if another one has opened a pass.
 
         Without this torch would say that a variable "has been modified by an inplace operation".
+
+        Returns:
+            Whether no pass is open.
         """
-        if self._running is not None and self._taken and _backward_id() != self._opened_by:
+        if self._running is None:
+            return True
+        if self._taken and not self._opened_by & self._hooks.backward_ids:
             raise self._broken_by(second_backward(next(iter(self._taken.values())).parameter_name))
+        return False
+
+    def is_trained(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is one of the parameters that are stepped here."""
+        return id(tensor) in self._hooked
 
     def _open(self, groups: Groups) -> None:
         """Begin a pass; its gradients are still to come."""
@@ -214,7 +235,7 @@ class BackwardEngine(ExchangingEngine):
                 id(t.tensor): n for n, t in enumerate(trainables) if id(t.tensor) in present
             }
             self._taken = {}
-            self._opened_by = _backward_id()
+            self._opened_by = self._hooks.backward_ids
             self._running, self._schedule = running, schedule
             try:
                 running.start(daemon=True)  # half a step need not outlive the program
@@ -272,7 +293,7 @@ class BackwardEngine(ExchangingEngine):
             for parameter in group["params"]:
                 if parameter.requires_grad and id(parameter) not in self._hooked:
                     self._hooked[id(parameter)] = parameter
-                    hook = _TakeGradient(self)
+                    hook = TakeGradient(self)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _order(self) -> Sequence[int]:
@@ -283,68 +304,3 @@ class BackwardEngine(ExchangingEngine):
         if isinstance(state_pass.schedule, GradientSchedule):
             self._chunk_order = state_pass.schedule.order()
         super()._pass_ended(state_pass, scalars)
-
-
-class _Hook:
-    """A hook that does not keep the engine alive; a copy of it does nothing."""
-
-    def __init__(self, engine: BackwardEngine, what: str = "") -> None:
-        self._engine = weakref.ref(engine)
-        self._what = what
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Inert, ()
-
-
-class _Inert:
-    """What a hook becomes in a copy of the model."""
-
-    def __call__(self, *_: Any) -> None:
-        """Do nothing."""
-
-
-class _TakeGradient(_Hook):
-    def __call__(self, parameter: torch.Tensor) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.ready(parameter)
-
-
-class _Refusal(_Hook):
-    def __call__(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        engine = self._engine()
-        # Within backward, activation checkpointing calls modules again.
-        if engine is not None and _backward_id() == -1:
-            engine.require_at_rest(self._what)
-
-
-class _GuardOutput(_Hook):
-    def __call__(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        for tensor in _tensors(output):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(self._begins)  # type: ignore[no-untyped-call]
-
-    def _begins(self, _gradient: torch.Tensor) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.require_first_backward()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-
-
-def _backward_id() -> int:
-    """Return a number for the backward that this thread is in; -1 outside of any."""
-    task: int = torch._C._current_graph_task_id()
-    return task

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from offload.ambient import as_user
 from offload.device import is_reachable
 from offload.errors import MismatchError, UnsupportedParameterError
 from offload.formats import StateFormat
@@ -36,6 +37,9 @@ DTYPE_CODES: dict[torch.dtype, str] = {
 }
 """safetensors codes of torch dtypes."""
 
+MODEL_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+"""torch dtypes of what ``model.safetensors`` holds, by safetensors code."""
+
 _TRAINABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -61,13 +65,30 @@ class Stored:
         return replace(self, tensor=self.tensor.detach().clone()) if self.by_value else self
 
 
+def is_stepped(parameter: torch.Tensor) -> bool:
+    """Return whether a step updates a parameter, if it has a gradient by then.
+
+    torch asks for the gradient only: a frozen parameter that has one is stepped as well.
+    """
+    return parameter.requires_grad or parameter.grad is not None
+
+
 def describe_parameters(
     param_groups: Sequence[Mapping[str, Any]],
     model: torch.nn.Module | None,
     rule: UpdateRule,
     state_format: StateFormat,
+    *,
+    also: Container[str] = (),
 ) -> list[Trainable]:
-    """Name and check every parameter of the groups that requires a gradient, in their order.
+    """Name and check every parameter of the groups that `is_stepped`, in their order.
+
+    Args:
+        param_groups: Of the optimizer.
+        model: Gives names; None for those of the groups.
+        rule: Says which state arrays a parameter has.
+        state_format: Says how they are stored.
+        also: Names of frozen parameters that are described as well.
 
     Raises:
         UnsupportedParameterError: One cannot be updated; names it and says why.
@@ -89,7 +110,7 @@ def describe_parameters(
     for index, group in enumerate(param_groups):
         kept = rule.rule(group)
         for position, (name, parameter) in enumerate(_named(index, group, names)):
-            if not parameter.requires_grad:
+            if not (is_stepped(parameter) or name in also):
                 continue
             check_parameter(name, parameter)
             if name in owners:
@@ -103,6 +124,25 @@ def describe_parameters(
             spec = ParameterSpec(name, dtype, tuple(parameter.shape), index, arrays)
             found.append(Trainable(spec, parameter))
     return found
+
+
+def check_iterable(params: object) -> None:
+    """Refuse what is often given in place of parameters; what else is wrong is torch's to say.
+
+    Raises:
+        TypeError: It is a module, or the method that would return its parameters.
+    """
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"the first argument is a module ({type(params).__name__}), expected its parameters: "
+            "pass model.parameters(), and the module itself as model="
+        )
+    if callable(params):
+        name = getattr(params, "__name__", type(params).__name__)
+        raise TypeError(
+            f"the first argument is {name} itself, expected what it returns: call it, as in "
+            "model.parameters()"
+        )
 
 
 def check_given_once(
@@ -150,6 +190,11 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
             f"parameter {name!r} is on {parameter.device}; parameters can be in host memory or on "
             "a CUDA device. Move the model there before constructing the optimizer."
         )
+    if parameter.is_inference():
+        raise UnsupportedParameterError(
+            f"parameter {name!r} was made in inference mode, outside of which torch lets nobody "
+            "train it: construct the model outside of torch.inference_mode()"
+        )
 
 
 def check_gradient(name: str, gradient: torch.Tensor) -> None:
@@ -179,7 +224,9 @@ def describe_model(
                 entries.setdefault(parameter, [name])
     else:
         # keep_vars: the tensors themselves, so that tied ones are recognised by identity
-        for name, value in model.state_dict(keep_vars=True).items():
+        with as_user():  # it may have hooks
+            live = model.state_dict(keep_vars=True)
+        for name, value in live.items():
             if not isinstance(value, torch.Tensor):
                 warnings.warn(
                     f"{name!r} in the model's state dict is a {type(value).__name__}, not a "

@@ -25,6 +25,7 @@ from offload.errors import (
 )
 from offload.full_disk import FULL
 from offload.identity import STORE_FILE_NAME, read_store_id
+from offload.layout import array_file_name
 from offload.manifest import MANIFEST_NAME, Manifest
 from offload.part_file import PART_FILE_NAME, part_number
 from offload.reading import checkpoint_paths, decode_manifest, given_directory, read_part
@@ -37,6 +38,9 @@ _FIRST = re.compile(r"step-[0-9]{1,19}|\.slot-[0-9]+")
 
 _NOTHING = frozenset({"lost+found", CALIBRATION_NAME})
 """What an empty directory may hold, besides names that begin with a dot."""
+
+_ARRAY_SUFFIX = array_file_name("")
+"""How the names of files of state arrays end."""
 
 _MOST_SHOWN = 3
 
@@ -65,6 +69,9 @@ class _Place:
     parts: list[str] = field(default_factory=list)
     """The names of the parts in it, sealed or not."""
 
+    unfinished: set[str] = field(default_factory=set)
+    """The names of what a process that was stopped had begun to make a part of."""
+
     drives: dict[str, set[int]] = field(default_factory=dict)
     """Of the sealed parts in it: by the store that each is of, their positions in that store."""
 
@@ -81,7 +88,8 @@ class _Place:
     @property
     def others(self) -> list[str]:
         """The names in it that no store needs, but for those that count as nothing."""
-        return [n for n in self.names if n not in _NOTHING and not n.startswith(".")]
+        nothing = _NOTHING | self.unfinished
+        return [n for n in self.names if n not in nothing and not n.startswith(".")]
 
 
 def survey(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
@@ -243,16 +251,25 @@ def _look_at(backend: Backend, directory: str) -> _Place:
     if STORE_FILE_NAME in place.names:
         place.store_id = read_store_id(backend, directory, durable=False)
     for name in place.names:
-        own = f"{directory}/{name}/{PART_FILE_NAME}"
-        if part_number(name) is None or backend.stat(own) is None:
+        path = f"{directory}/{name}"
+        if part_number(name) is None or not _is_directory(backend, path):
+            continue
+        if backend.stat(f"{path}/{PART_FILE_NAME}") is None:
+            if all(inside.endswith(_ARRAY_SUFFIX) for inside in backend.list_dir(path)):
+                place.unfinished.add(name)
             continue
         place.parts.append(name)
         try:
-            part = read_part(backend, f"{directory}/{name}")
+            part = read_part(backend, path)
         except CheckpointError:
             continue  # not sealed: it belongs to nobody
         place.drives.setdefault(part.store_id, set()).add(part.drive)
     return place
+
+
+def _is_directory(backend: Backend, path: str) -> bool:
+    stat = backend.stat(path)
+    return stat is not None and stat.kind == "directory"
 
 
 def _holds_other_things(place: _Place) -> str:

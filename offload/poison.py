@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from offload.errors import StoreError
+from offload.errors import StoreError, reason_of
 
 
 class Poison:
@@ -58,5 +58,5 @@ class Poison:
         try:
             yield
         except BaseException as error:
-            self.reason = self.reason or f"{what} ({error})"
+            self.reason = self.reason or f"{what} ({reason_of(error)})"
             raise

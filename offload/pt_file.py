@@ -45,7 +45,7 @@ def write_structure(path: str, value: Any) -> Callable[[Backend], tuple[File, di
 
     def fake(room: Room) -> torch.Tensor:
         if room not in rooms:
-            rooms[room] = torch.empty(room.shape, dtype=room.dtype)
+            rooms[room] = torch.empty(room.shape, dtype=room.dtype, device="cpu")
         return rooms[room]
 
     value = _replaced(value, torch.Tensor, emptied)  # before fake tensors become the only ones

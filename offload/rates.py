@@ -210,12 +210,15 @@ def update_gbps(
         model=(ModelTensor(spec.name, spec.dtype, spec.shape),),
         chunk_elements=layout.chunk_elements,
         state_dtype=layout.state_dtype,
+        counts_from=layout.counts_from,
     )
     dtype = _PARAMETER_DTYPES[spec.dtype]
-    parameter = torch.full((num,), 0.5, dtype=dtype)
-    gradient = torch.full((num,), 0.01, dtype=dtype)
+    parameter = torch.full((num,), 0.5, dtype=dtype, device="cpu")
+    gradient = torch.full((num,), 0.01, dtype=dtype, device="cpu")
     arrays = {
-        name: torch.zeros(trial.array_range(name, 0, num)[1], dtype=DTYPES[form.dtype])
+        name: torch.zeros(
+            trial.array_range(name, 0, num)[1], dtype=DTYPES[form.dtype], device="cpu"
+        )
         for name, form in trial.formats.items()
     }
     views = {name: array.view(torch.uint8).numpy().data for name, array in arrays.items()}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gds import Backend, File
+from gds import Backend
 from gds._backend import Stat
 from offload.errors import (
     CheckpointError,
@@ -31,11 +31,10 @@ from offload.second_look import read_document
 from offload.slot import MODEL_NAME, TRAIN_STATE_NAME
 from offload.tensorfile import Header, TensorFileError, header_length, parse_header
 from offload.unreadable import reading
+from offload.wording import said_once, seen_from
 
 PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
 """Of the drives other than the first, in the store's order; None for those in the manifest."""
-
-_BLOCK_BYTES = 1 << 20
 
 _FIRST_BYTES = 4096
 """Read of a file before the rest of it is: a hole shows in them."""
@@ -111,34 +110,26 @@ def _decode_manifest(backend: Backend, path: str) -> Manifest:
         )
         return read_document(
             file,
-            _without_padding(file, manifest_path),
-            lambda data: decode(data, manifest_path),
+            file.size_bytes,
+            lambda data: decode(_without_padding(data, manifest_path), manifest_path),
             ManifestError,
         )
     finally:
         file.close()
 
 
-def _without_padding(file: File, path: str) -> int:
-    """Return the length of a manifest without the spaces and the line feed at its end.
+def _without_padding(data: bytes, path: str) -> bytes:
+    """Return a manifest without the spaces and the line feed at its end.
 
     Raises:
         ManifestError: It is longer than any that is written.
     """
-    end = file.size_bytes
-    while end > 0:
-        start = max(end - _BLOCK_BYTES, 0)
-        block = file.read_bytes(start, end - start)
-        if end == file.size_bytes:
-            block = block.removesuffix(b"\n")
-        kept = len(block.rstrip(b" "))
-        if kept:
-            end = start + kept
-            break
-        end = start
-    if end > MAX_CONTENT_BYTES:
-        raise ManifestError(f"{path}: {end} bytes of content, expected at most {MAX_CONTENT_BYTES}")
-    return end
+    content = data.removesuffix(b"\n").rstrip(b" ")
+    if len(content) > MAX_CONTENT_BYTES:
+        raise ManifestError(
+            f"{path}: {len(content)} bytes of content, expected at most {MAX_CONTENT_BYTES}"
+        )
+    return content
 
 
 def _refuse_zeros(first: bytes, path: str) -> None:
@@ -210,8 +201,8 @@ def _refuse_quarantined(backend: Backend, path: str) -> None:
     reason = read_quarantine(backend, path)
     if reason is not None:
         raise DamagedError(
-            f"{path}: quarantined, because it was found damaged ({reason}). If it has been "
-            f"repaired, lift the mark ({QUARANTINE_NAME}) with offload verify --quarantine"
+            f"{path}: quarantined, because it was found damaged ({seen_from(path, reason)}). If it "
+            f"has been repaired, lift the mark ({QUARANTINE_NAME}) with offload verify --quarantine"
         )
 
 
@@ -422,7 +413,8 @@ def find_checkpoint(
         else:
             newest = max(newest or (-1, ""), (generation, checkpoint))
     if newest is None:
-        why = "; ".join(one.reason for one in refused) or "it has no step-<N> directory"
+        reasons = said_once([one.reason for one in refused])
+        why = "; ".join(reasons) or "it has no step-<N> directory"
         raise CheckpointError(f"{path}: no usable checkpoint here: {why}")
     passed_over = (r for r in refused if r.generation is None or r.generation > newest[0])
     return Found(newest[1], tuple(passed_over))

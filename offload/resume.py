@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,23 @@ from offload.errors import CheckpointError, DamagedError, MismatchError
 from offload.formats import StateFormat
 from offload.giving_up import give_up
 from offload.hyperparameters import check_hyperparameters, check_scalars, rules_of
+from offload.layout import ParameterSpec
 from offload.loading import check_same
+from offload.manifest import Manifest
 from offload.model_file import BlockBuffers, ModelImage, read_model
 from offload.opening import StoredCheckpoint
-from offload.parameters import Stored, Trainable, describe_model, describe_parameters
+from offload.parameters import (
+    DTYPE_CODES,
+    Stored,
+    Trainable,
+    check_parameter,
+    describe_model,
+    describe_parameters,
+)
 from offload.rules import UpdateRule
 from offload.slot import Slot
 from offload.store import Store
+from offload.wording import said_once, seen_from
 
 
 def choose_checkpoint(
@@ -38,14 +48,15 @@ def choose_checkpoint(
         CheckpointError: There are checkpoints, but none can be used.
         MismatchError: There are newer ones, and `discard_newer` is not set.
     """
-    for path, reason in store.refused:
+    reasons = said_once([seen_from(path, reason) for path, reason in store.refused])
+    for (path, _), reason in zip(store.refused, reasons, strict=True):
         warnings.warn(f"not using {path}: {reason}", RuntimeWarning, stacklevel=4)
     newest = store.newest
     found = newest if which is None else store.find(which)
     if found is None and store.refused:
-        reasons = "; ".join(reason for _, reason in store.refused)
+        listed = "; ".join(said_once([reason for _, reason in store.refused]))
         raise CheckpointError(
-            f"{store.directory}: none of its checkpoints can be used ({reasons}). Repair them, or "
+            f"{store.directory}: none of its checkpoints can be used ({listed}). Repair them, or "
             "pass fresh=True to start over."
         )
     if found is not newest and found is not None and not discard_newer:
@@ -89,9 +100,11 @@ def match_checkpoint(
     rule: UpdateRule,
     state_format: StateFormat,
 ) -> tuple[list[Trainable], list[Stored]]:
-    """Find the live tensor for everything that a checkpoint holds.
+    """Find the live tensor for everything that a checkpoint holds, by name.
 
-    Hyper-parameters are the checkpoint's, as in torch's `load_state_dict`.
+    Hyper-parameters are the checkpoint's, as in torch's `load_state_dict`. A parameter that has
+    state and is frozen now keeps its state, and is not stepped. One that was frozen when the
+    checkpoint was made and is trained now joins with the next step, as an added one does.
 
     Returns:
         The trainable parameters in the checkpoint's order, and the tensors of its model file.
@@ -118,16 +131,15 @@ def match_checkpoint(
         for saved, g in zip(manifest.groups, groups, strict=True)
     ]
     check_scalars(manifest, rules_of(rule, restored, path), path)
-    live = {t.spec.name: t for t in describe_parameters(restored, model, rule, state_format)}
     saved_specs = {spec.name: spec for spec in manifest.layout.parameters}
+    live = {
+        t.spec.name: t
+        for t in describe_parameters(restored, model, rule, state_format, also=saved_specs)
+    }
     held = {tensor.name for tensor in manifest.layout.model}
-    for name in held & (live.keys() ^ saved_specs.keys()):
-        was, now = ("trainable", "frozen") if name in saved_specs else ("frozen", "trainable")
-        if now == "trainable" or name in _names_of_frozen(groups, model):
-            raise MismatchError(
-                f"{path}: parameter {name!r} was {was} when it was saved and is {now} now. Set "
-                "requires_grad as it was then, call restore(), and change it after that"
-            )
+    for name in live.keys() & held - saved_specs.keys():
+        del live[name]  # it was frozen then, and joins with the next step
+    live |= _not_given(manifest, restored, model, rule, state_format, live.keys(), path)
     check_same(
         {n: (s.dtype, s.shape) for n, s in saved_specs.items()},
         {n: (t.spec.dtype, t.spec.shape) for n, t in live.items()},
@@ -157,17 +169,43 @@ def match_checkpoint(
     return trainables, stored
 
 
-def _names_of_frozen(
-    groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None
-) -> set[str]:
-    names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-    frozen = {names.get(id(p), "") for g in groups for p in g["params"] if not p.requires_grad}
-    return frozen | {
-        name
-        for g in groups
-        for name, p in zip(g.get("param_names", ()), g["params"], strict=False)
-        if not p.requires_grad
-    }
+def _not_given(
+    manifest: Manifest,
+    groups: Sequence[Mapping[str, Any]],
+    model: torch.nn.Module | None,
+    rule: UpdateRule,
+    state_format: StateFormat,
+    given: Container[str],
+    path: str,
+) -> dict[str, Trainable]:
+    """Find parameters of the model that have state and are in no group: it is kept for them.
+
+    They are frozen now, or had been taken out of their group by then.
+
+    Raises:
+        MismatchError: One is neither.
+    """
+    parameters = {} if model is None else dict(model.named_parameters())
+    names = [tensor.name for tensor in manifest.layout.model]
+    were_given = {names[i] for group in manifest.order or () for i in group}
+    found = {}
+    for spec in manifest.layout.parameters:
+        parameter = parameters.get(spec.name)
+        if spec.name in given or parameter is None:
+            continue
+        if parameter.requires_grad and (manifest.order is None or spec.name in were_given):
+            raise MismatchError(
+                f"{path}: parameter {spec.name!r} has optimizer state there and requires gradients "
+                "here, and was not given to this optimizer. Construct it with that parameter, too, "
+                "or freeze the parameter (requires_grad_(False)): then its state is kept for later"
+            )
+        check_parameter(spec.name, parameter)
+        dtype = DTYPE_CODES[parameter.dtype]
+        arrays = state_format.stored_arrays(dtype, rule.rule(groups[spec.group]).arrays)
+        shape = tuple(parameter.shape)
+        now = ParameterSpec(spec.name, dtype, shape, spec.group, arrays)
+        found[spec.name] = Trainable(now, parameter)
+    return found
 
 
 def load_checkpoint(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from offload.ambient import in_neutral
 from offload.errors import UnsupportedOptimizerError
 from offload.formats import MASTER, MASTER_LOW, is_array_name
 
@@ -71,6 +72,7 @@ class UpdateRule:
         ValueError: torch's own complaint about a hyper-parameter.
     """
 
+    @in_neutral
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
@@ -97,7 +99,7 @@ class UpdateRule:
                 )
         # An instance must exist before the step function is unwrapped: creating the first one is
         # what wraps it for hooks, and unwrapping earlier would strip its no_grad instead.
-        placeholder = torch.zeros(1, dtype=torch.float32)
+        placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")
         instance = optimizer_class([placeholder], **self._hyper)
         self.defaults: dict[str, Any] = dict(instance.defaults)
         step = optimizer_class.step
@@ -138,7 +140,7 @@ class UpdateRule:
 
     def initial_state(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state that the constructor alone makes of one FP32 element; most make none."""
-        parameter = torch.zeros(1, dtype=torch.float32)
+        parameter = torch.zeros(1, dtype=torch.float32, device="cpu")
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         instance = self.optimizer_class([{**options, "params": [parameter]}], **self._hyper)
         return dict(instance.state[parameter]) if parameter in instance.state else {}
@@ -147,11 +149,12 @@ class UpdateRule:
         """Return what runs the step; one for each thread."""
         return Stepper(self.optimizer_class, self._hyper, self._step)
 
+    @in_neutral
     def _probe(self, group: Mapping[str, Any]) -> Rule:
         name = self.optimizer_class.__name__
-        generator = torch.Generator().manual_seed(20260101)
+        generator = torch.Generator("cpu").manual_seed(20260101)
         initial, *gradients = (
-            torch.randn(_PROBE_SHAPE, generator=generator, dtype=torch.float32)
+            torch.randn(_PROBE_SHAPE, generator=generator, dtype=torch.float32, device="cpu")
             for _ in range(1 + _PROBE_STEPS)
         )
         flat = initial.flatten()
@@ -234,7 +237,8 @@ class Stepper:
         self._class = optimizer_class
         self._hyper = dict(hyper)
         self._step = step
-        self._instance = optimizer_class([torch.zeros(1, dtype=torch.float32)], **self._hyper)
+        placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self._instance = optimizer_class([placeholder], **self._hyper)
 
     def create(
         self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]
@@ -288,9 +292,16 @@ def read_scalars(state: Mapping[str, Any], rule: Rule) -> Scalars:
 def write_scalars(scalars: Scalars) -> dict[str, Any]:
     """Return fresh objects for torch's step to read and change."""
     return {
-        name: torch.tensor(value, dtype=_KIND_DTYPES[kind]) if kind in _KIND_DTYPES else value
+        name: torch.tensor(value, dtype=_KIND_DTYPES[kind], device="cpu")
+        if kind in _KIND_DTYPES
+        else value
         for name, kind, value in scalars
     }
+
+
+def kind_of_tensor(dtype: torch.dtype, default: str) -> str:
+    """Return the kind of scalar that a tensor of a dtype is, if `default` is that of a tensor."""
+    return _TENSOR_KINDS.get(dtype, default) if default in _KIND_DTYPES else default
 
 
 def _describe(name: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> Rule:

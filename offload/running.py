@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-import torch._dynamo.convert_frame
 
+from offload.ambient import for_thread
+from offload.compiling import compile_lock
 from offload.device_update import DeviceUpdater
 from offload.errors import OffloadError
 from offload.frame import Digests
@@ -16,8 +17,6 @@ from offload.rules import Scalars
 from offload.state_pass import STEP_THREAD, StatePass
 from offload.stats import Meter
 from offload.update import ChunkUpdater
-
-_compile_lock = torch._dynamo.convert_frame.compile_lock
 
 
 class _BesideModel(ChunkUpdater):
@@ -31,12 +30,12 @@ class _BesideModel(ChunkUpdater):
         self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
     ) -> None:
         """Step one chunk."""
-        with _compile_lock:
+        with compile_lock:
             super().update(chunk, arrays, digests)
 
     def finish(self) -> list[Scalars | None]:
         """Return the scalar state of each parameter after the step."""
-        with _compile_lock:
+        with compile_lock:
             return super().finish()
 
 
@@ -78,6 +77,7 @@ class RunningPass:
         self._call_failed = failed
         self._meter = meter
         self._pid = os.getpid()
+        self._go = for_thread(self._run)
         self._positions = {chunk: n for n, chunk in enumerate(state_pass.chunks, start=1)}
         self._changed = threading.Condition()
         self._claimed = False
@@ -95,20 +95,25 @@ class RunningPass:
             daemon: Let the interpreter exit while it is in progress. Otherwise the pass is run
                 even at exit, when no more threads can be started: before this returns.
         """
-        self._thread = threading.Thread(target=self._run, name=STEP_THREAD, daemon=daemon)
+        self._thread = threading.Thread(target=self._go, name=STEP_THREAD, daemon=daemon)
         try:
             self._thread.start()
         except RuntimeError:
             self._thread = None
             if daemon:
                 raise
-            self._run()
+            self._go()
 
     def cancel(self) -> bool:
         """Keep a pass from beginning; False if it has begun."""
         with self._changed:
             begun, self._claimed = self._claimed, True
             return not begun
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything may have been changed."""
+        return self._claimed
 
     @property
     def ended(self) -> bool:
@@ -176,17 +181,13 @@ class RunningPass:
             self._claimed = True
         failure: BaseException | None = None
         try:
-            with torch.no_grad():  # which is a setting of each thread
+            with self._meter.timed("beside_s"):
                 scalars = self.state_pass.run(self._updated)
+            self._call_ended(self.state_pass, scalars)
         except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
             failure = self._call_failed(self.state_pass, error)
             if failure is not error:
                 failure.__cause__ = error
-        else:
-            try:
-                self._call_ended(self.state_pass, scalars)
-            except BaseException as error:  # noqa: BLE001  (likewise)
-                failure = error
         with self._changed:
             self._error = failure
             self._has_ended = True

@@ -64,7 +64,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._stage(optimizer) is not OptState.UNSCALED:
             super().unscale_(optimizer)
         factors: list[torch.Tensor] = self._per_optimizer_states[id(optimizer)][_FACTORS]
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             norms = [
                 torch.linalg.vector_norm(_multiplied(p.grad, factors), norm_type)
                 for p in _parameters(optimizer)
@@ -86,6 +86,11 @@ class GradScaler(torch.amp.GradScaler):
         if late and _has_fp16_gradients(optimizer):
             super().unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        # A scale that were made in inference mode could not be updated outside of it.
+        with torch.inference_mode(False):
+            super()._lazy_init_scale_growth_tracker(dev)
 
     def _unscale_grads_(
         self,

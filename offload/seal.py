@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -22,9 +22,10 @@ import torch
 
 from gds import StorageError
 from offload._manifest_fields import NOT_HYPERPARAMETERS
+from offload.ambient import in_neutral
 from offload.checkpoint import Checkpoint, train_state_header
 from offload.device import Marks, marks_of
-from offload.errors import SealError
+from offload.errors import SealError, reason_of
 from offload.layout import Layout
 from offload.manifest import Manifest, num_model_blocks
 from offload.model_file import BlockBuffers, ModelImage
@@ -32,6 +33,7 @@ from offload.model_writing import CloneSource, TensorRanges, write_model
 from offload.parameters import Stored
 from offload.quarantine import is_quarantined
 from offload.slot import Slot
+from offload.stats import Meter
 from offload.store import Store
 from offload.streamer import Flush
 from offload.table import ParameterTable
@@ -109,6 +111,9 @@ class Captured:
     stored: Sequence[Stored]
     """The tensors of the model file: copies of those that a forward changes."""
 
+    versions: Mapping[str, int]
+    """By name of each that is not a copy: how often it had been changed in place by then."""
+
     marks: Marks
     """Where the streams of devices were at that moment."""
 
@@ -125,6 +130,7 @@ class Seal:
         captured: What the checkpoint is.
         buffers: Memory for copying tensors.
         flush: What of the state is not in the slot yet.
+        meter: Counts the seconds that others wait for it.
     """
 
     def __init__(
@@ -134,10 +140,10 @@ class Seal:
         captured: Captured,
         buffers: BlockBuffers,
         flush: Flush,
+        meter: Meter,
     ) -> None:
+        self._meter = meter
         self.handle = captured.handle
-        self.wait_s = 0.0
-        """Seconds that `wait_copied` has held up training."""
         self._store = store
         self.slot = slot
         self._manifest = manifest = captured.manifest
@@ -152,9 +158,9 @@ class Seal:
         for item in captured.stored:
             name = item.spec.name
             tensors[name] = item.tensor
-            if not item.by_value:
+            if not item.by_value and not item.tensor.is_inference():  # those have no version
                 stop = entries[name].stop
-                self._versions.append((name, item.tensor, item.tensor._version, stop))
+                self._versions.append((name, item.tensor, captured.versions[name], stop))
         self._versions.sort(key=lambda version: version[3], reverse=True)
         self._model_bytes = 0
         """Written to the model file."""
@@ -172,7 +178,8 @@ class Seal:
             succeeded: Called at the end with bytes written and seconds taken, if all went well.
         """
         try:
-            threading.Thread(target=self.run, args=(succeeded,), name=SEAL_THREAD).start()
+            target = in_neutral(self.run)
+            threading.Thread(target=target, args=(succeeded,), name=SEAL_THREAD).start()
         except RuntimeError:
             # The interpreter is shutting down and starts no more threads: seal before returning.
             self.run(succeeded)
@@ -181,11 +188,13 @@ class Seal:
         """Seal. Never raises: the outcome is in `handle`."""
         started = time.perf_counter()
         try:
-            checkpoint = self._seal()
+            # A step that has begun since waits for this thread, and readers of parameters for it.
+            with torch._C.DisableTorchFunctionSubclass():
+                checkpoint = self._seal()
         except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
             failure = SealError(
                 f"sealing step {self.handle.step} failed, so it is not a checkpoint; those made "
-                f"before are untouched: {error}"
+                f"before are untouched: {reason_of(error)}"
             )
             failure.__cause__ = error
             # A write that failed has left the file as it was: nothing of it is known any more, and
@@ -210,11 +219,9 @@ class Seal:
         """Wait until that many bytes of the model file's data have been copied from the model."""
         if self._copied >= nbytes:
             return
-        started = time.perf_counter()
-        with self._progress:
+        with self._meter.timed("wait_seal_s"), self._progress:
             while self._copied < nbytes:
                 self._progress.wait()
-        self.wait_s += time.perf_counter() - started
 
     def _seal(self) -> Checkpoint:
         slot, manifest = self.slot, self._manifest
@@ -321,7 +328,14 @@ def capture(
     )
     captured = [item.captured() for item in stored]
     marks = marks_of(item.tensor for item in captured)
-    return Captured(manifest, packed, captured, marks, SealHandle(step))
+    return Captured(manifest, packed, captured, versions_of(stored), marks, SealHandle(step))
+
+
+def versions_of(stored: Iterable[Stored]) -> dict[str, int]:
+    """Return how often tensors that a seal does not copy at once have been changed in place."""
+    # A step may be changing them beside the model. This does not wait for it.
+    with torch._C.DisableTorchFunctionSubclass():
+        return {item.spec.name: item.tensor._version for item in stored if not item.by_value}
 
 
 def _describe(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from gds import Backend, StorageError
 from offload.errors import SlotFullError, StoreFullError
 from offload.keeping import Keeping
 from offload.opening import StoredCheckpoint
+from offload.wording import many, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,9 @@ def require_room(
             advice = keeping.advice()
             raise StoreFullError(
                 errno.ENOSPC,
-                f"keeping {keeping.describe()} needs {missing} more slots of {room.slot_bytes} "
-                f"bytes each, {missing * room.slot_bytes} in all, but only {free} bytes are free; "
-                "free some space, choose another directory, or pass a smaller keep="
+                f"keeping {keeping.describe()} needs {many(missing, 'more slot')} of "
+                f"{size(room.slot_bytes)}, {size(missing * room.slot_bytes)} in all "
+                f"({size(free)} free): make room, choose another directory, or pass a smaller keep="
                 f"{'; or ' + advice if advice else ''}",
                 room.directory,
             )
@@ -79,17 +81,20 @@ def no_room(error: StorageError, rooms: Sequence[Room], keeping: Keeping) -> Slo
         rooms: The directories.
         keeping: Retention and pins of the store.
     """
-    needs = "; ".join(
-        f"{room.slot_bytes} bytes are needed in {room.directory} and "
-        f"{room.backend.free_bytes(room.directory)} are free"
-        for room in rooms
+    free = {room.directory: room.backend.free_bytes(room.directory) for room in rooms}
+    short = [r for r in rooms if free[r.directory] < r.slot_bytes] or rooms
+    needs = " and ".join(
+        f"{size(room.slot_bytes)}{f' in {room.directory}' if len(short) > 1 else ''} "
+        f"({size(free[room.directory])} free)"
+        for room in short
     )
+    number = error.errno or errno.ENOSPC
     advice = keeping.advice()
     return SlotFullError(
-        error.errno or errno.ENOSPC,
-        f"no room for the slot that the next step writes to ({error.strerror}): {needs}. The store "
-        f"keeps {keeping.describe()}. Nothing has been changed. Free some space"
-        f"{' (' + advice + ')' if advice else ''}, and call again; what retention keeps is given "
-        f"up by `offload prune {rooms[0].directory}` once this process has ended",
-        error.filename,
+        number,
+        f"{os.strerror(number)}: the slot that the next step writes to needs {needs}. Nothing has "
+        f"been changed: free some space, and call again. The store keeps {keeping.describe()}"
+        f"{': ' + advice if advice else ''}. What retention keeps is given up by `offload prune "
+        f"{rooms[0].directory}`, once this process has ended",
+        short[0].directory,
     )

@@ -7,10 +7,12 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from gds import File
 from offload.codecs import join_master
 from offload.crossing import on_host
 from offload.formats import MASTER, MASTER_LOW
 from offload.layout import Layout, ParameterSpec, Piece
+from offload.parameters import MODEL_DTYPES
 from offload.rules import Scalars
 from offload.stored_state import StateCoder
 from offload.update_pool import BlockMemory
@@ -34,6 +36,32 @@ class Live(Protocol):
     def finish(self, index: int, num_elements: int) -> None:
         """Say that so many more elements, which have been viewed, are done."""
         ...
+
+
+class StoredParameters:
+    """The parameters as a checkpoint's ``model.safetensors`` has them; `Live`.
+
+    Args:
+        file: That one, open.
+        layout: Of the checkpoint.
+    """
+
+    def __init__(self, file: File, layout: Layout) -> None:
+        self._file = file
+        self._layout = layout
+
+    def view(self, index: int, start: int, stop: int) -> torch.Tensor:
+        """Read elements of a parameter."""
+        spec, header = self._layout.parameters[index], self._layout.model_header
+        dtype = MODEL_DTYPES[spec.dtype]
+        if start == stop:
+            return torch.empty(0, dtype=dtype)
+        at = header.data_start + header.entries[spec.name].start + start * dtype.itemsize
+        data = self._file.read_bytes(at, (stop - start) * dtype.itemsize)
+        return torch.frombuffer(bytearray(data), dtype=dtype)
+
+    def finish(self, index: int, num_elements: int) -> None:
+        """Nothing is kept."""
 
 
 def kept_arrays(spec: ParameterSpec, layout: Layout) -> tuple[str, ...]:
@@ -76,7 +104,7 @@ def stored_block(
 
 
 class StateDecoder:
-    """Decodes chunks.
+    """Decodes stored state. Whoever reads state as FP32 does it with this.
 
     Args:
         layout: Of the store.
@@ -89,14 +117,18 @@ class StateDecoder:
         self._scalars = scalars
         self._live = live
         self._memory = BlockMemory()
-        self._coder = StateCoder(layout.state_dtype, 0, 0)
+        self._coder = StateCoder(layout)
 
     def blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[Block]:
         """Decode one chunk, given just its range of each state array, as it is stored."""
         with on_host(self._live, chunk, [*self._layout.pieces(chunk)]):
             for piece in cut_pieces(self._layout, chunk):
                 stored = stored_block(self._layout, chunk, piece, arrays)
-                yield piece.parameter, piece.start, self._decode(piece, stored)
+                yield self.block(piece, stored)
+
+    def block(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> Block:
+        """Decode one of a chunk's `cut_pieces`, given what is stored of it in each state array."""
+        return piece.parameter, piece.start, self._decode(piece, stored)
 
     def _decode(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         spec = self._layout.parameters[piece.parameter]

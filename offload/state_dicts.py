@@ -1,8 +1,8 @@
 """torch's own state dict, to and from a store: what other programs read and write.
 
 The dictionary is that of the wrapped class: ``state`` by number, with FP32 arrays and scalars, and
-``param_groups``. Beside them is `MASTERS`, by the same numbers: the FP32 values of parameters that
-are live in 16 bits. torch's `load_state_dict` leaves it alone.
+``param_groups``. Beside them are `MASTERS`, by the same numbers: the FP32 values of parameters that
+are live in 16 bits, and `NUM_STEPS`. torch's `load_state_dict` leaves both alone.
 """
 
 from __future__ import annotations
@@ -15,16 +15,31 @@ from typing import Any
 
 import torch
 
+from offload._manifest_fields import MAX_COUNT
 from offload.errors import MismatchError
 from offload.formats import MASTER
 from offload.parameters import Trainable
-from offload.rules import Rule, Scalars, UpdateRule, read_scalars, write_scalars
+from offload.rules import (
+    Rule,
+    Scalars,
+    UpdateRule,
+    kind_of_tensor,
+    read_scalars,
+    write_scalars,
+)
 from offload.state_decoding import has_master
 from offload.state_filling import HeldTensor, ParameterState, TensorSource
 from offload.state_reference import check_groups
 
 MASTERS = "master"
 """Key of a full state dict: FP32 parameters by number."""
+
+NUM_STEPS = "num_steps"
+"""Key of a full state dict: optimizer steps taken. The ``step`` of parameters does not tell it: a
+step in which a parameter has no gradient does not count there."""
+
+NO_ENTRY: Mapping[str, Any] = {}
+"""Stands for the entry of a parameter that has none: it has never been stepped."""
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -70,11 +85,11 @@ class MaterializedState:
                 state = unstepped_state(initial[trainable.spec.group], shape)
             else:
                 state = write_scalars(values)
-                state.update({name: torch.empty(shape, dtype=torch.float32) for name in names})
+                state.update({name: _room(shape) for name in names})
             if state:  # torch has no entry of an SGD without momentum
                 self.state[parameter] = state
             if has_master(trainable.spec):
-                self.masters[parameter] = torch.empty(shape, dtype=torch.float32)
+                self.masters[parameter] = _room(shape)
 
     def copy(self, index: int, start: int, values: Mapping[str, torch.Tensor]) -> None:
         """Copy a block to where it belongs; see `state_decoding.Block`."""
@@ -83,6 +98,10 @@ class MaterializedState:
             whole = self.masters if name == MASTER else self.state[parameter]
             tensor = whole[parameter] if name == MASTER else whole[name]  # type: ignore[index]
             tensor.view(-1)[start : start + len(block)].copy_(block)
+
+
+def _room(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def number_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
@@ -101,7 +120,7 @@ MAX_STEPS = 10**18
 def unstepped_state(initial: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     """Return what torch has of a parameter that was never stepped: nothing, or a constant."""
     return {
-        name: torch.full(shape, value.item(), dtype=value.dtype)
+        name: torch.full(shape, value.item(), dtype=value.dtype, device="cpu")
         if isinstance(value, torch.Tensor) and value.dim()
         else copy.deepcopy(value)
         for name, value in initial.items()
@@ -145,7 +164,7 @@ def read_state_dict(
         ):
             known.add(number)
             at = f"state of parameter {number} (group {index}, position {position})"
-            found = state_dict["state"].get(number, {})
+            found = state_dict["state"].get(number, NO_ENTRY)
             if not isinstance(found, Mapping):
                 raise MismatchError(f"load_state_dict(): {at} is a {type(found).__name__}")
             if parameter.requires_grad or found or number in masters:
@@ -178,7 +197,7 @@ def read_parameter_state(
 
     Args:
         at: Which it is, for messages.
-        found: Its entry in ``state``, with tensors or `TensorSource`s.
+        found: Its entry in ``state``, with tensors or `TensorSource`s; `NO_ENTRY` if it has none.
         master: Its FP32 values, likewise; None for an FP32 parameter, or if there are none.
         shape: Of the parameter.
         kept: What the optimizer keeps of it.
@@ -189,6 +208,13 @@ def read_parameter_state(
     """
     present = {name: value for name, value in found.items() if value is not None}
     expected = {*kept.arrays, *kept.scalars}
+    if not present and found is not NO_ENTRY and expected:
+        raise MismatchError(
+            f"load_state_dict(): {at} is an empty dict, expected {sorted(expected)}. "
+            "torch.distributed.checkpoint makes such dicts of flattened ones "
+            "(flatten_optimizer_state_dict=True), since it looks for the names in optimizer.state: "
+            "call set_optimizer_state_dict() within optimizer.materialized(), or do not flatten"
+        )
     if present and present.keys() != expected:
         raise MismatchError(
             f"load_state_dict(): {at} has {sorted(present)}, and this optimizer keeps "
@@ -199,9 +225,10 @@ def read_parameter_state(
     if master is not None:
         out.master = _source(f"the master of {at}", master, shape)
     if present or (not expected and out.master is not None):
+        kinds = {name: _kind(present[name], kind) for name, kind, _ in template}
         out.scalars = tuple(
             (name, kind, _number(f"{name!r} of the {at}", present[name], kind))
-            for name, kind, _ in template
+            for name, kind in kinds.items()
         )
         _check_steps(at, out.scalars)
         out.arrays = {n: _source(f"{n!r} of the {at}", present[n], shape) for n in kept.arrays}
@@ -221,10 +248,28 @@ def _check_steps(at: str, scalars: Scalars) -> None:
 def scalar_template(rule: UpdateRule, group: Mapping[str, Any], kept: Rule) -> Scalars:
     """Return the scalar state of a parameter after its first step, for names and kinds."""
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    tiny = torch.zeros(1, dtype=torch.float32)
+    tiny = torch.zeros(1, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         state = rule.stepper().create(tiny, torch.zeros_like(tiny), options)
     return read_scalars(state, kept)
+
+
+def said_steps(state_dict: Mapping[str, Any]) -> int | None:
+    """Return the optimizer steps that a state dict says have been taken, if it says so.
+
+    Raises:
+        MismatchError: It says something else than a number of steps.
+    """
+    steps = state_dict.get(NUM_STEPS)
+    if steps is None:
+        return None
+    if type(steps) is not int or not 0 <= steps <= MAX_COUNT:
+        raise MismatchError(
+            f"a state dict whose {NUM_STEPS!r} is {steps!r:.60}, expected a whole number from 0 to "
+            f"{MAX_COUNT}: it counts optimizer steps. Remove it from the dict to have the largest "
+            "'step' of a parameter taken instead"
+        )
+    return steps
 
 
 def num_steps(scalars: Sequence[Scalars | None]) -> int | None:
@@ -267,6 +312,12 @@ def _source(what: str, value: Any, shape: tuple[int, ...]) -> TensorSource:
             f"float32 of shape {list(shape)}"
         )
     return source
+
+
+def _kind(value: Any, default: str) -> str:
+    # torch makes these of FP32 or FP64 by the default dtype, which may have been another one.
+    dtype = getattr(value, "dtype", None)
+    return kind_of_tensor(dtype, default) if isinstance(dtype, torch.dtype) else default
 
 
 def _number(what: str, value: Any, kind: str) -> float | int:

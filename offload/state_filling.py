@@ -101,7 +101,7 @@ class StateFiller:
         self._states = states
         self._live = live
         self._memory = BlockMemory()
-        self._coder = StateCoder(layout.state_dtype, seed, step)
+        self._coder = StateCoder(layout, seed, step)
         self._progress = progress
 
     def touched(self, chunk: int) -> bool:  # noqa: ARG002

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import errno
-from itertools import pairwise
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
 
-from offload.codecs import Scratch, decode_blocks, join_master
+from gds import File
+from offload.ambient import in_neutral
 from offload.errors import CheckpointNotFoundError
-from offload.formats import MASTER, MASTER_LOW, scale_name
+from offload.formats import MASTER
 from offload.frame import DTYPES
-from offload.layout import Layout, array_file_name
+from offload.layout import Piece, array_file_name
 from offload.slot import MODEL_NAME
+from offload.state_decoding import (
+    StateDecoder,
+    StoredParameters,
+    cut_pieces,
+    has_master,
+    kept_arrays,
+)
 
 if TYPE_CHECKING:
     from offload.checkpoint import Checkpoint
 
 
+@in_neutral
 def read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
-    """Read the FP32 master and state arrays of a parameter; see `Checkpoint.read_state`."""
-    layout = checkpoint.manifest.layout
+    """Read the FP32 master and state arrays of a parameter; see `Checkpoint.read_state`.
+
+    Takes the memory of the result and of one block (`state_decoding.STATE_BLOCK_ELEMENTS`).
+    """
+    manifest = checkpoint.manifest
+    layout = manifest.layout
     index = next((i for i, p in enumerate(layout.parameters) if p.name == name), None)
     if index is None:
         names = ", ".join(p.name for p in layout.parameters[:8])
@@ -31,87 +44,66 @@ def read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
             checkpoint.path,
         )
     spec = layout.parameters[index]
-    reader = _Reader(checkpoint, index)
-    out: dict[str, torch.Tensor] = {}
-    scratch = Scratch()
-    for array in spec.arrays:
-        if array == MASTER_LOW:
-            master = torch.empty(spec.num_elements, dtype=torch.float32)
-            live = reader.parameter().view(torch.bfloat16)
-            join_master(live, reader.array(array), master, scratch=scratch)
-            out[MASTER] = master
-        elif layout.formats[array].block > 1:
-            continue  # scales, of the array before
-        elif layout.formats[array].dtype in ("I8", "U8"):
-            values = torch.empty(spec.num_elements, dtype=torch.float32)
-            codes, scales = reader.array(array), reader.array(scale_name(array))
-            for elements, blocks in _runs(layout, index):
-                decode_blocks(codes[elements], scales[blocks], values[elements], scratch=scratch)
-            out[array] = values
-        else:
-            out[array] = reader.array(array).float()
-    if MASTER not in out:  # an FP32 parameter is its own master
-        out[MASTER] = reader.parameter().view(torch.float32)
+    # Zeros are what a parameter has that was never stepped: of that one no array is read.
+    out = {
+        array: torch.zeros(spec.num_elements, dtype=torch.float32, device="cpu")
+        for array in (MASTER, *kept_arrays(spec, layout))
+    }
+    with _StoredPieces(checkpoint) as stored:
+        live = StoredParameters(stored.file(f"{checkpoint.path}/{MODEL_NAME}"), layout)
+        decoder = StateDecoder(layout, manifest.scalars, live)
+        has_state = manifest.scalars[index] is not None
+        for chunk in layout.chunks_of(index):
+            for piece in cut_pieces(layout, chunk):
+                if piece.parameter != index:
+                    continue
+                arrays = stored.read(chunk, piece) if has_state else {}
+                _, start, values = decoder.block(piece, arrays)
+                if not has_master(spec):  # an FP32 parameter is its own
+                    values[MASTER] = live.view(index, piece.start, piece.stop)
+                for array, block in values.items():
+                    out[array][start : start + len(block)] = block
     return {array: values.view(spec.shape) for array, values in out.items()}
 
 
-class _Reader:
-    """Reads what is stored of one parameter."""
+class _StoredPieces:
+    """Reads what is stored of a piece of a chunk, and nothing else."""
 
-    def __init__(self, checkpoint: Checkpoint, index: int) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._layout = checkpoint.manifest.layout
-        self._index = index
+        self._places = [checkpoint.path, *checkpoint.parts]
+        self._files: dict[str, File] = {}
+        self._opened = ExitStack()
 
-    def parameter(self) -> torch.Tensor:
-        """Return the bytes of the live parameter."""
-        header = self._layout.model_header
-        entry = header.entries[self._layout.parameters[self._index].name]
-        path = f"{self._checkpoint.path}/{MODEL_NAME}"
-        return self._read(path, header.data_start + entry.start, entry.nbytes)
+    def __enter__(self) -> _StoredPieces:
+        return self
 
-    def array(self, array: str) -> torch.Tensor:
-        """Return all stored values of an array, flat, from all drives."""
-        layout, form = self._layout, self._layout.formats[array]
-        start = layout.starts[self._index]
-        stop = layout.starts[self._index + 1]
-        parts = []
-        for chunk in range(start // layout.chunk_elements, layout.num_chunks):
-            first, last = layout.chunk_range(chunk)
-            if first >= stop:
-                break
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def file(self, path: str) -> File:
+        """Return a file, which stays open until the end."""
+        if path not in self._files:
+            self._files[path] = file = self._checkpoint.backend.open(path)
+            self._opened.callback(file.close)
+        return self._files[path]
+
+    def read(self, chunk: int, piece: Piece) -> dict[str, torch.Tensor]:
+        """Return the stored values of each state array that the parameter has."""
+        layout = self._layout
+        origin, _ = layout.chunk_range(chunk)
+        first = origin + piece.at
+        last = first + piece.stop - piece.start
+        place = self._places[layout.drives[chunk]]
+        out = {}
+        for array in layout.parameters[piece.parameter].arrays:
+            form = layout.formats[array]
             offset, _ = layout.byte_range(array, chunk)
-            before, _ = layout.array_range(array, first, first)
-            begin, end = layout.array_range(array, max(first, start), min(last, stop))
-            path = f"{self._places[layout.drives[chunk]]}/{array_file_name(array)}"
-            at = offset + (begin - before) * form.nbytes
-            parts.append(self._read(path, at, (end - begin) * form.nbytes))
-        data = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        return data.view(DTYPES[form.dtype])
-
-    @property
-    def _places(self) -> list[str]:
-        return [self._checkpoint.path, *self._checkpoint.parts]
-
-    def _read(self, path: str, offset: int, nbytes: int) -> torch.Tensor:
-        if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
-        file = self._checkpoint.backend.open(path)
-        try:
-            return torch.frombuffer(bytearray(file.read_bytes(offset, nbytes)), dtype=torch.uint8)
-        finally:
-            file.close()
-
-
-def _runs(layout: Layout, index: int) -> list[tuple[slice, slice]]:
-    """Return the elements of a parameter in each chunk, and the 8-bit blocks that they make."""
-    scale = next(n for n in layout.parameters[index].arrays if layout.formats[n].block > 1)
-    start, stop = layout.starts[index : index + 2]
-    edge = start + -start % layout.chunk_elements
-    cuts = sorted({start, stop, *range(edge, stop, layout.chunk_elements)})
-    base, _ = layout.array_range(scale, start, start)
-    out = []
-    for first, last in pairwise(cuts):
-        begin, end = layout.array_range(scale, first, last)
-        out.append((slice(first - start, last - start), slice(begin - base, end - base)))
-    return out
+            before, _ = layout.array_range(array, origin, origin)
+            start, stop = layout.array_range(array, first, last)
+            data = self.file(f"{place}/{array_file_name(array)}").read_bytes(
+                offset + (start - before) * form.nbytes, (stop - start) * form.nbytes
+            )
+            out[array] = torch.frombuffer(bytearray(data), dtype=DTYPES[form.dtype])
+        return out

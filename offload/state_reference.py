@@ -144,13 +144,25 @@ def find_sealed(store: Store, wanted: Position, present: Position) -> StoredChec
     Raises:
         MismatchError: It is of another store, has never been sealed, or is not there any more.
     """
-    at = f"load_state_dict() got a reference to {wanted}"
-    if wanted.store != present.store:
-        raise MismatchError(
-            f"{at}, and this optimizer's store is {present.store} ({store.directory}): construct "
-            "it with directory= of the store that the reference was made in"
-        )
     usable = [c for c in store.checkpoints if not c.superseded]
+    at = f"load_state_dict() got a reference to {wanted}"
+    if not wanted.step and not wanted.sealed:
+        raise MismatchError(
+            f"{at}, which was taken before the first step of another optimizer: it names no state "
+            f"that there ever was. This optimizer is at {present}, in {store.directory}"
+        )
+    if not wanted.sealed:  # said first: a store without checkpoints has no lasting identity
+        raise MismatchError(_never_sealed(store, wanted, present, usable))
+    if wanted.store != present.store:
+        other = (
+            "has no checkpoint: either the reference was made in another directory, which "
+            "directory= must name, or sealing did not end before that process did"
+            if not usable
+            else f"is store {present.store}: construct the optimizer with directory= of the store "
+            "that the reference was made in, or call restore() to continue from the newest "
+            "checkpoint of this one"
+        )
+        raise MismatchError(f"{at}, and {store.directory} {other}")
     for checkpoint in usable:
         manifest = checkpoint.manifest
         if (manifest.step, manifest.generation) == (wanted.step, wanted.generation):
@@ -159,17 +171,40 @@ def find_sealed(store: Store, wanted: Position, present: Position) -> StoredChec
         names = [f"step {c.manifest.step} (generation {c.manifest.generation})" for c in usable]
         raise MismatchError(
             f"{at}; this optimizer is at {present}, and its store {store.directory} has "
-            f"{', '.join(names) or 'no checkpoint'}. What was referred to was never sealed, or has "
-            "been withdrawn: call checkpoint() before state_dict(), or call restore() to continue "
-            "from the newest checkpoint"
-        )
-    if not wanted.sealed:
-        raise MismatchError(
-            f"{at}, which was made before checkpoint() was called, so that it cannot be told "
-            f"whether {checkpoint.path} is the same state: call checkpoint() before state_dict(), "
-            "or call restore() to continue from that checkpoint"
+            f"{', '.join(names) or 'no checkpoint'}. What was referred to has been withdrawn, or "
+            "sealing it failed: call restore() to continue from the newest checkpoint"
         )
     return checkpoint
+
+
+def _never_sealed(
+    store: Store, wanted: Position, present: Position, usable: Sequence[StoredCheckpoint]
+) -> str:
+    """Say what has become of a state that was not sealed when a reference to it was made."""
+    named = (wanted.store, wanted.step, wanted.generation)
+    later = [
+        c.path
+        for c in usable
+        if (c.manifest.store_id, c.manifest.step, c.manifest.generation) == named
+    ]
+    if later:
+        fate = f". It cannot be told whether {later[0]}, sealed later, is the same state"
+    elif wanted.run == present.run:
+        fate = f", and the optimizer is at step {present.step} now"
+    else:
+        fate = ", and the state ended with the process that had it"
+    newest = store.newest
+    return (
+        "load_state_dict() got a reference to a state that was never sealed: checkpoint() had not "
+        f"been called when state_dict() was taken at step {wanted.step}{fate}. "
+        + (
+            f"To continue from the newest checkpoint, {newest.path}, call restore()"
+            if newest is not None
+            else f"{store.directory} has no checkpoint to continue from"
+        )
+        + ". For a reference that can be resumed from, call checkpoint() before state_dict(); the "
+        "state itself is full_state_dict()"
+    )
 
 
 def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
@@ -214,7 +249,7 @@ def _from_value(value: Any) -> Any:
         dtype = getattr(torch, str(value["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
             raise MismatchError(f"load_state_dict(): {value['dtype']!r:.60} is not a torch dtype")
-        return torch.full(value["shape"], value["tensor"], dtype=dtype)
+        return torch.full(value["shape"], value["tensor"], dtype=dtype, device="cpu")
     if type(value) in (list, tuple):
         return type(value)([_from_value(v) for v in value])
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from torch.profiler import record_function
 
 from offload.crossing import Traffic
 from offload.trace import Trace
+from offload.wording import count, duration, many, rate, size
 
 if TYPE_CHECKING:
     from offload.drives import Drives
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from offload.streamer import Streamer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Stats:
     """Totals since construction. Bytes are what was transferred; times are seconds."""
 
@@ -43,7 +45,11 @@ class Stats:
     """Seconds during which at least one write was in progress."""
 
     step_s: float
-    """Seconds inside ``step()``; the waits and the computing below are parts of it."""
+    """Seconds inside ``step()``."""
+
+    beside_s: float
+    """With ``Options(overlap=...)``: seconds that steps took beside the model, on their own thread.
+    The computing and the waits below are parts of these and of `step_s`; nothing else counts."""
 
     compute_s: float
     """Seconds of updating: gathering gradients, torch's step, casting back."""
@@ -57,9 +63,13 @@ class Stats:
     wait_seal_s: float
     """Seconds that it waited for a seal to copy parameters or to free a slot."""
 
+    outside_s: float
+    """Seconds of the same kinds outside of steps: that `checkpoint` and `synchronize` waited for
+    seals, and that other methods took to read or replace the state."""
+
     wait_update_s: float
     """With ``Options(overlap=...)``: seconds that the training thread waited for the step that runs
-    beside it. All other waits and the computing are then that step's own."""
+    beside it."""
 
     wait_device_s: float
     """Seconds that the update waited for gradients and parameters that are on a device: for the
@@ -156,24 +166,49 @@ class Stats:
         }
         if self.wait_device_s:
             parts["waiting for device"] = self.wait_device_s
-        parts["everything else"] = max(self.step_s - sum(parts.values()), 0.0)
-        total = max(self.step_s, 1e-9)
-        millions = self.num_parameters / 1e6
-        lines = [f"{self.steps} steps of {millions:,.1f} M parameters, {total / steps:.3f} s each"]
+        total = max(self.beside_s or self.step_s, sum(parts.values()))
+        parts["everything else"] = total - sum(parts.values())
+        first = f"{self._steps_taken()}, {duration(total / steps)} each"
+        if self.beside_s:
+            first += f" beside the model, which waited {duration(self.wait_update_s / steps)}"
+        lines = [first]
         lines += [
-            f"  {name:<19}{seconds / steps:8.3f} s {seconds / total:6.1%}"
+            f"  {name:<19}{duration(seconds / steps):>10} {seconds / max(total, 1e-9):6.1%}"
             for name, seconds in parts.items()
         ]
-        lines.append(f"read {self.read_gbps:.2f} GB/s, written {self.write_gbps:.2f} GB/s")
+        if self.outside_s:
+            lines.append(
+                f"outside steps: {duration(self.outside_s)} of waiting for seals, and of reading "
+                "or replacing the state"
+            )
+        lines.append(f"read {rate(self.read_gbps * 1e9)}, written {rate(self.write_gbps * 1e9)}")
         if self.drive_mixed_gbps:
             lines[-1] += (
                 f" (the drive, measured: {self.drive_read_gbps:.2f}, {self.drive_write_gbps:.2f}, "
-                f"and {self.drive_mixed_gbps:.2f} both at once)"
+                f"and {self.drive_mixed_gbps:.2f} GB/s both at once)"
             )
-        lines.append(f"{self.bytes_written / 1e9:,.1f} GB written")
-        if self.drive_bytes:
-            lines[-1] += f", {self.drive_writes:.3g} times the size of the drive"
+        lines.append(f"{size(self.bytes_written)} written")
+        if self.drive_writes >= _FEWEST_WRITES:
+            digits = ",.0f" if self.drive_writes >= 10 else ".2g"
+            lines[-1] += f", {self.drive_writes:{digits}} full drive writes"
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """Say in one short line what has been done; `summary` says more."""
+        return (
+            f"<Stats: {self._steps_taken()}, {many(self.seals, 'seal')}, "
+            f"{size(self.bytes_read)} read, {size(self.bytes_written)} written>"
+        )
+
+    def _steps_taken(self) -> str:
+        return f"{many(self.steps, 'step')} of {count(self.num_parameters)} parameters"
+
+
+_FEWEST_WRITES = 1e-4
+"""Full drive writes that are worth a word: a ten-thousandth of what a drive endures for a year."""
+
+_OF_STEPS = ("compute_s", "wait_read_s", "wait_write_s", "wait_seal_s", "wait_device_s")
+"""What a step is made of. The same outside of steps is a total of its own."""
 
 
 @dataclass(slots=True)
@@ -185,6 +220,8 @@ class Meter:
     seal_bytes: int = 0
     restore_bytes: int = 0
     step_s: float = 0.0
+    beside_s: float = 0.0
+    outside_s: float = 0.0
     compute_s: float = 0.0
     wait_read_s: float = 0.0
     wait_write_s: float = 0.0
@@ -196,6 +233,8 @@ class Meter:
     restore_s: float = 0.0
     traffic: Traffic = field(default_factory=Traffic)
     trace: Trace | None = None
+    of_thread: threading.local = field(default_factory=threading.local)
+    """Has ``in_step`` where the thread is in a step."""
 
     def count_seal(self, nbytes: int, seconds: float) -> None:
         """Note a seal that has succeeded; called on the seal's thread."""
@@ -210,16 +249,22 @@ class Meter:
     def timed(self, name: str, **details: object) -> Iterator[None]:
         """Add the seconds that the block takes to the total called `name`.
 
-        It also is a range in the trace, if there is one, and in `torch.profiler`.
+        It also is a range in the trace, if there is one, and in `torch.profiler`. What a step is
+        made of is added to `Stats.outside_s` where the thread is in none: within ``"step_s"`` of
+        the training thread, or ``"beside_s"`` of another.
         """
         what = name.removesuffix("_s")
+        in_step = getattr(self.of_thread, "in_step", False)
+        total = "outside_s" if name in _OF_STEPS and not in_step else name
         started = time.perf_counter()
         try:
+            self.of_thread.in_step = in_step or name in ("step_s", "beside_s")
             with record_function(f"offload.{what}"):
                 yield
         finally:
+            self.of_thread.in_step = in_step
             stopped = time.perf_counter()
-            setattr(self, name, getattr(self, name) + stopped - started)
+            setattr(self, total, getattr(self, total) + stopped - started)
             if self.trace is not None:
                 lane = "update" if what == "compute" else "training"
                 self.trace.add(lane, what, started, stopped, **details)
@@ -230,8 +275,6 @@ def collect_stats(
     drives: Drives,
     streamer: Streamer | None,
     layout: Layout | None,
-    *,
-    wait_seal_s: float,
 ) -> Stats:
     """Put the totals together from all who count them.
 
@@ -240,13 +283,10 @@ def collect_stats(
         drives: What has been moved, and what they can do.
         streamer: The ring, if there is one.
         layout: Of the state, if it has been laid out.
-        wait_seal_s: Seconds that a seal in flight has held up training.
     """
     traffic = meter.traffic
-    totals = {
-        f.name: getattr(meter, f.name) for f in fields(meter) if f.name not in ("trace", "traffic")
-    }
-    totals["wait_seal_s"] += wait_seal_s
+    own = {f.name for f in fields(meter)} & {f.name for f in fields(Stats)}
+    totals = {name: getattr(meter, name) for name in own}
     counters = drives.counters()
     read_gbps, write_gbps, mixed_gbps = drives.rates()
     return Stats(

@@ -6,14 +6,16 @@ scratch memory that stays in cache, and encoded again when torch's step has run.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
 
+import numpy as np
 import torch
 
-from offload import blocks8, codecs
+from offload import blocks8, codecs, rounding
 from offload.formats import BLOCK_ELEMENTS, scale_name
-from offload.layout import Piece
+from offload.layout import Layout, Piece
 from offload.update_pool import BlockMemory
 
 
@@ -21,15 +23,22 @@ class StateCoder:
     """Decodes and encodes the state arrays other than masters.
 
     Args:
-        state_dtype: As in `Options`.
+        layout: Of the store.
         seed: Of stochastic rounding.
         step: Number of the step that is being taken: each one rounds differently.
     """
 
-    def __init__(self, state_dtype: str, seed: int, step: int) -> None:
-        self._state_dtype = state_dtype
+    def __init__(self, layout: Layout, seed: int = 0, step: int = 0) -> None:
+        self._layout = layout
+        self._state_dtype = layout.state_dtype
         self._seed = seed
         self._step = step
+        self._keys: dict[str, rounding.ParameterKeys] = {}
+        """By state array: made by the first thread that needs them."""
+
+    @cached_property
+    def _names(self) -> np.ndarray[Any, Any]:
+        return rounding.name_numbers([p.name for p in self._layout.parameters])
 
     @property
     def is_exact(self) -> bool:
@@ -93,15 +102,7 @@ class StateCoder:
             first_element: Where the block begins in element space.
         """
         if self._state_dtype == "bfloat16":
-            codecs.round_stochastic(
-                values,
-                stored[name],
-                seed=self._seed,
-                stream=zlib.crc32(name.encode()),
-                step=self._step,
-                first_element=first_element,
-                scratch=context.scratch,
-            )
+            self._round(context, name, values, stored[name], pieces, first_element)
         elif self._state_dtype == "int8":
             scales = stored[scale_name(name)]
             for elements, blocks in _spans(pieces):
@@ -112,11 +113,35 @@ class StateCoder:
                     scratch=context.scratch,
                 )
 
+    def _round(
+        self,
+        context: BlockMemory,
+        name: str,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        pieces: Sequence[Piece],
+        first_element: int,
+    ) -> None:
+        """Round an array of a block with the random numbers that its layout says."""
+        if self._layout.counts_from == "chunk":
+            stream = rounding.stream_of(name)
+            key = partial(rounding.element_space_key, self._seed, stream, self._step)
+            codecs.round_stochastic(
+                values, out, key=key, first_element=first_element, scratch=context.scratch
+            )
+            return
+        keys = self._keys.get(name)
+        if keys is None:
+            keys = rounding.ParameterKeys(self._names, self._seed, name, self._step)
+            self._keys[name] = keys
+        codecs.round_runs(values, out, pieces, keys=keys, scratch=context.scratch)
+
 
 def _spans(pieces: Sequence[Piece]) -> Iterator[tuple[slice, slice]]:
     """Yield ranges of elements, and of the blocks of 32 in them, to be encoded in one call.
 
-    Blocks start anew at each parameter, so a call ends where a parameter ends inside a block.
+    Blocks start anew at each piece, so a call ends where a piece ends inside a block. A piece
+    begins where the layout's blocks do: see `Layout.chunk_range`.
     """
     first_element = first_block = element = num_blocks = 0
     for piece in pieces:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from gds import IOFuture
@@ -78,8 +78,9 @@ class Streamer:
         self._queue: deque[int] = deque()
         self._loading: dict[int, Frame] = {}
         self._writing: dict[int, Frame] = {}
-        self._dropping = 0
-        self._error: BaseException | None = None
+        self._dropping: list[Frame] = []
+        """Frames of what has been given up, in which reads may be in progress."""
+        self._error: Exception | None = None
         self._meter = meter
 
     def begin(self, source: Slot | None, chunks: Sequence[int]) -> None:
@@ -168,28 +169,16 @@ class Streamer:
             self.discard(frame)
             raise
         frame.futures = []
-        with self._changed:
+        try:
             self._writing[chunk] = frame
-        remaining = len(transfers)
-
-        def ended(error: BaseException | None, num: int) -> None:
-            nonlocal remaining
+            for name, buffer, offset in transfers:
+                frame.futures.append(target.array(name, chunk).write(buffer, offset))
+        except Exception as error:
             with self._changed:
                 self._error = self._error or error
-                remaining -= num
-                if remaining == 0:
-                    self._written(frame)
-
-        if not transfers:
-            ended(None, 0)
-        for position, (name, buffer, offset) in enumerate(transfers):
-            try:
-                future = target.array(name, chunk).write(buffer, offset)
-            except BaseException as error:
-                ended(error, len(transfers) - position)
-                raise
-            frame.futures.append(future)
-            future.add_done_callback(lambda future: ended(_error_of(future), 1))
+            raise
+        finally:
+            self._when_ended(frame.futures, partial(self._written, frame))
 
     def _check(self, frame: Frame) -> None:
         """Compare what was read with its digests, if it is a restored checkpoint's, or always.
@@ -274,22 +263,28 @@ class Streamer:
         self.raise_error()
 
     def reset(self) -> None:
-        """Wait for all transfers, then forget what was read ahead and what failed."""
+        """Wait for all transfers, then forget what was read ahead and what failed.
+
+        Also what nobody has taken note of, because an interrupt came in between.
+        """
         with self._changed:
             self._queue.clear()
-            for chunk in list(self._loading):
-                self._drop(chunk)
-            while self._writing or self._dropping:
-                self._changed.wait()
-            for frame in (*self._free, *self._resident.values()):
+            used = [*self._loading.values(), *self._writing.values(), *self._dropping]
+        for frame in used:
+            for future in frame.futures:
+                _wait(future)
+        with self._changed:
+            for known in (self._loading, self._writing, self._dropping, self._held, self._dirty):
+                known.clear()
+            resident = list(self._resident.values())
+            self._free += [f for f in used if f not in resident and f not in self._free]
+            for frame in (*self._free, *resident):
                 frame.futures = []  # what they call refers to this: the cycle would keep memory
-            self._held.clear()
-            self._dirty.clear()
             self._source = None
             self._error = None
 
     @property
-    def error(self) -> BaseException | None:
+    def error(self) -> Exception | None:
         """The first transfer that failed since the last `reset`: the working slot is torn."""
         return self._error
 
@@ -311,7 +306,42 @@ class Streamer:
         else:
             self._free.append(frame)
 
+    def _when_ended(self, futures: Sequence[IOFuture], action: Callable[[], None]) -> None:
+        """Do something once, under the lock, when transfers have ended; at once if they have.
+
+        If the caller is interrupted, it waits for them, so that it is done in any case.
+
+        Args:
+            futures: Of the transfers.
+            action: May be begun again, if it is interrupted itself.
+        """
+        left = set(range(len(futures)))
+        is_done = False
+
+        def ended(numbers: Iterable[int]) -> None:
+            nonlocal is_done
+            with self._changed:
+                left.difference_update(numbers)
+                if not left and not is_done:
+                    action()
+                    is_done = True
+
+        try:
+            for number, future in enumerate(futures):
+                future.add_done_callback(partial(lambda number, _: ended([number]), number))
+            ended([])
+        except BaseException:
+            for future in futures:
+                _wait(future)
+            ended(list(left))
+            raise
+
     def _written(self, frame: Frame) -> None:
+        """Take back a frame whose writes have ended, or could not all be begun."""
+        for future in frame.futures:
+            self._error = self._error or _error_of(future)
+        if self._writing.get(frame.chunk) is not frame:
+            return
         del self._writing[frame.chunk]
         if frame.chunk in self._resident:
             self._flushing.discard(frame.chunk)
@@ -322,26 +352,23 @@ class Streamer:
 
     def _drop(self, chunk: int) -> None:
         """Give up a chunk that was read ahead; its frame is free once the reads have ended."""
-        frame = self._loading.pop(chunk)
-        remaining = len(frame.futures)
-        self._dropping += 1
+        self._drop_frame(self._loading.pop(chunk))
 
-        def ended(num: int) -> None:
-            nonlocal remaining
-            with self._changed:
-                remaining -= num
-                if remaining == 0:
-                    self._dropping -= 1
-                    self._release(frame)
-                    self._pump()
+    def _drop_frame(self, frame: Frame) -> None:
+        self._dropping.append(frame)
+        self._when_ended(frame.futures, partial(self._dropped, frame))
 
-        if not frame.futures:
-            ended(0)
-        for future in frame.futures:
-            future.add_done_callback(lambda _: ended(1))
+    def _dropped(self, frame: Frame) -> None:
+        if frame in self._dropping:
+            self._dropping.remove(frame)
+            self._release(frame)
+            self._pump()
 
     def _pump(self) -> None:
-        """Start reads while there are chunks to read and frames to read into."""
+        """Start reads while there are chunks to read and frames to read into.
+
+        What goes wrong is raised where the chunk is taken: this may be a transfer's thread.
+        """
         while self._queue and self._error is None:
             chunk = self._queue[0]
             if chunk in self._writing:
@@ -350,28 +377,29 @@ class Streamer:
                 break
             self._queue.popleft()
             frame = self._resident.get(chunk) or self._free.pop()
-            frame.chunk = chunk
+            frame.chunk, frame.futures = chunk, []
             try:
-                frame.futures = self._read(frame, chunk)
-            except BaseException as error:  # noqa: BLE001  (this may be a transfer's thread)
-                self._release(frame)
+                self._read(frame, chunk)
+                self._loading[chunk] = frame
+            except BaseException as error:
+                self._drop_frame(frame)
+                if not isinstance(error, Exception):
+                    raise  # an interrupt, of this thread's caller
                 self._error = error
                 break
-            self._loading[chunk] = frame
         self._changed.notify_all()
 
-    def _read(self, frame: Frame, chunk: int) -> list[IOFuture]:
+    def _read(self, frame: Frame, chunk: int) -> None:
+        """Start the reads of a chunk; the frame knows those that have been started."""
         source = self._source
         if source is None or chunk >= source.layout.num_chunks:
-            return []
-        futures = []
+            return
         for name in source.layout.array_names:
             if source.digests[name][chunk] is None:
                 continue  # it was never written: no parameter in it has state
             buffer, offset = frame.buffer(source.layout, name, chunk)
             if buffer.nbytes:
-                futures.append(source.array(name, chunk).read(buffer, offset))
-        return futures
+                frame.futures.append(source.array(name, chunk).read(buffer, offset))
 
 
 class Flush:
@@ -423,10 +451,11 @@ def _spread(num: int, layout: Layout) -> list[int]:
     return [c for c in range(total) if (c + 1) * num // total > c * num // total]
 
 
-def _error_of(future: IOFuture) -> BaseException | None:
+def _error_of(future: IOFuture) -> Exception | None:
+    """Wait for a transfer and return its error; an interrupt of the wait is raised."""
     try:
         future.result()
-    except BaseException as error:  # noqa: BLE001  (returned, and raised where it is waited for)
+    except Exception as error:  # noqa: BLE001  (returned, and raised where it is waited for)
         return error
     return None
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from offload.errors import MismatchError
-from offload.formats import StateFormat
+from offload.formats import NEW_STORES_COUNT_FROM, StateFormat
 from offload.layout import Layout, element_space_order, model_order
+from offload.memory_overlap import MemoryCheck
 from offload.parameters import (
     DTYPE_CODES,
     Stored,
@@ -17,6 +18,7 @@ from offload.parameters import (
     check_gradient,
     describe_model,
     describe_parameters,
+    is_stepped,
 )
 from offload.rules import Scalars, UpdateRule
 
@@ -52,13 +54,14 @@ class ParameterTable:
         """In element-space order."""
         self.scalars: list[Scalars | None] = []
         """Likewise; None for a parameter that has no state yet."""
+        self._memory = MemoryCheck()
 
     def describe(self, groups: Groups) -> tuple[Layout, list[Trainable]]:
         """Lay out what the groups and the model hold now; known parameters keep their place.
 
         Raises:
             MismatchError: A known parameter has changed in a way that its files cannot follow.
-            UnsupportedParameterError: A new one cannot be updated.
+            UnsupportedParameterError: A new one cannot be updated, or two share memory.
         """
         described = describe_parameters(groups, self.model, self.rule, self.state_format)
         found = {t.tensor: t for t in described}
@@ -90,13 +93,16 @@ class ParameterTable:
         # Added parameters go to the end, so that those that are on disk stay where they are.
         order = specs if trainables else element_space_order(specs)
         trainables += [new[spec.name] for spec in order]
+        self._memory.check([(t.spec.name, t.tensor) for t in trainables if is_stepped(t.tensor)])
         stored = [item.spec for item in describe_model(self.model, groups, trainables)]
         model = model_order(stored[: len(trainables)], stored[len(trainables) :])
         grid = self.layout.chunk_elements if self.layout else self._chunk_elements
         shares = self.layout.shares if self.layout else self.shares
         specs = [t.spec for t in trainables]
         state_dtype = self.state_format.state_dtype
-        return Layout(tuple(specs), model, grid, state_dtype, shares), trainables
+        counts_from = self.layout.counts_from if self.layout else NEW_STORES_COUNT_FROM
+        layout = Layout(tuple(specs), model, grid, state_dtype, shares, counts_from)
+        return layout, trainables
 
     def is_current(self, groups: Groups) -> bool:
         """Return whether the layout still fits the groups; quick, for every step."""
@@ -105,11 +111,13 @@ class ParameterTable:
         known = {id(t.tensor): t.spec.group for t in self.trainables}
         for index, group in enumerate(groups):
             for p in group["params"]:
-                if known.get(id(p), -1 if p.requires_grad else index) != index:
+                if known.get(id(p), -1 if is_stepped(p) else index) != index:
                     return False  # it is new, or has moved to another group
         if any(t.spec.group >= len(groups) for t in self.trainables):
             return False
         arrays = [self.rule.rule(group).arrays for group in groups]
+        if not self._memory.is_current(t.tensor for t in self.trainables if is_stepped(t.tensor)):
+            return False  # somebody has moved one, or it is trained from now on
         return all(
             DTYPE_CODES.get(t.tensor.dtype) == t.spec.dtype
             and t.tensor.shape == t.spec.shape

@@ -128,7 +128,7 @@ class ChunkUpdater:
             self._crossing = [self._live, self._gradients]
         self._stepped: dict[Key, Scalars] = {}
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
-        self._coder = StateCoder(layout.state_dtype, seed, step)
+        self._coder = StateCoder(layout, seed, step)
         self._factors = factors
         self._asked_s: dict[int, float] = {}
         self._waiting_s = self._updating_s = 0.0
@@ -260,7 +260,7 @@ class ChunkUpdater:
         self._scatter(live, block.pieces)
 
     def _update_nothing(self, context: BlockContext, block: Block) -> None:
-        empty = torch.empty(0, dtype=torch.float32)
+        empty = torch.empty(0, dtype=torch.float32, device="cpu")
         arrays = self._rules[block.key.group].arrays
         self._step(context, block, empty, empty.clone(), {a: empty.clone() for a in arrays})
 

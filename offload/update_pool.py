@@ -21,6 +21,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from offload.ambient import for_thread
 from offload.codecs import Scratch
 from offload.rules import Stepper, UpdateRule
 
@@ -67,7 +68,7 @@ class BlockContext(BlockMemory):
 
 
 def _host_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(num_elements, dtype=dtype)
+    return torch.empty(num_elements, dtype=dtype, device="cpu")
 
 
 def default_num_threads() -> int:
@@ -191,15 +192,17 @@ class UpdatePool:
             self._contexts.append(BlockContext(self._rule))
         waiting = deque(items)
 
-        @torch.no_grad()
+        @for_thread
         def work(context: BlockContext) -> None:
             try:
-                while True:
-                    try:
-                        item = waiting.popleft()
-                    except IndexError:
-                        return
-                    function(context, item)
+                # Whoever reads a parameter while a step runs beside the model waits for this.
+                with torch._C.DisableTorchFunctionSubclass():
+                    while True:
+                        try:
+                            item = waiting.popleft()
+                        except IndexError:
+                            return
+                        function(context, item)
             except BaseException:
                 waiting.clear()
                 raise

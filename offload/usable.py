@@ -6,7 +6,7 @@ import logging
 import os
 
 from offload.callers import how_to_resume
-from offload.errors import BrokenOptimizerError, NotRestoredError, OffloadError
+from offload.errors import BrokenOptimizerError, NotRestoredError, OffloadError, reason_of
 from offload.store import Store
 
 _log = logging.getLogger("offload")
@@ -35,14 +35,16 @@ class Usable:
         """Raise `OverlapError` if it is too late to unscale gradients, or to skip the step."""
 
     @property
-    def _transfer_error(self) -> BaseException | None:
+    def _transfer_error(self) -> Exception | None:
         """The error of a transfer of state that nobody has waited for."""
         return None
 
     def _require_usable(self) -> None:
         self._require_alive()
         if self._transfer_error is not None:
-            self._broken = self._broken or f"a transfer of state failed ({self._transfer_error})"
+            self._broken = (
+                self._broken or f"a transfer of state failed ({reason_of(self._transfer_error)})"
+            )
         if self._broken:
             raise BrokenOptimizerError(f"{self._broken}; {self._remedy()}")
         if not self._decided:

@@ -20,6 +20,7 @@ from gds import _libc, probe
 from gds._backend import ALIGNMENT, IOFuture
 from gds._errors import RefusedError, StorageError
 from gds._names import reporting
+from gds._places import is_directory
 from gds._posix import PosixBackend
 from gds.bench.stamps import Stamps, Words
 
@@ -141,10 +142,10 @@ def target_at(
 
     Raises:
         RefusedError: What would be measured is not a drive, or the space does not suffice.
-        OSError: There is no such place, or its device fails.
+        FileNotFoundError: There is no such place.
+        StorageError: Its device fails.
     """
-    with reporting("measure", place):
-        is_directory = stat.S_ISDIR(os.stat(place).st_mode)
+    fills_directory = is_directory(place)
     mount = probe.mount_of(place)
     if mount.volatile and not allow_volatile:
         raise RefusedError(
@@ -153,7 +154,7 @@ def target_at(
         )
     if mount.remote:
         say(f"{place}: {probe.describe_remote(mount.filesystem)}. Its speed is measured, too")
-    if not is_directory:
+    if not fills_directory:
         target = Target(place, made=False, seed=seed)
         with contextlib.closing(target):
             _check_size(target.size_bytes, place, allow_small=allow_small)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import os
-import stat
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gds._errors import StorageError
+from gds._places import is_directory
 from gds.check.choice import CONSIDERED, NOTHING, Choice, Directions, Requirement, choose
 from gds.check.finding import Finding
 from gds.check.gpu import examine_gpu, gpu_findings
@@ -82,15 +80,16 @@ def examine(
         cufile_timeout_s: Seconds for each child process that touches CUDA.
 
     Raises:
-        OSError: There is no such directory, or its device fails.
+        FileNotFoundError: There is no such directory.
+        NotADirectoryError: It is a file.
+        RefusedError: It is a device, a pipe or a socket.
+        OSError: Its device fails.
     """
     system = system or System()
-    try:
-        is_directory = stat.S_ISDIR(os.stat(directory).st_mode)
-    except OSError as error:
-        raise StorageError(error.errno or errno.EIO, "check", directory) from error
-    if not is_directory:
-        raise StorageError(errno.ENOTDIR, "check", directory)
+    if not is_directory(directory):
+        raise NotADirectoryError(
+            errno.ENOTDIR, "this is a file: name the directory that it is in", directory
+        )
     storage = examine_storage(system, directory)
     gpu = examine_gpu(system, storage, timeout_s=cufile_timeout_s)
     findings = (

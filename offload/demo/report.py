@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from offload.wording import size
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -144,11 +146,3 @@ class Report:
 
     def _memory(self) -> str:
         return f"{size(self.ring_bytes)} + {size(self.resident_bytes)}"
-
-
-def size(num_bytes: float) -> str:
-    """Return a size for people, with its unit: ``1.50 GiB``."""
-    for unit, factor, digits in (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1), ("KiB", 1 << 10, 1)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.{digits}f} {unit}"
-    return f"{num_bytes:.0f} B"

@@ -6,8 +6,6 @@ changes from step to step goes into one structure, which is passed by value.
 
 from __future__ import annotations
 
-import hashlib
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from offload import rounding
 from offload.formats import MASTER, MASTER_LOW, scale_name
 
 Arithmetic = Literal["foreach", "fused"]
@@ -44,8 +43,6 @@ _MOMENTS = {
 
 _IS_NEW, _MAXIMIZE, _NESTEROV, _DECAY, _ALIGNED = (1 << bit for bit in range(5))
 _QUAD = 4
-_WINDOW_BITS = 33
-"""One key of stochastic rounding serves 2**33 elements."""
 
 ARGUMENTS = np.dtype(
     [
@@ -132,7 +129,12 @@ class DeviceBlock:
     where they begin anew, at a parameter that does not end with a block, another call begins."""
 
     first_element: int = 0
-    """Index of the first element in element space; stochastic rounding depends on it."""
+    """Index of the first element, which stochastic rounding depends on: counted from the first one
+    of `parameter`, or in element space."""
+
+    parameter: str | None = None
+    """Name of the parameter that `first_element` is counted in; None where it is counted in element
+    space, as in stores of version 2 of the format. Stochastic rounding depends on it."""
 
     is_new: bool = False
     """Whether there is no state yet: the arrays may hold anything, and are initialised."""
@@ -297,7 +299,7 @@ def launches(
         first = block.first_element + start
         num = num_elements - start
         if form.state == "bfloat16":
-            num = min(num, ((first >> _WINDOW_BITS) + 1 << _WINDOW_BITS) - first)
+            num = min(num, ((first >> rounding.WINDOW_BITS) + 1 << rounding.WINDOW_BITS) - first)
         arguments = np.zeros(1, ARGUMENTS)
         record = arguments[0]
         record["num_elements"], record["first_element"] = num, first
@@ -310,7 +312,9 @@ def launches(
         record["hyper"][: len(hyper)] = hyper
         if form.state == "bfloat16":
             for k, name in enumerate(form.moments):
-                record["keys"][2 * k : 2 * k + 2] = _rounding_key(name, seed, rounding_step, first)
+                record["keys"][2 * k : 2 * k + 2] = _rounding_key(
+                    name, seed, rounding_step, block.parameter, first
+                )
         decay = group["weight_decay"]
         if form.arithmetic == "fused" and form.rule != "sgd":
             decay = np.float32(decay)
@@ -394,9 +398,11 @@ def _hyper(form: Form, group: Mapping[str, Any], step: int) -> tuple[float, ...]
     )
 
 
-def _rounding_key(array: str, seed: int, step: int, first_element: int) -> tuple[int, int]:
-    """Return the key that `codecs.round_stochastic` uses for an array, from an element on."""
-    stream = zlib.crc32(array.encode())
-    text = f"{seed},{stream},{step},{first_element >> _WINDOW_BITS}"
-    key = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(key[:4], "little"), int.from_bytes(key[4:], "little")
+def _rounding_key(
+    array: str, seed: int, step: int, parameter: str | None, first_element: int
+) -> rounding.Key:
+    """Return the key that a CPU uses for an array, from an element on."""
+    stream, window = rounding.stream_of(array), first_element >> rounding.WINDOW_BITS
+    if parameter is None:
+        return rounding.element_space_key(seed, stream, step, window)
+    return rounding.parameter_key(seed, stream, step, parameter, window)

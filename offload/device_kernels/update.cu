@@ -34,7 +34,7 @@
 
 struct Arguments {
   u64 num_elements;
-  u64 first_element;  // in element space; stochastic rounding depends on it
+  u64 first_element;  // in what the keys count; stochastic rounding depends on it
   const void *gradient;
   void *live;
   void *master;  // FULL: FP32; SPLIT: the lower halves

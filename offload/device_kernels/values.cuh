@@ -68,7 +68,7 @@ HIDDEN void split_master(float master, u16 *live, u16 *low) {
   *low = (u16)bits;
 }
 
-// Stochastic rounding: `codecs.round_stochastic`. One hash serves two elements.
+// Stochastic rounding: `rounding.round_stochastic`. One hash serves two elements.
 
 HIDDEN u32 hash(u32 pair, u32 before, u32 inside) {
   u32 x = pair * 0x9E3779B9u + before;
@@ -91,6 +91,7 @@ HIDDEN u16 round_stochastic(float value, u64 element, u32 before, u32 inside) {
 #define TINY 1.401298464324817e-45f
 #define TINY_ROOT 7.888609052210118e-31f
 #define ONE_255TH 0.003921568859368563f
+#define NAN_SCALE 0x7FC0          /* codes under it are 0 */
 
 // What a scale is the largest of: positive floats are ordered as their bits are.
 HIDDEN u32 size_signed(float value) { return __float_as_uint(value) & MAGNITUDE; }
@@ -109,7 +110,7 @@ HIDDEN u16 round_scale(u32 largest, bool is_signed) {
     const float root = __fdiv_rn(1.0f, inverse_root(__uint_as_float(largest)));
     largest = __float_as_uint(root);
   }
-  if ((largest & MAGNITUDE) >= TOO_LARGE) largest = NOT_A_NUMBER;
+  if ((largest & MAGNITUDE) >= TOO_LARGE) return NAN_SCALE;
   return to_bfloat16(__uint_as_float(largest + 0x7FFD));
 }
 
@@ -118,12 +119,14 @@ HIDDEN float at_least(float value, float smallest) { return value < smallest ? s
 HIDDEN u8 low_byte(float rounded) { return is_nan(rounded) ? 0 : (u8)__float_as_uint(rounded); }
 
 HIDDEN u8 encode_signed(float value, u16 scale) {
+  if (scale == NAN_SCALE) return 0;
   const float size = __uint_as_float(size_signed(value));
   const float sum = __fadd_rn(size, at_least(from_bfloat16(scale), TINY));
   return low_byte(__fadd_rn(ROUNDER, __fdiv_rn(__fmul_rn(254.0f, value), sum)));
 }
 
 HIDDEN u8 encode_unsigned(float value, u16 scale) {
+  if (scale == NAN_SCALE) return 0;
   const u32 size = size_unsigned(value);
   const float factor = __fdiv_rn(1.0f, at_least(from_bfloat16(scale), TINY_ROOT));
   const float root = inverse_root(__uint_as_float(size));

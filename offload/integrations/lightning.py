@@ -141,7 +141,10 @@ class OffloadCallback(pl.Callback):
             if checkpoint is not None:
                 _go_back(optimizer, checkpoint)
         for optimizer in optimizers.values():
+            optimizer._live_engine().seals_references = True  # before a file is written
             mend_pins(optimizer, loaded)
+            if _has_readers(trainer, pl_module):
+                optimizer.register_step_post_hook(_let_look)
         if self._random is not None:
             _set_random_states(self._random)
 
@@ -304,6 +307,37 @@ def _go_back(optimizer: OffloadedOptimizer, found: StoredCheckpoint) -> None:
 def _newer(store: Store, than: StoredCheckpoint) -> list[StoredCheckpoint]:
     generation = than.manifest.generation
     return [c for c in store.checkpoints if c.manifest.generation > generation]
+
+
+_AFTER_A_STEP = (
+    "on_before_zero_grad",
+    "on_train_batch_end",
+    "on_train_batch_start",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+)
+"""Hooks of a module that may look at its parameters between a step and the next forward."""
+
+_READERS = ("WeightAveraging", "StochasticWeightAveraging")
+"""Callbacks of Lightning that do."""
+
+
+def _has_readers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+    """Return whether there is code that may look at parameters before the next forward."""
+    if any(
+        getattr(type(pl_module), n) is not getattr(pl.LightningModule, n) for n in _AFTER_A_STEP
+    ):
+        return True
+    classes = [type(callback).__mro__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    return any(
+        not mro[0].__module__.startswith(("lightning.", "pytorch_lightning.", "offload."))
+        or any(kind.__name__ in _READERS for kind in mro)
+        for mro in classes
+    )
+
+
+def _let_look(*_: object) -> None:
+    """Do nothing: if there is a hook, a step waits where it does not see who reads parameters."""
 
 
 def _offloaded(trainer: pl.Trainer) -> Iterator[tuple[int, OffloadedOptimizer]]:

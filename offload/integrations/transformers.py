@@ -21,6 +21,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, cast
@@ -89,17 +90,34 @@ class OffloadCallback(TrainerCallback):
         self._created: OffloadedOptimizer | None = None
         self._loading: RemovableHandle | None = None
         self._saving: RemovableHandle | None = None
+        self._looking: RemovableHandle | None = None
 
     def optimizer_cls_and_kwargs(
-        self, *, directory: Directories, **settings: Any
-    ) -> tuple[Any, dict[str, Any]]:
+        self,
+        *,
+        directory: Directories,
+        optimizer_class: type[torch.optim.Optimizer] | None = None,
+        keep: int | Retention = 1,
+        fresh: bool = False,
+        options: Options = Options(),  # noqa: B008  (frozen)
+        **hyper: Any,
+    ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Return what `Trainer` takes under this name: it then makes the optimizer itself.
 
         Needed with ``model_init``, where ``optimizers=`` is refused. Arguments are those of
-        `create_optimizer`.
+        `create_optimizer`. The first of what is returned is a factory, which the Trainer takes as
+        well, though its own annotation names a class only.
         """
+        settings = {
+            "directory": directory,
+            "optimizer_class": optimizer_class,
+            "keep": keep,
+            "fresh": fresh,
+            "options": options,
+            **hyper,
+        }
         # The Trainer calls a factory twice, the second time with the model.
-        return lambda: self._create, {"directory": directory, **settings}
+        return cast("type[torch.optim.Optimizer]", lambda: self._create), settings
 
     def _create(self, model: torch.nn.Module, **settings: Any) -> OffloadedOptimizer:
         if self._args is None:
@@ -154,6 +172,8 @@ class OffloadCallback(TrainerCallback):
                 self._folders.seal(optimizer, folder, self._measured.get(state.global_step))
 
         self._saving = optimizer.register_state_dict_pre_hook(seal)
+        if _has_readers(sys._getframe(1).f_locals.get("self")):
+            self._looking = optimizer.register_step_post_hook(_let_look)
         self._folders.sync(optimizer)
 
     def on_save(
@@ -232,9 +252,10 @@ class OffloadCallback(TrainerCallback):
         return {**state_dict, "param_groups": groups}
 
     def _stop_saving(self) -> None:
-        if self._saving is not None:
-            self._saving.remove()
-            self._saving = None
+        for handle in (self._saving, self._looking):
+            if handle is not None:
+                handle.remove()
+        self._saving = self._looking = None
 
 
 def create_optimizer(
@@ -367,6 +388,23 @@ def _damage(path: str, directory: Directories, unusable: Sequence[str]) -> str:
     if report.problems and newer:
         raise DamagedError(f"{report.problems[0]}. {two_in_a_row(path, newer, store)}")
     return report.problems[0] if report.problems else ""
+
+
+def _has_readers(handler: object) -> bool:
+    """Return whether callbacks may look at parameters between a step and the next forward.
+
+    Args:
+        handler: What calls the callbacks of a Trainer.
+    """
+    callbacks = getattr(handler, "callbacks", None)
+    return callbacks is None or not all(
+        type(callback).__module__.startswith(("transformers.", "offload."))
+        for callback in callbacks
+    )
+
+
+def _let_look(*_: object) -> None:
+    """Do nothing: if there is a hook, a step waits where it does not see who reads parameters."""
 
 
 def _folder(output_dir: str | os.PathLike[str], step: int) -> str:

@@ -69,12 +69,21 @@ def _documents() -> Iterator[tuple[str, object, str]]:
         ("float", 2.0),
         ("bool", True),
         ("text", "2"),
-        ("future", 3),
+        ("future", 4),
         ("negative", -2),
         ("long-text", "2" * 50_000),
     ):
         document = {**good.signed(good.BODY), "format": version}
-        yield f"format-{name}", document, "format version .*, expected 2"
+        yield f"format-{name}", document, "format version .*, expected 2 or 3"
+    counted = {**good.BODY, "counts_from": "parameter"}
+    for name, version, content, reason in (
+        ("3-by-a-flipped-bit", 3, good.BODY, "counts_from is None, expected 'parameter'"),
+        ("2-by-a-flipped-bit", 2, counted, "counts_from is 'parameter', expected None"),
+        ("3-of-fp32-state", 3, counted, "is for compressed state"),
+        ("3-from-chunks", 3, {**good.BODY, "counts_from": "chunk"}, "counts_from is 'chunk'"),
+        ("3-from-a-list", 3, {**good.BODY, "counts_from": ["parameter"]}, "counts_from is "),
+    ):
+        yield f"format-{name}", {**good.signed(content), "format": version}, reason
     yield "no-body", {"format": 2, "digest": good.blake2b(None)}, "does not match its digest"
     yield "body-a-list", good.signed([good.BODY]), "does not match its digest"
     for name, digest in (

@@ -28,7 +28,7 @@ def optimizer_in(directory: Path | list[Path], **changes: object) -> offload.Ada
 
 def train(optimizer: offload.AdamW, num_steps: int) -> None:
     for _ in range(num_steps):
-        step = optimizer.state_dict()["step"]
+        step = optimizer.num_steps
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = torch.full_like(parameter, step + 1)
         optimizer.step()

@@ -111,6 +111,9 @@ class Expectation:
 
     rates: tuple[float, ...]
 
+    edited: frozenset[str]
+    """Parameters whose stored master is older than an edit: their FP32 value is in `state`."""
+
 
 def trained(model: Model, *, with_head: bool) -> dict[str, torch.nn.Parameter]:
     """Return the parameters that are trained, by name, in a fixed order."""
@@ -158,7 +161,8 @@ class Run:
     """Parameters that have had a gradient."""
 
     edited: set[str] = field(default_factory=set)
-    """Parameters that have been edited since: their masters follow at their next gradient."""
+    """Parameters that have been edited since: what is stored of their masters follows at their next
+    gradient."""
 
     def __post_init__(self) -> None:
         self.model = Model()
@@ -192,11 +196,8 @@ class Run:
     def expectation(self) -> Expectation:
         """Return what a checkpoint of this moment holds."""
         model = {name: value.clone() for name, value in self.model.state_dict().items()}
-        state = self._state()
-        masters = state.get("master", {})
-        if self.variant.master == "float32":
-            state["master"] = {n: v for n, v in masters.items() if n not in self.edited}
-        return Expectation(self.num_steps, model, state, self._rates())
+        edited = frozenset(self.edited)
+        return Expectation(self.num_steps, model, self._state(), self._rates(), edited)
 
     def _prepare(self) -> None:
         raise NotImplementedError
@@ -254,11 +255,7 @@ class TorchRun(Run):
             master.grad = live[name].grad.float() if name in names else None
             if name not in names:
                 continue
-            if name in self._low:
-                master.copy_(_joined(live[name], self._low[name]))
-            else:
-                edited = _bits(live[name]) != _bits(master.to(live[name].dtype))
-                master.copy_(torch.where(edited, live[name].float(), master))
+            master.copy_(self._present(name, live[name]))
         self._optimizer.step()
         for name in names:
             master = self._masters[name]
@@ -270,6 +267,14 @@ class TorchRun(Run):
             else:
                 live[name].copy_(master)
 
+    def _present(self, name: str, live: torch.Tensor) -> torch.Tensor:
+        """Return the FP32 value of a parameter that has state: edits count."""
+        master = self._masters[name].detach()
+        if name in self._low:
+            return _joined(live, self._low[name])
+        edited = _bits(live) != _bits(master.to(live.dtype))
+        return torch.where(edited, live.detach().float(), master)
+
     def _state(self) -> dict[str, Tensors]:
         live = dict(self.model.named_parameters())
         state: dict[str, Tensors] = {
@@ -280,9 +285,7 @@ class TorchRun(Run):
             for array in _MOMENTS
         }
         state["master"] = {
-            name: _joined(live[name], self._low[name])
-            if name in self._low
-            else self._masters[name].detach().clone()
+            name: self._present(name, live[name]).clone()
             for name in self.started
             if live[name].dtype == torch.bfloat16
         }
@@ -348,13 +351,18 @@ def differences(
         found.append("parameters or buffers")
     names = set(expected.state.get(_MOMENTS[0], {}))
     plain = variant.master == "float32" and variant.state_dtype == "float32"
-    state = {} if plain else decoded_state(checkpoint, Model(), names)
+    state = decoded_state(checkpoint, Model(), names)
     for array, tensors in expected.state.items():
         if not tensors:
             continue
-        present = read_array(backend, checkpoint, array, tensors) if plain else state[array]
-        if not same_bits({n: present[n] for n in tensors}, tensors):
+        if not same_bits({n: state[array][n] for n in tensors}, tensors):
             found.append(array)
+        if not plain:
+            continue
+        stored = read_array(backend, checkpoint, array, tensors)
+        waiting = expected.edited if array == "master" else frozenset()
+        if any(not same_bits({n: stored[n]}, {n: tensors[n]}) for n in tensors.keys() - waiting):
+            found.append(f"{array}, as it is stored")
     found.extend(checkpoint.verify().problems)
     return found
 

@@ -63,7 +63,7 @@ class Training:
         self.optimizer: AdamW = optimizer_for(self.model, directory, settings, **changes)
 
     def step(self) -> None:
-        backward(self.model, self.optimizer.state_dict()["step"] + 1)
+        backward(self.model, self.optimizer.num_steps + 1)
         self.optimizer.step()
 
     def steps_and_seal(self, num_steps: int = 1) -> str:
@@ -602,7 +602,7 @@ class TestSealBehindTraining:
         gate.is_open.set()
         step.join(60)
         sealed = handle.result(60)
-        assert optimizer.state_dict()["step"] == 2
+        assert optimizer.num_steps == 2
         assert not any(torch.equal(row, at_checkpoint[n]) for n, row in rows.items())
         loaded = Rows()
         load_parameters(loaded, sealed.path, backend=gate)
@@ -727,7 +727,7 @@ class TestFailedSeal:
         with pytest.raises(SealError, match="sealing step 2 failed"):
             getattr(training.optimizer, call)()
         training.optimizer.zero_grad()
-        assert training.optimizer.state_dict()["step"] == 2
+        assert training.optimizer.num_steps == 2
         again = training.optimizer.checkpoint({"step": 2}).result()
         assert differences(again, training.backend, Reference().after(2)) == []
         training.steps_and_seal()

@@ -94,7 +94,7 @@ class Session:
         if self.optimizer is None:
             self._start()
         assert self.optimizer is not None
-        while (step := self.optimizer.state_dict()["step"]) < LAST_STEP:
+        while (step := self.optimizer.num_steps) < LAST_STEP:
             if step in SEALED:
                 self._seal(step)
             self._step()
@@ -124,7 +124,7 @@ class Session:
 
     def _step(self) -> None:
         assert self.optimizer is not None
-        before = self.optimizer.state_dict()["step"]
+        before = self.optimizer.num_steps
         if self._gradients_of != before + 1:  # else the last call did not take the step
             # Only a step that is taken counts, also for the buffers that its forward has changed.
             present = [buffer.clone() for buffer in self.model.buffers()]
@@ -133,7 +133,7 @@ class Session:
             self._buffers = [buffer.clone() for buffer in self.model.buffers()]
             self._set_buffers(present)
         self.optimizer.step()
-        assert self.optimizer.state_dict()["step"] == before + 1
+        assert self.optimizer.num_steps == before + 1
         self._set_buffers(self._buffers)
 
     def _set_buffers(self, values: Sequence[torch.Tensor]) -> None:
@@ -183,8 +183,8 @@ class Session:
             return False
         if found[0] is None:
             assert self.acknowledged == 0
-            return optimizer.state_dict()["step"] == 0
-        assert found[0].step == optimizer.state_dict()["step"] >= self.acknowledged
+            return optimizer.num_steps == 0
+        assert found[0].step == optimizer.num_steps >= self.acknowledged
         assert self._newest() >= self.acknowledged, "whoever comes now must find it too"
         self._gradients_of = 0
         return True
@@ -201,7 +201,7 @@ class Session:
             lambda: optimizer.checkpoint({"number": 2}).result(),
             self._step,
         ):
-            if optimizer.state_dict()["step"] == LAST_STEP and call == self._step:
+            if optimizer.num_steps == LAST_STEP and call == self._step:
                 continue
             error = named_error(call)
             if isinstance(error, BrokenOptimizerError) and self.acknowledged:

@@ -61,7 +61,7 @@ class Training:
         self.optimizer: AdamW = optimizer_for(self.model, directory, settings, **changes)
 
     def step(self) -> None:
-        backward(self.model, self.optimizer.state_dict()["step"] + 1)
+        backward(self.model, self.optimizer.num_steps + 1)
         self.optimizer.step()
 
     def steps_and_seal(self, num_steps: int = 1) -> None:

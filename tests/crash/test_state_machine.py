@@ -257,9 +257,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 10_000), wait=st.booleans(), on=st.integers(0, 2))
     def train(self, seed: int, wait: bool, on: int) -> None:
-        """What training mostly is: steps, a checkpoint, and steps while it is being sealed."""
+        """What training mostly is: steps, a checkpoint, and steps while it is being sealed.
+
+        With every other seed a weight is edited just before the checkpoint, which has the edit in
+        its FP32 state.
+        """
         self.step(seed, (), True)
         self.step(seed + 1, (), True)
+        if seed % 2:
+            first_or_last = 4 * (seed % 4 // 2)
+            self.edit_now(Edit(first_or_last, seed, 0.5))
         self.checkpoint(wait, None, (0.25, 0.5, 0.75)[seed % 3])
         for number in range(on):
             self.step(seed + 2 + number, (), True)
@@ -343,12 +350,14 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def edit(self, parameter: int, element: int, value: float) -> None:
         """Set an element by hand, when nothing reads it."""
+        self.edit_now(Edit(parameter, element, value))
+
+    def edit_now(self, event: Edit) -> None:
         if self.broken:
             return
         _, ok = self.persist(self.optimizer.synchronize)
         self.settle()
         if ok:
-            event = Edit(parameter, element, value)
             edit(self.model, event, with_head=self.run.with_head)
             self.run.apply(event)
 
@@ -802,7 +811,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert train_state == sealed.train_state
         self.run: Run = new_run(self.variant, sealed.events)
         self.broken = False
-        assert self.optimizer.state_dict()["step"] == sealed.expectation.step
+        assert self.optimizer.num_steps == sealed.expectation.step
         assert same_bits(dict(self.model.state_dict()), sealed.expectation.model)
         self.compare(waited=True)
 

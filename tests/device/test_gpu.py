@@ -34,6 +34,7 @@ def moved(block: DeviceBlock, where: str) -> DeviceBlock:
         gradient=block.gradient.to(where),
         arrays={name: array.to(where) for name, array in block.arrays.items()},
         first_element=block.first_element,
+        parameter=block.parameter,
         is_new=block.is_new,
     )
 
@@ -55,7 +56,9 @@ def test_a_device_stores_what_the_cpu_does_to_the_bit(name, kind, is_new, kernel
     form = FORMS[name]
     optimizer_class, group = optimizer(form)
     for num in (1, 33, 100_003):
-        block = State(kind, num, form.num_moments).stored(form, is_new=is_new, first=num)
+        block = State(kind, num, form.num_moments).stored(
+            form, is_new=is_new, first=num, parameter="weight" if num % 2 else None
+        )
         block.live[::5] = -block.live[::5]
         found = on_device(optimizer_class, group, block, **OPTIONS)
         kernels.update_block(optimizer_class, group, block, **OPTIONS)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
+from functools import partial
 
 import pytest
 import torch
 
-from offload import codecs
+from offload import codecs, rounding
 from offload.codecs import Scratch
 from offload.device_kernels.forms import (
     ARGUMENTS,
@@ -111,8 +112,8 @@ def decoded(form: Form, block: DeviceBlock) -> DeviceBlock:
     return DeviceBlock(live=master, gradient=gradient, arrays=arrays, is_new=block.is_new)
 
 
-def encoded(form: Form, plain: DeviceBlock, first: int) -> dict[str, torch.Tensor]:
-    """Return what is to be stored of it."""
+def encoded(form: Form, plain: DeviceBlock, block: DeviceBlock) -> dict[str, torch.Tensor]:
+    """Return what is to be stored of it, where the block is."""
     scratch, num, master = Scratch(), len(plain.live), plain.live
     found = {"live": master}
     if form.master == "float32":
@@ -124,14 +125,12 @@ def encoded(form: Form, plain: DeviceBlock, first: int) -> dict[str, torch.Tenso
         found[name] = values
         if form.state == "bfloat16":
             found[name] = torch.empty(num, dtype=BF16)
+            stream = zlib.crc32(name.encode())
+            key = partial(rounding.element_space_key, SEED, stream, STORE_STEP)
+            if block.parameter is not None:
+                key = partial(rounding.parameter_key, SEED, stream, STORE_STEP, block.parameter)
             codecs.round_stochastic(
-                values,
-                found[name],
-                seed=SEED,
-                stream=zlib.crc32(name.encode()),
-                step=STORE_STEP,
-                first_element=first,
-                scratch=scratch,
+                values, found[name], key=key, first_element=block.first_element, scratch=scratch
             )
         elif form.state == "int8":
             signed = name in ("exp_avg", "momentum_buffer")
@@ -147,7 +146,7 @@ def step_both(kernels, form: Form, block: DeviceBlock) -> dict[str, int]:
     assert form_of(optimizer_class, group, block) == form
     plain = decoded(form, block)
     kernels.update_block(optimizer_class, group, plain, step=STEP)
-    expected = encoded(form, plain, block.first_element)
+    expected = encoded(form, plain, block)
     gradient = block.gradient.clone()
     kernels.update_block(
         optimizer_class, group, block, step=STEP, seed=SEED, rounding_step=STORE_STEP
@@ -162,7 +161,9 @@ def test_what_is_stored_is_what_a_cpu_stores_to_the_bit(name, kind, all_kernels)
     form = FORMS[name]
     for num in NUMS:
         state = State(kind, num, form.num_moments)
-        assert step_both(all_kernels, form, state.stored(form, first=10 * num + 1)) == {}, num
+        for parameter in (None, "layers.3.norm.weight"):
+            block = state.stored(form, first=10 * num + 1, parameter=parameter)
+            assert step_both(all_kernels, form, block) == {}, (num, parameter)
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4])
@@ -214,17 +215,30 @@ def test_masters_between_two_parameters_are_rounded_as_on_a_cpu(name, all_kernel
 
 
 @pytest.mark.parametrize("first", [0, 1, (1 << 33) - 100, (1 << 33) - 99, (5 << 33) - 1])
-def test_stochastic_rounding_depends_on_the_element_alone(first, all_kernels):
+@pytest.mark.parametrize("parameter", [None, "weight"], ids=["in-element-space", "in-a-parameter"])
+def test_stochastic_rounding_depends_on_the_element_alone(parameter, first, all_kernels):
     form = FORMS["bf16-bf16-state"]
     state = State("normal", 300, 3)
-    assert step_both(all_kernels, form, state.stored(form, first=first)) == {}
+    block = state.stored(form, first=first, parameter=parameter)
+    assert step_both(all_kernels, form, block) == {}
+
+
+def test_stochastic_rounding_depends_on_the_name_of_the_parameter(all_kernels):
+    form = FORMS["bf16-bf16-state"]
+    optimizer_class, group = optimizer(form)
+    found = []
+    for parameter in ("a", "b", None):
+        block = State("normal", 300, 3).stored(form, parameter=parameter)
+        all_kernels.update_block(optimizer_class, group, block, step=STEP, seed=SEED)
+        found.append(block.arrays["exp_avg"])
+    assert not any(torch.equal(bits(found[i]), bits(found[j])) for i, j in ((0, 1), (1, 2), (0, 2)))
 
 
 def test_where_a_block_is_cut_makes_no_difference(all_kernels):
     for form in FORMS.values():
         optimizer_class, group = optimizer(form)
-        whole = State("normal", 2000, form.num_moments).stored(form)
-        parts = State("normal", 2000, form.num_moments).stored(form)
+        state = State("odd", 2000, form.num_moments)
+        whole, parts = (state.stored(form, parameter="weight") for _ in range(2))
         all_kernels.update_block(optimizer_class, group, whole, step=STEP, seed=SEED)
         for start, stop in ((0, 96), (96, 1024), (1024, 2000)):
             cut = slice(start, stop)
@@ -236,6 +250,7 @@ def test_where_a_block_is_cut_makes_no_difference(all_kernels):
                     n: a[blocks if n.endswith("_scale") else cut] for n, a in parts.arrays.items()
                 },
                 first_element=start,
+                parameter=parts.parameter,
             )
             all_kernels.update_block(optimizer_class, group, part, step=STEP, seed=SEED)
         assert different(contents(parts), contents(whole)) == {}

@@ -16,6 +16,8 @@ import offload
 from offload.dcp_files import boxes
 from offload.errors import DamagedError, StoreError
 from offload.exporting import export_checkpoint
+from offload.foreign_files import open_foreign
+from offload.importing import import_checkpoint
 from tests.exchange.test_torch_dicts import numbered, torch_dict
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Case, Cut, Pair
@@ -191,6 +193,47 @@ def test_other_classes(tmp_path, name) -> None:
             else:
                 assert found["state"][number][key] == value
     pair.optimizer.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_of_a_parameter_that_is_in_no_group(tmp_path, kind) -> None:
+    """torch's state dicts have no place for it; a file for each state array does."""
+    pair, _ = sealed(tmp_path, CASES["adamw"], {})
+    group = pair.optimizer.param_groups[0]["params"]
+    group.remove(pair.live.matrix)
+    pair.step_live(4)
+    path = pair.optimizer.checkpoint({"epoch": 2}).result().path
+    export(path, tmp_path / "out", kind)
+    names = [*names_in_order(pair), "matrix"]
+    number = len(names) - 1
+    found = load(tmp_path / "out", kind, names)
+    assert "matrix" in found["model"]
+    assert (number in found["optimizer"]["state"]) == (kind == "safetensors")
+    assert len(found["optimizer"]["state"]) > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_number_of_steps_goes_along(tmp_path, kind) -> None:
+    """Also where the last steps applied no gradient, which no parameter has counted."""
+    parameter = torch.nn.Parameter(torch.ones(30))
+    options = offload.Options(allow_volatile=True)
+    with offload.AdamW(
+        [("weight", parameter)], directory=tmp_path / "run", options=options
+    ) as optimizer:
+        for step in range(6):
+            parameter.grad = torch.ones(30) if step < 2 else None
+            optimizer.step()
+        path = optimizer.checkpoint().result().path
+    export(path, tmp_path / "out", kind)
+    if kind == "safetensors":
+        assert json.loads((tmp_path / "out" / "optimizer.json").read_text())["step"] == 6
+        return
+    foreign = open_foreign(str(tmp_path / "out"))
+    assert foreign.step == 6
+    with import_checkpoint(
+        foreign, tmp_path / "again", torch.optim.AdamW, options=options
+    ) as imported:
+        assert imported.step == 6
 
 
 class TestRefusals:

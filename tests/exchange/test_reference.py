@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ import offload
 from gds import MemoryBackend
 from offload.errors import MismatchError, NotRestoredError
 from tests.numerics.reference import bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:the reference that state_dict")  # said once
 
 BUILTINS = (str, int, float, bool, type(None))
 
@@ -175,7 +178,10 @@ class TestRefusals:
             give_and_step(model, optimizer, 1)
             stale = optimizer.state_dict()
             give_and_step(model, optimizer, 2)
-            with pytest.raises(MismatchError, match=r"step 1 of store .* is at step 2"):
+            with pytest.raises(
+                MismatchError,
+                match=r"was never sealed.* at step 1, and the optimizer is at step 2 now",
+            ):
                 optimizer.load_state_dict(stale)
 
     def test_another_store(self) -> None:
@@ -202,7 +208,7 @@ class TestRefusals:
         with make_optimizer(model, backend.reopened()) as optimizer:
             with pytest.raises(MismatchError, match=r"restore\(2, discard_newer=True\)"):
                 optimizer.load_state_dict(references[1])
-            with pytest.raises(MismatchError, match="was never sealed, or has been withdrawn"):
+            with pytest.raises(MismatchError, match="has been withdrawn, or sealing it failed"):
                 optimizer.load_state_dict(references[0])
             optimizer.load_state_dict(references[2])
             assert optimizer.state_dict()["step"] == 3
@@ -231,7 +237,9 @@ class TestRefusals:
             optimizer.load_state_dict(early)  # this process knows that it is the same state
         with (
             make_optimizer(model, backend.reopened()) as optimizer,
-            pytest.raises(MismatchError, match=r"call checkpoint\(\) before state_dict\(\)"),
+            pytest.raises(
+                MismatchError, match=r"never sealed.*cannot be told whether /store/step-0"
+            ),
         ):
             optimizer.load_state_dict(early)
 
@@ -269,3 +277,79 @@ def test_hooks_see_what_is_saved_and_loaded() -> None:
         optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
         optimizer.load_state_dict(optimizer.state_dict())
         assert seen == [5, "loaded"]
+
+
+def unsealed(message: str = "the reference that state_dict") -> Any:
+    return pytest.warns(RuntimeWarning, match=message)
+
+
+@pytest.mark.filterwarnings("error")
+class TestAStateThatNobodyHasSealed:
+    def test_a_reference_to_it_is_warned_of_once_where_it_is_taken(self) -> None:
+        model, backend = make_model(), MemoryBackend()
+        optimizer = make_optimizer(model, backend)
+        optimizer.load_state_dict(optimizer.state_dict())  # as accelerate.prepare() does: no step
+        give_and_step(model, optimizer, 1)
+        with unsealed(
+            r"cannot be resumed from: the state of step 1 in /store .*checkpoint\(\)"
+        ) as w:
+            optimizer.state_dict()
+        assert [os.path.basename(each.filename) for each in w] == [os.path.basename(__file__)]
+        give_and_step(model, optimizer, 2)
+        optimizer.state_dict()  # every save would say the same
+        optimizer.close()
+
+    def test_a_reference_to_another_state_is_not_warned_of(self) -> None:
+        model, backend = make_model(), MemoryBackend()
+        with make_optimizer(model, backend) as optimizer:
+            give_and_step(model, optimizer, 1)
+            optimizer.full_state_dict()
+            with optimizer.materialized():
+                optimizer.state_dict()
+            optimizer.checkpoint()  # in flight is enough
+            optimizer.state_dict()
+            give_and_step(model, optimizer, 2)
+            optimizer.checkpoint().result()
+            optimizer.state_dict()
+        with make_optimizer(model, backend.reopened()) as optimizer:
+            optimizer.state_dict()
+            optimizer.restore()
+            optimizer.state_dict()
+
+    @pytest.mark.parametrize("has_checkpoint", [False, True])
+    def test_what_plain_loops_save_says_so_when_it_is_resumed_from(self, has_checkpoint) -> None:
+        model, backend = make_model(), MemoryBackend()
+        with make_optimizer(model, backend) as optimizer:
+            for step in range(3):
+                give_and_step(model, optimizer, step)
+                if has_checkpoint and not step:
+                    optimizer.checkpoint().result()
+            with unsealed():
+                kept = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        with (
+            make_optimizer(make_model(), backend.reopened()) as optimizer,
+            pytest.raises(MismatchError) as raised,
+        ):
+            optimizer.load_state_dict(kept["optimizer"])
+        said = str(raised.value)
+        assert said.startswith(
+            "load_state_dict() got a reference to a state that was never sealed: checkpoint() had "
+            "not been called when state_dict() was taken at step 3, and the state ended with"
+        )
+        assert ("/store/step-00000001, call restore()" in said) == has_checkpoint
+        assert ("/store has no checkpoint to continue from" in said) != has_checkpoint
+        assert "directory=" not in said  # it is the right one
+
+    def test_a_seal_that_did_not_end_is_not_blamed_on_the_directory_alone(self) -> None:
+        model, backend = make_model(), MemoryBackend()
+        with make_optimizer(model, backend) as optimizer:
+            give_and_step(model, optimizer, 1)
+            optimizer.checkpoint()
+            reference = optimizer.state_dict()
+        with (
+            make_optimizer(make_model(), MemoryBackend()) as optimizer,  # as after a power cut
+            pytest.raises(
+                MismatchError, match=r"/store has no checkpoint: either .* sealing did n"
+            ),
+        ):
+            optimizer.load_state_dict(reference)

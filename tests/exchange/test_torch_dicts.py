@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import offload
 from gds import MemoryBackend
@@ -254,6 +260,137 @@ def test_steps_count_from_what_the_dict_has_seen() -> None:
     optimizer.close()
 
 
+class TestNumberOfSteps:
+    """What the scalars of parameters do not tell: steps that applied no gradient count, too."""
+
+    def trained(self, overlap: str | None = None) -> tuple[torch.nn.Module, offload.AdamW]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(30, 3)
+        options = offload.Options(backend=MemoryBackend(), allow_volatile=True, overlap=overlap)
+        optimizer = offload.AdamW(
+            model.parameters(), model=model, directory="/store", options=options
+        )
+        for step in range(6):
+            if step < 3:
+                model(torch.ones(2, 30)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    @pytest.mark.parametrize("overlap", [None, "forward", "backward"])
+    def test_it_comes_back(self, overlap: str | None) -> None:
+        _, optimizer = self.trained(overlap)
+        full = optimizer.full_state_dict()
+        assert full["num_steps"] == 6
+        assert {state["step"].item() for state in full["state"].values()} == {3.0}
+        assert optimizer.checkpoint().result().step == 6
+        optimizer.load_state_dict(full)
+        sealed = optimizer.checkpoint({"loaded": True}).result()
+        assert sealed.step == 6
+        backend = sealed.backend
+        assert [i.step for i in offload.list_checkpoints("/store", backend=backend)] == [6]
+        optimizer.close()
+
+    def test_it_is_taken_over_by_another_store_and_goes_on_from_there(self) -> None:
+        _, optimizer = self.trained()
+        full = optimizer.full_state_dict()
+        other, again = self.trained()
+        for number in (100, 2, 0):  # also below what parameters have seen
+            again.load_state_dict({**full, "num_steps": number})
+            other(torch.ones(2, 30)).square().sum().backward()
+            again.step()
+            assert again.full_state_dict()["num_steps"] == number + 1
+            again.zero_grad()
+        assert again.state_dict()["step"] == 1
+        optimizer.close()
+        again.close()
+
+    def test_without_it_the_largest_step_of_a_parameter_counts(self) -> None:
+        _, optimizer = self.trained()
+        full = optimizer.full_state_dict()
+        del full["num_steps"]
+        optimizer.load_state_dict(full)
+        assert optimizer.full_state_dict()["num_steps"] == 3
+        optimizer.close()
+
+    @pytest.mark.parametrize("said", [-1, 2.0, True, "6", 1 << 63, [6], torch.tensor(6)], ids=repr)
+    def test_what_is_no_number_of_steps_is_refused(self, said: Any) -> None:
+        _, optimizer = self.trained()
+        full = optimizer.full_state_dict()
+        with pytest.raises(MismatchError, match=r"'num_steps' is .*expected a whole number"):
+            optimizer.load_state_dict({**full, "num_steps": said})
+        assert optimizer.full_state_dict()["num_steps"] == 6
+        optimizer.close()
+
+    def test_plain_torch_and_torch_save_take_the_dict(self, tmp_path: Path) -> None:
+        model, optimizer = self.trained()
+        torch.save(optimizer.full_state_dict(), tmp_path / "full.pt")
+        full = torch.load(tmp_path / "full.pt", weights_only=True)
+        assert full["num_steps"] == 6
+        plain = torch.optim.AdamW(model.parameters())
+        plain.load_state_dict(full)
+        assert plain.state_dict().keys() == {"state", "param_groups"}
+        optimizer.load_state_dict(plain.state_dict())
+        assert optimizer.full_state_dict()["num_steps"] == 3
+        optimizer.close()
+
+    @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+    def test_distributed_checkpoint_takes_the_dict(self, flat: bool) -> None:
+        model, optimizer = self.trained()
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        with optimizer.materialized():
+            found = get_optimizer_state_dict(model, optimizer, options=options)
+        assert not any("num_steps" in key for key in found)
+        other, again = self.trained()
+        give(other)
+        again.step()
+        again.zero_grad()
+        with again.materialized():
+            set_optimizer_state_dict(other, again, found, options=options)
+        mine, theirs = (o.full_state_dict() for o in (optimizer, again))
+        for number, state in mine["state"].items():
+            for name, value in state.items():
+                assert_same_bits(theirs["state"][number][name], value, name)
+        assert theirs["num_steps"] == 3
+        optimizer.close()
+        again.close()
+
+    def test_a_flattened_dict_without_names_is_refused_rather_than_taken_for_no_state(self) -> None:
+        """torch asks ``optimizer.state`` for the names, where the state on storage is not."""
+        model, optimizer = self.trained()
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        with optimizer.materialized():
+            found = get_optimizer_state_dict(model, optimizer, options=options)
+        before = optimizer.full_state_dict()
+        with pytest.raises(
+            MismatchError, match=r"is an empty dict.*within optimizer\.materialized"
+        ):
+            set_optimizer_state_dict(model, optimizer, found, options=options)
+        after = optimizer.full_state_dict()
+        for number, state in before["state"].items():
+            for name, value in state.items():
+                assert_same_bits(after["state"][number][name], value, name)
+        optimizer.close()
+
+
+def test_state_of_a_parameter_that_is_in_no_group_is_left_out() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)).bfloat16()
+    options = offload.Options(backend=MemoryBackend(), allow_volatile=True)
+    optimizer = offload.AdamW(model.parameters(), model=model, directory="/s", options=options)
+    give(model)
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = list(model[1].parameters())
+    give(model)
+    optimizer.step()
+    full = optimizer.full_state_dict()
+    assert full["state"].keys() == full["master"].keys() == {0, 1}
+    plain = torch.optim.AdamW(model[1].float().parameters())
+    plain.load_state_dict(full)
+    assert full["num_steps"] == 2
+    optimizer.close()
+
+
 class TestRefusals:
     def change(self, plain: dict[str, Any], kind: str) -> None:
         state = plain["state"]
@@ -373,7 +510,7 @@ def test_distributed_checkpoints_own_functions_find_the_state() -> None:
         optimizer.step()
     with optimizer.materialized():
         found = get_optimizer_state_dict(model, optimizer)
-    assert optimizer.state_dict()["step"] == 3
+    assert optimizer.num_steps == 3
     full = optimizer.full_state_dict()
     names = [n for n, _ in model.named_parameters()]
     for number, name in enumerate(names):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.drives import proportional_shares
+from offload.formats import CountsFrom
 from offload.layout import Layout, ModelTensor, ParameterSpec
 from offload.tensorfile import parse_header
 
@@ -16,18 +18,35 @@ CHUNK = 1024
 ADAM = ("exp_avg", "exp_avg_sq")
 
 
-def layout(sizes: list[int], shares: tuple[int, ...], state_dtype: str = "float32") -> Layout:
+def layout(
+    sizes: list[int],
+    shares: tuple[int, ...] = (1,),
+    state_dtype: str = "float32",
+    counts_from: CountsFrom = "parameter",
+) -> Layout:
     """Lay out parameters, of which every third is FP32 and every fifth has one array less."""
     specs, model = [], []
     for index, size in enumerate(sizes):
         dtype = "F32" if index % 3 == 2 else "BF16"
-        arrays = (*(() if dtype == "F32" else ("master",)), *ADAM[: 1 if index % 5 == 4 else 2])
+        moments = ADAM[: 1 if index % 5 == 4 else 2]
+        if state_dtype == "int8":
+            moments = tuple(name for m in moments for name in (m, f"{m}_scale"))
+        arrays = (*(() if dtype == "F32" else ("master",)), *moments)
         specs.append(ParameterSpec(f"p{index}", dtype, (size,), 0, arrays))
         model.append(ModelTensor(f"p{index}", dtype, (size,)))
-    return Layout(tuple(specs), tuple(model), CHUNK, state_dtype, shares)
+    return Layout(tuple(specs), tuple(model), CHUNK, state_dtype, shares, counts_from)
 
 
-sizes = st.lists(st.integers(0, 5 * CHUNK), min_size=1, max_size=8)
+# Often such that one ends shortly after the edge of a chunk, where edges move.
+near_edges = st.tuples(st.integers(0, 3), st.integers(-40, 40)).map(lambda n: n[0] * CHUNK + n[1])
+sizes = st.lists(
+    st.one_of(st.integers(0, 5 * CHUNK), near_edges.filter(lambda n: n >= 0)),
+    min_size=1,
+    max_size=8,
+)
+rules = st.sampled_from(
+    [("float32", "parameter"), ("bfloat16", "parameter"), ("int8", "parameter"), ("int8", "chunk")]
+)
 shares = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
 
 
@@ -72,10 +91,65 @@ def test_files_are_exactly_what_their_headers_say(sizes, shares):
     assert all(("model.safetensors" in found.file_sizes(d)) == (d == 0) for d in range(len(shares)))
 
 
+@settings(deadline=None, max_examples=80)
+@given(sizes, rules)
+def test_chunks_are_ranges_end_to_end_which_hold_whole_blocks(sizes, rule):
+    found = layout(sizes, (1,), *rule)
+    ranges = [found.chunk_range(chunk) for chunk in range(found.num_chunks)]
+    assert [0, *(stop for _, stop in ranges)] == [
+        *(start for start, _ in ranges), found.num_elements,
+    ]  # fmt: skip
+    assert all(start < stop for start, stop in ranges)
+    moved = rule == ("int8", "parameter")
+    for chunk, (start, _) in enumerate(ranges):
+        assert chunk * CHUNK <= start <= chunk * CHUNK + (31 if moved else 0)
+        for piece in found.pieces(chunk):
+            assert not moved or piece.start % 32 == 0
+    whole = [
+        (piece.parameter, element)
+        for chunk in range(found.num_chunks)
+        for piece in found.pieces(chunk)
+        for element in range(piece.start, piece.stop)
+    ]
+    assert whole == [(n, e) for n, size in enumerate(sizes) for e in range(size)]
+    for number in range(len(sizes)):
+        chunks = [
+            chunk
+            for chunk in range(found.num_chunks)
+            if any(piece.parameter == number for piece in found.pieces(chunk))
+        ]
+        assert list(found.chunks_of(number)) == chunks
+
+
 @settings(deadline=None, max_examples=50)
-@given(sizes, sizes, shares, st.sampled_from(["float32", "int8"]))
-def test_added_parameters_leave_every_whole_chunk_where_it_is(sizes, more, shares, state_dtype):
-    before, after = layout(sizes, shares, state_dtype), layout(sizes + more, shares, state_dtype)
+@given(sizes, st.sampled_from(["parameter", "chunk"]))
+def test_every_block_has_one_scale(sizes, counts_from):
+    found = layout(sizes, (1,), "int8", counts_from)
+    scales = 0
+    for chunk in range(found.num_chunks):
+        offset, nbytes = found.byte_range("exp_avg_scale", chunk)
+        assert offset == found.array_headers[0]["exp_avg_scale"].data_start + 2 * scales
+        lengths = [piece.stop - piece.start for piece in found.pieces(chunk)]
+        assert nbytes == 2 * sum(-(-length // 32) for length in lengths)
+        scales += nbytes // 2
+    assert found.array_bytes("exp_avg_scale") == 2 * scales
+    if counts_from == "parameter":
+        assert scales == sum(-(-size // 32) for size in sizes)
+
+
+@settings(deadline=None, max_examples=50)
+@given(sizes)
+def test_what_is_stored_on_one_drive_does_not_depend_on_chunks(sizes):
+    for state_dtype in ("int8", "bfloat16"):
+        few = layout(sizes, (1,), state_dtype)
+        one = replace(few, chunk_elements=1 << 20)
+        assert few.array_headers == one.array_headers
+
+
+@settings(deadline=None, max_examples=80)
+@given(sizes, sizes, shares, rules)
+def test_added_parameters_leave_every_whole_chunk_where_it_is(sizes, more, shares, rule):
+    before, after = layout(sizes, shares, *rule), layout(sizes + more, shares, *rule)
     whole = before.num_elements // CHUNK
     assert after.drives[: before.num_chunks] == before.drives
     for array in before.array_names:

@@ -12,11 +12,12 @@ import torch
 
 import offload
 from offload._manifest_fields import TENSOR_DTYPES, decode_group, encode_group
+from offload._strict_json import MAX_VALUES
 from offload.drives import as_directories
 from offload.errors import CheckpointError, OffloadError, UnsupportedOptimizerError
 from offload.hyperparameters import check_hyperparameters
 from offload.layout import Layout, ModelTensor, ParameterSpec
-from offload.manifest import MAX_MANIFEST_BYTES, Manifest, decode, reserved_bytes
+from offload.manifest import Manifest, decode, reserved_bytes
 from offload.rules import UpdateRule
 from tests.attacks import good
 
@@ -109,7 +110,7 @@ def test_a_manifest_too_large_to_be_read_is_refused_before_there_is_one() -> Non
     size = 1024 * 10**7
     spec = ParameterSpec("w", "F32", (size,), 0, ("exp_avg",))
     layout = Layout((spec,), (ModelTensor("w", "F32", (size,)),), 1024)
-    with pytest.raises(OffloadError, match=rf"at most {MAX_MANIFEST_BYTES} .*chunk_bytes"):
+    with pytest.raises(OffloadError, match=rf"at most {MAX_VALUES} .*chunk_bytes"):
         reserved_bytes(layout, 1)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import safetensors
 import torch
 
 import offload
+from tests.format.spec_reader import chunk_starts
 from tests.format.test_spec import digest, read_tensor_file
 
 SHARES = (2, 1, 3)
@@ -60,11 +62,15 @@ def places(checkpoint: Path, body: dict[str, Any]) -> list[Path]:
     return [checkpoint, *(Path(p["directory"]) / p["name"] for p in body["parts"])]
 
 
+def starts_of(body: dict[str, Any]) -> list[int]:
+    """Return where chunks begin; compressed state is of version 3 here."""
+    return chunk_starts(2 if body["state_dtype"] == "float32" else 3, body)
+
+
 def owners(body: dict[str, Any]) -> list[int]:
     """Deal the chunks out, in exact arithmetic."""
-    total = sum(math.prod(shape) for _, _, shape, *_ in body["parameters"])
     shares, counts, found = body["shares"], [0] * len(body["shares"]), []
-    for chunk in range(-(-total // body["chunk_elements"])):
+    for chunk in range(len(starts_of(body)) - 1):
         behind = [(chunk + 1) * s - n * sum(shares) for s, n in zip(shares, counts, strict=True)]
         found.append(behind.index(max(behind)))
         counts[found[-1]] += 1
@@ -109,13 +115,13 @@ def test_part_json_is_what_the_manifest_names(checkpoint: Path, body: dict[str, 
 
 
 def test_chunk_digests_match_on_every_drive(checkpoint: Path, body: dict[str, Any]) -> None:
-    on, size = owners(body), body["chunk_elements"]
+    on, starts = owners(body), starts_of(body)
     assert {on.count(drive) > 1 for drive in range(3)} == {True}
     for array, dtype, block in body["arrays"]:
         data = [read_tensor_file(p / f"{array}.safetensors")[2] for p in places(checkpoint, body)]
         ends = [0, 0, 0]
         for chunk, expected in enumerate(body["digests"][array]):
-            first, last = chunk * size, (chunk + 1) * size
+            first, last = starts[chunk : chunk + 2]
             start, values = 0, 0
             for _, _, shape, _, arrays in body["parameters"]:
                 stop = start + math.prod(shape)
@@ -134,7 +140,7 @@ def test_tensors_are_named_for_the_elements_that_they_hold(
     checkpoint: Path, body: dict[str, Any]
 ) -> None:
     """Runs are maximal, in element-space order, and readable with the safetensors library."""
-    on, size = owners(body), body["chunk_elements"]
+    on, starts = owners(body), starts_of(body)
     for array, _, block in body["arrays"]:
         expected: list[list[tuple[str, int, int]]] = [[], [], []]
         first = 0
@@ -143,7 +149,7 @@ def test_tensors_are_named_for_the_elements_that_they_hold(
             if array in arrays and not length:
                 expected[0].append((name, 0, 0))
             for element in range(length) if array in arrays else ():
-                runs = expected[on[(first + element) // size]]
+                runs = expected[on[bisect_right(starts, first + element) - 1]]
                 if runs and runs[-1][::2] == (name, element):
                     runs[-1] = (name, runs[-1][1], element + 1)
                 else:

@@ -8,6 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision
 
@@ -23,6 +28,7 @@ from tests.integrations.lightning_runs import (
     parameters,
     saving,
 )
+from tests.numerics.delays import Late
 from tests.numerics.reference import Reference, assert_same_parameters
 
 STEPS = 8
@@ -160,6 +166,96 @@ def test_the_step_runs_beside_the_next_forward_to_the_same_losses(tmp_path: Path
     options = offload.Options(chunk_bytes=4096, ring_chunks=3, overlap="forward")
     ours = fit(tmp_path / "a", on_ssd(tmp_path / "run", options=options), max_epochs=2)
     torchs = fit(tmp_path / "b", in_memory, max_epochs=2, save=False)
+    assert logged(tmp_path / "a") == logged(tmp_path / "b")
+    assert_same_parameters(parameters(ours), parameters(torchs))
+
+
+class Averages(pl.Callback):
+    """Notes what another callback has averaged, after each batch."""
+
+    def __init__(self, averaging: pl.Callback) -> None:
+        self.averaging = averaging
+        self.found: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, *_: object) -> None:
+        average = self.averaging._average_model  # type: ignore[attr-defined]
+        self.found.append(torch.cat([p.detach().flatten() for p in average.parameters()]).clone())
+
+
+AVERAGING = {
+    "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.5),
+    "WeightAveraging": WeightAveraging,
+    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.02, swa_epoch_start=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*It is recommended to use `self.log:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:Swapping scheduler|SWA is currently only supported every epoch")
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("overlap", [None, "forward"])
+@pytest.mark.parametrize("name", AVERAGING)
+def test_averaging_callbacks(name: str, overlap: Any, compiled: bool, tmp_path: Path) -> None:
+    """They read parameters after each batch, and exchange them for validation and at the end."""
+    torch.compiler.reset()
+    options = offload.Options(
+        chunk_bytes=4096, ring_chunks=3, overlap=overlap, backend=Late(),
+        allow_volatile=True,
+    )  # fmt: skip
+
+    class Compiled(Model):
+        def __init__(self, make: Any) -> None:
+            super().__init__(make)
+            self.layers.compile(backend="eager")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            return (self(batch[0]) - batch[1]).square().mean()
+
+    found = []
+    for make in (on_ssd(tmp_path / "run", options=options), in_memory):
+        averaging = AVERAGING[name]()
+        averages = Averages(averaging)
+        model = fit(
+            tmp_path / make.__name__, make, max_epochs=3, save=False, extra=[averaging, averages],
+            model_class=Compiled if compiled else Model,
+        )  # fmt: skip
+        found.append((averages.found, model))
+    assert logged(tmp_path / "make") == logged(tmp_path / "in_memory")
+    assert logged(tmp_path / "make", "val_loss") == logged(tmp_path / "in_memory", "val_loss")
+    assert len(found[0][0]) >= 12
+    for batch, (ours, torchs) in enumerate(zip(found[0][0], found[1][0], strict=True)):
+        assert torch.equal(ours, torchs), f"average after batch {batch}"
+    assert_same_parameters(parameters(found[0][1]), parameters(found[1][1]))
+    torch.compiler.reset()
+
+
+class Clipping(pl.Callback):
+    """Edits parameters after each batch, and notes them, as a user's callback may."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: object) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.clamp_(-0.1, 0.1)
+        self.found.append(sum(p.double().sum().item() for p in pl_module.parameters()))
+
+
+@pytest.mark.parametrize("overlap", [None, "forward"])
+def test_a_callback_that_edits_parameters(overlap: Any, tmp_path: Path) -> None:
+    options = offload.Options(
+        chunk_bytes=4096, overlap=overlap, backend=Late(), allow_volatile=True
+    )
+    clipping = [Clipping(), Clipping()]
+    ours = fit(
+        tmp_path / "a", on_ssd(tmp_path / "run", options=options), save=False, extra=clipping[:1]
+    )
+    torchs = fit(tmp_path / "b", in_memory, save=False, extra=clipping[1:])
+    assert clipping[0].found == clipping[1].found
     assert logged(tmp_path / "a") == logged(tmp_path / "b")
     assert_same_parameters(parameters(ours), parameters(torchs))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -381,9 +383,12 @@ def test_a_ckpt_that_was_written_without_the_callback_is_refused_with_the_remedy
     tmp_path: Path,
 ) -> None:
     chosen = saving(tmp_path / "files")
-    model = fit(
-        tmp_path, on_ssd(tmp_path / "run"), max_epochs=1, callback=pl.Callback(), checkpoints=chosen
-    )
+    arguments: Any = {"max_epochs": 1, "callback": pl.Callback(), "checkpoints": chosen}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model = fit(tmp_path, on_ssd(tmp_path / "run"), **arguments)
+    (said,) = (str(each.message) for each in warned if "cannot be resumed" in str(each.message))
+    assert re.search(r"^the \.ckpt files of this Trainer .* OffloadCallback\(\)", said)
     model.trainer.optimizers[0].close()  # type: ignore[attr-defined]
     with pytest.raises(
         offload.OffloadError, match=r"last\.ckpt .* had no OffloadCallback.*restore"
@@ -397,7 +402,7 @@ def test_a_fit_that_does_not_say_where_it_goes_on_is_told_how(stopped: Path) -> 
 
 
 def test_a_ckpt_of_another_store_is_refused_by_name(stopped: Path) -> None:
-    with pytest.raises(offload.OffloadError, match=r"last\.ckpt: .*construct it with directory="):
+    with pytest.raises(offload.OffloadError, match=r"last\.ckpt: .*directory= must name"):
         fit(stopped, on_ssd(stopped / "other"), ckpt_path=stopped / "files/last.ckpt")
 
 

@@ -394,5 +394,8 @@ def test_several_optimizers_of_one_store_are_not_confused(tmp_path: Path) -> Non
     model = make_model()
     with CASE.trainer(tmp_path / "a") as trainer:
         other = create_optimizer(model, trainer.args, directory=tmp_path / "b")
-        with other, pytest.raises(MismatchError, match="this optimizer's store is"):
+        with (
+            other,
+            pytest.raises(MismatchError, match="before the first step of another"),
+        ):
             other.load_state_dict(trainer.optimizer.state_dict())

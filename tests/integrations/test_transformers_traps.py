@@ -23,6 +23,7 @@ from offload.errors import (
 )
 from offload.integrations.transformers import OffloadCallback, create_optimizer, latest_checkpoint
 from tests.integrations.training import (
+    STEPS,
     Case,
     Sentences,
     StopBefore,
@@ -30,6 +31,7 @@ from tests.integrations.training import (
     arguments,
     make_model,
 )
+from tests.numerics.delays import Late
 from tests.numerics.reference import assert_same_bits
 
 PACKAGE = Path(offload.__file__).parent
@@ -257,6 +259,47 @@ def test_a_step_within_backward_is_refused_by_name(tmp_path: Path) -> None:
         Case({"max_grad_norm": 0}, overlap="backward").run(tmp_path)
 
 
+class Looking(transformers.TrainerCallback):
+    """Reads and edits parameters after each step."""
+
+    def __init__(self, clip: float | None) -> None:
+        self.clip = clip
+        self.found: list[float] = []
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.found.append(sum(p.double().square().sum().item() for p in model.parameters()))
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if self.clip is not None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-self.clip, self.clip)
+        self.on_optimizer_step(args, state, control, model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("clip", [None, 0.05], ids=["", "edits"])
+def test_callbacks_after_a_step_find_its_parameters(
+    tmp_path: Path, clip: float | None, compiled: bool
+) -> None:
+    torch.compiler.reset()
+    settings: dict[str, Any] = {"save_strategy": "no"}
+    if compiled:
+        settings |= {"torch_compile": True, "torch_compile_backend": "eager"}
+    runs = []
+    for overlap in (None, "forward"):
+        looking = Looking(clip)
+        case = Case(settings, overlap=overlap, backend=Late(0.002))
+        runs.append((case.run(tmp_path / str(overlap), looking), looking.found))
+    assert len(runs[0][1]) == 2 * STEPS
+    assert runs[0][1] == runs[1][1]
+    assert runs[0][0].history == runs[1][0].history
+    for name, parameter in runs[0][0].parameters.items():
+        assert_same_bits(runs[1][0].parameters[name], parameter, name)
+    torch.compiler.reset()
+
+
 def test_trials_of_a_search_are_refused(tmp_path: Path) -> None:
     with Case().trainer(tmp_path) as trainer:
         trainer.state.is_hyper_param_search = True
@@ -264,6 +307,7 @@ def test_trials_of_a_search_are_refused(tmp_path: Path) -> None:
             trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 
+@pytest.mark.filterwarnings("ignore:the reference that state_dict")
 def test_others_may_ask_for_the_state_dict(tmp_path: Path) -> None:
     """Only the Trainer's saves seal: it has made its folder when it asks."""
 

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 import offload
+from gds import Backend
 from offload.integrations.transformers import OffloadCallback, create_optimizer
 
 STEPS, SAVE_STEPS = 7, 3
@@ -108,6 +109,7 @@ class Case:
     factory: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict)
     overlap: str | None = None
+    backend: Backend | None = None
 
     def run(
         self,
@@ -136,7 +138,12 @@ class Case:
         """Make a Trainer whose store is closed at the end."""
         model, args = make_model(self.dtype), arguments(root, **self.arguments)
         offloading = OffloadCallback(discard_newer=discard_newer)
-        options = offload.Options(chunk_bytes=4096, overlap=self.overlap)
+        options = offload.Options(
+            chunk_bytes=4096,
+            overlap=self.overlap,
+            backend=self.backend,
+            allow_volatile=self.backend is not None,
+        )
         settings = {"directory": root / "run", "options": options, **self.optimizer}
         if self.factory:
             how: dict[str, Any] = {

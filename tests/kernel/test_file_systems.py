@@ -123,7 +123,7 @@ class Training:
 
     @property
     def step_number(self) -> int:
-        return self.optimizer.state_dict()["step"]
+        return self.optimizer.num_steps
 
     def step(self) -> None:
         backward(self.model, self.step_number + 1)
@@ -143,25 +143,32 @@ class Training:
         return found
 
 
+SIZE = r"[\d.]+ (?:[KMG]iB|bytes)"
+
+
+def in_bytes(size: str) -> float:
+    number, unit = size.split()
+    return float(number) * {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
+
+
 class TestFull:
     def test_at_construction(self, drive: Mounted) -> None:
         optimizer_for(Model(), f"{drive.path}/run", options()).close()
         filler = drive.fill(leave_bytes=LITTLE)
         before = drive.free_bytes()
-        with pytest.raises(StoreFullError, match=r"needs 3 more slots of \d+ bytes") as caught:
+        with pytest.raises(StoreFullError, match=r"needs 3 more slots of [\d.]+ [MK]iB,") as caught:
             optimizer_for(Model(), f"{drive.path}/run", options())
         after = drive.free_bytes()  # a file system may tidy up by itself
         assert caught.value.errno == errno.ENOSPC
-        needed, free = re.search(
-            r"(\d+) in all, but only (\d+) bytes are free", str(caught.value)
-        ).groups()  # type: ignore[union-attr]
-        assert min(before, after) <= int(free) <= max(before, after) < int(needed)
+        found = re.search(rf"({SIZE}) in all \(({SIZE}) free\)", str(caught.value))
+        needed, free = map(in_bytes, found.groups())  # type: ignore[union-attr]
+        assert min(before, after) * 0.99 <= free <= max(before, after) * 1.01 < needed
         filler.unlink()
         optimizer_for(Model(), f"{drive.path}/run", options()).close()
 
     def test_at_construction_to_the_last_byte(self, drive: Mounted) -> None:
         filler = drive.fill()
-        with pytest.raises(StoreFullError, match=r"(only|:) \d+ bytes are free") as caught:
+        with pytest.raises(StoreFullError, match=rf"(\({SIZE}|: \d+ bytes are) free") as caught:
             optimizer_for(Model(), f"{drive.path}/run", options())
         assert caught.value.errno == errno.ENOSPC
         filler.unlink()
@@ -175,7 +182,7 @@ class TestFull:
         filler = drive.fill()
         backward(run.model, 3)
         with pytest.raises(
-            StorageError, match=r"reserve \d+ bytes for a slot, with \d+ bytes"
+            StorageError, match=rf"the slot .* needs {SIZE} \({SIZE} free\)"
         ) as told:
             run.optimizer.step()
         assert told.value.errno == errno.ENOSPC
@@ -212,7 +219,7 @@ class TestFull:
         run.step()
         run.seal()
         filler = drive.fill()
-        with pytest.raises(StorageError, match=r"reserve 8192 bytes for train_state") as told:
+        with pytest.raises(StorageError, match=r"reserve 8.0 KiB for train_state") as told:
             run.optimizer.checkpoint({"step": 1, "more": True}).result()
         assert told.value.errno == errno.ENOSPC
         assert run.sealed_steps() == [1]
@@ -233,7 +240,7 @@ class TestFull:
         run.seal()
         filler = drive.fill()
         with pytest.raises(
-            StorageError, match=r"reserve \d+ bytes for a slot, with \d+ bytes"
+            StorageError, match=rf"the slot .* needs {SIZE} \({SIZE} free\)"
         ) as told:
             add_head(run.model, run.optimizer)
         assert told.value.errno == errno.ENOSPC

@@ -11,7 +11,9 @@ from tests.mutation.frozen import FROZEN
 from tests.mutation.keeping import KEEPING
 from tests.mutation.locking import LOCKING
 from tests.mutation.mutation import Mutation
+from tests.mutation.numbers import NUMBERS
 from tests.mutation.opening import OPENING
+from tests.mutation.overlapping import OVERLAPPING
 from tests.mutation.overlooked import OVERLOOKED
 from tests.mutation.quarantining import QUARANTINING
 from tests.mutation.recycling import RECYCLING
@@ -28,4 +30,6 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *OVERLOOKED,
     *RESTORING,
     *QUARANTINING,
+    *NUMBERS,
+    *OVERLAPPING,
 )

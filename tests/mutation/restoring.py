@@ -154,7 +154,7 @@ RESTORING = (
     Mutation(
         "failed-write-unnoticed",
         "the error of a write that nobody waits for is kept",
-        (gone(_STREAMER, "                self._error = self._error or error\n"),),
+        (Edit(_STREAMER, "self._error = self._error or _error_of(future)", "_error_of(future)"),),
         faults("write-once-keep=1", "write-once-keep=2"),
     ),
     Mutation(
@@ -251,8 +251,8 @@ RESTORING = (
         (
             Edit(
                 "offload/poison.py",
-                '            self.reason = self.reason or f"{what} ({error})"\n            raise\n',
-                "            del error, what\n            raise\n",
+                '            self.reason = self.reason or f"{what} ({reason_of(error)})"\n',
+                "            del error, what\n",
             ),
         ),
         faults("sync-once-keep=1", "sync_dir-once-keep=1"),

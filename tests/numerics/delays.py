@@ -62,6 +62,31 @@ class DisorderedFile(WrapperFile):
         return future
 
 
+class Late(WrapperBackend):
+    """Reads take their time: a step that nobody waits for goes on for a while."""
+
+    def __init__(self, seconds: float = 0.01) -> None:
+        super().__init__(MemoryBackend())
+        self.seconds = seconds
+        self.pool = ThreadPoolExecutor(4)
+
+    def wrap_file(self, file: File) -> File:
+        return LateFile(file, self)
+
+
+class LateFile(WrapperFile):
+    def __init__(self, inner: File, backend: Late) -> None:
+        super().__init__(inner)
+        self.backend = backend
+
+    def read(self, into: Buffer, offset: int) -> IOFuture:
+        def move() -> int:
+            time.sleep(self.backend.seconds)
+            return self.inner.read(into, offset).result()
+
+        return self.backend.pool.submit(move)
+
+
 class Hold:
     """A time during which reads of some chunks are held back."""
 

@@ -107,6 +107,37 @@ def test_a_block_that_is_not_finite_decodes_to_nan_and_no_other(others, length, 
         assert same_bits(out[~inside], good[~inside])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bad"),
+    [
+        pytest.param(dtype, bad, id=f"{name}-{'signed' if dtype == SIGNED else 'unsigned'}")
+        for dtype in (SIGNED, UNSIGNED)
+        for name, bad in {**NOT_FINITE, **BEYOND[dtype]}.items()
+    ],
+)
+@pytest.mark.parametrize("others", ["normal", "dead-units"])
+def test_the_bytes_of_a_block_that_is_not_finite_are_the_same_wherever_it_is_cut(
+    others, bad, dtype
+):
+    length = BLOCK * 40 + 7
+    values = moments(others, dtype)[:length].clone()
+    damaged = (0, 3, 4, 17, 38, 40)
+    for block in damaged:
+        at = block * BLOCK + block % 5
+        values[at : at + len(bad)] = torch.tensor(bad)
+    codes, scales = encode(values, dtype)
+    for block in damaged:
+        assert not codes[block * BLOCK : (block + 1) * BLOCK].any()
+        assert scale_bits(scales)[block] == 0x7FC0
+    assert codes.any()
+    for cuts in ([0, length], range(0, length + BLOCK, BLOCK), [0, 32, 128, 160, 1216, length]):
+        for start, stop in itertools.pairwise(cuts):
+            part = encode(values[start:stop], dtype)
+            blocks = slice(start // BLOCK, -(-stop // BLOCK))
+            assert torch.equal(part[0], codes[start:stop])
+            assert np.array_equal(scale_bits(part[1]), scale_bits(scales)[blocks])
+
+
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF], ids=hex)
 @BOTH
 def test_any_nan_is_one(bits, dtype):

@@ -18,6 +18,7 @@ import offload
 from gds import StorageError
 from offload.errors import BrokenOptimizerError, SealError
 from offload.forward_hooks import _Inert
+from offload.overlap import ForwardEngine
 from tests.eventually import TIMEOUT_S, eventually, is_freed
 from tests.numerics.delays import Held
 from tests.numerics.reference import assert_same_parameters
@@ -182,22 +183,27 @@ class Attention(torch.nn.Module):
         return self.attention(x, x, x)[0]
 
 
-@pytest.mark.parametrize(("chunk", "starts"), [(1, True), (4, False)], ids=["in-proj", "out-proj"])
-def test_what_no_module_waits_for_is_waited_for_at_the_entry(chunk, starts):
+@pytest.mark.parametrize("chunk", [3, 4], ids=["in-proj", "out-proj"])
+def test_a_module_waits_for_what_it_reads_of_others_and_finds_ordinary_parameters(chunk):
+    """Nobody calls the module that ``out_proj`` is, and torch looks at the class of its weight."""
     run = Run(Attention)
-    run.optimizer.synchronize()
-    if not starts:
-        run.backend.hold(chunk)  # it comes first, and is read ahead at the end of this step
-    run.step(2)
-    run.step_held(3, chunk)
-    ran = threading.Event()
-    run.live.first.register_forward_hook(lambda *_: ran.set())
-    forward = threading.Thread(target=lambda: run.loss(run.live, 4), daemon=True)
-    forward.start()
-    assert ran.wait(TIMEOUT_S if starts else 0.15) == starts
-    run.backend.release()
-    forward.join(TIMEOUT_S)
-    assert ran.is_set()
+    run.step_held(2, chunk)
+    events = []
+
+    def first_ran(*_: object) -> None:
+        assert chunk not in run.backend.ended
+        when_waiting(run, run.backend.release)
+        events.append("first ran")
+
+    def attention_runs(module: torch.nn.Module, _: object) -> None:
+        assert chunk in run.backend.ended
+        events.append({type(parameter) for parameter in module.parameters()})
+
+    run.live.first.register_forward_hook(first_ran)
+    run.live.attention.register_forward_pre_hook(attention_runs)
+    losses = [run.loss(model, 3) for model in (run.live, run.expected)]
+    assert losses[0].item() == losses[1].item()
+    assert events == ["first ran", {torch.nn.Parameter}]
     run.assert_same()
     run.optimizer.close()
 
@@ -221,6 +227,7 @@ POINTS: dict[str, Callable[[Run], object]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the reference that state_dict")
 @pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
 def test_waits(run, point):
     run.optimizer.checkpoint()
@@ -258,6 +265,50 @@ def test_statistics_and_checkpoints_do_not_wait(run):
     assert run.optimizer.checkpoint({"x": 1}).result().path == found.path
 
 
+class WithFrozen(Layers):
+    """What is not trained is part of checkpoints, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Parameter(torch.ones(5000), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [("frozen", "amid the step"), ("frozen", "after it"), (f"layers.{LAST}.weight", "after it")],
+)
+def test_an_edit_after_checkpoint_is_not_sealed(name, when, monkeypatch):
+    """The seal begins at the end of the step, and is of the moment at which it was asked for."""
+    run = Run(WithFrozen)
+    step_ended, edited = threading.Event(), threading.Event()
+    begin = ForwardEngine._seal_after
+
+    def begin_late(*arguments: object) -> None:
+        step_ended.set()
+        assert edited.wait(TIMEOUT_S)
+        begin(*arguments)
+
+    monkeypatch.setattr(ForwardEngine, "_seal_after", begin_late)
+    run.step_held(2, LAST)
+    handle = run.optimizer.checkpoint()
+    parameter = run.live.get_parameter(name)
+    if when == "after it":
+        run.backend.release()
+        assert step_ended.wait(TIMEOUT_S)
+    with torch.no_grad():
+        parameter.mul_(2)
+        run.expected.get_parameter(name).mul_(2)
+    edited.set()
+    run.backend.release()
+    with pytest.raises(SealError, match=rf"'{name}' was changed in place.*call \.result\(\)"):
+        handle.result(TIMEOUT_S)
+    with pytest.raises(SealError, match="sealing step 3 failed"):
+        run.optimizer.step()
+    run.step(3)
+    run.assert_same()
+    run.optimizer.close()
+
+
 def test_gradients_are_freed_as_they_are_applied(run):
     run.backward(2)
     gradients = [weakref.ref(layer.weight.grad) for layer in run.live.layers]
@@ -292,7 +343,7 @@ def test_an_error_is_raised_at_the_next_point(run, name):
     with pytest.raises(BrokenOptimizerError):
         run.optimizer.checkpoint()
     assert run.optimizer.restore().step == 2
-    assert run.optimizer.state_dict()["step"] == 2
+    assert run.optimizer.num_steps == 2
 
 
 def test_restore_gives_up_a_step_that_failed_and_goes_on(run):
@@ -411,15 +462,21 @@ def test_an_interrupted_start(run, begun, monkeypatch):
 
 
 def test_copies_of_the_model_have_hooks_that_do_nothing(run):
+    """They have what the step arrives at."""
     run.step_held(2, LAST)
+    when_waiting(run, run.backend.release)
     copied = copy.deepcopy(run.live)
+    assert LAST in run.backend.ended
     file = io.BytesIO()
     torch.save(run.live.layers[LAST], file)
     file.seek(0)
+    assert_same_parameters(copied.named_parameters(), run.expected.named_parameters())
+    run.step_held(3, LAST)
     for module in (copied, torch.load(file, weights_only=False)):
         hooks = [h for m in module.modules() for h in m._forward_pre_hooks.values()]
         assert hooks
         assert {type(hook) for hook in hooks} == {_Inert}
+        assert {type(parameter) for parameter in module.parameters()} == {torch.nn.Parameter}
         module(torch.ones(32))  # does not wait
     run.backend.release()
     run.assert_same()

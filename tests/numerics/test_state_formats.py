@@ -7,8 +7,10 @@ blocks, rings, seals and resumes make no difference to what it is given.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,14 +19,15 @@ import pytest
 import torch
 
 import offload
+import offload.table
 import offload.update
 from gds import MemoryBackend
-from offload import blocks8, codecs
+from offload import blocks8, codecs, rounding
 from offload.errors import MismatchError, UnsupportedOptimizerError
 from offload.rules import UpdateRule
 from offload.update import step_fused
 from offload.update_pool import BlockContext
-from tests.numerics.models import trainable
+from tests.numerics.models import Mixed, trainable
 from tests.numerics.pairs import CASES, Case, Cut, Pair
 from tests.numerics.reference import Reference, assert_same_bits, bits, read_state
 
@@ -37,6 +40,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "master": "split", "state_dtype": "bfloat16", "rounding_seed": 3, "host_memory": 60_000,
     },
 }  # fmt: skip
+COMPRESSED = ["bfloat16", "int8", "split-int8"]
+"""Those whose rule for blocks and random numbers has been another one, in version 2."""
 FORMATS = {
     name: {k: v for k, v in settings.items() if k != "host_memory"}
     for name, settings in SETTINGS.items()
@@ -64,6 +69,8 @@ class Rounding(Reference):
 
     settings: Mapping[str, Any] = {}
     chunk_elements = 0
+    """Where blocks begin anew, and random numbers go by element space; 0 where neither does."""
+    names: Mapping[torch.Tensor, str] = {}
 
     def __init__(self, optimizer_class: type, params: Iterable[Any], **hyper: Any) -> None:
         groups = list(params)
@@ -121,27 +128,26 @@ class Rounding(Reference):
             if stepped:
                 for name, value in self.inner.state[master].items():
                     if name != "step" and isinstance(value, torch.Tensor):
-                        value.copy_(self.kept(name, value, self.starts.get(live, 0)))
+                        value.copy_(self.kept(name, value, live))
 
-    def kept(self, name: str, value: torch.Tensor, start: int) -> torch.Tensor:
-        """Return what storage keeps of a state array whose first element is at `start`."""
+    def kept(self, name: str, value: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+        """Return what storage keeps of a state array of a parameter."""
         flat, scratch = value.reshape(-1).contiguous(), codecs.Scratch()
+        start = self.starts.get(live, 0) if self.chunk_elements else 0
         if self.settings.get("state_dtype") == "bfloat16":
             out = torch.empty(flat.shape, dtype=torch.bfloat16)
-            codecs.round_stochastic(
-                flat,
-                out,
-                seed=3,
-                stream=zlib.crc32(name.encode()),
-                step=self.num_steps,
-                first_element=start,
-                scratch=scratch,
-            )
+            stream = zlib.crc32(name.encode())
+            key = partial(rounding.parameter_key, 3, stream, self.num_steps, self.names[live])
+            if self.chunk_elements:
+                key = partial(rounding.element_space_key, 3, stream, self.num_steps)
+            codecs.round_stochastic(flat, out, key=key, first_element=start, scratch=scratch)
             return out.float().view(value.shape)
         if self.settings.get("state_dtype") == "int8":
             signed = name in ("exp_avg", "momentum_buffer")
-            to_edge = -start % self.chunk_elements
-            cuts = [0, *range(to_edge, len(flat), self.chunk_elements), len(flat)]
+            cuts = [0, len(flat)]
+            if self.chunk_elements:
+                to_edge = -start % self.chunk_elements
+                cuts[1:1] = range(to_edge, len(flat), self.chunk_elements)
             result = torch.empty_like(flat)
             for first, last in pairwise(cuts):
                 part = flat[first:last].clone()
@@ -153,11 +159,34 @@ class Rounding(Reference):
         return value
 
 
-def make_pair(name: str, cut: tuple[int, int, int | None], case: Case = CASES["adamw"]) -> Pair:
-    oracle = type(
-        "Oracle", (Rounding,), {"settings": SETTINGS[name], "chunk_elements": cut[0] // 4}
+def make_pair(
+    name: str,
+    cut: tuple[int, int, int | None],
+    case: Case = CASES["adamw"],
+    *,
+    old_rule: bool = False,
+) -> Pair:
+    expected = Mixed()
+    known = {
+        "settings": SETTINGS[name],
+        "chunk_elements": cut[0] // 4 if old_rule else 0,
+        "names": {p: n for n, p in expected.named_parameters()},
+    }
+    oracle = type("Oracle", (Rounding,), known)
+    return Pair(
+        case,
+        Cut(*cut, SETTINGS[name]),
+        MemoryBackend(),
+        expected=expected,
+        reference=oracle,
+        keep=2,
     )
-    return Pair(case, Cut(*cut, SETTINGS[name]), MemoryBackend(), reference=oracle, keep=2)
+
+
+@pytest.fixture
+def old_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New stores are of version 2 of the format: their blocks and random numbers go by chunks."""
+    monkeypatch.setattr(offload.table, "NEW_STORES_COUNT_FROM", "chunk")
 
 
 def blocks(monkeypatch: pytest.MonkeyPatch, cut: tuple[int, int, int | None]) -> None:
@@ -176,6 +205,17 @@ def test_streaming_rounds_as_memory_does(name, cut, monkeypatch):
     pair.optimizer.close()
 
 
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"chunk-{cut[0]}-blocks-of-{cut[2]}")
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_a_store_of_version_2_rounds_by_its_own_rule(name, cut, monkeypatch, old_rule):
+    blocks(monkeypatch, cut)
+    pair = make_pair(name, cut, old_rule=True)
+    for step in range(10):
+        pair.step(step)
+        pair.assert_same_parameters()
+    pair.optimizer.close()
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_resume_rounds_as_if_it_had_not_stopped(name):
     pair = make_pair(name, CUTS[1])
@@ -184,6 +224,24 @@ def test_a_resume_rounds_as_if_it_had_not_stopped(name):
         pair.assert_same_parameters()
         if step in (0, 3, 4, 8):
             assert pair.optimizer.checkpoint().result().verify().ok
+            pair.reopen()
+            pair.optimizer.restore()
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_a_store_keeps_the_rule_that_it_was_made_with(name, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(offload.table, "NEW_STORES_COUNT_FROM", "chunk")
+        pair = make_pair(name, CUTS[0], old_rule=True)
+        pair.step(0)
+    for step in range(1, 12):
+        pair.step(step)
+        pair.assert_same_parameters()
+        if step in (1, 4, 8):
+            sealed = pair.optimizer.checkpoint().result()
+            assert sealed.verify().ok
+            file = pair.backend.open(f"{sealed.path}/manifest.json")
+            assert json.loads(file.read_bytes(0, file.size_bytes))["format"] == 2
             pair.reopen()
             pair.optimizer.restore()
 

@@ -62,7 +62,7 @@ class Recorder:
         self.last_error = self.refuses or self.last_error
         return self.refuses
 
-    def ones(self, num_elements: int, *, device: torch.device) -> None:
+    def ones(self, num_elements: int, *, dtype: torch.dtype, device: torch.device) -> None:
         assert device == DEVICE
         error, self.last_error = self.last_error, 0
         if error:

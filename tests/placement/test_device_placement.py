@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import offload
+import offload.table
 from gds import MemoryBackend
 from offload.errors import UnsupportedOptimizerError, UnsupportedParameterError
 from tests.device.torch_sources import TorchArithmetic
@@ -105,7 +106,12 @@ def checkpoint_files(optimizer: offload.OffloadedOptimizer, backend: Any) -> dic
 @pytest.mark.parametrize("settings", FORMATS, ids=["split", "bfloat16", "int8"])
 def test_compressed_state_does_not_depend_on_chunks_or_residents(settings, device, compute):
     found = []
-    for cut in (Cut(1 << 20, 2), Cut(1 << 20, 2, settings={"device_memory": "1GiB"})):
+    for cut in (
+        Cut(1 << 20, 2),
+        Cut(1 << 20, 2, settings={"device_memory": "1GiB"}),
+        Cut(4096, 2),
+        Cut(3 * 4096, 2, settings={"device_memory": "1GiB"}),
+    ):
         backend = DeviceBackend(MemoryBackend(), device)
         model = on_device(Mixed())
         options = Cut(cut.chunk_bytes, 2, settings={**cut.settings, **settings, **ON_DEVICE})
@@ -116,13 +122,17 @@ def test_compressed_state_does_not_depend_on_chunks_or_residents(settings, devic
                 give_device_gradients(step, model)
                 optimizer.step()
             found.append(checkpoint_files(optimizer, backend))
-    assert found[0] == found[1]
+    assert all(files == found[0] for files in found)
     assert compute.num_updates > 0
 
 
+@pytest.mark.parametrize("counts_from", ["parameter", "chunk"], ids=["new-store", "version-2"])
 @pytest.mark.parametrize("settings", FORMATS, ids=["split", "bfloat16", "int8"])
-def test_compressed_state_decodes_to_what_the_codecs_of_the_cpu_make(settings, device, compute):
+def test_compressed_state_decodes_to_what_the_codecs_of_the_cpu_make(
+    settings, counts_from, device, compute, monkeypatch
+):
     # SGD's arithmetic is that of the CPU to the bit, and bf16 state is rounded by the same numbers
+    monkeypatch.setattr(offload.table, "NEW_STORES_COUNT_FROM", counts_from)
     found = []
     for model, placement in ((on_device(Mixed()), "device"), (Mixed(), "host")):
         backend = DeviceBackend(MemoryBackend(), device)

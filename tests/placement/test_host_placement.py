@@ -216,6 +216,52 @@ def test_some_parameters_on_the_device_and_some_in_host_memory(device):
     pair.assert_same_state()
 
 
+def on_one_storage(*cuts: slice) -> list[torch.nn.Parameter]:
+    memory = torch.linspace(0, 1, 3000)
+    return [torch.nn.Parameter(OnDevice(memory[cut])) for cut in cuts]
+
+
+def test_views_of_one_storage_of_a_device_are_trained(device):
+    parameters = on_one_storage(slice(0, 1000), slice(1000, 3000, 2), slice(1001, 3000, 2))
+    expected = [torch.nn.Parameter(values(p).clone()) for p in parameters]
+    options = Cut(4096, 2).options(MemoryBackend())
+    reference = torch.optim.SGD(expected, lr=0.1)
+    with offload.SGD(parameters, lr=0.1, directory="/store", options=options) as optimizer:
+        for step in range(3):
+            for parameter, twin in zip(parameters, expected, strict=True):
+                twin.grad = torch.full_like(twin, 0.5 * step)
+                parameter.grad = upload(twin.grad.clone())
+            optimizer.step()
+            reference.step()
+        for parameter, twin in zip(parameters, expected, strict=True):
+            assert_same_bits(values(parameter), twin.detach(), "parameter")
+
+
+def test_parameters_that_share_memory_of_a_device_are_refused_without_reading_it(device):
+    parameters = on_one_storage(slice(0, 1000), slice(999, 2000))
+    options = Cut(4096, 2).options(MemoryBackend())
+    before = device.num_kernels, device.num_fetched, device.num_sent
+    with pytest.raises(UnsupportedParameterError, match=r"group0\.param0.*group0\.param1.* share"):
+        offload.SGD(parameters, lr=0.1, directory="/store", options=options)
+    apart = on_one_storage(slice(0, 1000), slice(1000, 2000))
+    optimizer = offload.SGD(apart, lr=0.1, directory="/store", options=options)
+    apart[1].held = apart[0].held  # what assigning .data does on a device
+    for parameter in apart:
+        parameter.grad = upload(torch.ones(1000))
+    with pytest.raises(UnsupportedParameterError, match=r"group0\.param0.*group0\.param1.* share"):
+        optimizer.step()
+    made = 2  # the gradients
+    assert (device.num_kernels - made, device.num_fetched, device.num_sent) == before
+
+
+def test_the_same_address_on_another_device_is_other_memory(device):
+    memory = torch.zeros(1000)
+    parameters = [torch.nn.Parameter(OnDevice(memory)), torch.nn.Parameter(memory)]
+    assert parameters[0].data_ptr() == parameters[1].data_ptr()
+    options = Cut(4096, 2).options(MemoryBackend())
+    offload.SGD(parameters, lr=0.1, directory="/store", options=options).close()
+
+
 def test_state_is_taken_out_and_put_in(device):
     pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2))
     train(pair, STEPS[:2])

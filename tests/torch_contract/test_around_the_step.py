@@ -14,7 +14,8 @@ from torch.optim.optimizer import (
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import offload
-from gds import MemoryBackend
+from gds import Backend, MemoryBackend
+from tests.numerics.delays import Late
 from tests.numerics.reference import (
     Reference,
     assert_same_bits,
@@ -52,9 +53,9 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
 class Twins:
     """A model whose state is on storage, and the same one with its state in memory."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, backend: Backend | None = None, **settings: Any) -> None:
         self.live, self.expected = Net(), Net()
-        self.backend = MemoryBackend()
+        self.backend = backend or MemoryBackend()
         self.optimizer = offload.AdamW(
             self.live.parameters(),
             lr=0.01,
@@ -134,7 +135,7 @@ def test_zero_grad(to_none: bool) -> None:
                 loss_of(model, step).backward()
             take_step()
         twins.assert_same()
-    assert twins.optimizer.state_dict()["step"] == 6
+    assert twins.optimizer.num_steps == 6
     twins.finish()
 
 
@@ -164,7 +165,7 @@ def test_torchs_scaler_with_bfloat16_parameters_skips_steps_without_touching_the
             moved = (stats.bytes_read, stats.bytes_written)
             assert (after.bytes_read, after.bytes_written) == moved
         assert scalers[0].state_dict() == scalers[1].state_dict()
-    assert twins.optimizer.state_dict()["step"] == 7
+    assert twins.optimizer.num_steps == 7
     twins.finish()
 
 
@@ -222,7 +223,13 @@ def test_a_compiled_step_is_not_compiled(overlap: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "overlap"),
-    [("swa", None), ("ema", None), ("ema", "forward"), ("ema", "backward")],
+    [
+        ("swa", None),
+        ("swa", "forward"),
+        ("ema", None),
+        ("ema", "forward"),
+        ("ema", "backward"),
+    ],
 )
 def test_averaged_models(kind: str, overlap: str | None) -> None:
     twins = Twins(overlap=overlap)
@@ -239,7 +246,6 @@ def test_averaged_models(kind: str, overlap: str | None) -> None:
             model.zero_grad()
             loss_of(model, step).backward()
             take_step()
-            twins.optimizer.synchronize()
             if step >= 2:
                 average.update_parameters(model)
                 scheduler.step()
@@ -284,6 +290,41 @@ def test_each_hook_of_steps_fires_once(overlap: str | None) -> None:
         optimizer.close()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("kind", ["one", "all"], ids=["of-the-optimizer", "of-all-optimizers"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@ALL
+def test_a_hook_of_steps_finds_the_parameters_updated(
+    kind: str, compiled: bool, overlap: str | None
+) -> None:
+    torch.compiler.reset()
+    twins = Twins(Late(0.002), overlap=overlap)
+    if compiled:
+        twins.live.compile(backend="eager")
+    found: list[torch.Tensor] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer is twins.optimizer:
+            found.append(torch.cat([p.detach().float().flatten() for p in twins.live.parameters()]))
+
+    registered = (
+        twins.optimizer.register_step_post_hook(look)
+        if kind == "one"
+        else register_optimizer_step_post_hook(look)
+    )
+    for step in range(5):
+        for model, take_step in twins.sides():
+            model.zero_grad()
+            loss_of(model, step).backward()
+            take_step()
+        expected = torch.cat([p.detach().float().flatten() for p in twins.expected.parameters()])
+        assert_same_bits(found[step], expected, f"step {step}")
+    registered.remove()
+    twins.finish()
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:the reference that state_dict")
 @ALL
 def test_each_hook_of_state_dicts_fires_once(overlap: str | None) -> None:
     twins = Twins(overlap=overlap)

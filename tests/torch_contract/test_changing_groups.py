@@ -82,22 +82,3 @@ def test_a_parameter_replaced_by_another_object_is_refused() -> None:
     with pytest.raises(MismatchError, match=r"'0\.weight' is another object"):
         step(ours, optimizer, 1)
     optimizer.close()
-
-
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen-then", "frozen-now"])
-def test_a_resume_that_freezes_otherwise_names_requires_grad(frozen: bool) -> None:
-    backend = MemoryBackend()
-    options = offload.Options(backend=backend, allow_volatile=True, train_state_bytes=8192)
-    for number in range(2):
-        model = torch.nn.Linear(3, 3)
-        model.bias.requires_grad_(frozen == bool(number))
-        optimizer = offload.AdamW(model.parameters(), directory=STORE, model=model, options=options)
-        if number == 0:
-            step(model, optimizer, 0)
-            optimizer.checkpoint().result()
-        else:
-            before = model.weight.detach().clone()
-            with pytest.raises(MismatchError, match=r"'bias' was .* Set requires_grad as it was"):
-                optimizer.restore()
-            assert torch.equal(model.weight, before)
-        optimizer.close()

@@ -86,10 +86,25 @@ class TestOtherThings:
         assert f"Give the store a directory of its own, such as '{tmp_path}/store'" in str(error)
         assert error.filename == str(tmp_path)
 
-    @pytest.mark.parametrize("name", ["pins", "store.json", "part-1", "step", "LOCKED", "slot-1"])
+    @pytest.mark.parametrize("name", ["pins", "store.json", "part-x", "step", "LOCKED", "slot-1"])
     def test_a_name_that_others_use_as_well_makes_no_store(self, tmp_path: Path, name: str) -> None:
         (tmp_path / name).mkdir() if "." not in name else (tmp_path / name).write_text("{}")
         assert f"holds other things: '{name}'" in str(refused(tmp_path, tmp_path))
+
+    @pytest.mark.parametrize("inside", [None, "exp_avg.safetensors", "data.bin"])
+    def test_a_part_that_was_only_begun_when_the_power_went_is_no_other_thing(
+        self, tmp_path: Path, inside: str | None
+    ) -> None:
+        """The lock may not have reached the drive, as the part has; others name things so, too."""
+        part = tmp_path / "b" / "part-1"
+        part.mkdir(parents=True)
+        if inside is not None:
+            (part / inside).write_bytes(b"")
+        directories = [tmp_path / "a", tmp_path / "b"]
+        if inside == "data.bin":
+            assert "holds other things: 'part-1'" in str(refused(directories, tmp_path))
+        else:
+            AdamW(Model().body_parameters(), directory=directories).close()
 
     def test_the_current_directory_is_no_exception(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -70,7 +70,7 @@ class Run:
 
     @property
     def at(self) -> int:
-        return self.optimizer.state_dict()["step"]
+        return self.optimizer.num_steps
 
     def backward(self) -> None:
         generator = torch.Generator().manual_seed(self.at)
@@ -326,13 +326,16 @@ class TestMetrics:
     @pytest.mark.parametrize(
         ("metrics", "message"),
         [
-            ({"loss": math.nan}, "metric 'loss' must be finite, got nan"),
-            ({"loss": -math.inf}, "metric 'loss' must be finite"),
-            ({"loss": 10**400}, "metric 'loss' must be finite, got inf"),
             ({"loss": True}, "metric 'loss' is a bool"),
             ({"loss": "low"}, "metric 'loss' is a str"),
-            ({"loss": torch.tensor(1.0)}, r"metric 'loss' is a Tensor.*pass float"),
-            ({"loss": np.float32(1)}, "metric 'loss' is a float32"),
+            ({"loss": None}, "metric 'loss' is a NoneType"),
+            ({"loss": torch.ones(2)}, r"metric 'loss' is a Tensor, expected one number, got tens"),
+            ({"loss": torch.ones(0)}, "metric 'loss' is a Tensor, expected one number"),
+            ({"loss": torch.tensor(True)}, "metric 'loss' is a Tensor"),
+            ({"loss": torch.tensor(1j)}, "metric 'loss' is a Tensor"),
+            ({"loss": torch.ones((), device="meta")}, "metric 'loss' is a Tensor"),
+            ({"loss": np.ones(3)}, "metric 'loss' is a ndarray"),
+            ({"nan": math.nan, "loss": "low"}, "metric 'loss' is a str"),  # said before the other
             ({"": 1.0}, "the name of a metric"),
             ({"x" * 65: 1.0}, "the name of a metric"),
             ({3: 1.0}, "the name of a metric"),
@@ -348,6 +351,60 @@ class TestMetrics:
         assert run.steps() == []
         run.optimizer.checkpoint(metrics={"loss": np.float64(1)}).result()
         run.optimizer.close()
+
+    @pytest.mark.parametrize(
+        "value",
+        [2, torch.tensor(2.0), torch.tensor([[2]]), torch.tensor(2.0).half(), np.float32(2),
+         np.int8(2), np.full((1, 1), 2.0), torch.nn.Parameter(torch.tensor(2.0)) * 1],
+        ids=repr,
+    )  # fmt: skip
+    def test_tensors_and_values_of_numpy_are_numbers(self, value: Any) -> None:
+        run = Run()
+        run.step()
+        assert run.optimizer.checkpoint(metrics={"loss": value}).result().metrics == {"loss": 2.0}
+        run.optimizer.close()
+
+    @pytest.mark.parametrize(
+        ("value", "said"),
+        [
+            (math.nan, "nan"),
+            (-math.inf, "-inf"),
+            (10**400, "inf"),
+            (-(10**400), "-inf"),
+            (torch.tensor(math.nan), "nan"),
+            (np.float32("inf"), "inf"),
+        ],
+    )
+    def test_one_that_is_not_finite_is_left_out_and_the_checkpoint_is_made(
+        self, value: Any, said: str
+    ) -> None:
+        run = Run()
+        run.step()
+        metrics = {"loss": value, "acc": 0.5}
+        with pytest.warns(RuntimeWarning, match=f"metric 'loss' is {said}, .*without it") as warned:
+            made = run.optimizer.checkpoint(metrics=metrics).result()
+        assert made.metrics == {"acc": 0.5}
+        assert [each.filename for each in warned] == [__file__]
+        assert run.steps() == [1]
+        run.optimizer.close()
+
+    def test_one_that_was_left_out_takes_no_part_in_what_is_best(self) -> None:
+        run = Run(keep=BestBy("loss") | LastK(1))
+        for loss in (3.0, 1.0, math.nan, math.nan, 2.0):
+            run.step()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                run.optimizer.checkpoint(metrics={"loss": loss}).result()
+            assert [str(each.message)[:20] for each in said] == (
+                ["metric 'loss' is nan"] if math.isnan(loss) else []
+            )
+        assert run.steps() == [2, 5]
+        run.optimizer.close()
+
+    def test_a_manifest_with_a_number_that_is_not_finite_is_refused(self) -> None:
+        for value in (math.nan, math.inf):
+            with pytest.raises(MetricError, match="metric 'loss' must be finite"):
+                check_metrics({"loss": value})
 
     def test_what_a_library_has_measured_is_taken_as_far_as_it_can_be(self) -> None:
         measured = {
@@ -869,19 +926,24 @@ class TestFullDisk:
         if overlap != "backward":
             compute_gradients()
         for _ in range(2):
-            with pytest.raises(StoreFullError, match="no room for the slot") as caught:
+            with pytest.raises(StoreFullError, match="the slot that the next step") as caught:
                 try_to_step()
             assert isinstance(caught.value, StorageError)
             assert caught.value.errno == errno.ENOSPC
-            for said in (
-                f"{size} bytes are needed in {STORE}",
-                f"{backend.free_bytes(STORE)} are free",
-                f"keeps 1 checkpoints and the pinned 'best' ({name_of(1)}).",
+            said = str(caught.value)
+            assert said.startswith(
+                f"{STORE}: No space left on device: the slot that the next step writes to needs "
+                f"{size / 1024:.1f} KiB ({backend.free_bytes(STORE) / 1024:.1f} KiB free)"
+            )
+            assert said.count("No space left") == 1
+            assert len(said) < 420
+            for part in (
+                f"keeps 1 checkpoints and the pinned 'best' ({name_of(1)}): unpin with",
                 f"`offload unpin {STORE} NAME`",
                 f"`offload prune {STORE}`",
                 "call again",
             ):
-                assert said in str(caught.value)
+                assert part in said
             assert run.at == 2
             assert all(map(torch.equal, before, run.parameters()))
             assert everything(backend) == names, "nothing half-written"

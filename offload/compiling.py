@@ -1,0 +1,115 @@
+"""What a step that runs beside the model has to know of torch's compiler.
+
+Compiled code runs no hooks, and its guards look at the class of every parameter. Compiling takes a
+lock that the update of a chunk needs, too: torch's optimizers differ in the last bit while a graph
+is being compiled on any thread. So nobody may wait for a step while it compiles.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Protocol
+
+import torch
+import torch._dynamo.convert_frame
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.utils import guard_failures
+
+compile_lock: Any = torch._dynamo.convert_frame.compile_lock
+"""Held by the thread that compiles, and during the update of a chunk beside the model."""
+
+
+class Follower(Protocol):
+    """What follows a model that may be compiled, in part or as a whole, at any time."""
+
+    def before_compiled(self, number: int) -> None:
+        """Wait for everything: module `number` is about to run in compiled code."""
+        ...
+
+    @property
+    def knows_compiled(self) -> bool:
+        """Whether everything is waited for at the entry of the model: part of it is compiled."""
+        ...
+
+    def compiling_begins(self) -> None:
+        """Something is about to be compiled on this thread."""
+        ...
+
+    def compiling_ended(self) -> None:
+        """It has been, or could not be."""
+        ...
+
+
+_keys = itertools.count(1)
+_followers: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictionary()
+
+
+def follow(follower: Follower) -> int:
+    """Return a number by which compiled code finds a follower, as long as there is one."""
+    key = next(_keys)
+    _followers[key] = follower
+    return key
+
+
+def listen() -> None:
+    """Tell followers from now on when something is compiled; ``torch.compiler.reset()`` ends it."""
+    if _begins not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_begins)
+        callback_handler.register_end_callback(_ended)
+
+
+def _begins(_: object) -> None:
+    for follower in list(_followers.values()):
+        follower.compiling_begins()
+
+
+def _ended(_: object) -> None:
+    for follower in list(_followers.values()):
+        follower.compiling_ended()
+
+
+def is_compiling_here() -> bool:
+    """Return whether the calling thread compiles, so that it must not wait for a step."""
+    owned: bool = compile_lock._is_owned()
+    return owned
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a call of a module runs compiled code."""
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return compiled or isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def num_recompiled(class_name: str) -> int:
+    """Return how often code was compiled again because a tensor had a class of this name."""
+    return sum(
+        class_name in reason for reasons in list(guard_failures.values()) for reason in reasons
+    )
+
+
+def _wait_amid_compiled(key: int, number: int) -> None:
+    follower = _followers.get(key)
+    if follower is not None:
+        follower.before_compiled(number)
+
+
+def _ask_while_tracing(key: int) -> bool:
+    # Must not wait: while a graph is traced, the step waits for the end of that.
+    follower = _followers.get(key)
+    return follower is None or follower.knows_compiled
+
+
+_compiler: Any = torch.compiler  # which is not typed
+_before_compiled = _compiler.disable(
+    _wait_amid_compiled,
+    reason='the model must wait for its parameters here (overlap="forward"). To compile it without '
+    "a graph break, construct the optimizer with model=torch.compile(model, fullgraph=True)",
+)
+_is_expected = _compiler.assume_constant_result(_ask_while_tracing)
+
+
+def before_traced_module(key: int, number: int) -> None:
+    """To be called where a hook is traced: wait there, unless that is done at the entry."""
+    if number == 0 or not _is_expected(key):
+        _before_compiled(key, number)

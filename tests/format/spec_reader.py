@@ -1,0 +1,136 @@
+"""A reader of FP32 state, written from docs/format.md alone, sharing no code with the library."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I16": "<i2", "I8": "i1", "U8": "u1"}
+
+
+def read_manifest(checkpoint: Path) -> tuple[int, dict[str, Any]]:
+    """Return version and body."""
+    document = json.loads((checkpoint / "manifest.json").read_text())
+    return document["format"], document["body"]
+
+
+def chunk_starts(version: int, body: dict[str, Any]) -> list[int]:
+    """Return where each chunk begins in element space, and one past the last element."""
+    sizes = [math.prod(shape) for _, _, shape, *_ in body["parameters"]]
+    grid, total = body["chunk_elements"], sum(sizes)
+    starts = []
+    for multiple in range(0, total, grid):
+        begin, at = 0, multiple
+        for size in sizes:
+            if begin < multiple < begin + size and version == 3 and body["state_dtype"] == "int8":
+                inside = multiple - begin
+                at = begin + min(32 * math.ceil(inside / 32), size)
+            begin += size
+        if at < total:
+            starts.append(at)
+    return [*starts, total]
+
+
+def blocks(version: int, body: dict[str, Any], name: str) -> Iterator[tuple[int, int]]:
+    """Yield the blocks of 32 of a parameter: first element, and one past the last."""
+    begin = 0
+    for other, _, shape, *_ in body["parameters"]:
+        if other == name:
+            break
+        begin += math.prod(shape)
+    size = math.prod(shape)
+    anew = {0, size}
+    if version == 2:
+        anew |= {s - begin for s in chunk_starts(version, body) if 0 < s - begin < size}
+    edges = sorted(anew)
+    for first, last in pairwise(edges):
+        for start in range(first, last, 32):
+            yield start, min(start + 32, last)
+
+
+def read_tensor(path: Path, name: str) -> tuple[str, list[int], np.ndarray]:
+    """Return dtype, shape and the flat values of a tensor; BF16 as 16-bit integers."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    entry = json.loads(raw[8 : 8 + length])[name]
+    start, stop = (8 + length + offset for offset in entry["data_offsets"])
+    values = np.frombuffer(raw[start:stop], dtype=_NUMPY[entry["dtype"]])
+    return entry["dtype"], entry["shape"], values
+
+
+def widened(dtype: str, values: np.ndarray) -> np.ndarray:
+    """Return stored values as FP32."""
+    if dtype == "BF16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+def rounded(dtype: str, values: np.ndarray) -> np.ndarray:
+    """Round FP32 to nearest, ties to even, as the bits of a 16-bit dtype."""
+    if dtype == "F16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).view(np.uint16)
+    wide = values.view(np.uint32).astype(np.uint64)
+    found = ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), found)
+
+
+def fp32_state(checkpoint: Path, name: str) -> dict[str, np.ndarray]:
+    """Return the FP32 value of a parameter, as ``master``, and of each of its state arrays."""
+    version, body = read_manifest(checkpoint)
+    entry = next(p for p in body["parameters"] if p[0] == name)
+    scalars = body["scalars"][body["parameters"].index(entry)]
+    _, dtype, shape, _, arrays = entry
+    _, _, live = read_tensor(checkpoint / "model.safetensors", name)
+    parameter = widened(dtype, live)
+    found = {"master": parameter}
+    stored = {a: read_tensor(checkpoint / f"{a}.safetensors", name) for a in arrays}
+    with np.errstate(all="ignore"):
+        for array, (code, _, values) in stored.items():
+            if array.endswith("_scale") or array in ("master", "master_low"):
+                continue
+            if scalars is None:
+                found[array] = np.zeros(len(live), dtype=np.float32)
+            elif code in ("I8", "U8"):
+                _, _, scales = stored[f"{array}_scale"]
+                found[array] = _from_8_bits(version, body, name, code, values, scales)
+            else:
+                found[array] = widened(code, values)
+    if scalars is not None and "master_low" in stored:
+        low = stored["master_low"][2].astype(np.int64)
+        whole = (((live.astype(np.int64) << 16) + low) % (1 << 32)).astype(np.uint32)
+        master = whole.view(np.float32)
+        found["master"] = np.where(np.isnan(master), parameter, master)
+    elif scalars is not None and "master" in stored:
+        master = stored["master"][2]
+        same = rounded(dtype, master) == live.view(np.uint16)
+        found["master"] = np.where(same, master, parameter)
+    return {array: values.reshape(shape) for array, values in found.items()}
+
+
+def _from_8_bits(
+    version: int,
+    body: dict[str, Any],
+    name: str,
+    code: str,
+    codes: np.ndarray,
+    scales: np.ndarray,
+) -> np.ndarray:
+    out = np.empty(len(codes), dtype=np.float32)
+    of_blocks = list(blocks(version, body, name))
+    assert len(of_blocks) == len(scales)
+    for (start, stop), s in zip(of_blocks, widened("BF16", scales), strict=True):
+        c = codes[start:stop].astype(np.float32)
+        if code == "I8":
+            out[start:stop] = c / (np.float32(254) - np.abs(c)) * s
+        else:
+            root = c * np.float32(1 / 255) * s
+            out[start:stop] = root * root
+    return out

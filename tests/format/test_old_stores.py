@@ -1,0 +1,115 @@
+"""Stores of version 2 with compressed state: they keep their rule, to the bit, for their life."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import offload
+from offload.exporting import export_checkpoint
+from tests.format.old_stores import (
+    CHECKPOINT_STEP,
+    LAST_STEP,
+    SETTINGS,
+    SHAPES,
+    Model,
+    expected,
+    optimizer_for,
+    state_digests,
+    stored_digests,
+    tensor_digests,
+    train,
+    unpack,
+)
+
+pytestmark = pytest.mark.parametrize("name", SETTINGS)
+
+
+@pytest.fixture
+def store(name: str, tmp_path: Path) -> Path:
+    return unpack(name, tmp_path)
+
+
+def body_of(path: str | Path) -> tuple[int, dict[str, Any]]:
+    """Return the version of a checkpoint's manifest, and its body."""
+    document = json.loads((Path(path) / "manifest.json").read_text())
+    return document["format"], document["body"]
+
+
+def test_the_fixture_cuts_blocks_where_chunks_end(name: str, store: Path) -> None:
+    version, body = body_of(store / f"step-{CHECKPOINT_STEP:08}")
+    assert version == 2
+    start = 0
+    cuts = []
+    for parameter, _, shape, *_ in body["parameters"]:
+        stop = start + torch.Size(shape).numel()
+        edges = range(-(-start // 1024) * 1024, stop, 1024)
+        cuts += [edge - start for edge in edges if parameter == "large"]
+        start = stop
+    assert len(cuts) == 4
+    assert all(cut % 32 for cut in cuts)
+
+
+def test_state_is_read_as_it_was_written(name: str, store: Path) -> None:
+    with offload.open_checkpoint(store) as checkpoint:
+        assert checkpoint.verify().ok
+        assert stored_digests(checkpoint.path) == expected(name)["stored"]
+        assert state_digests(checkpoint) == expected(name)["state"]
+
+
+def test_an_export_has_the_same_state(name: str, store: Path, tmp_path: Path) -> None:
+    with offload.open_checkpoint(store) as checkpoint:
+        export_checkpoint(checkpoint, tmp_path / "out", "safetensors")
+    loaded = {
+        array: safetensors.torch.load_file(tmp_path / "out" / f"{array}.safetensors")
+        for array in ("master", "exp_avg", "exp_avg_sq")
+    }
+    for parameter in SHAPES:
+        exported = {a: values[parameter] for a, values in loaded.items() if parameter in values}
+        digests = dict(expected(name)["state"][parameter])
+        if parameter == "full":
+            del digests["master"]  # it is its own
+        assert tensor_digests(exported) == digests
+
+
+@pytest.mark.parametrize("seals", [(LAST_STEP,), (4, 5, LAST_STEP)], ids=["at-the-end", "often"])
+def test_training_goes_on_with_the_bits_of_the_code_that_made_it(
+    name: str, store: Path, seals: tuple[int, ...]
+) -> None:
+    model = Model()
+    done = CHECKPOINT_STEP
+    with optimizer_for(model, store, name) as optimizer:
+        restored = optimizer.restore()
+        assert restored is not None
+        assert restored.step == done
+        for step in seals:
+            train(model, optimizer, done + 1, step)
+            checkpoint = optimizer.checkpoint().result()
+            assert body_of(checkpoint.path)[0] == 2
+            done = step
+        assert stored_digests(checkpoint.path) == expected(name)["stored_after"]
+        assert state_digests(checkpoint) == expected(name)["state_after"]
+    model = Model()
+    with optimizer_for(model, store, name) as optimizer:  # and again, in what it wrote
+        optimizer.restore()
+        train(model, optimizer, done + 1, done + 1)
+        assert body_of(optimizer.checkpoint().result().path)[0] == 2
+
+
+def test_other_chunks_in_the_options_change_nothing(name: str, store: Path) -> None:
+    model = Model()
+    options = offload.Options(
+        chunk_bytes=1 << 20, train_state_bytes=8192, allow_volatile=True, **SETTINGS[name]
+    )
+    with offload.Adam(
+        model.parameters(), directory=store, model=model, options=options
+    ) as optimizer:
+        optimizer.restore()
+        train(model, optimizer, CHECKPOINT_STEP + 1, LAST_STEP)
+        path = optimizer.checkpoint().result().path
+    assert stored_digests(path) == expected(name)["stored_after"]

@@ -1,0 +1,171 @@
+"""What a checkpoint says of a parameter that was edited before it: one answer from every reader.
+
+The live parameter wins, as in the next step: an element that is not what its master rounds to is
+its own FP32 value. With split masters the edited parameter is the upper half, and the lower half
+stays.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import offload
+from gds import MemoryBackend
+from offload.exporting import export_checkpoint
+from tests.numerics.models import trainable
+from tests.numerics.pairs import CASES, CUTS, Cut, Pair, memory_pair
+from tests.numerics.reference import assert_same_bits, bits
+from tests.numerics.test_live_parameter_wins import EDITS
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "split": {"master": "split"},
+    "bfloat16": {"state_dtype": "bfloat16"},
+    "int8": {"state_dtype": "int8"},
+}
+
+
+def expected_masters(pair: Pair, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the FP32 value of every parameter that has state, given the masters before an edit."""
+    found = {}
+    for name, live in trainable(pair.live).items():
+        live = live.detach()
+        if name not in before or live.dtype == torch.float32:
+            found[name] = live.float()
+            continue
+        if pair.cut.settings.get("master") == "split" and live.dtype == torch.bfloat16:
+            low = (bits(before[name]) << 16) >> 16  # with its sign
+            joined = ((bits(live).to(torch.int32) << 16) + low).view(torch.float32)
+            found[name] = torch.where(joined.isnan(), live.float(), joined)
+            continue
+        edited = bits(before[name].to(live.dtype)) != bits(live)
+        found[name] = torch.where(edited, live.float(), before[name])
+    return found
+
+
+def trained(settings: dict[str, Any]) -> tuple[Pair, dict[str, torch.Tensor]]:
+    """Train for a while; returns the masters of what has state, by name."""
+    cut = Cut(CUTS[0].chunk_bytes, CUTS[0].ring_chunks, None, settings)
+    pair = memory_pair(CASES["adamw"], cut)
+    for step in range(5):
+        pair.step_live(step)
+    checkpoint = pair.optimizer.checkpoint({"before": True}).result()
+    names = [
+        spec.name
+        for spec, scalars in zip(
+            checkpoint.manifest.layout.parameters, checkpoint.manifest.scalars, strict=True
+        )
+        if scalars is not None
+    ]
+    return pair, {name: checkpoint.read_state(name)["master"] for name in names}
+
+
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_the_edited_value_is_the_master(edit, settings, tmp_path):
+    pair, before = trained(settings)
+    with torch.no_grad():
+        edit(pair.live)
+    expected = expected_masters(pair, before)
+    names = [name for name in before if not torch.equal(expected[name], before[name])]
+    assert len(names) > 5, "nothing was edited"
+    checkpoint = pair.optimizer.checkpoint().result()
+    export_checkpoint(checkpoint, "/exported", "safetensors")
+    file = pair.backend.open("/exported/master.safetensors")
+    exported = safetensors.torch.load(file.read_bytes(0, file.size_bytes))
+    given = [p for group in pair.optimizer.param_groups for p in group["params"]]
+    numbers = {p: number for number, p in enumerate(given)}
+    full = pair.optimizer.full_state_dict()["master"]
+    for name, live in trainable(pair.live).items():
+        read = checkpoint.read_state(name)["master"]
+        assert_same_bits(read, expected[name], f"read_state of {name}")
+        if live.dtype != torch.float32:
+            assert_same_bits(exported[name], expected[name], f"exported {name}")
+            assert_same_bits(full[numbers[live]], expected[name], f"full_state_dict of {name}")
+    assert checkpoint.verify().ok
+
+
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
+def test_a_parameter_without_state_is_its_own_master_and_its_state_is_zero(settings):
+    pair, _ = trained(settings)
+    with torch.no_grad():
+        pair.live.never.mul_(3)
+        pair.live.late.fill_(0.5)
+    checkpoint = pair.optimizer.checkpoint().result()
+    for name in ("never", "late", "late_full", "never_full"):
+        found = checkpoint.read_state(name)
+        live = trainable(pair.live)[name].detach()
+        assert_same_bits(found.pop("master"), live.float(), name)
+        assert found.keys() == {"exp_avg", "exp_avg_sq"}
+        for array, values in found.items():
+            assert_same_bits(values, torch.zeros(live.shape), f"{array} of {name}")
+
+
+def test_a_nan_is_read_as_one():
+    pair, _ = trained({})
+    with torch.no_grad():
+        pair.live.big[7] = float("nan")
+        pair.live.matrix_half[3, 4] = float("nan")
+    checkpoint = pair.optimizer.checkpoint().result()
+    assert checkpoint.read_state("big")["master"].isnan().nonzero().tolist() == [[7]]
+    assert checkpoint.read_state("matrix_half")["master"].isnan().nonzero().tolist() == [[3, 4]]
+
+
+class Reads:
+    """A backend whose files count the bytes that are read of them."""
+
+    def __init__(self, backend: MemoryBackend) -> None:
+        self._backend, self.read_bytes = backend, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def open(self, path: str, **kwargs: Any) -> Any:
+        return _File(self, self._backend.open(path, **kwargs))
+
+
+class _File:
+    def __init__(self, reads: Reads, file: Any) -> None:
+        self._reads, self._file = reads, file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def read_bytes(self, offset: int, nbytes: int) -> bytes:
+        self._reads.read_bytes += nbytes
+        return self._file.read_bytes(offset, nbytes)
+
+
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
+def test_no_more_is_read_than_what_is_stored_of_the_parameter(settings):
+    pair, _ = trained(settings)
+    path = pair.optimizer.checkpoint().result().path
+    reads = Reads(pair.backend)
+    with offload.open_checkpoint(path, backend=reads) as checkpoint:
+        spec = next(p for p in checkpoint.manifest.layout.parameters if p.name == "big")
+        before = reads.read_bytes
+        checkpoint.read_state("big")
+        assert reads.read_bytes - before <= 16 * spec.num_elements
+        assert reads.read_bytes - before >= 4 * spec.num_elements
+
+
+def test_a_plain_file_system(tmp_path):
+    model = torch.nn.Linear(8, 8).bfloat16()
+    optimizer = offload.AdamW(
+        model.parameters(), lr=1e-2, directory=os.fspath(tmp_path / "run"), model=model,
+        options=offload.Options(allow_volatile=True),
+    )  # fmt: skip
+    with optimizer:
+        model(torch.randn(4, 8).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.weight.zero_()
+        path = optimizer.checkpoint().result().path
+    with offload.open_checkpoint(path) as checkpoint:
+        assert not checkpoint.read_state("weight")["master"].any()
+        assert checkpoint.read_state("bias")["master"].any()
