@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 import tempfile
 import traceback
 import warnings
@@ -100,6 +101,13 @@ def _compare(pair: Pair, op: Operation, *, all_of_it: bool) -> None:
         require_same(f"after {op.kind}: hyper-parameters", pair.plain.hyper(), pair.ours.hyper())
 
 
+def _require_none_lost(op: Operation, lost: list[str]) -> None:
+    """Raise if a destructor has failed; an interrupt that came within one is lost in Python."""
+    failed = [text for text in lost if not text.startswith("KeyboardInterrupt")]
+    if failed:
+        raise Finding(f"{op.kind}: raised where nobody can catch it: {failed}")
+
+
 def run(program: Program) -> Outcome:
     """Run a program in this process, and clean up after it."""
     logging.getLogger("offload").setLevel(logging.CRITICAL)
@@ -111,6 +119,8 @@ def run(program: Program) -> Outcome:
     ran: Counter[str] = Counter()
     outcome = Outcome(program.name)
     pair: Pair | None = None
+    lost: list[str] = []
+    sys.unraisablehook = lambda raised: lost.append(f"{raised.exc_value!r} in {raised.object!r}")
     try:
         pair = Pair(Plain(program, root), Ours(program, root))
         for n, op in enumerate(program.operations):
@@ -118,6 +128,7 @@ def run(program: Program) -> Outcome:
             (_both if op.kind in LOOPS else _stores)(pair, op)
             _compare(pair, op, all_of_it=op.seed % 11 == 0)
             ran[op.kind] += 1
+            _require_none_lost(op, lost)
         outcome.at = len(program.operations)
         last = Operation("the end", 0, {})
         _compare(pair, last, all_of_it=True)
@@ -126,6 +137,7 @@ def run(program: Program) -> Outcome:
         _compare(pair, last, all_of_it=True)
         STORES["state"](pair, last)
         pair.ours.close()
+        _require_none_lost(last, lost)
     except Finding as finding:
         outcome.finding = str(finding)
         outcome.trace = traceback.format_exc()
@@ -133,6 +145,7 @@ def run(program: Program) -> Outcome:
         outcome.finding = f"{type(error).__name__}: {error}"
         outcome.trace = traceback.format_exc()
     finally:
+        sys.unraisablehook = sys.__unraisablehook__
         outcome.ran = dict(ran)
         shutil.rmtree(root, ignore_errors=True)
     return outcome
