@@ -121,6 +121,8 @@ def _scaled_step(side: Side, i: int, clip: str | None) -> Any:
 def steps(side: Side, args: dict[str, Any], closure: Callable[[], Tensor] | None = None) -> Any:
     """Step every optimizer, clipping before it."""
     seen = []
+    if len(side.optimizers) > 1:
+        side.settle()  # the step of one changes what the other's checkpoint is copying: refused
     for i, optimizer in enumerate(side.optimizers):
         clip = args.get("clip") if side.overlap != "backward" else None
         if side.scaler:
