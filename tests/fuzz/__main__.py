@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
-import datetime
+import datetime as dt
 import json
 import platform
 import sys
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from tests.fuzz import program as programs
+from tests.fuzz.breakages import BREAKAGES
 from tests.fuzz.runner import isolated, kind_of, prepare, shorten
 
 
@@ -27,12 +28,18 @@ def main() -> int:
     parser.add_argument("--shorten", type=float, default=60.0, help="seconds for each finding")
     parser.add_argument("--stop", action="store_true", help="stop at the first finding")
     parser.add_argument(
-        "--without", action="append", default=[], help="operations, ambient modes, hooks, overlaps; see `program.Program.without`"
+        "--without",
+        action="append",
+        default=[],
+        help="operations, ambient modes, hooks, overlaps; see `program.Program.without`",
     )
     parser.add_argument("--record", type=Path, help="write the result to this file")
     parser.add_argument("--keep", type=Path, help="write short failing programs to this folder")
+    parser.add_argument("--break", dest="broken", choices=sorted(BREAKAGES), help="put a fault in")
     args = parser.parse_args()
     prepare()
+    if args.broken:
+        BREAKAGES[args.broken]()
     began = time.monotonic()
     ran: collections.Counter[str] = collections.Counter()
     kinds: dict[str, list[str]] = {}
@@ -67,7 +74,7 @@ def main() -> int:
         print(f"  {len(names)}: {kind}: {names[:12]}")
     if args.record:
         result = {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "date": dt.datetime.now(dt.UTC).date().isoformat(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.compare import Finding, require_same
+from tests.fuzz.compare import FindingError, require_same
 from tests.fuzz.loops import LOOPS
 from tests.fuzz.program import Operation, Program
 from tests.fuzz.sides import Ours, Plain
-from tests.fuzz.stores import STORES, Pair
+from tests.fuzz.stores import Pair
+from tests.fuzz.troubles import STORES
 
 EXPECTED = (
     "no direct I/O",  # promised on tmpfs
@@ -49,7 +50,7 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, list[str], str | None]:
         try:
             result = call()
         except Exception as error:  # what one side raises is compared with the other
-            if isinstance(error, Finding):
+            if isinstance(error, FindingError):
                 raise
             result = ("raised", type(error).__name__)
             trace = traceback.format_exc()
@@ -65,9 +66,9 @@ def _both(pair: Pair, op: Operation) -> None:
     torch.manual_seed(op.seed)
     ours, warned, ours_trace = _attempt(lambda: function(pair.ours, op))
     if ours_trace and not plain_trace:
-        raise Finding(f"{op.kind}: ours raises\n{ours_trace}")
+        raise FindingError(f"{op.kind}: ours raises\n{ours_trace}")
     if plain_trace and not ours_trace:
-        raise Finding(f"{op.kind}: plain torch raises, ours does not\n{plain_trace}")
+        raise FindingError(f"{op.kind}: plain torch raises, ours does not\n{plain_trace}")
     require_same(op.kind, plain, ours)
     _require_warnings(op, expected, warned)
     if ours_trace and "planned" not in str(ours) and "No inf checks" not in ours_trace:
@@ -79,14 +80,14 @@ def _both(pair: Pair, op: Operation) -> None:
 def _require_warnings(op: Operation, expected: list[str], warned: list[str]) -> None:
     new = [message for message in warned if message not in expected]
     if new:
-        raise Finding(f"{op.kind}: ours warns: {new}")
+        raise FindingError(f"{op.kind}: ours warns: {new}")
 
 
 def _stores(pair: Pair, op: Operation) -> None:
     torch.manual_seed(op.seed)
     _, warned, trace = _attempt(lambda: STORES[op.kind](pair, op))
     if trace:
-        raise Finding(f"{op.kind}: raises\n{trace}")
+        raise FindingError(f"{op.kind}: raises\n{trace}")
     _require_warnings(op, [], warned)
 
 
@@ -105,7 +106,7 @@ def _require_none_lost(op: Operation, lost: list[str]) -> None:
     """Raise if a destructor has failed; an interrupt that came within one is lost in Python."""
     failed = [text for text in lost if not text.startswith("KeyboardInterrupt")]
     if failed:
-        raise Finding(f"{op.kind}: raised where nobody can catch it: {failed}")
+        raise FindingError(f"{op.kind}: raised where nobody can catch it: {failed}")
 
 
 def run(program: Program) -> Outcome:
@@ -138,7 +139,7 @@ def run(program: Program) -> Outcome:
         STORES["state"](pair, last)
         pair.ours.close()
         _require_none_lost(last, lost)
-    except Finding as finding:
+    except FindingError as finding:
         outcome.finding = str(finding)
         outcome.trace = traceback.format_exc()
     except BaseException as error:  # noqa: BLE001 - anything that escapes is a finding

@@ -13,9 +13,11 @@ from typing import Any
 import gds
 import offload
 
-PLACES = tuple(
-    str(Path(module.__file__ or "").parent) for module in (offload, gds)
-) + (str(threading.__file__),)
+PLACES = (
+    str(Path(offload.__file__).parent),
+    str(Path(gds.__file__).parent),
+    str(threading.__file__),
+)
 
 
 @contextlib.contextmanager
@@ -23,8 +25,8 @@ def interrupted(at: int) -> Iterator[list[int]]:
     """Raise `KeyboardInterrupt` at the `at`-th moment of the library's code on this thread.
 
     The moments are those at which Python runs the handlers of signals: where a function begins, and
-    where one written in C has returned. Calls within torch are left alone, whose own context managers do not stand an interrupt. The
-    list that is yielded gets an item if the interrupt has come.
+    where one that is written in C has returned. Code of torch is left alone, whose own context
+    managers do not stand an interrupt. The list that is yielded gets an item when it has come.
     """
     left, fired = at, list[int]()
 

@@ -262,7 +262,9 @@ KINDS: dict[str, tuple[float, Callable[[random.Random, dict[str, Any]], dict[str
     ),
     "look": (
         4,
-        _choice(how=["numpy", "state_dict", "data", "norm", "deepcopy", "save", "dlpack", "vector"]),
+        _choice(
+            how=["numpy", "state_dict", "data", "norm", "deepcopy", "save", "dlpack", "vector"]
+        ),
     ),
     "edit": (4, _choice(how=["add", "data", "clamp", "load", "assign", "negative_zero", "nan"])),
     "freeze": (1.5, _choice(block=[0, 1, 2], gradient=[None, "keep", "ones"])),
@@ -292,7 +294,7 @@ KINDS: dict[str, tuple[float, Callable[[random.Random, dict[str, Any]], dict[str
     "threads": (1.5, _choice(path=["call", "encode", "block"])),
     "interrupt": (
         3,
-        lambda rng, config: {
+        lambda rng, _: {
             "action": rng.choice(["train", "train", "checkpoint", "restore", "state", "evaluate"]),
             "at": int(2 ** rng.uniform(0, 11)),
         },

@@ -112,15 +112,17 @@ class Side:
             self.model.blocks[0].register_forward_hook(lambda *_: self.note("forward"))
         if "forward_pre" in wanted:
             self.model.blocks[-1].register_forward_pre_hook(lambda *_: self.note("forward_pre"))
-        if "gradient" in wanted:
+        if "gradient" in wanted and self.model.head.weight.requires_grad:
             self.model.head.weight.register_hook(lambda g: g * 0.5)
         if "accumulated" in wanted and self.overlap != "backward":
-            self.model.late.bias.register_post_accumulate_grad_hook(lambda p: self.note("grad"))
+            self.model.late.bias.register_post_accumulate_grad_hook(lambda _: self.note("grad"))
 
     @torch.no_grad()
     def note(self, what: str) -> None:
         """Write down a number that depends on every parameter that an optimizer has."""
-        total = [p.float().sum() for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        total = [
+            p.float().sum() for o in self.optimizers for g in o.param_groups for p in g["params"]
+        ]
         self.log.append((what, torch.stack(total)))
 
     def parameters(self, i: int) -> list[Tensor]:

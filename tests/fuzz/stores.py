@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 import offload
 from offload import errors
-from tests.fuzz import loops
-from tests.fuzz.compare import Finding, require_same
-from tests.fuzz.interrupts import interrupted
+from tests.fuzz import loops, readers
+from tests.fuzz.compare import FindingError, require_same
 from tests.fuzz.program import Operation
-from tests.fuzz.sides import Ours, Plain, Side, ambient
+from tests.fuzz.sides import Ours, Plain, ambient
 
 
 class Pair:
@@ -39,7 +38,7 @@ class Pair:
         found = offload.list_checkpoints(self.ours.directories(i)[0])
         bad = [c for c in found if not c.valid]
         if bad:
-            raise Finding(f"not usable: {bad}")
+            raise FindingError(f"not usable: {bad}")
         return [c.step for c in found][::-1]
 
 
@@ -50,7 +49,7 @@ def checkpoint(pair: Pair, op: Operation) -> None:
     for side in (pair.plain, pair.ours):
         for again in (None, args["again"])[: 2 if args["again"] else 1]:
             if again == "edited":
-                loops.edit(side, Operation("edit", op.seed, {"how": "add"}))
+                readers.edit(side, Operation("edit", op.seed, {"how": "add"}))
             elif again == "forward":
                 side.settle()
                 side.model.train()
@@ -67,9 +66,9 @@ def checkpoint(pair: Pair, op: Operation) -> None:
             listed, made = pair.listed(i), sorted(pair.plain.snapshots[i])[::-1]
             require_same("the newest checkpoint", made[0], listed[0])
             if set(listed) - set(made):
-                raise Finding(f"listed {listed}, made {made}")
+                raise FindingError(f"listed {listed}, made {made}")
             if pair.plain.alive[i] - set(listed):
-                raise Finding(f"keep={keep}: listed {listed}, kept {pair.plain.alive[i]}")
+                raise FindingError(f"listed {listed}, to be kept {pair.plain.alive[i]}")
 
 
 def restore(pair: Pair, op: Operation) -> None:
@@ -89,7 +88,8 @@ def restore(pair: Pair, op: Operation) -> None:
         number = None if wanted == available[0] else wanted
         if pair.plain.snapshots[i][wanted]["late"] != pair.plain.late[i] or pins:
             kind = errors.PinError if pins else errors.MismatchError
-            refused(lambda: pair.ours.restore(i, number), kind, ambient=op.args["ambient"])
+            again = partial(pair.ours.restore, i, number)
+            refused(again, kind, ambient=op.args["ambient"])
             continue
         bring_back(pair, i, number, op.args["ambient"])
 
@@ -102,7 +102,7 @@ def bring_back(
     with ambient(mode):
         step = pair.ours.restore(i, number)
     if step is not None and step not in pair.plain.snapshots[i]:
-        raise Finding(f"restore() gave {step}, made {sorted(pair.plain.snapshots[i])}")
+        raise FindingError(f"restore() gave {step}, made {sorted(pair.plain.snapshots[i])}")
     if number is not None:
         require_same("the step restored", number, step)
     elif not interrupted:
@@ -117,9 +117,9 @@ def refused(call: Callable[[], Any], *kinds: type[BaseException], **args: Any) -
             call()
     except kinds as error:
         if not str(error):
-            raise Finding(f"{type(error).__name__} without a word") from error
+            raise FindingError(f"{type(error).__name__} without a word") from error
     else:
-        raise Finding(f"not refused: expected {[kind.__name__ for kind in kinds]}")
+        raise FindingError(f"not refused: expected {[kind.__name__ for kind in kinds]}")
 
 
 def reopen(pair: Pair, op: Operation) -> None:
@@ -150,7 +150,7 @@ def pin(pair: Pair, op: Operation) -> None:
     for i in pair.numbers():
         newest = pair.plain.newest[i]
         if newest is None:
-            refused(lambda: pair.ours.optimizers[i].pin("a"), offload.OffloadError)
+            refused(partial(pair.ours.optimizers[i].pin, "a"), offload.OffloadError)
             continue
         with ambient(op.args.get("ambient")):
             pair.ours.optimizers[i].pin(op.args["name"])
@@ -162,7 +162,7 @@ def unpin(pair: Pair, op: Operation) -> None:
     for i in pair.numbers():
         call = pair.ours.optimizers[i].unpin
         if pair.plain.pins[i].pop(op.args["name"], None) is None:
-            refused(lambda: call(op.args["name"]), offload.OffloadError)
+            refused(partial(call, op.args["name"]), offload.OffloadError)
         else:
             call(op.args["name"])
 
@@ -209,8 +209,11 @@ def materialized(pair: Pair, op: Operation) -> None:
     """Hold the state in memory for a while."""
     for i, optimizer in enumerate(pair.ours.optimizers):
         with ambient(op.args.get("ambient")), optimizer.materialized():
-            held = {n: dict(optimizer.state[p]) for n, p in enumerate(pair.ours.parameters(i))
-                    if p in optimizer.state}
+            held = {
+                n: dict(optimizer.state[p])
+                for n, p in enumerate(pair.ours.parameters(i))
+                if p in optimizer.state
+            }
         require_state("materialized()", pair.plain.state(i)["state"], held)
 
 
@@ -253,7 +256,7 @@ def read(pair: Pair, op: Operation) -> None:
         with offload.open_checkpoint(pair.ours.directories(i)[0]) as found:
             require_same("the step of the newest checkpoint", newest, found.step)
             if op.args["verify"] and not found.verify().ok:
-                raise Finding("verify() of a good checkpoint finds damage")
+                raise FindingError("verify() of a good checkpoint finds damage")
             if not pair.ours.config["model"] or snapshot["late"] != pair.plain.late[i]:
                 continue
             for n, parameter in enumerate(parameters):
@@ -264,140 +267,3 @@ def read(pair: Pair, op: Operation) -> None:
                 except offload.OffloadError:
                     continue  # it was frozen when that was sealed
                 require_same("read_state", snapshot["optimizer"]["effective"][n], arrays["master"])
-
-
-def interrupt(pair: Pair, op: Operation) -> None:
-    """Ctrl-C at a counted moment of something, after a checkpoint; then `restore`, as a user would."""
-    for side in (pair.plain, pair.ours):
-        side.settle()
-    if any(pair.plain.steps[i] in pair.plain.pins[i].values() for i in pair.numbers()):
-        return  # sealing that step anew is refused
-    for side in (pair.plain, pair.ours):
-        for i in pair.numbers():
-            side.checkpoint(i, None, True)
-    action = op.args["action"]
-    plain_train = Operation("train", op.seed, {
-        **{"micro": 1, "clip": None, "zero": "none", "path": "call", "recompute": None},
-        **{"closure": False, "fails": None, "ambient": None, "scale": 1.0},
-    })
-
-    def act(side: Plain | Ours) -> None:
-        torch.manual_seed(op.seed)
-        if action == "train":
-            loops.train(side, plain_train)
-        elif action == "evaluate":
-            loops.evaluate(side, Operation("evaluate", op.seed, {"mode": "eval", "grad": "no_grad",
-                                                                 "path": "call"}))
-        for i in pair.numbers():
-            if action in ("train", "checkpoint"):
-                side.checkpoint(i, None, True)
-            elif action == "restore":
-                side.restore(i, None)
-            elif action == "state":
-                side.state(i)
-
-    fired: list[int] = []
-    log = len(pair.ours.log)
-    try:
-        with interrupted(op.args["at"]) as fired:
-            act(pair.ours)
-    except KeyboardInterrupt:
-        pass
-    torch.set_grad_enabled(True)
-    before = [dict(snapshots) for snapshots in pair.plain.snapshots]
-    act(pair.plain)
-    if not fired:
-        return
-    for side in (pair.plain, pair.ours):
-        del side.log[log:]
-        loops.zero(side, "none")
-        side.model.zero_grad()
-        if side.scaler:  # one that was left between unscale_() and update() is torch's own trap
-            side.scaler = side.make_scaler()
-    for i in pair.numbers():
-        bring_back(pair, i, None, None, interrupted=True)
-        step = pair.plain.newest[i]
-        if step in before[i] and not same_model(pair):
-            # The second seal of this step (its update was skipped) had not ended.
-            pair.plain.snapshots[i][step] = before[i][step]
-            pair.plain.restore(i, step)
-
-
-def same_model(pair: Pair) -> bool:
-    """Return whether parameters and buffers are the same on both sides."""
-    try:
-        require_same("model", pair.plain.look(), pair.ours.look())
-    except Finding:
-        return False
-    return True
-
-
-def refuse(pair: Pair, op: Operation) -> None:
-    """Do what is documented to be refused, and go on."""
-    ours, what = pair.ours, op.args["what"]
-    optimizer = ours.optimizers[0]
-    if what == "copy":
-        refused(lambda: copy.deepcopy(optimizer), TypeError, offload.OffloadError)
-    elif what == "pickle":
-        refused(lambda: pickle.dumps(optimizer), TypeError, offload.OffloadError)
-    elif what == "older":
-        ours.settle()
-        available = pair.listed(0)
-        if len(available) > 1:
-            refused(lambda: optimizer.restore(available[-1]), errors.MismatchError)
-    elif what == "lock":
-        lives, late = ours.lives, list(ours.late)
-        refused(lambda: ours.optimizer(0), offload.OffloadError)
-        ours.lives, ours.late = lives, late
-    elif what == "twice":
-        given = ours.parameters(0)[:1]
-        refused(lambda: optimizer.add_param_group({"params": given}), ValueError)
-    elif what in ("class", "fused", "half"):
-        parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float64 if what == "half" else None))
-        kind = torch.optim.LBFGS if what == "class" else torch.optim.AdamW
-        more = {"fused": True} if what == "fused" else {}
-        where = ours.root / "refused"
-        refused(
-            lambda: offload.OffloadedOptimizer(
-                kind, [parameter], directory=where, options=offload.Options(allow_volatile=True), **more
-            ),
-            offload.OffloadError,
-        )
-        if where.exists():
-            raise Finding(f"a refused construction has made {where}")
-
-
-def in_mode(pair: Pair, op: Operation) -> None:
-    """Call something within an ambient mode of torch."""
-    call, mode = op.args["call"], op.args["mode"]
-    wide = {"ambient": mode, "zero": True, "back": 0, "name": "a", "source": "ours", "wait": True,
-            "again": None, "metric": None}
-    inner = Operation(call, op.seed, wide)
-    if call in ("checkpoint", "restore", "pin", "materialized"):
-        STORES[call](pair, inner)
-    elif call == "reopen":
-        reopen(pair, Operation(call, op.seed, {"options": pair.ours.options, "ambient": mode}))
-    elif call == "load_full":
-        load_full(pair, inner)
-    elif call == "full_state_dict":
-        state(pair, inner)
-    elif call == "step":
-        for side in (pair.plain, pair.ours):
-            torch.manual_seed(op.seed)
-            if side.overlap != "backward" and not side.scaler:
-                loops.accumulate(side, Operation("accumulate", op.seed, {"path": "call"}))
-                loops.steps(side, wide)
-    else:
-        for optimizer in pair.ours.optimizers:
-            with ambient(mode):
-                getattr(optimizer, call)()
-
-
-STORES: dict[str, Callable[[Pair, Operation], None]] = {
-    function.__name__: function
-    for function in (
-        *(checkpoint, restore, reopen, pin, unpin, reference, load_full, materialized, state),
-        *(read, interrupt, refuse),
-    )
-}
-STORES["ambient"] = in_mode
