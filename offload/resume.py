@@ -30,6 +30,7 @@ from offload.parameters import (
     describe_model,
     describe_parameters,
 )
+from offload.replacing import replacing
 from offload.rules import UpdateRule
 from offload.slot import Slot
 from offload.store import Store
@@ -160,7 +161,8 @@ def match_checkpoint(
             f"options=Options(state_dtype={manifest.layout.state_dtype!r})"
         )
     trainables = [live[spec.name] for spec in manifest.layout.parameters]
-    stored = describe_model(model, groups, trainables)
+    with replacing():
+        stored = describe_model(model, groups, trainables)
     check_same(
         {t.name: (t.dtype, t.shape) for t in manifest.layout.model},
         {item.spec.name: (item.spec.dtype, item.spec.shape) for item in stored},

@@ -462,3 +462,59 @@ def test_a_copy_of_the_model_and_one_whose_optimizer_is_closed_are_not_watched()
             model(batch(0, salt)).sum().backward()
         assert model.first.weight.grad is not None
     optimizer.close()
+
+
+def test_after_a_failed_backward_both_optimizers_of_one_model_can_be_restored():
+    """While the parameters of one are half stepped, the other may replace them all."""
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(_gradient: torch.Tensor) -> None:
+        raise StoppedError
+
+    torch.manual_seed(3)
+    net = Net()
+    plain = copy.deepcopy(net)
+    halves = [[*net.middle.parameters(), *net.last.parameters()], [*net.first.parameters()]]
+    optimizers = [
+        offload.AdamW(
+            half,
+            lr=0.01,
+            model=net,
+            directory="/store",
+            options=Cut(4096, 2, settings={"overlap": "backward"}).options(Disordered(seed=number)),
+        )
+        for number, half in enumerate(halves)
+    ]
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+
+    def step(number: int, model: nn.Module, stepped: Sequence[torch.optim.Optimizer]) -> None:
+        model(batch(number)).square().mean().backward()
+        for optimizer in stepped:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for number in range(2):
+        step(number, net, optimizers)
+        step(number, plain, [expected])
+    for optimizer in optimizers:
+        optimizer.checkpoint().result()
+    hook = net.first.weight.register_hook(stop)
+    with pytest.raises(StoppedError):
+        step(2, net, optimizers)
+    hook.remove()
+    assert any(map(is_open, optimizers))
+    with pytest.raises(OverlapError, match="half stepped"):
+        net.state_dict()
+    for optimizer in optimizers:
+        optimizer.restore()
+        optimizer.zero_grad()
+    for number in range(2, STEPS):
+        step(number, net, optimizers)
+        step(number, plain, [expected])
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert_same_bits(mine, other, "a parameter")
+    for optimizer in optimizers:
+        optimizer.checkpoint().result()
+        optimizer.close()
