@@ -28,7 +28,7 @@ from gds._hybrid import Hybrid, HybridFile, HybridPolicy
 from gds._names import PosixNames, overwrite_in_place, reporting
 from gds._pool import Meter, Part, TransferPool, check_threads
 from gds._posix_file import PosixFile
-from gds._transfer import Descriptors, Direction, check_request_bytes
+from gds._transfer import Descriptors, Direction, OpenDescriptor, check_request_bytes
 
 _OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 
@@ -156,14 +156,15 @@ class PosixBackend(PosixNames):
             raise ValueError(f"a file cannot have {size_bytes} bytes: {path!r}")
         flags = _OPEN_FLAGS | os.O_RDWR
         with reporting("create", path):
-            fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            opened = OpenDescriptor(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666))
         try:
+            fd = opened.fd
             with reporting(f"reserve {size_bytes} bytes", path):
                 if size_bytes:
                     _reserve(fd, size_bytes, CLONE_REACH_BYTES if overwrite_in_place(fd) else None)
-            return self._opened(path, fd, flags)
+            return self._opened(path, opened, flags)
         except BaseException:
-            os.close(fd)
+            opened.close()
             with reporting("remove after a failed create", path):
                 os.unlink(path)
             raise
@@ -177,16 +178,16 @@ class PosixBackend(PosixNames):
             # none is opened if that can be known, and what takes its name meanwhile not for long.
             if not _may_be_opened(os.lstat(path).st_mode):
                 raise StorageError(errno.EINVAL, "open: not a regular file", path)
-            fd = os.open(path, flags | os.O_NONBLOCK)
+            opened = OpenDescriptor(os.open(path, flags | os.O_NONBLOCK))
         try:
-            os.set_blocking(fd, True)
-            mode = os.fstat(fd).st_mode
+            os.set_blocking(opened.fd, True)
+            mode = os.fstat(opened.fd).st_mode
             if not stat_module.S_ISREG(mode):
                 number = errno.EISDIR if stat_module.S_ISDIR(mode) else errno.EINVAL
                 raise StorageError(number, "open: not a regular file", path)
-            return self._opened(path, fd, flags)
+            return self._opened(path, opened, flags)
         except BaseException:
-            os.close(fd)
+            opened.close()
             raise
 
     def counters(self) -> Counters:
@@ -221,8 +222,9 @@ class PosixBackend(PosixNames):
         parts = [partial(_metered, meter, move) for move in moves]
         return self._pools[direction].submit(*parts, succeeded=meter.count)
 
-    def _opened(self, path: str, fd: int, flags: int) -> PosixFile:
-        """Return the file of `fd`, which it takes over only if this does not raise."""
+    def _opened(self, path: str, opened: OpenDescriptor, flags: int) -> PosixFile:
+        """Return the file of a descriptor. If this raises, the caller closes that."""
+        fd = opened.fd
         with reporting("open", path):
             found = os.fstat(fd)
             refused = partial(self._direct_refused, found.st_dev, path)
@@ -234,7 +236,13 @@ class PosixBackend(PosixNames):
                 if reason:
                     self._settle(path, reason)
             descriptors = Descriptors(
-                fd, direct_fd, memory_alignment, refused, hybrid=chooser, spared=spared
+                fd,
+                direct_fd,
+                memory_alignment,
+                refused,
+                hybrid=chooser,
+                spared=spared,
+                owner=opened,
             )
         file = self.make_file(path, descriptors, found.st_size, bool(flags & os.O_RDWR))
         with self._lock:

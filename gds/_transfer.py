@@ -96,6 +96,23 @@ def check_request(
         )
 
 
+class OpenDescriptor:
+    """A descriptor that is closed once, by whoever closes it first.
+
+    Who opens a file and who takes it over may both have to close it, if an interrupt (Ctrl-C) comes
+    between the two: its number may be that of another file by the second time.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        """Close it, if nobody has. An interrupt at this moment may leave it open."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
 class Descriptors:
     """The open descriptors of one file; closed by `close`, or when collected."""
 
@@ -108,6 +125,7 @@ class Descriptors:
         *,
         hybrid: HybridFile | None = None,
         spared: bool = False,
+        owner: OpenDescriptor | None = None,
     ) -> None:
         """Take over two descriptors of one file.
 
@@ -119,8 +137,10 @@ class Descriptors:
                 promised to take; returns if buffered transfers will do, raises otherwise.
             hybrid: Decides which requests go direct; None is for all that can.
             spared: There is no `direct_fd` because `hybrid` would send no request there.
+            owner: What closes `buffered_fd`, if somebody else may have to close it as well.
         """
         self.buffered_fd = buffered_fd
+        self._owner = OpenDescriptor(buffered_fd) if owner is None else owner
         self._direct_fd = direct_fd
         self._memory_alignment = memory_alignment
         self._refused = refused
@@ -192,10 +212,10 @@ class Descriptors:
         """Close both descriptors. Idempotent."""
         if self._hybrid is not None:
             self._hybrid.close()
-        fds, self.buffered_fd, self._direct_fd = (self.buffered_fd, self._direct_fd), -1, -1
-        for fd in fds:
-            if fd >= 0:
-                os.close(fd)
+        direct_fd, self.buffered_fd, self._direct_fd = self._direct_fd, -1, -1
+        self._owner.close()
+        if direct_fd >= 0:
+            os.close(direct_fd)
 
     def __del__(self) -> None:
         if hasattr(self, "direct"):  # the constructor took them over

@@ -81,6 +81,7 @@ class RunningPass:
         self._positions = {chunk: n for n, chunk in enumerate(state_pass.chunks, start=1)}
         self._changed = threading.Condition()
         self._claimed = False
+        self._is_launched = False
         self._num_updated = 0
         self._has_ended = False
         self._is_done = False
@@ -98,6 +99,7 @@ class RunningPass:
         self._thread = threading.Thread(target=self._go, name=STEP_THREAD, daemon=daemon)
         try:
             self._thread.start()
+            self._is_launched = True
         except RuntimeError:
             self._thread = None
             if daemon:
@@ -112,8 +114,12 @@ class RunningPass:
 
     @property
     def begun(self) -> bool:
-        """Whether anything may have been changed."""
-        return self._claimed
+        """Whether anything may have been changed, or will be while the caller waits.
+
+        A thread that has been started may be a long time in coming to the pass: whoever reads a
+        parameter after that has to wait for it.
+        """
+        return self._is_launched or self._claimed
 
     @property
     def ended(self) -> bool:

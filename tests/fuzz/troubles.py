@@ -1,0 +1,185 @@
+"""Interrupts, refusals, calls within ambient modes; and the table of operations on both sides."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import torch
+
+import offload
+from offload import errors
+from tests.fuzz import loops, readers, stores
+from tests.fuzz.compare import FindingError, require_same
+from tests.fuzz.interrupts import interrupted
+from tests.fuzz.program import Operation
+from tests.fuzz.sides import Ours, Plain, ambient
+from tests.fuzz.stores import Pair, bring_back, refused
+
+
+def interrupt(pair: Pair, op: Operation) -> None:
+    """Ctrl-C at a counted moment of something, after a checkpoint; then `restore`."""
+    for side in (pair.plain, pair.ours):
+        side.settle()
+    if any(pair.plain.steps[i] in pair.plain.pins[i].values() for i in pair.numbers()):
+        return  # sealing that step anew is refused
+    for side in (pair.plain, pair.ours):
+        for i in pair.numbers():
+            side.checkpoint(i, None, True)
+    action = op.args["action"]
+    plain_train = Operation(
+        "train",
+        op.seed,
+        {
+            "micro": 1,
+            "clip": None,
+            "zero": "none",
+            "path": "call",
+            "recompute": None,
+            "closure": False,
+            "fails": None,
+            "ambient": None,
+            "scale": 1.0,
+        },
+    )
+
+    def act(side: Plain | Ours) -> None:
+        torch.manual_seed(op.seed)
+        if action == "train":
+            loops.train(side, plain_train)
+        elif action == "evaluate":
+            readers.evaluate(
+                side,
+                Operation("evaluate", op.seed, {"mode": "eval", "grad": "no_grad", "path": "call"}),
+            )
+        for i in pair.numbers():
+            if action in ("train", "checkpoint"):
+                side.checkpoint(i, None, True)
+            elif action == "restore":
+                side.restore(i, None)
+            elif action == "state":
+                side.state(i)
+
+    fired: list[int] = []
+    log = len(pair.ours.log)
+    try:
+        with interrupted(op.args["at"]) as fired:
+            act(pair.ours)
+    except KeyboardInterrupt:
+        pass
+    torch.set_grad_enabled(True)
+    before = [dict(snapshots) for snapshots in pair.plain.snapshots]
+    act(pair.plain)
+    if not fired:
+        return
+    for side in (pair.plain, pair.ours):
+        del side.log[log:]
+        loops.zero(side, "none")
+        side.model.zero_grad()
+        if side.scaler:  # one that was left between unscale_() and update() is torch's own trap
+            side.scaler = side.make_scaler()
+    for i in pair.numbers():
+        bring_back(pair, i, None, None, interrupted=True)
+        step = pair.plain.newest[i]
+        if step in before[i] and not same_model(pair):
+            # The second seal of this step (its update was skipped) had not ended.
+            pair.plain.snapshots[i][step] = before[i][step]
+            pair.plain.restore(i, step)
+
+
+def same_model(pair: Pair) -> bool:
+    """Return whether parameters and buffers are the same on both sides."""
+    try:
+        require_same("model", pair.plain.look(), pair.ours.look())
+    except FindingError:
+        return False
+    return True
+
+
+def refuse(pair: Pair, op: Operation) -> None:
+    """Do what is documented to be refused, and go on."""
+    ours, what = pair.ours, op.args["what"]
+    optimizer = ours.optimizers[0]
+    if what == "copy":
+        refused(lambda: copy.deepcopy(optimizer), TypeError, offload.OffloadError)
+    elif what == "pickle":
+        refused(lambda: pickle.dumps(optimizer), TypeError, offload.OffloadError)
+    elif what == "older":
+        ours.settle()
+        available = pair.listed(0)
+        if len(available) > 1:
+            refused(lambda: optimizer.restore(available[-1]), errors.MismatchError)
+    elif what == "lock":
+        lives, late = ours.lives, list(ours.late)
+        refused(lambda: ours.optimizer(0), offload.OffloadError)
+        ours.lives, ours.late = lives, late
+    elif what == "twice":
+        given = ours.parameters(0)[:1]
+        refused(lambda: optimizer.add_param_group({"params": given}), ValueError)
+    elif what in ("class", "fused", "half"):
+        parameter = torch.nn.Parameter(
+            torch.ones(2, dtype=torch.float64 if what == "half" else None)
+        )
+        kind = torch.optim.LBFGS if what == "class" else torch.optim.AdamW
+        more = {"fused": True} if what == "fused" else {}
+        where = ours.root / "refused"
+        refused(
+            lambda: offload.OffloadedOptimizer(
+                kind,
+                [parameter],
+                directory=where,
+                options=offload.Options(allow_volatile=True),
+                **more,
+            ),
+            offload.OffloadError,
+        )
+        if where.exists():
+            raise FindingError(f"a refused construction has made {where}")
+
+
+def in_mode(pair: Pair, op: Operation) -> None:
+    """Call something within an ambient mode of torch."""
+    call, mode = op.args["call"], op.args["mode"]
+    wide = {
+        "ambient": mode,
+        "zero": True,
+        "back": 0,
+        "name": "a",
+        "source": "ours",
+        "wait": True,
+        "again": None,
+        "metric": None,
+    }
+    inner = Operation(call, op.seed, wide)
+    if call in ("checkpoint", "restore", "pin", "materialized"):
+        STORES[call](pair, inner)
+    elif call == "reopen":
+        stores.reopen(
+            pair, Operation(call, op.seed, {"options": pair.ours.options, "ambient": mode})
+        )
+    elif call == "load_full":
+        stores.load_full(pair, inner)
+    elif call == "full_state_dict":
+        stores.state(pair, inner)
+    elif call == "step":
+        for side in (pair.plain, pair.ours):
+            torch.manual_seed(op.seed)
+            if side.overlap != "backward" and not side.scaler:
+                loops.accumulate(side, Operation("accumulate", op.seed, {"path": "call"}))
+                loops.steps(side, wide)
+    else:
+        for optimizer in pair.ours.optimizers:
+            with ambient(mode):
+                getattr(optimizer, call)()
+
+
+STORES: dict[str, Callable[[Pair, Operation], None]] = {
+    function.__name__: function
+    for function in (
+        *(stores.checkpoint, stores.restore, stores.reopen, stores.pin, stores.unpin),
+        *(stores.reference, stores.load_full, stores.materialized, stores.state, stores.read),
+        *(interrupt, refuse),
+    )
+}
+STORES["ambient"] = in_mode
