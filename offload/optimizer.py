@@ -121,7 +121,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
-        describe_parameters(self.param_groups, model, rule, options.state_format)
+        with neutral():
+            describe_parameters(self.param_groups, model, rule, options.state_format)
         if on_device:
             split = options.master == "split"
             require_steps(rule, self.param_groups, options.state_dtype, split=split)

@@ -332,10 +332,17 @@ def capture(
 
 
 def versions_of(stored: Iterable[Stored]) -> dict[str, int]:
-    """Return how often tensors that a seal does not copy at once have been changed in place."""
+    """Return how often tensors that a seal does not copy at once have been changed in place.
+
+    Those that were made in inference mode do not count their changes, and are left out.
+    """
     # A step may be changing them beside the model. This does not wait for it.
     with torch._C.DisableTorchFunctionSubclass():
-        return {item.spec.name: item.tensor._version for item in stored if not item.by_value}
+        return {
+            item.spec.name: item.tensor._version
+            for item in stored
+            if not item.by_value and not item.tensor.is_inference()
+        }
 
 
 def _describe(

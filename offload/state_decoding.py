@@ -55,7 +55,7 @@ class StoredParameters:
         spec, header = self._layout.parameters[index], self._layout.model_header
         dtype = MODEL_DTYPES[spec.dtype]
         if start == stop:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         at = header.data_start + header.entries[spec.name].start + start * dtype.itemsize
         data = self._file.read_bytes(at, (stop - start) * dtype.itemsize)
         return torch.frombuffer(bytearray(data), dtype=dtype)

@@ -55,7 +55,7 @@ class StoredTensor:
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Return elements in row-major order; reads all of a tensor that is not contiguous."""
         if start >= stop:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype, device="cpu")
         if self._strides is None:
             return self._read(start, stop)
         extent = 1 + sum((n - 1) * s for n, s in zip(self.shape, self._strides, strict=True))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import gds
 import offload.checkpoint
@@ -160,7 +161,8 @@ class Training:
         self.optimizer = optimizer_for(self.model, directories, settings, keep=keep)
 
     def steps_and_seal(self) -> str:
-        backward(self.model, self.optimizer.num_steps + 1)
+        with torch.enable_grad():  # it may be called in the middle of a reader, which needs none
+            backward(self.model, self.optimizer.num_steps + 1)
         self.optimizer.step()
         return self.optimizer.checkpoint().result().path
 
