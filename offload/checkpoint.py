@@ -42,6 +42,7 @@ from offload.train_state import TrainStateFormatError, TrainStateTagError, decod
 from offload.train_state_reading import StoredTrainState, read_train_state_file
 from offload.train_state_reading import train_state_header as train_state_header
 from offload.unreadable import reading
+from offload.wording import seen_from
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -400,7 +401,8 @@ def _warn_passed_over(
         except CheckpointError:
             now = backend.stat(one.path)
             if now is not None and now.inode == one.inode:
-                warnings.warn(f"not using {one.path}: {one.reason}", RuntimeWarning, stacklevel=4)
+                reason = seen_from(one.path, one.reason)
+                warnings.warn(f"not using {one.path}: {reason}", RuntimeWarning, stacklevel=4)
 
 
 def _checkpoints_at(backend: Backend, path: str) -> dict[str, int]:

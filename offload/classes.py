@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 from offload.drives import Directory
 from offload.optimizer import OffloadedOptimizer
 from offload.options import Options
+from offload.process_groups import ProcessGroup
 from offload.retention import Retention
 
 
@@ -37,6 +38,7 @@ class AdamW(OffloadedOptimizer):
         keep: How many checkpoints to keep, or a policy.
         fresh: Start over in a store that has checkpoints.
         options: How to stream and store.
+        process_group: `offload.SEPARATE` for a separate model in each of several processes.
 
     Raises:
         OffloadError: As `OffloadedOptimizer` does.
@@ -61,6 +63,7 @@ class AdamW(OffloadedOptimizer):
         keep: int | Retention = 2,
         fresh: bool = False,
         options: Options = Options(),  # noqa: B008  (frozen)
+        process_group: ProcessGroup = None,
     ) -> None:
         super().__init__(
             torch.optim.AdamW,
@@ -80,6 +83,7 @@ class AdamW(OffloadedOptimizer):
             keep=keep,
             fresh=fresh,
             options=options,
+            process_group=process_group,
         )
 
 
@@ -104,6 +108,7 @@ class Adam(OffloadedOptimizer):
         keep: How many checkpoints to keep, or a policy.
         fresh: Start over in a store that has checkpoints.
         options: How to stream and store.
+        process_group: `offload.SEPARATE` for a separate model in each of several processes.
 
     Raises:
         OffloadError: As `OffloadedOptimizer` does.
@@ -129,6 +134,7 @@ class Adam(OffloadedOptimizer):
         keep: int | Retention = 2,
         fresh: bool = False,
         options: Options = Options(),  # noqa: B008  (frozen)
+        process_group: ProcessGroup = None,
     ) -> None:
         super().__init__(
             torch.optim.Adam,
@@ -149,6 +155,7 @@ class Adam(OffloadedOptimizer):
             keep=keep,
             fresh=fresh,
             options=options,
+            process_group=process_group,
         )
 
 
@@ -171,6 +178,7 @@ class SGD(OffloadedOptimizer):
         keep: How many checkpoints to keep, or a policy.
         fresh: Start over in a store that has checkpoints.
         options: How to stream and store.
+        process_group: `offload.SEPARATE` for a separate model in each of several processes.
 
     Raises:
         OffloadError: As `OffloadedOptimizer` does.
@@ -194,6 +202,7 @@ class SGD(OffloadedOptimizer):
         keep: int | Retention = 2,
         fresh: bool = False,
         options: Options = Options(),  # noqa: B008  (frozen)
+        process_group: ProcessGroup = None,
     ) -> None:
         super().__init__(
             torch.optim.SGD,
@@ -212,4 +221,5 @@ class SGD(OffloadedOptimizer):
             keep=keep,
             fresh=fresh,
             options=options,
+            process_group=process_group,
         )

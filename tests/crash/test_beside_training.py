@@ -160,7 +160,7 @@ class Training:
         self.optimizer = optimizer_for(self.model, directories, settings, keep=keep)
 
     def steps_and_seal(self) -> str:
-        backward(self.model, self.optimizer.state_dict()["step"] + 1)
+        backward(self.model, self.optimizer.num_steps + 1)
         self.optimizer.step()
         return self.optimizer.checkpoint().result().path
 

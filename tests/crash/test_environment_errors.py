@@ -137,7 +137,7 @@ class Run:
         """Take steps and seal them, so that old slots are withdrawn, adopted and trimmed."""
         assert self.optimizer is not None
         for _ in range(3):
-            step = self.optimizer.state_dict()["step"] + 1
+            step = self.optimizer.num_steps + 1
             backward(self.model, step)
             self.optimizer.step()
             self.acknowledged = self.optimizer.checkpoint({"step": step}).result().step

@@ -104,7 +104,8 @@ class TestWhatIsSaidOnce:
         backend = MemoryBackend()
         trained(backend, 3, directory=[STORE, OTHER], keep=3)
         remove_tree(backend, OTHER)
-        backend.make_dir(OTHER)  # an empty mount point
+        backend.make_dir(OTHER)  # as if somebody had removed the parts, and nothing else
+        backend.create(f"{OTHER}/LOCK", 0).close()
         parameter = torch.nn.Parameter(torch.ones(3000))
         with (
             offload.AdamW([parameter], directory=[STORE, OTHER], **options(backend)) as optimizer,
