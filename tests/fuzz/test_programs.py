@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fuzz.breakages import BREAKAGES
 from tests.fuzz.program import Program, make
 
 REPOSITORY = Path(__file__).parents[2]
+FOUND = Path(__file__).parent / "found"
 
 
 def run_fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,6 +36,13 @@ def test_fifty_random_programs_give_the_bits_of_plain_torch(tmp_path):
     result = json.loads(record.read_text())
     assert (result["findings"], result["programs"]) == (0, 50)
     assert sum(result["operations"].values()) >= 50 * 30
+
+
+@pytest.mark.parametrize("path", sorted(FOUND.glob("*.json")), ids=lambda path: path.stem)
+def test_programs_that_once_failed(path):
+    completed = run_fuzz("--only", str(path), "--shorten", "0")
+    assert completed.returncode == 0, completed.stdout[-20_000:]
+    assert "1 programs" in completed.stdout
 
 
 def test_faults_that_are_put_into_the_library_are_found():
