@@ -25,7 +25,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import OverlapError
-from offload.replacing import is_replacing
+from offload.replacing import is_describing, is_replacing
 from offload.tensors_in import tensors_in
 
 if TYPE_CHECKING:
@@ -272,7 +272,9 @@ class _Refusal(_Hook):
 
     def __call__(self, *_: Any) -> None:
         owner = self._owner()
-        if owner is not None and not torch.compiler.is_compiling() and not is_replacing():
+        if owner is None or is_replacing() or is_describing():
+            return
+        if not torch.compiler.is_compiling():
             owner.require_at_rest(self._what)
 
 

@@ -29,6 +29,7 @@ from offload import compiling
 from offload.forward_order import ForwardOrder
 from offload.layout import Layout
 from offload.parameters import Trainable
+from offload.replacing import is_describing
 from offload.running import RunningPass
 from offload.watch import Watch
 
@@ -420,7 +421,7 @@ class _After(_Hook):
 class _OnStateDict(_Hook):
     def __call__(self, *_: Any) -> None:
         owner = self._owner()
-        if owner is not None:
+        if owner is not None and not is_describing():
             owner.wait_unwatched()
 
 

@@ -20,6 +20,7 @@ from offload.parameters import (
     describe_parameters,
     is_stepped,
 )
+from offload.replacing import describing
 from offload.rules import Scalars, UpdateRule
 
 Groups = Sequence[Mapping[str, Any]]
@@ -94,7 +95,8 @@ class ParameterTable:
         order = specs if trainables else element_space_order(specs)
         trainables += [new[spec.name] for spec in order]
         self._memory.check([(t.spec.name, t.tensor) for t in trainables if is_stepped(t.tensor)])
-        stored = [item.spec for item in describe_model(self.model, groups, trainables)]
+        with describing():
+            stored = [item.spec for item in describe_model(self.model, groups, trainables)]
         model = model_order(stored[: len(trainables)], stored[len(trainables) :])
         grid = self.layout.chunk_elements if self.layout else self._chunk_elements
         shares = self.layout.shares if self.layout else self.shares

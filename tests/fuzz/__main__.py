@@ -18,6 +18,16 @@ from tests.fuzz.breakages import BREAKAGES
 from tests.fuzz.runner import isolated, kind_of, prepare, shorten
 
 
+def find_faults(seed: int, count: int) -> int:
+    """Print, for each of `BREAKAGES`, how many programs it takes to find it."""
+    found = {}
+    for fault in BREAKAGES:
+        outcomes = (isolated(programs.make(seed, n), fault=fault) for n in range(count))
+        found[fault] = next((n for n, o in enumerate(outcomes, 1) if o.finding), None)
+    print(json.dumps(found))
+    return 1 if None in found.values() else 0
+
+
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
@@ -35,11 +45,13 @@ def main() -> int:
     )
     parser.add_argument("--record", type=Path, help="write the result to this file")
     parser.add_argument("--keep", type=Path, help="write short failing programs to this folder")
-    parser.add_argument("--break", dest="broken", choices=sorted(BREAKAGES), help="put a fault in")
+    parser.add_argument(
+        "--faults", action="store_true", help="say which program finds each fault that is put in"
+    )
     args = parser.parse_args()
     prepare()
-    if args.broken:
-        BREAKAGES[args.broken]()
+    if args.faults:
+        return find_faults(args.seed, args.count)
     began = time.monotonic()
     ran: collections.Counter[str] = collections.Counter()
     kinds: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
 """Faults that are put into the library on purpose, to see that programs find them.
 
-``python -m tests.fuzz --break NAME --stop`` runs programs until one finds the fault. Each function
-here puts one in, in this process and so in its children.
+``python -m tests.fuzz --faults`` says how many programs it takes to find each. Each function here
+puts one in, into the process that it is called in.
 """
 
 from __future__ import annotations

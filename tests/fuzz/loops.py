@@ -70,6 +70,7 @@ def _scaled_step(side: Side, i: int, clip: str | None) -> Any:
             norm = scaler.clip_grad_norm_(optimizer, 0.1)
         scaler.step(optimizer)
     elif half:
+        untouched = [master.detach().clone() for master in optimizer.masters.values()]
         inner = optimizer.prepare()
         kept = {p: p.grad.clone() for p in live if p.dtype == torch.float32 and p.grad is not None}
 
@@ -87,7 +88,12 @@ def _scaled_step(side: Side, i: int, clip: str | None) -> Any:
         scaler.step(inner)
         handle.remove()
         before.remove()
-        optimizer.publish()
+        if not taken:  # a step that is skipped takes no edits in
+            with torch.no_grad():
+                for master, value in zip(optimizer.masters.values(), untouched, strict=True):
+                    master.copy_(value)
+        if taken:
+            optimizer.publish()
         for parameter, gradient in kept.items():  # unscaled in place: ours stay scaled
             parameter.grad = gradient
         for hook in optimizer._optimizer_step_post_hooks.values() if taken else ():

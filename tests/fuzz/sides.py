@@ -114,7 +114,8 @@ class Side:
             self.model.blocks[-1].register_forward_pre_hook(lambda *_: self.note("forward_pre"))
         if "gradient" in wanted and self.model.head.weight.requires_grad:
             self.model.head.weight.register_hook(lambda g: g * 0.5)
-        if "accumulated" in wanted and self.overlap != "backward":
+        trained = self.model.late.bias.requires_grad and self.overlap != "backward"
+        if "accumulated" in wanted and trained:
             self.model.late.bias.register_post_accumulate_grad_hook(lambda _: self.note("grad"))
 
     @torch.no_grad()

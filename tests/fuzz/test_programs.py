@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,41 +14,43 @@ from tests.fuzz.breakages import BREAKAGES
 from tests.fuzz.program import Program, make
 
 REPOSITORY = Path(__file__).parents[2]
+FOUND = Path(__file__).parent / "found"
 
 
-def run_programs(
-    folder: Path, *arguments: str
-) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def run_fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``python -m tests.fuzz``, whose children are forked from a process without threads."""
-    record = folder / "result.json"
-    completed = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", "--record", str(record), *arguments],
+    return subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
         capture_output=True,
         text=True,
         check=False,
     )
-    return completed, json.loads(record.read_text())
 
 
-@pytest.mark.parametrize("first", [0, 25])
-def test_random_programs_give_the_bits_of_plain_torch(first, tmp_path):
-    completed, result = run_programs(tmp_path, "--first", str(first), "--count", "25")
+def test_fifty_random_programs_give_the_bits_of_plain_torch(tmp_path):
+    record = tmp_path / "result.json"
+    completed = run_fuzz("--count", "50", "--shorten", "30", "--record", str(record))
     assert completed.returncode == 0, completed.stdout[-20_000:] + completed.stderr[-2000:]
-    assert result["findings"] == 0
-    assert result["programs"] == 25
-    assert sum(result["operations"].values()) >= 25 * 30
+    result = json.loads(record.read_text())
+    assert (result["findings"], result["programs"]) == (0, 50)
+    assert sum(result["operations"].values()) >= 50 * 30
 
 
-@pytest.mark.parametrize("fault", sorted(BREAKAGES))
-def test_a_fault_that_is_put_into_the_library_is_found(fault, tmp_path):
-    completed, result = run_programs(
-        tmp_path, "--break", fault, "--stop", "--shorten", "0", "--count", "20"
-    )
-    assert completed.returncode == 1, completed.stdout + completed.stderr
-    assert result["findings"] == 1
-    assert "differ" in completed.stdout or "plain" in completed.stdout
+@pytest.mark.parametrize("path", sorted(FOUND.glob("*.json")), ids=lambda path: path.stem)
+def test_programs_that_once_failed(path):
+    completed = run_fuzz("--only", str(path), "--shorten", "0")
+    assert completed.returncode == 0, completed.stdout[-20_000:]
+    assert "1 programs" in completed.stdout
+
+
+def test_faults_that_are_put_into_the_library_are_found():
+    completed = run_fuzz("--faults", "--count", "20")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    found = json.loads(completed.stdout.splitlines()[-1])
+    assert found.keys() == BREAKAGES.keys()
+    assert all(found.values())
 
 
 def test_a_program_is_made_from_its_seed_and_number_alone():

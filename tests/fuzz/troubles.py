@@ -82,7 +82,7 @@ def interrupt(pair: Pair, op: Operation) -> None:
     for i in pair.numbers():
         bring_back(pair, i, None, None, interrupted=True)
         step = pair.plain.newest[i]
-        if step in before[i] and not same_model(pair):
+        if step in before[i] and not (same_model(pair) and same_extra(pair)):
             # The second seal of this step (its update was skipped) had not ended.
             pair.plain.snapshots[i][step] = before[i][step]
             pair.plain.restore(i, step)
@@ -92,6 +92,15 @@ def same_model(pair: Pair) -> bool:
     """Return whether parameters and buffers are the same on both sides."""
     try:
         require_same("model", pair.plain.look(), pair.ours.look())
+    except FindingError:
+        return False
+    return True
+
+
+def same_extra(pair: Pair) -> bool:
+    """Return whether schedulers and scaler are the same on both sides."""
+    try:
+        require_same("extra", pair.plain.extra(), pair.ours.extra())
     except FindingError:
         return False
     return True
