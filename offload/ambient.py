@@ -136,12 +136,23 @@ def for_thread(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        # A thread begins with what the one had that started it, and that may have been long ago.
-        torch.set_flush_denormal(flushes)
-        with neutral(keep_denormals=True):
+        with on_thread(flushes=flushes):
             return function(*args, **kwargs)
 
     return wrapped
+
+
+@contextmanager
+def on_thread(*, flushes: bool) -> Iterator[None]:
+    """Let what a thread of this library does run within `neutral`.
+
+    Args:
+        flushes: What `flushes_denormals` returned on the thread that asked for it.
+    """
+    # A thread begins with what the one had that started it, and that may have been long ago.
+    torch.set_flush_denormal(flushes)
+    with neutral(keep_denormals=True):
+        yield
 
 
 def flushes_denormals() -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from offload.ambient import for_thread
+from offload.ambient import flushes_denormals, on_thread
 from offload.compiling import compile_lock
 from offload.device_update import DeviceUpdater
 from offload.errors import OffloadError
@@ -77,7 +77,7 @@ class RunningPass:
         self._call_failed = failed
         self._meter = meter
         self._pid = os.getpid()
-        self._go = for_thread(self._run)
+        self._flushes = flushes_denormals()
         self._positions = {chunk: n for n, chunk in enumerate(state_pass.chunks, start=1)}
         self._changed = threading.Condition()
         self._claimed = False
@@ -179,6 +179,10 @@ class RunningPass:
         with self._meter.timed("wait_update_s"), self._changed:
             while not reached():
                 self._changed.wait()
+
+    def _go(self) -> None:
+        with on_thread(flushes=self._flushes):
+            self._run()
 
     def _run(self) -> None:
         with self._changed:

@@ -388,7 +388,7 @@ def test_a_ckpt_that_was_written_without_the_callback_is_refused_with_the_remedy
         warnings.simplefilter("always")
         model = fit(tmp_path, on_ssd(tmp_path / "run"), **arguments)
     (said,) = (str(each.message) for each in warned if "cannot be resumed" in str(each.message))
-    assert re.search(r"^the \.ckpt files of this Trainer .* OffloadCallback\(\)", said)
+    assert re.search(r"^the \.ckpt files of this Trainer .*OffloadCallback\(\)", said)
     model.trainer.optimizers[0].close()  # type: ignore[attr-defined]
     with pytest.raises(
         offload.OffloadError, match=r"last\.ckpt .* had no OffloadCallback.*restore"

@@ -144,7 +144,7 @@ def test_the_trainer_takes_model_out_of_the_class_kwargs(tmp_path: Path) -> None
     model = make_model()
     kwargs = {"lr": 0.02, "directory": tmp_path / "run", "model": model}
     trainer = Trainer(model, arguments(tmp_path), optimizer_cls_and_kwargs=(offload.AdamW, kwargs))
-    with pytest.raises(TypeError, match="not iterable"):
+    with pytest.raises(TypeError, match=r"expected its parameters: pass model\.parameters\(\)"):
         trainer.create_optimizer()
 
 

@@ -49,9 +49,11 @@ def backend() -> Iterator[Allocating]:
 @pytest.fixture(scope="module", autouse=True)
 def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What torch imports at the first step keeps this stack in a traceback."""
-    backend = Allocating(PosixBackend())
-    train(tmp_path_factory.mktemp("imported"), backend, AFTER["a checkpoint"])
-    backend.close()
+    for overlap in (None, "forward"):
+        backend = Allocating(PosixBackend())
+        directory = tmp_path_factory.mktemp("imported")
+        train(directory, backend, AFTER["a checkpoint"], overlap=overlap)
+        backend.close()
 
 
 @pytest.fixture(autouse=True)
