@@ -11,6 +11,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 import torch
@@ -291,11 +292,16 @@ class _LateReadsFile(WrapperFile):
         self._backend = backend
 
     def read(self, into: Buffer, offset: int) -> IOFuture:
+        return self._late(self.inner.read, into, offset)
+
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        return self._late(partial(self.inner.read_again, direct=direct), into, offset)
+
+    def _late(self, read: Callable[[Buffer, int], IOFuture], into: Buffer, offset: int) -> IOFuture:
         if not self.path.endswith("model.safetensors"):
-            return super().read(into, offset)
-        if not self._backend.are_bad:
-            return Late(lambda: self.inner.read(into, offset))
-        return Late(lambda: self.inner.read(into, self.size_bytes))  # where there is nothing
+            return read(into, offset)
+        at = self.size_bytes if self._backend.are_bad else offset  # where there is nothing
+        return Late(lambda: read(into, at))
 
 
 def test_what_is_read_back_late_and_fails_is_written() -> None:

@@ -201,3 +201,11 @@ def test_speeds_become_small_whole_shares(speeds, expected):
 def test_speeds_must_be_positive():
     with pytest.raises(ValueError, match="positive"):
         proportional_shares([1.0, 0.0])
+
+
+def test_a_last_chunk_whose_beginning_moves_to_the_end_does_not_exist():
+    """The second chunk would begin in a block of 32 that ends with the parameter."""
+    found = layout([10, CHUNK - 4], state_dtype="int8")
+    assert found.num_chunks == 1
+    assert found.chunk_range(0) == (0, CHUNK + 6)
+    assert layout([10, CHUNK + 30], state_dtype="int8").num_chunks == 2

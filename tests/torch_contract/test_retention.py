@@ -465,7 +465,9 @@ def read_manifest(backend: Backend, path: str) -> Manifest:
 
 
 class TestPins:
-    def test_a_pinned_checkpoint_stays_whatever_keep_says(self) -> None:
+    def test_a_pinned_checkpoint_stays_whatever_keep_says(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         run = Run(keep=1)
         run.seal()
         run.optimizer.pin("best")
@@ -481,6 +483,7 @@ class TestPins:
         assert run.steps() == [7]
         assert len(run.slots()) == 2
         run.optimizer.close()
+        assert "one slot more" not in caplog.text, "a step waited for what is pinned"
 
     def test_a_name_moves(self) -> None:
         run = Run(keep=1)
@@ -690,7 +693,9 @@ class TestPins:
             pytest.param(lambda data: data + b" ", id="too long"),
         ],
     )
-    def test_one_that_cannot_be_read_keeps_everything(self, damage: Any) -> None:
+    def test_one_that_cannot_be_read_keeps_everything(
+        self, damage: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
         run = Run(keep=1)
         run.seal()
         run.optimizer.pin("mine")
@@ -701,6 +706,7 @@ class TestPins:
         for _ in range(2):
             run.seal()
         assert run.steps() == [1, 2, 3]
+        assert "one slot more" not in caplog.text, "a step waited for what is kept"
         with pytest.raises(PinError, match="nothing is removed"):
             prune(STORE, LastK(1), backend=run.backend)
         run.optimizer.close()
