@@ -9,7 +9,7 @@ from importlib import metadata
 import torch
 
 from bench._harness import BenchError, Result
-from gds._errors import RefusedError
+from gds.errors import RefusedError
 
 _PACKAGES = ("cupy-cuda13x", "kvikio-cu13", "libkvikio-cu13", "nvidia-cufile")
 

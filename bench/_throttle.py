@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from gds import Backend, Buffer, File, IOFuture, WrapperBackend
-from gds._wrapper import WrapperFile
+from gds.backends.wrapper import WrapperFile
 
 _THREADS = 16
 

@@ -1,9 +1,9 @@
 """What the digests of the state cost in a step.
 
-Every chunk that a step writes is digested on its way to the drive. `offload.digests.ChunkDigests`
-does that; what its methods take of the CPU time of whichever thread calls them is added up, with
-all their bookkeeping. The rest of the step is as it is for anybody. A sample is several steps back
-to back, with nothing in flight before and after.
+Every chunk that a step writes is digested on its way to the drive.
+`offload.format.digests.ChunkDigests` does that; what its methods take of the CPU time of whichever
+thread calls them is added up, with all their bookkeeping. The rest of the step is as it is for
+anybody. A sample is several steps back to back, with nothing in flight before and after.
 
     python -m bench.digests --directory DIR                # digests / step, digests / CPU of it
 """
@@ -35,8 +35,8 @@ from bench._model import make_gradients, make_parameters
 from bench._statistics import median, ratios
 from bench._streamed import Streamed, exact_state_bytes
 from gds import PosixBackend
-from offload import digests
-from offload.digests import ChunkDigests, DigestContext, Run
+from offload.format import digests
+from offload.format.digests import ChunkDigests, DigestContext, Run
 
 _LIMIT = 0.05
 """Of the time of a step on the CPU path."""

@@ -20,10 +20,10 @@ import torch
 from bench._device import describe_device, require_device
 from bench._harness import Parser, Result, count, mebi, run, say
 from bench._statistics import alternate, ratios
-from offload.device_kernels import digest
-from offload.device_kernels.forms import DeviceBlock, form_of
-from offload.device_kernels.update import update_block
-from offload.formats import BLOCK_ELEMENTS
+from offload.device.kernels import digest
+from offload.device.kernels.forms import DeviceBlock, form_of
+from offload.device.kernels.update import update_block
+from offload.format.arrays import BLOCK_ELEMENTS
 
 _LIMIT = 1 / 0.9
 """At least nine tenths of the bandwidth of a copy."""

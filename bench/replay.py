@@ -76,9 +76,9 @@ class _Frame:
 class Replay:
     """Reads every chunk of all files and writes it back, `ring_chunks` chunks at a time.
 
-    The order is that of `offload.streamer`: reads run ahead as far as there are free frames, also
-    into the next pass; a chunk is written when it has been read, and not read again before that
-    write has ended.
+    The order is that of `offload.stream.streamer`: reads run ahead as far as there are free frames,
+    also into the next pass; a chunk is written when it has been read, and not read again before
+    that write has ended.
 
     Args:
         backend: Moves the bytes, between files and whatever memory it allocates.

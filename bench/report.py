@@ -264,7 +264,7 @@ def _draw(runs: list[Run], folder: Path) -> dict[str, Path]:
     try:
         from bench._figures import draw_losses, draw_ratios
     except ImportError as error:
-        say(f"no figures: {error.name} is not installed (pip install 'ssd-offload[bench]')")
+        say(f"no figures: {error.name} is not installed (pip install '.[bench]')")
         return {}
     out = {}
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 import gds._platform  # noqa: F401  (before what other systems do not have is imported)
 
 # isort: split
-from gds._backend import ALIGNMENT, Backend, Buffer, Capabilities, File, IOFuture
-from gds._errors import LockHeldError, ShortReadError, StorageError
-from gds._hybrid import HybridPolicy
-from gds._memory import MemoryBackend
-from gds._open import open_backend
-from gds._posix import PosixBackend
-from gds._wrapper import WrapperBackend
+from gds.backends.hybrid import HybridPolicy
+from gds.backends.memory import MemoryBackend
+from gds.backends.posix import PosixBackend
+from gds.backends.wrapper import WrapperBackend
+from gds.contract import ALIGNMENT, Backend, Buffer, Capabilities, File, IOFuture
+from gds.errors import LockHeldError, ShortReadError, StorageError
+from gds.opening import open_backend
 
 __all__ = [
     "ALIGNMENT",
@@ -31,6 +31,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:  # where one of these does not fulfil the contract, the type checker says why
-    from gds._kvikio import KvikioBackend
+    from gds.backends.kvikio import KvikioBackend
 
     _: tuple[type[Backend], ...] = (MemoryBackend, PosixBackend, WrapperBackend, KvikioBackend)

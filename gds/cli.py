@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gds._errors import RefusedError, message_of
+from gds.errors import RefusedError, message_of
 
 if TYPE_CHECKING:
     from gds.check.choice import Directions, Requirement

@@ -1,9 +1,9 @@
 """Device memory: the KvikIO backend and its buffers. Imports neither KvikIO nor CuPy before use."""
 
-from gds._buffer_pool import BufferPool
-from gds._device_buffers import DeviceBuffer, PinnedBuffer, tensor_buffer
-from gds._kvikio import KvikioBackend, RegistrationRefused
-from gds._kvikio_file import KvikioFile, Used
+from gds.backends.kvikio import KvikioBackend, RegistrationRefused
+from gds.backends.kvikio_file import KvikioFile, Used
+from gds.buffers.device import DeviceBuffer, PinnedBuffer, tensor_buffer
+from gds.buffers.pool import BufferPool
 
 __all__ = [
     "BufferPool",

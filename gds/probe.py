@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from gds import _libc
-from gds._backend import ALIGNMENT
-from gds._buffers import HostBuffer
+from gds import libc
+from gds.buffers.host import HostBuffer
+from gds.contract import ALIGNMENT
 
 MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs"})
 """File systems that are memory: lost at power-off, and without a device to transfer to."""
@@ -108,7 +108,7 @@ def mount_of(path: str) -> Mount:
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
-            number = _libc.mount_id(fd)
+            number = libc.mount_id(fd)
         finally:
             os.close(fd)
     return find_mount(table, os.path.realpath(path), number)
@@ -178,7 +178,7 @@ def required_alignment(fd: int) -> tuple[int, int] | None:
     Asks the kernel; where it does not tell, the block device; where there is none, `ALIGNMENT`.
     Returns None where the kernel says that this file takes no direct transfers.
     """
-    told = _libc.direct_alignment(fd)
+    told = libc.direct_alignment(fd)
     if told is not None:
         return told if all(told) else None
     device = os.fstat(fd).st_dev
@@ -242,7 +242,7 @@ def can_clone(directory: str) -> bool:
         with scratch_file(directory) as fd, scratch_file(directory) as source_fd:
             for each in (fd, source_fd):
                 os.ftruncate(each, _CLONED_BYTES)
-            _libc.clone_range(fd, source_fd, 0, _CLONED_BYTES)
+            libc.clone_range(fd, source_fd, 0, _CLONED_BYTES)
     except OSError:
         return False
     return True

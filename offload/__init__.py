@@ -14,19 +14,49 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.checkpoint import Checkpoint, VerifyReport, open_checkpoint
+    from offload.checkpoint.checkpoint import Checkpoint, VerifyReport, open_checkpoint
+    from offload.checkpoint.listing import CheckpointInfo, list_checkpoints
     from offload.classes import SGD, Adam, AdamW
-    from offload.errors import OffloadError
-    from offload.listing import CheckpointInfo, list_checkpoints
-    from offload.loading import load_parameters
+    from offload.engine.seal import SealHandle
+    from offload.engine.stats import Stats
+    from offload.errors import (
+        BrokenOptimizerError,
+        CheckpointError,
+        CheckpointNotFoundError,
+        DamagedError,
+        ManifestError,
+        MetricError,
+        MismatchError,
+        NotRestoredError,
+        OffloadError,
+        OverlapError,
+        PinError,
+        ProcessGroupError,
+        RecycledError,
+        RemoteStoreError,
+        SealError,
+        SlotFullError,
+        StoreBusyError,
+        StoreError,
+        StoreFullError,
+        StoreLockedError,
+        UnreadableError,
+        UnreliableReadError,
+        UnsupportedOptimizerError,
+        UnsupportedParameterError,
+        UnwritableError,
+        VolatileStoreError,
+    )
+    from offload.exchange.read_state import read_state
+    from offload.format.errors import TrainStateTooLargeError, TrainStateTypeError
+    from offload.grad_scaler import GradScaler
+    from offload.model.loading import load_parameters
+    from offload.model.process_groups import SEPARATE
     from offload.optimizer import OffloadedOptimizer
     from offload.options import Options
-    from offload.pinning import pin, unpin
-    from offload.process_groups import SEPARATE
-    from offload.retention import BestBy, EverySeconds, EverySteps, LastK, Retention
-    from offload.scaling import GradScaler
-    from offload.seal import SealHandle
-    from offload.stats import Stats
+    from offload.retention.policy import BestBy, EverySeconds, EverySteps, LastK, Retention
+    from offload.store.pinning import pin, unpin
+    from offload.store.quarantine import verify_and_mark
 
 if not sys.platform.startswith("linux"):
     importlib.import_module("gds")  # says what is needed, and goes no further
@@ -39,40 +69,99 @@ __all__ = [
     "Adam",
     "AdamW",
     "BestBy",
+    "BrokenOptimizerError",
     "Checkpoint",
+    "CheckpointError",
     "CheckpointInfo",
+    "CheckpointNotFoundError",
+    "DamagedError",
     "EverySeconds",
     "EverySteps",
     "GradScaler",
     "LastK",
+    "ManifestError",
+    "MetricError",
+    "MismatchError",
+    "NotRestoredError",
     "OffloadError",
     "OffloadedOptimizer",
     "Options",
+    "OverlapError",
+    "PinError",
+    "ProcessGroupError",
+    "RecycledError",
+    "RemoteStoreError",
     "Retention",
+    "SealError",
     "SealHandle",
+    "SlotFullError",
     "Stats",
+    "StoreBusyError",
+    "StoreError",
+    "StoreFullError",
+    "StoreLockedError",
+    "TrainStateTooLargeError",
+    "TrainStateTypeError",
+    "UnreadableError",
+    "UnreliableReadError",
+    "UnsupportedOptimizerError",
+    "UnsupportedParameterError",
+    "UnwritableError",
     "VerifyReport",
+    "VolatileStoreError",
     "list_checkpoints",
     "load_parameters",
     "open_checkpoint",
     "pin",
+    "read_state",
     "unpin",
+    "verify_and_mark",
 ]
 
 _MODULES = {
-    "offload.checkpoint": ("Checkpoint", "VerifyReport", "open_checkpoint"),
+    "offload.checkpoint.checkpoint": ("Checkpoint", "VerifyReport", "open_checkpoint"),
     "offload.classes": ("SGD", "Adam", "AdamW"),
-    "offload.errors": ("OffloadError",),
-    "offload.listing": ("CheckpointInfo", "list_checkpoints"),
-    "offload.loading": ("load_parameters",),
+    "offload.errors": (
+        "BrokenOptimizerError",
+        "CheckpointError",
+        "CheckpointNotFoundError",
+        "DamagedError",
+        "ManifestError",
+        "MetricError",
+        "MismatchError",
+        "NotRestoredError",
+        "OffloadError",
+        "OverlapError",
+        "PinError",
+        "ProcessGroupError",
+        "RecycledError",
+        "RemoteStoreError",
+        "SealError",
+        "SlotFullError",
+        "StoreBusyError",
+        "StoreError",
+        "StoreFullError",
+        "StoreLockedError",
+        "UnreadableError",
+        "UnreliableReadError",
+        "UnsupportedOptimizerError",
+        "UnsupportedParameterError",
+        "UnwritableError",
+        "VolatileStoreError",
+    ),
+    "offload.format.errors": ("TrainStateTooLargeError", "TrainStateTypeError"),
+    "offload.checkpoint.listing": ("CheckpointInfo", "list_checkpoints"),
+    "offload.model.loading": ("load_parameters",),
     "offload.optimizer": ("OffloadedOptimizer",),
     "offload.options": ("Options",),
-    "offload.pinning": ("pin", "unpin"),
-    "offload.process_groups": ("SEPARATE",),
-    "offload.retention": ("BestBy", "EverySeconds", "EverySteps", "LastK", "Retention"),
-    "offload.scaling": ("GradScaler",),
-    "offload.seal": ("SealHandle",),
-    "offload.stats": ("Stats",),
+    "offload.store.pinning": ("pin", "unpin"),
+    "offload.model.process_groups": ("SEPARATE",),
+    "offload.store.quarantine": ("verify_and_mark",),
+    "offload.retention.policy": ("BestBy", "EverySeconds", "EverySteps", "LastK", "Retention"),
+    "offload.grad_scaler": ("GradScaler",),
+    "offload.engine.seal": ("SealHandle",),
+    "offload.exchange.read_state": ("read_state",),
+    "offload.engine.stats": ("Stats",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch.optim.optimizer import ParamsT
 
-from offload.drives import Directory
+from offload.model.process_groups import ProcessGroup
 from offload.optimizer import OffloadedOptimizer
 from offload.options import Options
-from offload.process_groups import ProcessGroup
-from offload.retention import Retention
+from offload.retention.policy import Retention
+from offload.stream.drives import Directory
 
 
 class AdamW(OffloadedOptimizer):

@@ -7,7 +7,7 @@ was expected, and what to do next.
 from __future__ import annotations
 
 from gds import StorageError
-from gds._errors import message_of
+from gds.errors import message_of
 
 
 class OffloadError(Exception):
@@ -50,7 +50,7 @@ class RecycledError(StoreBusyError):
 
 
 class StoreFullError(StoreError):
-    """The file system has no room for what the retention policy will need."""
+    """The file system has no room for what the retention policy, or an export, will need."""
 
 
 class UnreadableError(StoreError, StorageError):
@@ -72,6 +72,17 @@ class SlotFullError(StoreFullError, StorageError):
         return type(self), (self.errno, self.strerror, self.filename)
 
 
+class UnwritableError(StoreError, StorageError):
+    """This user may not write to the store, or nobody may: it is mounted read-only."""
+
+    def __init__(self, number: int, message: str, path: str) -> None:
+        OSError.__init__(self, number, message, path)  # the message says all that it needs to
+        self.offset = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.errno, self.strerror, self.filename)
+
+
 class UnreliableReadError(StoreError):
     """What is whole on the drive does not arrive in memory unchanged: the machine is at fault."""
 
@@ -81,7 +92,7 @@ class PinError(OffloadError, ValueError):
 
 
 class MetricError(OffloadError, ValueError):
-    """What was given as a metric of a checkpoint is not a number with a name."""
+    """What was given as a metric is not a number with a name, or no checkpoint has that metric."""
 
 
 class VolatileStoreError(StoreError):

@@ -14,30 +14,30 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from offload.ambient import neutral
-from offload.backward_hooks import require_no_ddp
-from offload.checkpoint import Checkpoint
-from offload.closing import close_left_open, close_quietly
-from offload.device_update import require_steps
-from offload.drives import Directory, as_directories
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.engine.finalizer import close_left_open, close_quietly
+from offload.engine.reference import is_reference
+from offload.engine.seal import SealHandle
+from offload.engine.state_dict import ExchangingEngine
+from offload.engine.stats import Stats
 from offload.errors import OffloadError
-from offload.exchange import ExchangingEngine
-from offload.metrics import take_metrics
-from offload.options import Options, Overlap
-from offload.parameters import check_given_once, check_iterable, describe_parameters
-from offload.process_groups import ProcessGroup, require_one_process
-from offload.retention import Retention, as_retention
-from offload.rules import UpdateRule
-from offload.seal import SealHandle
-from offload.state_device import device_of
-from offload.state_dicts import (
+from offload.exchange.torch_dicts import (
     MASTERS,
     NUM_STEPS,
     MaterializedState,
     StateElsewhere,
     number_parameters,
 )
-from offload.state_reference import is_reference
-from offload.stats import Stats
+from offload.format.metrics import take_metrics
+from offload.format.train_state import require_state
+from offload.model.parameters import check_given_once, check_iterable, describe_parameters
+from offload.model.process_groups import ProcessGroup, require_one_process
+from offload.options import Options, Overlap
+from offload.placement.choose import device_of
+from offload.retention.policy import Retention, as_retention
+from offload.stream.drives import Directory, as_directories
+from offload.update.device_updater import require_steps
+from offload.update.rules import UpdateRule
 
 CheckpointName: TypeAlias = int | str | os.PathLike[str] | Checkpoint
 """How a user says which checkpoint: by step number, path, or itself."""
@@ -101,8 +101,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         check_iterable(params)
         if not isinstance(options, Options):
             raise TypeError(
-                f"options must be an offload.Options, got {type(options).__name__}: write "
-                'options=offload.Options(overlap="forward"), for example'
+                f"options must be an offload.Options, got {type(options).__name__}: leave it out "
+                "for the defaults, or write options=offload.Options(...)"
             )
         close_left_open()
         if options.overlap is not None and model is None:
@@ -118,6 +118,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(params, dict(rule.defaults))
         self.state = StateElsewhere()
         if options.overlap == "backward":
+            from offload.overlap.backward_hooks import require_no_ddp  # as in `_engine_class`
+
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
@@ -198,7 +200,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Args:
             train_state: Whatever else is needed to continue (schedulers, random states, position
-                in the data), captured by value now: JSON-like values, numpy arrays, tensors.
+                in the data), captured by value now: JSON-like values, numpy arrays, tensors. It is
+                no file name and no step number, so a bare text, path or number is refused.
             metrics: What has been measured, such as ``{"val_loss": 1.2}``: at most 16 numbers, of
                 Python or as tensors of one element. `BestBy` decides by them, and ``offload ls``
                 shows them. One that is not finite is left out, with a `RuntimeWarning`.
@@ -211,10 +214,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             MetricError: Something in `metrics` is not a number; names it. Nothing has been done.
             PinError: Another checkpoint of this step is pinned, and would be replaced.
             SlotFullError: As for `step`.
-            offload.train_state.TrainStateTypeError: `train_state` cannot be stored losslessly.
-            offload.train_state.TrainStateTooLargeError: It is larger than what is reserved.
+            TrainStateTypeError: `train_state` cannot be stored losslessly, or is a bare text, path
+                or number; of `offload.format`.
+            TrainStateTooLargeError: It is larger than what is reserved; of `offload.format`.
         """
         checked = None if metrics is None else take_metrics(metrics)
+        require_state(train_state)
         with self._exclusive("checkpoint") as engine:
             engine.store.keeping.warn_unranked(engine.num_steps, metrics or {})
             if engine.frozen_space.is_due:
@@ -523,11 +528,11 @@ def _which(checkpoint: CheckpointName | None) -> int | str | None:
 def _engine_class(overlap: Overlap | None) -> Callable[..., ExchangingEngine]:
     # Imported when asked for: they follow torch's compiler, which takes seconds to import.
     if overlap == "forward":
-        from offload.overlap import ForwardEngine
+        from offload.overlap.forward import ForwardEngine
 
         return ForwardEngine
     if overlap == "backward":
-        from offload.overlap_backward import BackwardEngine
+        from offload.overlap.backward import BackwardEngine
 
         return BackwardEngine
     return ExchangingEngine

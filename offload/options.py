@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from gds import ALIGNMENT, Backend
-from offload.formats import MasterFormat, StateDtype, StateFormat
-from offload.train_state import MAX_CAPACITY_BYTES
+from offload.format.arrays import MasterFormat, StateDtype, StateFormat
+from offload.format.train_state import MAX_CAPACITY_BYTES
 
 Overlap: TypeAlias = Literal["forward", "backward"]
 """What of the model's work a step may run beside."""

@@ -13,18 +13,13 @@ import pytest
 import safetensors.torch
 import torch
 
+import offload
 from gds import Backend, Buffer, File, IOFuture, StorageError, WrapperBackend
-from gds._wrapper import WrapperFile
-from offload import (
-    AdamW,
-    Checkpoint,
-    Options,
-    _verify,
-    digests,
-    manifest,
-    model_file,
-    model_writing,
-)
+from gds.backends.wrapper import WrapperFile
+from offload import AdamW, Checkpoint, Options
+from offload.checkpoint import verify
+from offload.format import digests, manifest
+from offload.model import model_file, model_writing
 
 LEAF: Final = 4096
 BLOCK: Final = 4 * LEAF
@@ -40,7 +35,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def make_units_small(patch: pytest.MonkeyPatch) -> None:
-    for module in (manifest, model_file, _verify):
+    for module in (manifest, model_file, verify):
         patch.setattr(module, "MODEL_BLOCK_BYTES", BLOCK)
     for module in (digests, model_writing):
         patch.setattr(module, "LEAF_BYTES", LEAF)
@@ -254,7 +249,7 @@ def differences(checkpoint: Checkpoint, expected: Expected) -> list[str]:
         for name, value in expected.model.items()
         if not torch.equal(found["base" if name == "tied" else name], value)
     ]
-    if not torch.equal(checkpoint.read_state("trained")["exp_avg"], expected.exp_avg):
+    if not torch.equal(offload.read_state(checkpoint, "trained")["exp_avg"], expected.exp_avg):
         wrong.append("exp_avg")
     return [*wrong, *checkpoint.verify().problems]
 

@@ -36,3 +36,18 @@ def test_the_pins_of_a_gpu_are_added_to_all_others() -> None:
     assert not found.keys() & pins("constraints.txt").keys()
     # torch's build decides on those: a pin here would keep one of both from being installed.
     assert not [name for name in found if name.startswith(("nvidia-", "cuda-toolkit"))]
+
+
+def test_nothing_is_to_be_installed_from_an_index_that_does_not_have_it() -> None:
+    """The package is on none: every command installs a checkout (``.``)."""
+    pages = [ROOT / "README.md"]
+    for folder in ("gds", "offload", "bench", "docs"):
+        pages += [p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".md")]
+    assert len(pages) > 100
+    asked = {
+        f"{page.relative_to(ROOT)}: {line.strip()}"
+        for page in pages
+        for line in page.read_text().splitlines()
+        if re.search(r"pip install ['\"]?ssd-offload\b", line)
+    }
+    assert not asked

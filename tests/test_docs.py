@@ -50,3 +50,10 @@ def test_the_tests_that_the_guarantees_name_exist() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs/guarantees.md").read_text())
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_no_command_installs_from_an_index_which_the_package_is_not_on() -> None:
+    texts = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    texts += [p for folder in ("offload", "gds", "bench") for p in (ROOT / folder).rglob("*.py")]
+    found = [p for p in texts if re.search(r"pip install (-\S+ )*['\"]?ssd-offload", p.read_text())]
+    assert [str(p.relative_to(ROOT)) for p in found] == []

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from gds._errors import RefusedError
+from gds.errors import RefusedError
 
 _POLL_S: Final = 0.02
 

@@ -16,14 +16,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gds._backend import ALIGNMENT, Backend, Buffer, File, IOFuture
-from gds._buffers import HUGE_PAGE_BYTES
-from gds._device_buffers import DeviceBuffer
-from gds._errors import RefusedError
 from gds.bench.link import link_meter
 from gds.bench.stamps import Words
 from gds.bench.target import Target
 from gds.bench.workload import Workload
+from gds.buffers.device import DeviceBuffer
+from gds.buffers.host import HUGE_PAGE_BYTES
+from gds.contract import ALIGNMENT, Backend, Buffer, File, IOFuture
+from gds.errors import RefusedError
 from gds.paths import PathName
 
 OpenBackend: TypeAlias = Callable[[PathName, int], Backend]

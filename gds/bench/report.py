@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from gds._errors import RefusedError
 from gds.bench.compare import Comparison
 from gds.bench.measure import Run
 from gds.bench.statistics import median
 from gds.bench.workload import Workload
+from gds.errors import RefusedError
 from gds.paths import PATHS
 
 if TYPE_CHECKING:
@@ -194,7 +194,9 @@ def new_figure() -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RefusedError("--plot needs matplotlib: pip install 'ssd-offload[bench]'") from error
+        raise RefusedError(
+            "--plot needs matplotlib: pip install matplotlib (or '.[bench]' in a checkout)"
+        ) from error
     figure = Figure(figsize=(7, 4), layout="constrained")
     return figure, figure.subplots()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 from gds import probe
-from gds._errors import RefusedError
 from gds.bench.compare import compare
 from gds.bench.fio import FioError, FioRunner
 from gds.bench.measure import OpenBackend, check_allowed, measure
@@ -20,7 +20,9 @@ from gds.bench.statistics import MIN_PAIRS
 from gds.bench.target import Target, target_at
 from gds.bench.workload import Workload
 from gds.check.system import System
-from gds.paths import PATHS, open_backend
+from gds.errors import RefusedError
+from gds.opening import open_path
+from gds.paths import PATHS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ def run(
         OSError: The drive failed, or there is no such place.
     """
     system = system or System()
-    make = backend or partial(open_backend, no_driver=system.library_error("libcuda.so.1"))
+    make = backend or partial(open_path, no_driver=system.library_error("libcuda.so.1"))
     _check_paths(plan, make)
     if plan.plot:  # rather now than when everything has been measured
         plot_axis(plan.workloads)
@@ -128,6 +130,15 @@ def _check_paths(plan: Plan, make: OpenBackend) -> None:
         probe.mount_of(plan.place).volatile and not plan.allow_volatile  # said soon
     ):
         return
+    try:
+        with probe.scratch_file(plan.place):
+            pass
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # which the target says, with sizes
+            raise RefusedError(
+                f"no file can be made in {plan.place} ({error.strerror}): give a directory that "
+                "you may write to"
+            ) from error
     if any(workload.path == "direct" for workload in plan.workloads):
         found = probe.direct_io(plan.place)
         if not found.supported:

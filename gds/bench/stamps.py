@@ -12,8 +12,8 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from gds._backend import ALIGNMENT
-from gds._errors import WrongDataError
+from gds.contract import ALIGNMENT
+from gds.errors import WrongDataError
 
 Words: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 

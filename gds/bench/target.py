@@ -16,13 +16,13 @@ from typing import Final
 
 import numpy as np
 
-from gds import _libc, probe
-from gds._backend import ALIGNMENT, IOFuture
-from gds._errors import RefusedError, StorageError
-from gds._names import reporting
-from gds._places import is_directory
-from gds._posix import PosixBackend
+from gds import libc, probe
+from gds.backends.names import reporting
+from gds.backends.posix import PosixBackend
 from gds.bench.stamps import Stamps, Words
+from gds.contract import ALIGNMENT, IOFuture
+from gds.errors import RefusedError, StorageError
+from gds.places import is_directory
 
 PREFIX: Final = ".gds-bench-"
 LEAST_FILE_BYTES: Final = 256 << 20
@@ -107,7 +107,7 @@ class Target:
 
     def cached(self) -> float | None:
         """Return the share of the file that the page cache holds; None if that is not known."""
-        found = _libc.cached_bytes(self._fd, self.size_bytes)
+        found = libc.cached_bytes(self._fd, self.size_bytes)
         return None if found is None else min(found / max(self.size_bytes, 1), 1.0)
 
     def close(self) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
-from gds._backend import ALIGNMENT
-from gds._errors import RefusedError
+from gds.contract import ALIGNMENT
+from gds.errors import RefusedError
 from gds.paths import PATHS, PathName
 
 Pattern = Literal["read", "write", "mixed", "randread", "randwrite", "randmixed"]

@@ -1,4 +1,7 @@
-"""What this machine and a directory can do, and why not more: the doctor behind `gds check`."""
+"""What this machine and a directory can do, and why not more: the doctor behind `gds check`.
+
+This wing may know `probe`, `places`, `paths`, `buffers` and `contract`. It makes no backend.
+"""
 
 from gds.check.examine import Examination, examine
 from gds.check.finding import Finding

@@ -7,7 +7,6 @@ import errno
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gds._places import is_directory
 from gds.check.choice import CONSIDERED, NOTHING, Choice, Directions, Requirement, choose
 from gds.check.finding import Finding
 from gds.check.gpu import examine_gpu, gpu_findings
@@ -15,6 +14,7 @@ from gds.check.machine import machine_findings
 from gds.check.storage import examine_storage, storage_findings
 from gds.check.system import System
 from gds.paths import PATHS
+from gds.places import is_directory
 
 SCHEMA: Final = 1
 

@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gds.buffers.cuda import REMEDY
 from gds.check import cuda_child
 from gds.check.finding import Finding
 from gds.check.machine import GIB, kernel_version
@@ -204,7 +205,7 @@ def _packages(gpu: Gpu) -> Finding:
         f"not installed{cufile}",
         "missing",
         "device memory is moved through it",
-        "pip install 'ssd-offload[gpu]'",
+        REMEDY,
     )
 
 

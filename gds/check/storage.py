@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from gds import probe
-from gds._backend import ALIGNMENT
 from gds.check.finding import Finding
 from gds.check.machine import GIB
 from gds.check.system import Direct, System
+from gds.contract import ALIGNMENT
 
 LOCAL_GDS_FILESYSTEMS: Final = frozenset({"ext4", "xfs"})
 REMOTE_GDS_FILESYSTEMS: Final = frozenset({"nfs", "nfs4", "lustre", "wekafs", "gpfs", "beegfs"})

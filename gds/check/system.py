@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from gds import _libc, probe
-from gds._backend import ALIGNMENT
-from gds._buffers import HostBuffer
+from gds import libc, probe
+from gds.buffers.host import HostBuffer
+from gds.contract import ALIGNMENT
 
 _MOST_TEXT_BYTES: Final = 1 << 20
 _MOST_OUTPUT_BYTES: Final = 1 << 20
@@ -135,7 +135,7 @@ class System:
         with contextlib.suppress(OSError):
             fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
             try:
-                return _libc.mount_id(fd)
+                return libc.mount_id(fd)
             finally:
                 os.close(fd)
         return None
@@ -158,7 +158,7 @@ class System:
         if self.writable(directory):
             with contextlib.suppress(OSError):  # not even space for an inode: read something
                 with probe.scratch_file(directory) as fd:
-                    told = _libc.direct_alignment(fd)
+                    told = libc.direct_alignment(fd)
                 return Direct(told, probe.direct_io(directory), "write and read")
         return _direct_read(directory)
 
@@ -230,7 +230,7 @@ def _direct_read_of(path: str) -> Direct:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags)
     try:
-        told, required = _libc.direct_alignment(fd), probe.required_alignment(fd)
+        told, required = libc.direct_alignment(fd), probe.required_alignment(fd)
     finally:
         os.close(fd)
     reason = probe.refused_filesystem(probe.mount_of(path).filesystem)

@@ -13,7 +13,8 @@ Example::
             yield backend
             backend.close()
 
-Hooks that a backend cannot offer skip the tests that need them. Needs pytest.
+Hooks that a backend cannot offer skip the tests that need them. Needs pytest. This wing may know
+`contract`, `errors` and `buffers`, and no backend.
 """
 
 import pytest

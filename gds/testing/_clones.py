@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from gds._backend import ALIGNMENT, Backend
-from gds._errors import StorageError
+from gds.contract import ALIGNMENT, Backend
+from gds.errors import StorageError
 from gds.testing._harness import FILE_BYTES, Harness, contents, fails_with, filled, new_file
 
 _OFFSET, _NBYTES = 2 * ALIGNMENT, 4 * ALIGNMENT

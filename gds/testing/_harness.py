@@ -9,9 +9,9 @@ from typing import Final
 
 import pytest
 
-from gds._backend import ALIGNMENT, Backend, Buffer, File
-from gds._device_buffers import DeviceBuffer
-from gds._errors import StorageError
+from gds.buffers.device import DeviceBuffer
+from gds.contract import ALIGNMENT, Backend, Buffer, File
+from gds.errors import StorageError
 
 FILE_BYTES: Final = 9 * ALIGNMENT + 1234
 """A few blocks and a partial one."""

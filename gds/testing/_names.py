@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gds._backend import ALIGNMENT, Backend, Capabilities, Stat
-from gds._errors import LockHeldError, StorageError
+from gds.contract import ALIGNMENT, Backend, Capabilities, Stat
+from gds.errors import LockHeldError, StorageError
 from gds.testing._harness import FILE_BYTES, Harness, contents, fails_with, filled, new_file
 
 
@@ -113,6 +113,19 @@ class NamesContract(Harness):
         assert a != b
         backend.rename(f"{directory}/a", f"{directory}/b")
         assert _stat(backend, f"{directory}/b").inode == a
+
+    def test_an_open_file_has_the_inode_of_its_name(self, backend: Backend, directory: str) -> None:
+        """Until another file takes that name, or it is renamed."""
+        created = new_file(backend, f"{directory}/a")
+        assert created.inode == _stat(backend, f"{directory}/a").inode
+        new_file(backend, f"{directory}/b").close()
+        backend.rename(f"{directory}/b", f"{directory}/a")
+        assert created.inode != _stat(backend, f"{directory}/a").inode
+        opened = backend.open(f"{directory}/a")
+        backend.rename(f"{directory}/a", f"{directory}/c")
+        created.close()
+        opened.close()
+        assert opened.inode == _stat(backend, f"{directory}/c").inode != created.inode
 
     def test_the_names_of_a_file_are_counted(self, backend: Backend, directory: str) -> None:
         new_file(backend, f"{directory}/file").close()

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from gds._backend import ALIGNMENT, Backend, Buffer, BufferKind, File
-from gds._errors import RefusedError, ShortReadError, StorageError
+from gds.contract import ALIGNMENT, Backend, Buffer, BufferKind, File
+from gds.errors import RefusedError, ShortReadError, StorageError
 from gds.testing._harness import FILE_BYTES, Harness, contents, fails_with, filled, new_file, put
 
 HUGE_BYTES = 2 << 20

@@ -1,7 +1,8 @@
 """`offload demo`: train a real model, be killed in the middle of a step, resume, and compare.
 
 `train` is the training loop, written as a user would write it; `run` starts it, kills it, starts
-it again and measures `torch.save` beside it. Nothing here is imported by the library.
+it again and measures `torch.save` beside it. This wing may know what users know: the names that
+`offload` exports. Only the command line imports it.
 """
 
 from __future__ import annotations
@@ -90,10 +91,8 @@ def require_modules(scenario: Scenario) -> None:
     missing = [name for name in scenario.modules if importlib.util.find_spec(name) is None]
     if not missing:
         return
-    commands = dict.fromkeys(
-        _COMMANDS.get(name, "pip install 'ssd-offload[demo]'") for name in missing
-    )
+    commands = dict.fromkeys(_COMMANDS.get(name, "pip install '.[demo]'") for name in missing)
     raise DemoError(
         f"the demo with {scenario.title} needs {', '.join(missing)}, which this Python does not "
-        f"have; run: {' && '.join(commands)}"
+        f"have; run, in a checkout: {' && '.join(commands)}"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from offload.wording import size
+from offload.units import size
 
 if TYPE_CHECKING:
     from rich.console import Console

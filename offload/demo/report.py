@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offload.wording import size
+from offload.units import size
 
 if TYPE_CHECKING:
     from rich.console import Console

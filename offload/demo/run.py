@@ -14,7 +14,7 @@ from offload.demo import SCENARIOS, DemoError, Scenario, require_modules
 from offload.demo.child import Child, Event
 from offload.demo.progress import Progress
 from offload.demo.report import Killed, Repeated, Report, Resumed
-from offload.wording import size
+from offload.units import size
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,9 +18,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import RNG_STATE_NAME
 
+from offload.engine.reference import is_reference
 from offload.errors import OffloadError
 from offload.integrations.folders import Folders, unwrap
-from offload.state_reference import is_reference
 
 _REMEDY = (
     "Pass follow(..., discard_newer=True) to give them up, or remove those folders, or load the "

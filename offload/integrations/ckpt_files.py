@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint import open_checkpoint
+from offload.checkpoint.checkpoint import open_checkpoint
+from offload.engine.reference import is_reference
 from offload.errors import OffloadError
-from offload.opening import StoredCheckpoint
 from offload.optimizer import OffloadedOptimizer
-from offload.state_reference import is_reference
-from offload.store import Store
+from offload.store.opening import StoredCheckpoint
+from offload.store.store import Store
 
 PIN_PREFIX = "lightning-"
 """Begins the names of all pins that are for files."""

@@ -18,12 +18,12 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from offload.checkpoint import Checkpoint
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.engine.reference import Position, is_reference, read_reference
 from offload.errors import CheckpointError, MismatchError, PinError
-from offload.opening import StoredCheckpoint
 from offload.optimizer import OffloadedOptimizer
-from offload.state_reference import Position, is_reference, read_reference
-from offload.store import Store
+from offload.store.opening import StoredCheckpoint
+from offload.store.store import Store
 
 
 def unwrap(optimizer: object, remedy: str) -> OffloadedOptimizer:

@@ -25,7 +25,9 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from offload.engine.reference import find_sealed, is_reference, read_reference
 from offload.errors import MismatchError, OffloadError
+from offload.format.metrics import usable_metrics
 from offload.integrations.ckpt_files import (
     PIN_PREFIX,
     make_durable,
@@ -36,11 +38,9 @@ from offload.integrations.ckpt_files import (
     train_state,
     wanted_by,
 )
-from offload.metrics import usable_metrics
-from offload.opening import StoredCheckpoint
 from offload.optimizer import OffloadedOptimizer
-from offload.state_reference import find_sealed, is_reference, read_reference
-from offload.store import Store
+from offload.store.opening import StoredCheckpoint
+from offload.store.store import Store
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

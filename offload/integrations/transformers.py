@@ -32,17 +32,18 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from offload.checkpoint import open_checkpoint
-from offload.drives import Directory, as_directories
+from offload.checkpoint.checkpoint import open_checkpoint
+from offload.checkpoint.listing import list_checkpoints
+from offload.engine.reference import Position, is_reference, read_reference
 from offload.errors import CheckpointError, DamagedError, OffloadError, StoreError
-from offload.giving_up import quarantined_after, two_in_a_row
+from offload.format.metrics import usable_metrics
 from offload.integrations.folders import Folders, unwrap
-from offload.listing import list_checkpoints
-from offload.metrics import usable_metrics
 from offload.optimizer import OffloadedOptimizer
 from offload.options import Options
-from offload.retention import Retention
-from offload.state_reference import Position, is_reference, read_reference
+from offload.retention.policy import Retention
+from offload.store.giving_up import quarantined_after, two_in_a_row
+from offload.store.quarantine import verify_and_mark
+from offload.stream.drives import Directory, as_directories
 
 Directories = Directory | Sequence[Directory]
 """A store: its directory, or one on each drive."""
@@ -379,14 +380,14 @@ def _damage(path: str, directory: Directories, unusable: Sequence[str]) -> str:
         DamagedError: It is damaged, and one that was made after it is quarantined.
         StoreError: It cannot be read.
     """
-    store, *parts = as_directories(directory)
-    with open_checkpoint(path, parts=parts or None) as opened:
+    directories = as_directories(directory)
+    with open_checkpoint(path, parts=directories[1:] or None) as opened:
         newer = quarantined_after(opened.backend, unusable, opened.generation)
-        report = opened.verify(mark=newer is None)
+        report = opened.verify() if newer else verify_and_mark(opened)
     if report.unreadable:
         raise StoreError(errno.EIO, "; ".join(report.unreadable), path)
     if report.problems and newer:
-        raise DamagedError(f"{report.problems[0]}. {two_in_a_row(path, newer, store)}")
+        raise DamagedError(f"{report.problems[0]}. {two_in_a_row(path, newer, directories)}")
     return report.problems[0] if report.problems else ""
 
 

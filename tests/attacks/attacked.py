@@ -31,8 +31,9 @@ import typer.main
 
 import offload
 from gds import StorageError
-from gds.calibration import load_calibration
-from offload import OffloadError, cli
+from gds.calibration.calibration import load_calibration
+from offload import OffloadError
+from offload.cli import main as run_command
 from tests.attacks.attack import Attack
 from tests.attacks.good import STORE_ID, WIDTHS
 from tests.attacks.make import all_attacks
@@ -172,7 +173,7 @@ class Attacked:
         code: object = "did not exit"
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                cli.main()
+                run_command()
         except SystemExit as exited:
             code = 0 if exited.code is None else exited.code
         except BaseException as error:  # noqa: BLE001  (would be a traceback)

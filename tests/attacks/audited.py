@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import offload
-from gds.calibration import load_calibration
+from gds.calibration.calibration import load_calibration
 from tests.attacks.attack import Attack
 from tests.attacks.attacked import Attacked, make_model, make_optimizer, make_store
 from tests.attacks.make import all_attacks
@@ -64,7 +64,7 @@ def read_everything(attack: Attack, template: Path, scratch: Path) -> None:
             for use in (
                 lambda: opened.train_state,
                 opened.verify,
-                lambda: opened.read_state("0.bias"),
+                lambda: offload.read_state(opened, "0.bias"),
             ):
                 with contextlib.suppress(offload.OffloadError, OSError):
                     use()

@@ -22,10 +22,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from offload.errors import CheckpointError, ManifestError
-from offload.manifest import decode as decode_manifest
-from offload.part_file import decode_part
-from offload.tensorfile import DTYPE_BYTES, TensorFileError, build_header, parse_header
-from offload.train_state import (
+from offload.format.header import DTYPE_BYTES, TensorFileError, build_header, parse_header
+from offload.format.manifest import decode as decode_manifest
+from offload.format.part_file import decode_part
+from offload.format.train_state import (
     EncodedState,
     StoredTensor,
     TrainStateFormatError,

@@ -42,7 +42,7 @@ def _parts() -> Iterator[tuple[str, bytes, str]]:
     yield "format", _padded(good.as_json({**good.part(), "format": True})), "format version True"
     yield "digest", _padded(good.as_json({**good.part(), "digest": "0" * 32})), "does not match"
     yield "digest-list", _padded(good.as_json({**good.part(), "digest": []})), "does not match"
-    yield "body-list", _padded(good.as_json({**good.part(), "body": [1]})), "its body is"
+    yield "body-list", _padded(good.as_json({**good.part(), "body": [1]})), "does not match"
     yield (
         "invalid-escapes",
         _padded(good.as_json({"format": 1, "invalid": "\x1b]2;owned\x07\n" * 90})),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.manifest import decode
-from offload.part_file import decode_part
+from offload.format.manifest import decode
+from offload.format.part_file import decode_part
 from tests.attacks import good
 from tests.attacks.attack import FILES
 from tests.attacks.make import all_attacks

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import offload
-from gds.calibration import Calibration, save_calibration
+from gds.calibration.calibration import Calibration, save_calibration
 from offload.options import Options
 
 

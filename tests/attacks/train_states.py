@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Iterator
 
-from offload.train_state import EncodedState, StoredTensor, pack_encoded
+from offload.format.train_state import EncodedState, StoredTensor, pack_encoded
 from tests.attacks.attack import Attack
 from tests.attacks.good import STORE_ID
 
@@ -56,10 +56,10 @@ def _files() -> Iterator[tuple[str, bytes, str]]:
 
 def _texts() -> Iterator[tuple[str, str, str]]:
     yield "not-json", "{", "not JSON"
-    yield "nan", "[NaN]", "the number NaN"
-    yield "overflow", "1e999", "the number 1e999"
+    yield "nan", "[NaN]", "NaN is not a JSON number"
+    yield "overflow", "1e999", "is not finite"
     yield "integer-of-5000-digits", "9" * 5000, "5000 digits"
-    yield "integer-of-65-bits", str(2**64), "20 digits"
+    yield "integer-of-65-bits", str(2**64), "64 bits"
     yield "key-twice", '{"a":1,"a":2}', "a key twice"
     yield "deep-lists", "[" * 100_000, "nested too deeply"
     yield "deep-objects", '{"a":' * 100_000, "nested too deeply"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-import offload.digests
+import offload.format.digests
 from bench import checkpoint, digests, frozen, hybrid, overlap, peers, report, resume, step
 from bench._fio import Fio, FioMissingError
 from bench._harness import BenchError, Result, scratch
@@ -26,7 +26,7 @@ from bench._peer_protocol import Peer, PeerError
 from bench._statistics import MIN_PAIRS, alternate, judge, median_interval
 from bench.replay import Plan, Replay
 from gds import PosixBackend, probe
-from offload.digests import ChunkDigests
+from offload.format.digests import ChunkDigests
 
 ROOT = Path(__file__).parents[2]
 Measured = Callable[..., dict[str, Any]]
@@ -90,7 +90,7 @@ def test_make_bench_runs_every_script_that_needs_nothing_special(quick: list[str
         for path in (ROOT / "bench").glob("[!_]*.py")
         if '__name__ == "__main__"' in path.read_text()
     }
-    by_hand = {"peers", "finetune", "kernel", "device", "gpu"}  # as the Makefile says
+    by_hand = {"peers", "finetune", "kernel", "device", "gpu", "crossings"}  # as the Makefile says
     assert {name for name, _ in commands} == scripts - by_hand
     assert commands[-1][0] == "report"
     assert all(("--quick --output" in rest) == bool(quick) for _, rest in commands[:-1])
@@ -128,7 +128,7 @@ def test_step_on_a_drive_that_is_slowed_down(measured: Measured) -> None:
 
 def test_digests(measured: Measured) -> None:
     patched = [(ChunkDigests, name) for name in ("__init__", "written", "finish")]
-    patched += [(offload.digests, "leaf_digest")]
+    patched += [(offload.format.digests, "leaf_digest")]
     before = [getattr(*where) for where in patched]
     found = measured(digests.main)
     check(found, rounds=3, claims=2)

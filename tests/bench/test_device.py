@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-import gds._kvikio
-import offload.device
+import gds.backends.kvikio
+import offload.device.boundary
 from bench import device
 from bench._harness import BenchError, Result
 from bench.replay import Plan, Replay
@@ -39,7 +39,9 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     with installed(monkeypatch) as fake:
         fake.gds = request.param == "gds"
         used = Used("gds", "") if fake.gds else Used("compat", "no nvidia-fs")
-        monkeypatch.setattr(gds._kvikio, "_examined", lambda _: {"read": used, "write": used})
+        monkeypatch.setattr(
+            gds.backends.kvikio, "_examined", lambda _: {"read": used, "write": used}
+        )
         yield fake
 
 
@@ -48,8 +50,8 @@ def put(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Parameters on a device whose every transfer is counted."""
     made = FakeDevice(late=False)
     fake_device.use(made)
-    monkeypatch.setitem(offload.device.BOUNDARIES, "meta", lambda _: made)
-    monkeypatch.setattr(offload.device, "_made", {})
+    monkeypatch.setitem(offload.device.boundary.BOUNDARIES, "meta", lambda _: made)
+    monkeypatch.setattr(offload.device.boundary, "_made", {})
     return fake_device.upload
 
 
@@ -142,7 +144,7 @@ def test_without_a_device_it_refuses_before_anything_is_made(drive: Path) -> Non
 def test_without_kvikio_it_names_the_remedy(
     drive: Path, monkeypatch: pytest.MonkeyPatch, put: Any
 ) -> None:
-    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "libcuda.so.1: not found")
+    monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "libcuda.so.1: not found")
     args = device._arguments(["--quick", "--output", str(drive)])
     place = device.Place(put=put, placement="device", settle=lambda: None)
     with pytest.raises(BenchError, match="no CUDA driver"):

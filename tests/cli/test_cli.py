@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import offload
-from offload.manifest import _body_digest
+from offload.format.document import digest_of
 from tests.command_line import Run
 
 
@@ -240,14 +240,16 @@ def test_version_is_printed(run: Run) -> None:
     assert run("--version")[:2] == (0, f"offload {offload.__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["--help", "ls", "prune"])
-def test_help_ls_and_prune_import_neither_torch_nor_numpy(trained: Path, command: str) -> None:
+@pytest.mark.parametrize("command", ["--help", "ls", "prune", "show", "verify"])
+def test_commands_that_look_at_stores_import_neither_torch_nor_numpy(
+    trained: Path, command: str
+) -> None:
     arguments = ["--help"] if command == "--help" else [command, str(trained)]
     arguments += ["--keep", "2", "--dry-run"] if command == "prune" else []
     program = f"""
 import sys
 from offload.cli import main
-from offload.manifest import _body_digest
+from offload.format.document import digest_of
 sys.argv = ["offload", *{arguments!r}]
 try:
     main()
@@ -266,7 +268,7 @@ def edit_manifest(store: Path, change: Callable[[dict], None]) -> Path:
     path = store / "step-00000004" / "manifest.json"
     document = json.loads(path.read_bytes())
     change(document["body"])
-    path.write_bytes(json.dumps({**document, "digest": _body_digest(document["body"])}).encode())
+    path.write_bytes(json.dumps({**document, "digest": digest_of(document["body"])}).encode())
     return path.parent
 
 

@@ -1,6 +1,8 @@
 """`offload prune`, `pin` and `unpin`, and what `ls` and `show` tell of pins and metrics."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -8,10 +10,10 @@ import pytest
 import torch
 
 import offload
-from gds import PosixBackend
-from offload.errors import StoreLockedError
-from offload.pruning import prune
-from offload.retention import LastK
+from gds import File, PosixBackend, StorageError, WrapperBackend
+from offload.errors import StoreLockedError, UnreadableError
+from offload.retention.policy import LastK
+from offload.store.pruning import prune
 from tests.command_line import Run
 
 OPTIONS = offload.Options(allow_volatile=True, chunk_bytes=16384, calibrate=False)
@@ -67,7 +69,6 @@ def disk_bytes(store: Path) -> int:
         (["--best", "loss"], [2, 3, 6]),
         (["--best", "loss:max:2", "--best", "loss:min"], [2, 3, 4, 6]),
         (["--every-seconds", "86400"], [1, 3, 6]),
-        (["--best", "unheard-of"], [3, 6]),
     ],
     ids=lambda value: " ".join(map(str, value)) or "nothing",
 )
@@ -95,6 +96,142 @@ def test_prune_leaves_what_the_options_keep_the_pinned_and_the_newest(
             assert checkpoint.verify().ok
     with optimizer_in(store) as optimizer:
         assert optimizer.restore().step == 6
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["really", "dry-run"])
+def test_prune_by_a_metric_that_no_checkpoint_has_is_refused_and_names_those_there_are(
+    run: Run, store: Path, dry: list[str]
+) -> None:
+    before = tree(store)
+    code, out, err = run("prune", store, "--keep", "1", "--best", "loss", "--best", "los:max", *dry)
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert f"{store}: no checkpoint has the metric 'los'; theirs is 'loss'" in err
+    assert tree(store) == before
+
+
+def test_prune_by_a_metric_is_refused_if_no_checkpoint_has_any(run: Run, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with optimizer_in(store) as optimizer:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.checkpoint().result()
+    before = tree(store)
+    code, _, err = run("prune", store, "--best", "loss")
+    assert code == 1
+    assert "no checkpoint has the metric 'loss'; they have none" in err
+    assert tree(store) == before
+
+
+def test_prune_by_a_metric_of_some_checkpoints_ranks_those(run: Run, store: Path) -> None:
+    with optimizer_in(store) as optimizer:
+        optimizer.restore()
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.checkpoint(metrics={"accuracy": 1.0}).result()
+    assert run("prune", store, "--best", "loss")[0] == 0
+    assert steps(store) == [2, 3, 7]
+
+
+def test_prune_by_a_metric_of_a_store_without_checkpoints_removes_leftovers(
+    run: Run, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    with optimizer_in(store) as optimizer:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert list(store.glob(".slot-*"))
+    assert run("prune", store, "--best", "loss")[0] == 0
+    assert not list(store.glob(".slot-*"))
+
+
+def flip_a_bit(path: Path, offset: int = 5000) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["really", "dry-run"])
+@pytest.mark.parametrize("damaged", [6, 3], ids=["the newest", "a pinned one"])
+def test_prune_verify_refuses_before_anything_is_removed_if_what_is_kept_is_damaged(
+    run: Run, store: Path, damaged: int, dry: list[str]
+) -> None:
+    flip_a_bit(store / SIX[damaged - 1] / "exp_avg.safetensors")
+    before = tree(store)
+    code, out, err = run("prune", store, "--keep", "1", "--verify", *dry)
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert f"{store / SIX[damaged - 1]}: damaged" in err
+    assert "exp_avg.safetensors" in err
+    assert f"nothing was removed: run `offload verify --quarantine {store}`" in err
+    assert tree(store) == before
+
+
+def test_after_the_step_that_prune_verify_names_a_whole_checkpoint_is_kept_instead(
+    run: Run, store: Path
+) -> None:
+    flip_a_bit(store / SIX[5] / "exp_avg.safetensors")
+    assert run("prune", store, "--keep", "1", "--verify")[0] == 1
+    assert run("verify", "--quarantine", store)[0] == 1
+    code, out, _ = run("prune", store, "--keep", "1", "--verify")
+    assert code == 0
+    assert steps(store) == [3, 5, 6]
+    assert f"{SIX[5]}: not usable, and left alone" in out
+    with optimizer_in(store) as optimizer, pytest.warns(RuntimeWarning, match="quarantined"):
+        assert optimizer.restore().step == 5
+
+
+def test_prune_verify_does_not_read_what_is_to_go(run: Run, store: Path) -> None:
+    flip_a_bit(store / SIX[0] / "exp_avg.safetensors")
+    code, out, err = run("prune", store, "--keep", "1", "--verify")
+    assert (code, err) == (0, "")
+    assert steps(store) == [3, 6]
+    assert "not read" not in out
+
+
+class Unreadable(WrapperBackend):
+    """Cannot open one file of the newest checkpoint, once it is told so."""
+
+    fails = False
+
+    def open(self, path: str | os.PathLike[str], *, writable: bool = False) -> File:
+        if self.fails and str(path).endswith(f"{SIX[5]}/exp_avg.safetensors"):
+            raise StorageError(errno.EIO, "open", path)
+        return super().open(path, writable=writable)
+
+
+@pytest.mark.parametrize("when", ["it is opened", "it is read"])
+def test_prune_verify_refuses_if_what_is_kept_cannot_be_read(store: Path, when: str) -> None:
+    before = tree(store)
+    backend = Unreadable(PosixBackend())
+    seen: list[int] = []
+
+    def progress(done: int, _: int) -> None:
+        is_second = bool(seen) and done < seen[-1]  # of the two checkpoints that are kept
+        backend.fails |= is_second or when == "it is opened"
+        seen.append(done)
+
+    with pytest.raises(UnreadableError, match=r"says nothing about what it holds.*Nothing was rem"):
+        prune(store, LastK(1), verify=True, progress=progress, backend=backend)
+    backend.close()
+    assert tree(store) == before
+
+
+def test_prune_says_whether_the_content_of_what_is_kept_was_read(run: Run, store: Path) -> None:
+    _, out, _ = run("prune", store, "--keep", "5", "--dry-run")
+    assert out.endswith(
+        "the content of what is kept was not read (offload prune --verify reads it first)\n"
+    )
+    for flags, verified in ([], False), (["--verify"], True):
+        _, out, _ = run("prune", store, "--keep", "5", "--dry-run", "--json", *flags)
+        assert json.loads(out)["verified"] is verified
+    _, out, _ = run("prune", store)
+    assert "not read" not in out, "no checkpoint goes"
 
 
 def test_prune_removes_what_crashes_have_left_behind(run: Run, store: Path) -> None:
@@ -145,9 +282,9 @@ def test_prune_of_several_drives(run: Run, tmp_path: Path) -> None:
     (places[1] / "part-9" / "part.json").write_bytes(b" " * 4096)
     size = sum(map(len, tree(*places).values()))
     away = places[1].rename(tmp_path / "moved")
-    code, _, err = run("prune", places[0], "--keep", "2")
+    code, _, err = run("prune", places[0], "--keep", "2", "--part", places[1])
     assert code == 1
-    assert f"{places[1]}: a part of this store is not there" in err
+    assert f"{places[1]}: this directory, given with --part, is not there" in err
     assert not places[1].exists()
     assert steps(places[0]) == [1, 2, 3, 4]
     code, out, _ = run("prune", places[0], "--keep", "2", "--part", away, "--json")

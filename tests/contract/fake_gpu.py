@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-import gds._cuda
+import gds.buffers.cuda
 
 ALIGNMENT = 4096
 RUBBISH = 0xDD
@@ -424,7 +424,7 @@ class _Runtime:
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """Make a machine with one GPU; at the end nothing of it may be held, and no rule broken."""
     fake = FakeGpu()
-    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "")
+    monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "")
     for name in ("CUFILE_ALLOW_COMPAT_MODE", "CUFILE_LOGGING_LEVEL", "CUFILE_LOGFILE_PATH"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -18,7 +18,7 @@ from gds import (
     PosixBackend,
     WrapperBackend,
 )
-from gds._wrapper import WrapperFile
+from gds.backends.wrapper import WrapperFile
 from gds.probe import direct_io
 from gds.testing import BackendContract
 

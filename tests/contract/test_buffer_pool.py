@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from gds._buffer_pool import BufferPool
-from gds._buffers import HostBuffer
+from gds.buffers.host import HostBuffer
+from gds.buffers.pool import BufferPool
 
 
 def test_buffers_are_made_when_needed_and_used_again() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gds._backend import ALIGNMENT
-from gds._buffers import HUGE_PAGE_BYTES, HostBuffer
+from gds.buffers.host import HUGE_PAGE_BYTES, HostBuffer
+from gds.contract import ALIGNMENT
 
 MIB = 1 << 20
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from gds import ALIGNMENT, PosixBackend, StorageError, calibration, probe
-from gds._tuning import DEFAULT, MIB, Setting, candidates
-from gds.calibration import (
+from gds import ALIGNMENT, PosixBackend, StorageError, probe
+from gds.calibration import calibration
+from gds.calibration.calibration import (
     Calibration,
     calibrate,
     load_calibration,
     main,
     save_calibration,
 )
+from gds.calibration.tuning import DEFAULT, MIB, Setting, candidates
 from tests.contract.conftest import open_below
 
 FILE_BYTES = 16 * MIB

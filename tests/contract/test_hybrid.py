@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gds import ALIGNMENT, Backend, PosixBackend, _libc
-from gds._hybrid import Choice, Hybrid, HybridPolicy, WriteGate, choose
+from gds import ALIGNMENT, Backend, PosixBackend, libc
+from gds.backends.hybrid import Choice, Hybrid, HybridPolicy, WriteGate, choose
 from gds.probe import DirectIOUnavailable, direct_io
 from gds.testing import BackendContract
 from gds.testing._harness import contents, filled
@@ -42,7 +42,7 @@ def residency(directory: str) -> None:
     path = Path(directory, "known")
     path.write_bytes(bytes(ALIGNMENT))
     fd = os.open(path, os.O_RDONLY)
-    known = _libc.cached_bytes(fd, ALIGNMENT)
+    known = libc.cached_bytes(fd, ALIGNMENT)
     os.close(fd)
     path.unlink()
     if known is None:
@@ -56,7 +56,7 @@ def drop_cache(path: str) -> None:
     deadline = time.monotonic() + 60
     while True:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        if not _libc.cached_bytes(fd, os.fstat(fd).st_size) or time.monotonic() > deadline:
+        if not libc.cached_bytes(fd, os.fstat(fd).st_size) or time.monotonic() > deadline:
             break
         time.sleep(0.001)
     os.close(fd)
@@ -210,7 +210,7 @@ def test_small_reads_in_order_are_read_ahead_and_large_ones_are_not(
     for nbytes in (4 * KIB, MIB):
         drop_cache(file.path)
         file.read(memory.slice(0, nbytes), 0).result()
-        cached = _libc.cached_bytes(fd, 4 * MIB)
+        cached = libc.cached_bytes(fd, 4 * MIB)
         assert cached is not None
         assert (cached > 4 * KIB) == (nbytes == 4 * KIB)
         assert cached <= 512 * KIB

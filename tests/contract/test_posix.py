@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from gds import ALIGNMENT, PosixBackend, ShortReadError, StorageError, _libc, probe
-from gds._transfer import direct_part
+from gds import ALIGNMENT, PosixBackend, ShortReadError, StorageError, libc, probe
+from gds.backends.transfer import direct_part
 from gds.testing._harness import fails_with, new_file
 from tests.eventually import eventually
 
@@ -90,7 +90,7 @@ def test_direct_false_never_opens_a_direct_descriptor(directory, kernel):
 
 
 def test_an_alignment_above_the_layouts_is_buffered(directory, monkeypatch):
-    monkeypatch.setattr(_libc, "direct_alignment", lambda _: (512, 16384))
+    monkeypatch.setattr(libc, "direct_alignment", lambda _: (512, 16384))
     backend = PosixBackend()
     with pytest.warns(probe.DirectIOUnavailable, match="16384"):
         file = backend.create(f"{directory}/file", NBYTES)
@@ -403,7 +403,7 @@ def test_closing_a_file_waits_for_a_clone_of_it(
         assert eventually(lambda: files[closed]._closed)
         found.extend(os.fstat(number).st_ino for number in (source_fd, fd))
 
-    monkeypatch.setattr(_libc, "clone_range", clone_range)
+    monkeypatch.setattr(libc, "clone_range", clone_range)
     assert files["target"].clone(files["source"], 0, ALIGNMENT)
     closing.join()
     names = ("source", "target")
@@ -422,7 +422,7 @@ def test_a_clone_that_fails_is_an_error_that_names_file_and_offset(
 
     backend = PosixBackend()
     source, target = (new_file(backend, f"{tmp_path}/{name}") for name in ("source", "target"))
-    monkeypatch.setattr(_libc, "clone_range", fails)
+    monkeypatch.setattr(libc, "clone_range", fails)
     with fails_with(number) as caught:
         target.clone(source, ALIGNMENT, ALIGNMENT)
     assert (caught.value.filename, caught.value.offset) == (f"{tmp_path}/target", ALIGNMENT)
@@ -447,13 +447,13 @@ def test_what_is_doubted_comes_from_the_device_and_by_the_way_that_was_asked_for
     assert file.read_bytes(0, NBYTES) == data
     with open(path, "rb") as whole:
         fd = whole.fileno()
-        if _libc.cached_bytes(fd, NBYTES, 0) is None:
+        if libc.cached_bytes(fd, NBYTES, 0) is None:
             pytest.skip("this kernel does not say what the page cache holds")
-        assert _libc.cached_bytes(fd, NBYTES, 0) >= NBYTES
+        assert libc.cached_bytes(fd, NBYTES, 0) >= NBYTES
         cached = []
 
         def look(name, real, direct_fd, view, offset):
-            cached.append(_libc.cached_bytes(fd, NBYTES, 0))
+            cached.append(libc.cached_bytes(fd, NBYTES, 0))
             return real(direct_fd, [view], offset)
 
         kernel.start(look)

@@ -46,7 +46,7 @@ def test_an_interrupt_while_a_file_is_opened_closes_no_descriptor_twice(tmp_path
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_descriptor_is_closed_once(times):
-    from gds._transfer import OpenDescriptor
+    from gds.backends.transfer import OpenDescriptor
 
     fd = os.open(os.devnull, os.O_RDONLY)
     descriptor = OpenDescriptor(fd)

@@ -11,8 +11,8 @@ import weakref
 import pytest
 
 from gds import ALIGNMENT, PosixBackend, ShortReadError, StorageError
-from gds._pool import TransferPool
-from gds._transfer import cut
+from gds.backends.threads import TransferPool
+from gds.backends.transfer import cut
 from tests.contract.conftest import wait_for
 
 REQUEST_BYTES = 4 * ALIGNMENT

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gds import _libc, probe
-from gds._backend import ALIGNMENT
-from gds._buffers import HostBuffer
+from gds import libc, probe
+from gds.buffers.host import HostBuffer
+from gds.contract import ALIGNMENT
 
 TABLE = r"""
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -93,17 +93,17 @@ def test_the_page_cache_is_counted_as_it_fills_and_empties(tmp_path):
         pytest.skip("the file is in memory for good")
     with path.open("rb") as file:
         fd = file.fileno()
-        if _libc.cached_bytes(fd, 1 << 20) is None:
+        if libc.cached_bytes(fd, 1 << 20) is None:
             pytest.skip("the kernel does not tell")
         os.fsync(fd)
         deadline = time.monotonic() + 60  # a page that the kernel is looking at is not dropped
-        while _libc.cached_bytes(fd, 1 << 20) and time.monotonic() < deadline:
+        while libc.cached_bytes(fd, 1 << 20) and time.monotonic() < deadline:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        assert _libc.cached_bytes(fd, 1 << 20) == 0
+        assert libc.cached_bytes(fd, 1 << 20) == 0
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         os.pread(fd, 256 << 10, 0)
-        assert _libc.cached_bytes(fd, 1 << 20) == 256 << 10
-        assert _libc.cached_bytes(fd, 128 << 10) == 128 << 10
+        assert libc.cached_bytes(fd, 1 << 20) == 256 << 10
+        assert libc.cached_bytes(fd, 128 << 10) == 128 << 10
 
 
 def test_the_kernels_mount_id_decides():
@@ -136,7 +136,7 @@ def test_the_kernel_takes_the_alignment_that_it_told_and_no_less(tmp_path):
         pytest.skip("there is no direct I/O")
     fd = os.open(path, os.O_RDWR | os.O_DIRECT)
     try:
-        if _libc.direct_alignment(fd) is None:
+        if libc.direct_alignment(fd) is None:
             pytest.skip("the kernel does not tell")
         required = probe.required_alignment(fd)
         assert required is not None
@@ -157,13 +157,13 @@ def test_the_kernel_takes_the_alignment_that_it_told_and_no_less(tmp_path):
     ids=["told", "no-direct-io", "half-told"],
 )
 def test_what_the_kernel_tells_is_taken(tmp_path, monkeypatch, told, expected):
-    monkeypatch.setattr(_libc, "direct_alignment", lambda _: told)
+    monkeypatch.setattr(libc, "direct_alignment", lambda _: told)
     with open(tmp_path / "file", "wb") as file:
         assert probe.required_alignment(file.fileno()) == expected
 
 
 def test_without_statx_the_block_device_or_the_default_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr(_libc, "direct_alignment", lambda _: None)
+    monkeypatch.setattr(libc, "direct_alignment", lambda _: None)
     with open(tmp_path / "file", "wb") as file:
         memory, offset = probe.required_alignment(file.fileno())
         device = os.fstat(file.fileno()).st_dev

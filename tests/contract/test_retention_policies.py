@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import BestBy, EverySeconds, EverySteps, LastK, Retention
-from offload.retention import (
+from offload.retention.policy import (
     Record,
     as_retention,
     describe,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gds._tuning import (
+from gds.calibration.tuning import (
     DEFAULT,
     MIB,
     MOST_IN_FLIGHT_BYTES,

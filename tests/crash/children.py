@@ -27,11 +27,11 @@ from typing import Final
 import torch
 
 from gds import Buffer, IOFuture, PosixBackend, WrapperBackend
-from gds._backend import File
-from gds._pool import TransferPool
-from gds._wrapper import WrapperFile
+from gds.backends.threads import TransferPool
+from gds.backends.wrapper import WrapperFile
+from gds.contract import File
 from offload import AdamW
-from offload.digests import DigestContext
+from offload.format.digests import DigestContext
 from tests.crash.training import ARRAYS, Model, Reference, backward, optimizer_for, options
 
 POLL_S: Final = 0.01

@@ -38,8 +38,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from gds import Buffer, IOFuture, MemoryBackend, WrapperBackend
-from gds._backend import File, Lock
-from gds._wrapper import WrapperFile
+from gds.backends.wrapper import WrapperFile
+from gds.contract import File, Lock
 
 PAGE_BYTES: Final = 4096
 """The unit in which a cache writes back, and in which files grow."""

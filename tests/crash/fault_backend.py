@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from typing import Final, Literal, TypeVar
 
 from gds import Backend, Buffer, IOFuture, StorageError, WrapperBackend
-from gds._backend import Capabilities, File, Lock, Stat
-from gds._pool import TransferPool
-from gds._wrapper import WrapperFile
+from gds.backends.threads import TransferPool
+from gds.backends.wrapper import WrapperFile
+from gds.contract import Capabilities, File, Lock, Stat
 
 Kind = Literal[
     "read", "write", "read_bytes", "write_bytes", "sync", "sync_dir", "rename", "create",

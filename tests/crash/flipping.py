@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Literal
 
 from gds import Backend, Buffer, IOFuture, WrapperBackend
-from gds._backend import File
-from gds._wrapper import WrapperFile
+from gds.backends.wrapper import WrapperFile
+from gds.contract import File
 
 Way = Literal["read", "read_again", "read_bytes"]
 

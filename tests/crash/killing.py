@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from offload.manifest import Manifest
-from offload.seal import SealHandle
-from offload.store import Store
+from offload.engine.seal import SealHandle
+from offload.format.manifest import Manifest
+from offload.store.store import Store
 from tests.crash.children import serve
 from tests.crash.training import Model, backward, optimizer_for, options
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+import offload
 from gds import Backend, MemoryBackend
 from offload import AdamW, Checkpoint
 from tests.crash.training import (
@@ -331,7 +332,7 @@ def decoded_state(checkpoint: Checkpoint, model: Model, names: set[str]) -> dict
     state: dict[str, Tensors] = {}
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     for name in names:
-        for array, values in checkpoint.read_state(name).items():
+        for array, values in offload.read_state(checkpoint, name).items():
             if array != "master" or dtypes[name] == torch.bfloat16:
                 state.setdefault(array, {})[name] = values
     return state

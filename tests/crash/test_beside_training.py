@@ -18,16 +18,17 @@ import pytest
 import torch
 
 import gds
-import offload.checkpoint
-import offload.cli_verify
-import offload.listing
-import offload.reader_lock
+import offload
+import offload.checkpoint.checkpoint
+import offload.checkpoint.listing
+import offload.checkpoint.reader_lock
+import offload.cli.verify
 from gds import LockHeldError, MemoryBackend, PosixBackend, StorageError, WrapperBackend
-from gds._backend import File, Lock, Stat
+from gds.contract import File, Lock, Stat
 from offload import list_checkpoints, load_parameters, open_checkpoint
-from offload.checkpoint_stream import open_stream
 from offload.cli import main
 from offload.errors import RecycledError
+from offload.exchange.checkpoint_stream import open_stream
 from tests.command_line import Run, runner
 from tests.crash import beside
 from tests.crash.children import Children
@@ -217,7 +218,7 @@ def test_training_goes_on_before_any_operation_of_verify(
             made.append(MeanwhileBackend(inner, left, recycle))
             return made[-1]
 
-        for module in (gds, offload.checkpoint, offload.listing):
+        for module in (gds, offload.checkpoint.checkpoint, offload.checkpoint.listing):
             monkeypatch.setattr(module, "PosixBackend", backend)
         status, out, err = run("verify", directories[0], "--json")
         said = json.loads(out)
@@ -279,7 +280,7 @@ def test_a_checkpoint_without_a_lock_that_was_recycled_is_said_to_be(how: str) -
         if how == "verify":
             return before.verify()
         if how == "read_state":
-            return before.read_state("first.weight")
+            return offload.read_state(before, "first.weight")
         if how == "stream":
             with open_stream(before) as stream:
                 return list(stream.blocks())
@@ -312,7 +313,7 @@ def test_verify_of_all_stores_goes_on_after_one_that_cannot_be_looked_at(
                 raise StorageError(5, "list", path)
             return super().list_dir(path)
 
-    for module in (gds, offload.checkpoint, offload.listing):
+    for module in (gds, offload.checkpoint.checkpoint, offload.checkpoint.listing):
         monkeypatch.setattr(module, "PosixBackend", lambda: Unreadable(PosixBackend()))
     status, out, _ = run("verify", "--all", tmp_path, "--json")
     said = json.loads(out)
@@ -351,8 +352,8 @@ def test_a_checkpoint_that_a_writer_holds_is_waited_for(
             if len(waits) == release_at:
                 lock.release()
 
-    monkeypatch.setattr(offload.reader_lock, "time", Clock)
-    monkeypatch.setattr(offload.cli_verify, "time", Clock)
+    monkeypatch.setattr(offload.checkpoint.reader_lock, "time", Clock)
+    monkeypatch.setattr(offload.cli.verify, "time", Clock)
     release_at = 1
     status, out, _ = run("verify", path, "--json")
     said = json.loads(out)

@@ -9,22 +9,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-import offload._verify
-import offload.free_slots
-import offload.manifest
-import offload.model_file
+import offload.checkpoint.verify
+import offload.format.manifest
+import offload.model.model_file
+import offload.store.free_slots
 from gds import Backend, Buffer, IOFuture, MemoryBackend, PosixBackend, WrapperBackend
-from gds._backend import File, Lock
-from gds._wrapper import WrapperFile
+from gds.backends.wrapper import WrapperFile
+from gds.contract import File, Lock
 from offload import AdamW, Checkpoint, list_checkpoints, load_parameters, open_checkpoint
+from offload.engine.seal import SEAL_THREAD, Seal
 from offload.errors import SealError, StoreLockedError
-from offload.layout import Layout
-from offload.seal import SEAL_THREAD, Seal
-from offload.slot import Slot
+from offload.format.layout import Layout
+from offload.store.slot import Slot
 from tests.crash import children as child
 from tests.crash.fault_backend import FaultBackend, Kind
 from tests.crash.training import (
@@ -83,9 +84,11 @@ class TestProcesses:
     def test_a_second_optimizer_is_refused(self, tmp_path: Path) -> None:
         store = str(tmp_path / "run")
         with optimizer_for(Model(), store, options()):
-            with pytest.raises(StoreLockedError, match="another optimizer in this one") as error:
-                optimizer_for(Model(), store, options())
-            assert error.value.filename == store
+            (tmp_path / "link").symlink_to(store)
+            for path in (store, str(tmp_path / "link")):
+                with pytest.raises(StoreLockedError, match="another optimizer of this pr") as error:
+                    optimizer_for(Model(), path, options())
+                assert error.value.filename == path
         optimizer_for(Model(), store, options()).close()
 
     def test_a_second_process_is_refused_until_the_first_is_killed(
@@ -97,6 +100,7 @@ class TestProcesses:
         found = children.run(child.refused, tmp_path)
         assert found.output.startswith("StoreLockedError")
         assert "another process" in found.output
+        assert f"`fuser -v {tmp_path}/run/LOCK` says which process it is" in found.output
         os.kill(holder, signal.SIGKILL)
         assert os.WTERMSIG(children.wait(holder, tmp_path).status or 0) == signal.SIGKILL
         assert children.run(child.refused, tmp_path).output == "opened\n"
@@ -257,18 +261,22 @@ def test_there_is_never_more_than_one_slot_to_work_in(keep: int) -> None:
     backend = Counted(MemoryBackend())
     training = Training(backend, keep=keep)
     store = training.optimizer._engine.store
-    acquire, wait = store.acquire, store._changed.wait
+    acquire, wait = store.acquire, store._changed.wait_until
 
     def acquired(layout: Layout, num_groups: int) -> Slot:
         slot = acquire(layout, num_groups)
         asked.set()
         return slot
 
-    def waiting(timeout: float | None = None) -> bool:
-        asked.set()
-        return wait(timeout)
+    def waiting(reached: Callable[[], Any]) -> Any:
+        def looked() -> Any:
+            found = reached()
+            asked.set()
+            return found
 
-    store.acquire, store._changed.wait = acquired, waiting
+        return wait(looked)
+
+    store.acquire, store._changed.wait_until = acquired, waiting
     handle = None
     for _ in range(8):
         training.step()
@@ -342,7 +350,7 @@ class TestReaders:
                 waits.append(seconds)
                 reader.close()
 
-        monkeypatch.setattr(offload.free_slots, "time", Clock)
+        monkeypatch.setattr(offload.store.free_slots, "time", Clock)
         training.step()
         assert len(waits) == 1
         assert len([n for n in training.backend.list_dir(STORE) if n != "LOCK"]) == 2
@@ -541,7 +549,11 @@ class Rows(torch.nn.Module):
 class TestSealBehindTraining:
     @pytest.fixture(autouse=True)
     def small_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (offload.manifest, offload.model_file, offload._verify):
+        for module in (
+            offload.format.manifest,
+            offload.model.model_file,
+            offload.checkpoint.verify,
+        ):
             monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", 4096)
 
     @pytest.fixture
@@ -582,13 +594,13 @@ class TestSealBehindTraining:
         handle = optimizer.checkpoint()
         assert gate.reached.wait(60)  # the first block has been copied, and is being written
         progress = optimizer._engine._seal._progress
-        wait = progress.wait
+        wait = progress.wait_until
 
-        def waiting(timeout: float | None = None) -> bool:
+        def waiting(reached: Callable[[], bool]) -> bool:
             waits.set()  # only now: whoever is about to wait might find that it need not
-            return wait(timeout)
+            return wait(reached)
 
-        monkeypatch.setattr(progress, "wait", waiting)
+        monkeypatch.setattr(progress, "wait_until", waiting)
         model.fill_gradients(2)
         step = threading.Thread(target=optimizer.step)
         step.start()

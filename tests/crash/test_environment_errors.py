@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import pytest
 
 from gds import MemoryBackend, StorageError, WrapperBackend
-from gds._backend import Stat
+from gds.contract import Stat
 from offload import (
     AdamW,
     OffloadError,
@@ -30,7 +30,7 @@ from offload import (
     open_checkpoint,
 )
 from offload.errors import CheckpointError, SealError, StoreError, UnreadableError
-from offload.pruning import prune
+from offload.store.pruning import prune
 from tests.crash.fault_backend import FaultBackend, Kind
 from tests.crash.training import (
     Model,
@@ -154,7 +154,8 @@ class Run:
         assert [info.reason for info in infos] == [""] * SEALED
         with_pins = {info.step: info.pins for info in infos if info.pins}
         assert with_pins == {1: ("first",)}
-        report = prune(STORE, dry_run=True, backend=self.backend)
+        others = self.directories[1:] or None
+        report = prune(STORE, dry_run=True, parts=others, backend=self.backend)
         assert report.refused == ()
 
     def what_is_there(self, part_of_path: str | None) -> dict[str, bytes | None]:

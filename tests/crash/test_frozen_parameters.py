@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from gds import Buffer, File, IOFuture, MemoryBackend, StorageError, WrapperBackend
-from gds._wrapper import WrapperFile
+from gds.backends.wrapper import WrapperFile
 from offload import OffloadError, open_checkpoint
-from offload.digests import DigestContext
 from offload.errors import SealError
-from offload.known_leaves import KnownLeaves
-from offload.model_file import BlockBuffers, ModelImage
-from offload.model_writing import write_model
-from offload.tensorfile import build_header
+from offload.format.digests import DigestContext
+from offload.format.header import build_header
+from offload.format.known_leaves import KnownLeaves
+from offload.model.model_file import BlockBuffers, ModelImage
+from offload.model.model_writing import write_model
 from tests.crash.crash_backend import CrashBackend, Disk, Image, Operation
 from tests.crash.fault_backend import FaultBackend
 from tests.frozen_model import BLOCK, STORE, Process, Reference, differences, make_units_small

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gds import Backend, MemoryBackend, PosixBackend, StorageError, WrapperBackend
-from gds._backend import Stat
+from gds.contract import Stat
 from offload import AdamW, open_checkpoint
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.training import (
@@ -160,9 +160,15 @@ class _Unsure(WrapperBackend):
     """One look at a file of a slot that has just been withdrawn fails."""
 
     num_failed = 0
+    _withdrawn = "/none"
+
+    def rename(self, source: str, target: str) -> None:
+        super().rename(source, target)
+        if "/.slot-" in target:
+            self._withdrawn = target
 
     def stat(self, path: str) -> Stat | None:
-        if "/.slot-" in path and path.endswith("/exp_avg.safetensors") and not self.num_failed:
+        if path == f"{self._withdrawn}/exp_avg.safetensors" and not self.num_failed:
             self.num_failed += 1
             raise StorageError(errno.EIO, "injected failure of stat", path)
         return super().stat(path)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import offload.seal
+import offload.engine.seal
 from gds import MemoryBackend, PosixBackend
-from gds._backend import File
-from gds._wrapper import WrapperBackend, WrapperFile
+from gds.backends.wrapper import WrapperBackend, WrapperFile
+from gds.contract import File
 from offload import open_checkpoint
 from offload.errors import BrokenOptimizerError, CheckpointError
 from tests.crash.training import Model, Reference, backward, differences, optimizer_for, options
@@ -53,7 +53,7 @@ def test_an_interrupted_wait_leaves_the_seal_in_flight(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(offload.seal.SealHandle, "wait", interrupted)
+        patch.setattr(offload.engine.seal.SealHandle, "wait", interrupted)
         for call in (optimizer.synchronize, optimizer.close):
             with pytest.raises(KeyboardInterrupt):
                 call()
@@ -113,7 +113,7 @@ def test_one_collected_on_a_thread_that_is_being_started_is_closed_later(
     backward(model, 1)
     optimizer.step()
     with monkeypatch.context() as patch:
-        patch.setattr("offload.closing._is_starting_thread", lambda: True)
+        patch.setattr("offload.engine.finalizer._is_starting_thread", lambda: True)
         optimizer._finalizer()
     with optimizer_for(Model(), str(tmp_path), options()) as other:  # the lock is free
         assert other.restore() is None

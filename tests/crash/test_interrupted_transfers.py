@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gds import Buffer, File, IOFuture, MemoryBackend, WrapperBackend
-from gds._wrapper import WrapperFile
+from gds.backends.wrapper import WrapperFile
 from offload.errors import BrokenOptimizerError
 from tests.crash.training import Model, Reference, backward, differences, optimizer_for, options
 

@@ -60,15 +60,19 @@ def test_the_score_that_is_quoted_is_that_of_the_last_complete_run() -> None:
 
 
 def test_every_generated_mutant_that_survived_the_last_full_run_has_a_reason() -> None:
-    survived = [one.name for one in read_record().judged.values() if one.outcome == "survived"]
+    record = read_record()
+    if not record.is_complete:
+        pytest.skip("the full run is not complete")
+    survived = [one.name for one in record.judged.values() if one.outcome == "survived"]
     assert [name for name in survived if name not in reasons()] == []
 
 
 def test_the_number_of_generated_mutants_that_is_quoted_is_that_of_the_last_full_run() -> None:
     guarantees = (ROOT / "docs" / "guarantees.md").read_text()
-    quoted = re.findall(r"of ([\d,]+) generated mutants ([\d,]+) are noticed", guarantees)
-    if not RECORD.exists():
-        assert quoted == [], "there is no record that this could be quoted from"
-        return
+    quoted = re.findall(
+        r"([\d,]+) of ([\d,]+) generated mutants have been judged.*?\s([\d,]+) were noticed",
+        guarantees,
+        re.DOTALL,
+    )
     found = json.loads(RECORD.read_text())
-    assert quoted == [(f"{found['mutants']:,}", f"{found['noticed']:,}")]
+    assert quoted == [tuple(f"{found[key]:,}" for key in ("judged", "mutants", "noticed"))]

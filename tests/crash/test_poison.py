@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from offload.errors import StoreError
-from offload.poison import Poison
+from offload.store.poison import Poison
 
 
 def poisoned(*reasons: str) -> Poison:

@@ -6,25 +6,26 @@ import contextlib
 import os
 import random
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
 import torch
 
-import offload._verify
-import offload.manifest
-import offload.model_file
+import offload.checkpoint.verify
+import offload.format.manifest
+import offload.model.model_file
 from gds import Backend, Buffer, File, IOFuture, MemoryBackend, StorageError, WrapperBackend
-from gds._wrapper import WrapperFile
+from gds.backends.wrapper import WrapperFile
 from offload import AdamW, LastK
-from offload.digests import DigestContext
+from offload.engine.seal import Seal
 from offload.errors import BrokenOptimizerError, SealError, StoreError
-from offload.known_leaves import KnownLeaves
-from offload.model_file import BlockBuffers, ModelImage
-from offload.model_writing import write_model
-from offload.pruning import prune
-from offload.seal import Seal
-from offload.tensorfile import build_header
+from offload.format.digests import DigestContext
+from offload.format.header import build_header
+from offload.format.known_leaves import KnownLeaves
+from offload.model.model_file import BlockBuffers, ModelImage
+from offload.model.model_writing import write_model
+from offload.store.pruning import prune
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend, Kind
 from tests.crash.training import (
@@ -45,7 +46,7 @@ REUSES_NOTHING = "this process reuses no slot any more"
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (offload.manifest, offload.model_file, offload._verify):
+    for module in (offload.format.manifest, offload.model.model_file, offload.checkpoint.verify):
         monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", BLOCK_BYTES)
 
 
@@ -190,15 +191,18 @@ def test_resident_state_that_a_seal_is_about_to_write_is_not_stepped(
     training.step()
     streamer = training.optimizer._engine._ring()
     flush = streamer.flush()
-    waits = []
+    wait_until = streamer._changed.wait_until
+    found_at_once = []
 
-    def seal_goes_on(timeout: float | None = None) -> None:
-        waits.append(timeout)
+    def seal_goes_on(reached: Callable[[], object]) -> object:
+        with streamer._changed:
+            found_at_once.append(bool(reached()))
         flush.start(training.optimizer._engine._slots.present)
+        return wait_until(reached)
 
-    monkeypatch.setattr(streamer._changed, "wait", seal_goes_on)
+    monkeypatch.setattr(streamer._changed, "wait_until", seal_goes_on)
     frame = streamer.take(1)
-    assert len(waits) == 1, "it can be changed before it has been written"
+    assert found_at_once == [False], "it can be changed before it has been written"
     streamer.keep(frame)
     monkeypatch.undo()
     training.steps_and_seal()
@@ -454,17 +458,19 @@ def test_a_pin_that_was_moved_away_is_durable_before_its_checkpoint_is_replaced(
     training.optimizer.close()
 
 
-def test_power_lost_while_nothing_trains_and_a_store_is_pruned() -> None:
+@pytest.mark.parametrize("others", [[], ["/second/run"]], ids=["one-drive", "two-drives"])
+def test_power_lost_while_nothing_trains_and_a_store_is_pruned(others: list[str]) -> None:
     """What is kept is whole at every moment, and so is the rest while it has its name."""
     backend = CrashBackend()
-    training = Training(backend, keep=4)
+    training = Training(backend, keep=4, directory=[STORE, *others])
     for _ in range(4):
         training.steps_and_seal()
     training.optimizer.pin("mine", 2)
     training.optimizer.close()
     before = len(backend.log)
-    report = prune(STORE, LastK(1), backend=backend)
+    report = prune(STORE, LastK(1), parts=others or None, backend=backend)
     assert [os.path.basename(path) for path in report.kept] == ["step-00000002", "step-00000004"]
+    assert report.unnamed == ()
     reference = Reference()
     wanted = {step: reference.after(step) for step in range(1, 5)}
     rng = random.Random(20261121)
@@ -478,6 +484,13 @@ def test_power_lost_while_nothing_trains_and_a_store_is_pruned() -> None:
             for info in found:
                 with offload.open_checkpoint(info.path, backend=survivor) as checkpoint:
                     assert differences(checkpoint, survivor, wanted[info.step]) == []
+        # Pruned again, a part may be left that was withdrawn half; it is named.
+        again = prune(STORE, LastK(1), parts=others or None, backend=survivor)
+        assert {os.path.basename(path) for path in again.kept} >= {"step-00000002", "step-00000004"}
+        for other in others:
+            left = [name for name in survivor.list_dir(other) if name.startswith("part-")]
+            assert len(left) == 2 + len(again.unnamed)
+            assert len(again.unnamed) <= 1
     for _ in range(20):
         names = disk.power_cut(rng).backend().list_dir(STORE)
         assert [name for name in names if name.startswith((".", "step-"))] == [

@@ -10,16 +10,13 @@ from contextlib import contextmanager
 import pytest
 
 from gds import Backend, MemoryBackend, WrapperBackend
-from gds._backend import File
+from gds.contract import File
 from offload import AdamW, Checkpoint, list_checkpoints, load_parameters, open_checkpoint
+from offload.checkpoint.quarantine_mark import read_quarantine
 from offload.errors import BrokenOptimizerError, CheckpointError, DamagedError
-from offload.poison import Poison
-from offload.quarantine import (
-    QUARANTINE_NAME,
-    read_quarantine,
-    remove_quarantine,
-    write_quarantine,
-)
+from offload.format.names import QUARANTINE_NAME
+from offload.store.poison import Poison
+from offload.store.quarantine import remove_quarantine, verify_and_mark, write_quarantine
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.flipping import FlippingBackend
@@ -207,7 +204,7 @@ def verified_by_a_person(backend: Backend) -> dict[int, bool]:
     found = {}
     for name in (n for n in backend.list_dir(STORE) if n.startswith("step-")):
         with open_checkpoint(f"{STORE}/{name}", even_quarantined=True, backend=backend) as opened:
-            found[opened.step] = opened.verify(mark=True).ok
+            found[opened.step] = verify_and_mark(opened).ok
     return found
 
 
@@ -296,12 +293,14 @@ class TestLifting:
         backend = MemoryBackend()
         store_with(backend, [STORE, OTHER])
         write_quarantine(backend, NEWEST, "somebody thought so", Poison(STORE))
-        with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as opened:
+        with open_checkpoint(
+            NEWEST, parts=[OTHER], even_quarantined=True, backend=backend
+        ) as opened:
             assert opened.quarantined == "somebody thought so"
             report = opened.verify()
             assert report.ok
             assert report.quarantined == "somebody thought so", "a look changes nothing"
-            report = opened.verify(mark=True)
+            report = verify_and_mark(opened)
             assert (report.ok, report.quarantined) == (True, "")
             assert opened.quarantined == ""
         model = Model()
@@ -315,7 +314,7 @@ class TestLifting:
         path = damage(backend, "exp_avg")
         write_quarantine(backend, NEWEST, "somebody thought so", Poison(STORE))
         with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as opened:
-            report = opened.verify(mark=True)
+            report = verify_and_mark(opened)
         assert not report.ok
         assert path in report.problems[0]
         assert report.quarantined == "somebody thought so"
@@ -329,7 +328,7 @@ class TestLifting:
                 write_quarantine(inner, NEWEST, "somebody thought so", Poison(STORE))
             with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as opened:
                 backend.fail("read", 2, forever=False)
-                report = opened.verify(mark=True)
+                report = verify_and_mark(opened)
             assert report.problems == ()
             assert "injected failure of read" in report.unreadable[0]
             assert not report.ok
@@ -340,7 +339,7 @@ class TestLifting:
         store_with(backend)
         write_quarantine(backend, NEWEST, "somebody thought so", Poison(STORE))
         with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as opened:
-            opened.verify(mark=True)
+            verify_and_mark(opened)
         disk = Disk(backend.log)
         rng = random.Random(SEED)
         for _ in range(40):
@@ -351,7 +350,7 @@ class TestLifting:
         store_with(backend)
         damage(backend, "master")
         with open_checkpoint(NEWEST, backend=backend) as opened:
-            assert opened.verify(mark=True).quarantined
+            assert verify_and_mark(opened).quarantined
         disk = Disk(backend.log)
         rng = random.Random(SEED)
         for _ in range(40):
@@ -366,7 +365,7 @@ class TestLifting:
         with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as opened:
             backend.fail_if(lambda found, _: found == kind)
             with pytest.raises(OSError, match=f"injected failure of {kind}"):
-                opened.verify(mark=True)
+                verify_and_mark(opened)
 
     def test_two_processes_that_mark_or_lift_at_once_are_both_right(self) -> None:
         class Quicker(WrapperBackend):
@@ -553,17 +552,38 @@ def contents(backend: Backend, directories: list[str]) -> dict[str, bytes]:
 
 
 def test_a_mark_made_beside_the_training_does_not_outlive_its_checkpoint() -> None:
-    """`offload verify --quarantine` marks one that this process then takes back and rewrites."""
+    """`offload verify --quarantine` marks what ``fresh=True`` then takes back and rewrites."""
+    backend = MemoryBackend()
+    store_with(backend)
+    model = Model()
+    optimizer = optimizer_for(model, STORE, options(backend), keep=1, fresh=True)
+    for step in (1, 2):
+        write_quarantine(backend, f"{STORE}/step-{step:08d}", "damaged", Poison(STORE))
+    for step in (1, 2, 3, 4):
+        train(model, optimizer, step)
+        optimizer.checkpoint({"step": step}).result()
+        with open_checkpoint(STORE, backend=backend) as newest:
+            assert newest.step == step
+    optimizer.close()
+
+
+def test_what_is_marked_beside_the_training_is_left_alone() -> None:
+    """For somebody to look at, as what `restore` has marked; each has a part of the space."""
     backend = MemoryBackend()
     model = Model()
     optimizer = optimizer_for(model, STORE, options(backend), keep=1)
     for step in (1, 2, 3, 4):
         train(model, optimizer, step)
-        sealed = optimizer.checkpoint({"step": step}).result()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sealed = optimizer.checkpoint({"step": step}).result()
         with open_checkpoint(STORE, backend=backend) as newest:
             assert newest.step == step
-        write_quarantine(backend, sealed.path, "damaged", Poison(STORE))
+        if step in (2, 3):
+            write_quarantine(backend, sealed.path, "damaged", Poison(STORE))
     optimizer.close()
+    names = [name for name in backend.list_dir(STORE) if name.startswith("step-")]
+    assert names == ["step-00000002", "step-00000003", "step-00000004"]
 
 
 @pytest.mark.parametrize("name", ["model", "exp_avg"])

@@ -42,6 +42,8 @@ from offload import (
     pin,
     unpin,
 )
+from offload.engine.chunk_pass import STEP_THREAD
+from offload.engine.seal import SEAL_THREAD
 from offload.errors import (
     BrokenOptimizerError,
     CheckpointError,
@@ -51,9 +53,7 @@ from offload.errors import (
     PinError,
     SealError,
 )
-from offload.quarantine import lift_quarantine
-from offload.seal import SEAL_THREAD
-from offload.state_pass import STEP_THREAD
+from offload.store.quarantine import lift_quarantine, verify_and_mark
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import KINDS, FaultBackend, Kind, When
 from tests.crash.state_damage import Flip, is_state, problems
@@ -520,7 +520,7 @@ class StoreMachine(RuleBasedStateMachine):
         path = self.path_of(uid)
         with open_checkpoint(path, even_quarantined=True, backend=self.log) as opened:
             assert not opened.quarantined
-            assert opened.verify(mark=True).quarantined
+            assert verify_and_mark(opened).quarantined
         num_done["marks of a person"] += 1
         return self.begin_process()
 

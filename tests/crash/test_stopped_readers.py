@@ -25,15 +25,15 @@ HELD = "every expired checkpoint is being read by someone, and the store can hav
 
 STOPPED_VERIFY = """
 import os, signal, sys
-import offload.checkpoint
+import offload.checkpoint.checkpoint
 from offload.cli import main
 
-def stopped(*arguments):
+def stopped(*arguments, **options):
     os.kill(os.getpid(), signal.SIGSTOP)  # as Ctrl-Z does
-    return original(*arguments)
+    return original(*arguments, **options)
 
-original = offload.checkpoint.verify_tensors
-offload.checkpoint.verify_tensors = stopped
+original = offload.checkpoint.checkpoint.verify_tensors
+offload.checkpoint.checkpoint.verify_tensors = stopped
 sys.argv = ["offload", "verify", sys.argv[1]]
 main()
 """

@@ -10,9 +10,9 @@ import pytest
 
 from gds import MemoryBackend
 from offload import AdamW
+from offload.checkpoint.quarantine_mark import read_quarantine
 from offload.errors import DamagedError
-from offload.frame import HostFrames
-from offload.quarantine import read_quarantine
+from offload.stream.frame import HostFrames
 from tests.crash.flipping import FlippingBackend
 from tests.crash.test_quarantine import (
     NEWEST,

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from offload import codecs
-from offload.codecs import Scratch
-from offload.device_kernels.forms import DeviceBlock, Form
+from offload.device.kernels.forms import DeviceBlock, Form
+from offload.update import codecs
+from offload.update.codecs import Scratch
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK = 32

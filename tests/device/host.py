@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.device_kernels.forms import ARGUMENTS, DeviceBlock, Form, Launch, launches
-from offload.device_kernels.sources import digest_source, update_source
-from offload.digests import LEAF_BYTES
+from offload.device.kernels.forms import ARGUMENTS, DeviceBlock, Form, Launch, launches
+from offload.device.kernels.sources import digest_source, update_source
+from offload.format.digests import LEAF_BYTES
 
 SHIM = Path(__file__).with_name("shim.h")
 
@@ -144,7 +144,7 @@ class HostDigests:
         ]
 
     def leaf_digests(self, data: torch.Tensor) -> bytes:
-        """Return what `offload.digests.leaf_digests` returns for the tensor's bytes."""
+        """Return what `offload.format.digests.leaf_digests` returns for the tensor's bytes."""
         sums = torch.full((-(-data.nbytes // 1024) * 8,), -1, dtype=torch.int64)
         out = torch.zeros(-(-data.nbytes // LEAF_BYTES), dtype=torch.int64)
         self._entry(data.data_ptr(), data.nbytes, sums.data_ptr(), out.data_ptr())

@@ -6,8 +6,8 @@ import pytest
 import torch
 import xxhash
 
-from offload.device_kernels import digest
-from offload.digests import LEAF_BYTES, DigestContext, leaf_digests
+from offload.device.kernels import digest
+from offload.format.digests import LEAF_BYTES, DigestContext, leaf_digests
 
 # Where formulas change: short inputs, stripes of 64, blocks of 1024.
 SHORT = list(range(1, 300))

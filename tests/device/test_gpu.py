@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from bench import kernel
-from offload.device_kernels import digest
-from offload.device_kernels.forms import DeviceBlock, DeviceScalars
-from offload.device_kernels.update import update_block
-from offload.digests import LEAF_BYTES, leaf_digests
+from offload.device.kernels import digest
+from offload.device.kernels.forms import DeviceBlock, DeviceScalars
+from offload.device.kernels.update import update_block
+from offload.format.digests import LEAF_BYTES, leaf_digests
 from tests.device.blocks import State, bits, contents, different, ulps
 from tests.device.test_digest import LEAVES, LONG, SHORT, content
 from tests.device.test_update_arithmetic import ADAM, ADAM_CASES, CLASSES, SGD, group_of

@@ -10,8 +10,8 @@ import torch
 
 from bench import kernel
 from bench._harness import Result
-from offload.device_kernels import digest
-from offload.device_kernels.forms import form_of, why_not
+from offload.device.kernels import digest
+from offload.device.kernels.forms import form_of, why_not
 from tests.device.test_gpu import flags_of
 from tests.device.test_update_arithmetic import ADAM, CLASSES, SGD, group_of
 

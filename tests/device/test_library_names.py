@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-import gds._cuda
+import gds.buffers.cuda
 from gds import StorageError
-from gds._cuda import Cuda, _Handle
-from gds._device_buffers import DeviceBytes
-from gds._errors import RefusedError
-from gds._kvikio_library import Library
+from gds.backends.kvikio_library import Library
+from gds.buffers.cuda import Cuda, _Handle
+from gds.buffers.device import DeviceBytes
+from gds.errors import RefusedError
 from gds.probe import direct_io
-from offload.device_kernels.forms import ARGUMENTS
+from offload.device.kernels.forms import ARGUMENTS
 
 ALIGNMENT = 4096
 
@@ -46,7 +46,7 @@ def cuda() -> Any:
 
 
 def needs_no_driver() -> None:
-    if not gds._cuda.no_driver():
+    if not gds.buffers.cuda.no_driver():
         pytest.skip("there is a CUDA driver, and what it says depends on the device")
 
 
@@ -63,7 +63,7 @@ def parameters(function: Any) -> list[str]:
 @pytest.fixture
 def library(kvikio: Any, monkeypatch: pytest.MonkeyPatch) -> Library:
     """What the backend uses of KvikIO: most of it works without a driver."""
-    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "")
+    monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "")
     return Library()
 
 
@@ -198,7 +198,7 @@ def test_cupys_streams_events_and_memory_are_made_as_here(cuda):
 
 def test_a_driver_without_a_device_is_refused_by_name(cuda, monkeypatch):
     needs_no_driver()
-    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "")
+    monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "")
     with pytest.raises(RefusedError, match="no GPU can be used: cudaError"):
         Cuda()
 

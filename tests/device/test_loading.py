@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.device_kernels.loading import load
-from offload.device_kernels.sources import OPTIONS
+from offload.device.kernels.loading import load
+from offload.device.kernels.sources import OPTIONS
 
 
 class FakeCupy:

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from offload.device_kernels.forms import ARGUMENTS, Form
-from offload.device_kernels.sources import OPTIONS, defines, digest_source, update_source
+from offload.device.kernels.forms import ARGUMENTS, Form
+from offload.device.kernels.sources import OPTIONS, defines, digest_source, update_source
 from tests.device import nvrtc
 from tests.device.blocks import BF16, FP16, FP32
 from tests.device.torch_sources import adam_math

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.device_kernels.forms import DeviceBlock, form_of
+from offload.device.kernels.forms import DeviceBlock, form_of
 from tests.device.blocks import State, bits, same_numbers, ulps
 
 NUM = 3001

@@ -1,7 +1,8 @@
 """Stored forms: the kernel's bytes are those of the codecs that a CPU uses.
 
-What is stored is decoded with `offload.codecs` and `offload.update`, stepped as plain FP32 arrays
-(`test_update_arithmetic.py` shows that that is torch's step), and encoded with the codecs again.
+What is stored is decoded with `offload.update.codecs` and `offload.update.updater`, stepped as
+plain FP32 arrays (`test_update_arithmetic.py` shows that that is torch's step), and encoded with
+the codecs again.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from functools import partial
 import pytest
 import torch
 
-from offload import codecs, rounding
-from offload.codecs import Scratch
-from offload.device_kernels.forms import (
+from offload.device.kernels.forms import (
     ARGUMENTS,
     DeviceBlock,
     DeviceScalars,
@@ -25,7 +24,10 @@ from offload.device_kernels.forms import (
     launches,
     why_not,
 )
-from offload.update import _take_edits
+from offload.format import rounding_keys
+from offload.update import codecs
+from offload.update.codecs import Scratch
+from offload.update.updater import _take_edits
 from tests.device.blocks import (
     BF16,
     BLOCK,
@@ -126,9 +128,11 @@ def encoded(form: Form, plain: DeviceBlock, block: DeviceBlock) -> dict[str, tor
         if form.state == "bfloat16":
             found[name] = torch.empty(num, dtype=BF16)
             stream = zlib.crc32(name.encode())
-            key = partial(rounding.element_space_key, SEED, stream, STORE_STEP)
+            key = partial(rounding_keys.element_space_key, SEED, stream, STORE_STEP)
             if block.parameter is not None:
-                key = partial(rounding.parameter_key, SEED, stream, STORE_STEP, block.parameter)
+                key = partial(
+                    rounding_keys.parameter_key, SEED, stream, STORE_STEP, block.parameter
+                )
             codecs.round_stochastic(
                 values, found[name], key=key, first_element=block.first_element, scratch=scratch
             )

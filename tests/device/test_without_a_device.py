@@ -14,7 +14,7 @@ from bench._harness import BenchError
 
 def test_modules_import_neither_cupy_nor_compile_anything():
     code = (
-        "import sys, offload.device_kernels.update, offload.device_kernels.digest;"
+        "import sys, offload.device.kernels.update, offload.device.kernels.digest;"
         "sys.exit('cupy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import offload
-from offload.exporting import export_checkpoint
-from offload.foreign_files import open_foreign
-from offload.importing import import_checkpoint
+from offload.exchange.exporting import export_checkpoint
+from offload.exchange.foreign import open_foreign
+from offload.exchange.importing import import_checkpoint
 from tests.numerics.measure import model_of, reset_peak, resident_bytes
 
 CHUNK_BYTES = 1 << 20

@@ -13,11 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import offload
-from offload.dcp_files import boxes
 from offload.errors import DamagedError, StoreError
-from offload.exporting import export_checkpoint
-from offload.foreign_files import open_foreign
-from offload.importing import import_checkpoint
+from offload.exchange.dcp_writer import boxes
+from offload.exchange.exporting import export_checkpoint
+from offload.exchange.foreign import open_foreign
+from offload.exchange.importing import import_checkpoint
 from tests.exchange.test_torch_dicts import numbered, torch_dict
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Case, Cut, Pair

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import offload
 from offload.errors import CheckpointError, MismatchError, StoreError
-from offload.foreign_files import open_foreign
-from offload.importing import import_checkpoint
-from offload.torch_reading import read_structure
+from offload.exchange.foreign import open_foreign
+from offload.exchange.importing import import_checkpoint
+from offload.exchange.torch_reading import read_structure
 from tests.exchange.test_export import SETTINGS, export, sealed
 from tests.numerics.pairs import CASES
 from tests.numerics.reference import assert_same_bits, assert_same_parameters

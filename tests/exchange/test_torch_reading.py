@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from offload.errors import CheckpointError
-from offload.pickle_reading import PickleError, read_pickle
-from offload.stored_tensor import StoredTensor
-from offload.torch_reading import read_structure
+from offload.exchange.pickle_reading import PickleError, read_pickle
+from offload.exchange.stored_tensor import StoredTensor
+from offload.exchange.torch_reading import read_structure
 from tests.numerics.reference import assert_same_bits
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.drives import proportional_shares
-from offload.formats import CountsFrom
-from offload.layout import Layout, ModelTensor, ParameterSpec
-from offload.tensorfile import parse_header
+from offload.format.arrays import CountsFrom
+from offload.format.header import parse_header
+from offload.format.layout import Layout, ModelTensor, ParameterSpec
+from offload.stream.drives import proportional_shares
 
 CHUNK = 1024
 ADAM = ("exp_avg", "exp_avg_sq")

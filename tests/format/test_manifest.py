@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import offload
-from offload._manifest_fields import TENSOR_DTYPES, decode_group, encode_group
-from offload._strict_json import MAX_VALUES
-from offload.drives import as_directories
 from offload.errors import CheckpointError, OffloadError, UnsupportedOptimizerError
-from offload.hyperparameters import check_hyperparameters
-from offload.layout import Layout, ModelTensor, ParameterSpec
-from offload.manifest import Manifest, decode, reserved_bytes
-from offload.rules import UpdateRule
+from offload.format._manifest_fields import TENSOR_DTYPES, decode_group, encode_group
+from offload.format.layout import Layout, ModelTensor, ParameterSpec
+from offload.format.manifest import Manifest, decode, reserved_bytes
+from offload.format.strict_json import MAX_VALUES
+from offload.stream.drives import as_directories
+from offload.update.hyperparameters import check_hyperparameters
+from offload.update.rules import UpdateRule
 from tests.attacks import good
 
 PATH = "run/step-00000002/manifest.json"

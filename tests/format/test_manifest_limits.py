@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from offload._strict_json import MAX_VALUES, parse_json
-from offload.manifest import MANIFEST_NAME, MAX_CONTENT_BYTES, MAX_MANIFEST_BYTES
+from offload.format.manifest import MAX_CONTENT_BYTES, MAX_MANIFEST_BYTES
+from offload.format.names import MANIFEST_NAME
+from offload.format.strict_json import MAX_VALUES, parse_json
 
 HEAD = b'{"format":2,"digest":"x","body":{"a":['
 TAIL = b"0]}}"
@@ -24,7 +25,7 @@ CHILD = """
 import resource, sys
 from gds import PosixBackend
 from offload.errors import ManifestError
-from offload.reading import decode_manifest
+from offload.checkpoint.reading import decode_manifest
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import offload
-import offload.table
+import offload.model.table
 from tests.format import old_stores
 from tests.format.spec_reader import chunk_starts, fp32_state, read_manifest
 from tests.numerics.models import Mixed, give_gradients, trainable
@@ -44,7 +44,7 @@ def test_state_is_what_the_page_says(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload.table, "NEW_STORES_COUNT_FROM", counts_from)
+    monkeypatch.setattr(offload.model.table, "NEW_STORES_COUNT_FROM", counts_from)
     model = Mixed()
     options = offload.Options(chunk_bytes=4096, allow_volatile=True, **form)
     with offload.AdamW(
@@ -70,7 +70,7 @@ def test_state_is_what_the_page_says(
     assert ("counts_from" in body) == (version == 3)
     with offload.open_checkpoint(path) as checkpoint:
         for name in trainable(model):
-            assert_same(fp32_state(path, name), checkpoint.read_state(name), name)
+            assert_same(fp32_state(path, name), offload.read_state(checkpoint, name), name)
     starts = chunk_starts(version, body)
     assert len(body["digests"]["exp_avg"]) == len(starts) - 1
     moved = [start for start in starts[:-1] if start % body["chunk_elements"]]

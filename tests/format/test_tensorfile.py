@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.tensorfile import (
+from offload.format.header import (
     DTYPE_BYTES,
     DtypeError,
     DuplicateNameError,
@@ -313,7 +313,7 @@ class TestRead:
 
 def test_importing_it_imports_neither_torch_nor_numpy():
     code = (
-        "import sys, offload.tensorfile, offload.train_state as t\n"
+        "import sys, offload.format.header, offload.format.train_state as t\n"
         "state = {'a': (1, {2: b'x'})}\n"
         "t.unpack(t.pack(state, capacity_bytes=4096, header={}))\n"
         "sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"

@@ -10,9 +10,9 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 
-from offload import tensorfile
 from offload.errors import OffloadError
-from offload.tensorfile import (
+from offload.format import header
+from offload.format.header import (
     DtypeError,
     DuplicateNameError,
     FileSizeError,
@@ -188,7 +188,7 @@ class TestHostile:
     def test_every_error_has_a_case(self):
         errors = {
             value
-            for value in vars(tensorfile).values()
+            for value in vars(header).values()
             if isinstance(value, type) and issubclass(value, TensorFileError)
         }
         parse_errors = {error for _, error, _ in HOSTILE.values()}

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.train_state import (
+from offload.format.train_state import (
     EncodedState,
     StoredTensor,
     TrainStateFormatError,
@@ -325,7 +325,7 @@ def test_keys_are_printed_only_into_messages(monkeypatch):
         raise PrintedError(path)
 
     for module in ("leaves", "encode", "decode"):
-        monkeypatch.setattr(f"offload._train_state_{module}.render", refuse)
+        monkeypatch.setattr(f"offload.format._train_state_{module}.render", refuse)
     assert same(round_trip(state), state)
     with pytest.raises(PrintedError):
         encode({1: object()})

@@ -15,9 +15,8 @@ import safetensors.torch
 import torch
 
 from offload.errors import CheckpointError
-from offload.options import Options
-from offload.tensorfile import TensorFileError, build_header, parse_header
-from offload.train_state import (
+from offload.format.header import TensorFileError, build_header, parse_header
+from offload.format.train_state import (
     EncodedState,
     StoredTensor,
     TrainStateDigestError,
@@ -30,6 +29,7 @@ from offload.train_state import (
     unpack,
     unpack_encoded,
 )
+from offload.options import Options
 
 
 def same(a: object, b: object) -> bool:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from offload import train_state
 from offload.errors import OffloadError
-from offload.train_state import (
+from offload.format import train_state
+from offload.format.train_state import (
     MAX_DEPTH,
     EncodedState,
     StoredTensor,

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from offload import engine, forward_hooks, resume, table, update
+from offload.engine import engine, resume
+from offload.model import table
+from offload.overlap import forward_hooks
+from offload.update import updater
 
 
 def reader_does_not_wait() -> None:
@@ -19,7 +22,7 @@ def reader_does_not_wait() -> None:
 
 def edits_are_ignored() -> None:
     """The master goes on where the live parameter was edited."""
-    update._take_edits = lambda *_: None
+    updater._take_edits = lambda *_: None
 
 
 def a_scalar_is_forgotten() -> None:

@@ -21,22 +21,23 @@ PLACES = (
 
 
 @contextlib.contextmanager
-def interrupted(at: int) -> Iterator[list[int]]:
+def interrupted(at: int, *more_places: str) -> Iterator[list[int]]:
     """Raise `KeyboardInterrupt` at the `at`-th moment of the library's code on this thread.
+
+    Code of files in `more_places` counts as the library's.
 
     The moments are those at which Python runs the handlers of signals: where a function begins, and
     where one that is written in C has returned. Code of torch is left alone, whose own context
     managers do not stand an interrupt. The list that is yielded gets an item when it has come.
     """
     left, fired = at, list[int]()
+    places = (*PLACES, *more_places)
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
         nonlocal left
         code = frame.f_code
-        if event not in ("call", "c_return") or not code.co_filename.startswith(PLACES):
+        if event not in ("call", "c_return") or not code.co_filename.startswith(places):
             return
-        if code.co_filename == threading.__file__ and code.co_name in ("__enter__", "__exit__"):
-            return  # of a condition: Python itself leaves its lock held there
         left -= 1
         if left == 0:
             sys.setprofile(None)

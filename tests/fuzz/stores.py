@@ -263,7 +263,7 @@ def read(pair: Pair, op: Operation) -> None:
                 if not parameter.requires_grad or random.Random(op.seed + n).random() < 0.5:
                     continue
                 try:
-                    arrays = found.read_state(names[parameter])
+                    arrays = offload.read_state(found, names[parameter])
                 except offload.OffloadError:
                     continue  # it was frozen when that was sealed
                 require_same("read_state", snapshot["optimizer"]["effective"][n], arrays["master"])

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from gds import StorageError, paths
-from gds._kvikio_file import Used
+from gds import StorageError
+from gds.backends.kvikio_file import Used
 from gds.bench import target as target_module
 from gds.bench.run import Plan
 from gds.bench.run import run as run_plan
 from gds.bench.workload import Workload
 from gds.check import System
+from gds.errors import RefusedError
+from gds.opening import open_path
 from tests.contract.fake_gpu import FakeGpu
 
 SMALL = ("--file-size", "1M", "--size", "64K", "--allow-small")
@@ -223,13 +225,13 @@ def test_what_cannot_be_measured_is_one_line_and_status_1(run, drive, arguments,
 
 
 def test_paths_of_a_gpu_are_refused_for_want_of_a_driver_or_of_a_library(monkeypatch):
-    with pytest.raises(paths.RefusedError, match="no CUDA driver here: libcuda"):
-        paths.open_backend("gds", 1, no_driver="libcuda.so.1 is missing")
-    monkeypatch.setattr("gds._cuda.no_driver", lambda: "")
+    with pytest.raises(RefusedError, match="no CUDA driver here: libcuda"):
+        open_path("gds", 1, no_driver="libcuda.so.1 is missing")
+    monkeypatch.setattr("gds.buffers.cuda.no_driver", lambda: "")
     monkeypatch.setitem(sys.modules, "cupy", None)
     for name in ("gds", "compat", "bounce"):
-        with pytest.raises(paths.RefusedError, match=r"pip install 'ssd-offload\[gpu\]'"):
-            paths.open_backend(name, 1)
+        with pytest.raises(RefusedError, match=r"pip install .* '\.\[gpu\]'"):
+            open_path(name, 1)
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="there is no /dev/shm")
@@ -293,7 +295,10 @@ def test_without_matplotlib_a_figure_is_refused_before_anything_is_measured(
     arguments = ["--sweep", "size=64K..128K", "--plot", drive / "f.svg"]
     status, _, err = run("bench", drive, *SMALL, *arguments)
     assert status == 1
-    assert err == "error: --plot needs matplotlib: pip install 'ssd-offload[bench]'\n"
+    assert (
+        err
+        == "error: --plot needs matplotlib: pip install matplotlib (or '.[bench]' in a checkout)\n"
+    )
 
 
 def test_without_fio_the_comparison_is_left_out_and_said(run, drive, monkeypatch):
@@ -342,7 +347,7 @@ class WithDriver(System):
 def gpu(monkeypatch):
     """A GPU made of host memory."""
     fake = FakeGpu()
-    monkeypatch.setattr("gds._cuda.no_driver", lambda: "")
+    monkeypatch.setattr("gds.buffers.cuda.no_driver", lambda: "")
     for name, module in fake.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     yield fake
@@ -353,7 +358,7 @@ def gpu(monkeypatch):
 def test_device_memory_is_measured_and_verified(drive, gpu, monkeypatch, path):
     monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "false")
     monkeypatch.setattr(
-        "gds._kvikio._examined", lambda _: dict.fromkeys(("read", "write"), Used("gds", ""))
+        "gds.backends.kvikio._examined", lambda _: dict.fromkeys(("read", "write"), Used("gds", ""))
     )
     gpu.gds = path == "gds"
     workload = Workload(path=path, rw="randmixed", size=1 << 16, file_bytes=1 << 20)
@@ -369,7 +374,8 @@ def test_demanded_direct_storage_that_is_not_there_is_refused_before_anything_is
     drive, gpu, monkeypatch
 ):
     monkeypatch.setattr(
-        "gds._kvikio._examined", lambda _: dict.fromkeys(("read", "write"), Used("compat", "why"))
+        "gds.backends.kvikio._examined",
+        lambda _: dict.fromkeys(("read", "write"), Used("compat", "why")),
     )
     plan = Plan(place=str(drive), workloads=[Workload(path="gds", file_bytes=1 << 30)])
     with pytest.raises(StorageError, match="copied through the host: why"):
@@ -378,8 +384,8 @@ def test_demanded_direct_storage_that_is_not_there_is_refused_before_anything_is
 
 
 def test_a_run_with_a_driver_but_no_library_is_refused_too(drive, monkeypatch):
-    monkeypatch.setattr("gds._cuda.no_driver", lambda: "")
+    monkeypatch.setattr("gds.buffers.cuda.no_driver", lambda: "")
     monkeypatch.setitem(sys.modules, "cupy", None)
     plan = Plan(place=str(drive), workloads=[Workload(path="compat", file_bytes=1 << 30)])
-    with pytest.raises(paths.RefusedError, match="pip install"):
+    with pytest.raises(RefusedError, match="pip install"):
         run_plan(plan, system=WithDriver())

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gds import StorageError, WrapperBackend
-from gds._errors import WrongDataError
-from gds._wrapper import WrapperFile
+from gds.backends.wrapper import WrapperFile
 from gds.bench.run import Plan, run
 from gds.bench.stamps import Stamps
 from gds.bench.target import PREFIX
 from gds.bench.workload import Workload
-from gds.paths import open_backend
+from gds.errors import WrongDataError
+from gds.opening import open_path
 
 BLOCK = 4096
 FILE_BYTES = 1 << 20
@@ -109,7 +109,7 @@ class FaultyBackend(WrapperBackend):
     """Does one transfer wrong, that of the fourth block."""
 
     def __init__(self, fault: str, fired: list[str], path: str, threads: int) -> None:
-        super().__init__(open_backend(path, threads))
+        super().__init__(open_path(path, threads))
         self.fault = fault
         self.fired = fired
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import gds._cuda
 import gds.bench.measure
+import gds.buffers.cuda
 from gds import PosixBackend
-from gds._kvikio_file import Used
+from gds.backends.kvikio_file import Used
 from gds.bench import link
 from gds.bench.link import LinkUse, link_meter
 from gds.bench.run import Plan
@@ -85,7 +85,7 @@ class FakeNvml:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     used = Used("compat", "no nvidia-fs")
-    monkeypatch.setattr("gds._kvikio._examined", lambda _: {"read": used, "write": used})
+    monkeypatch.setattr("gds.backends.kvikio._examined", lambda _: {"read": used, "write": used})
     with installed(monkeypatch) as fake:
         yield fake
 
@@ -247,7 +247,7 @@ def test_a_report_of_host_memory_has_no_such_columns(drive, machine) -> None:
 @pytest.mark.gpu
 def test_the_drivers_library_answers() -> None:
     pytest.importorskip("cupy")
-    if reason := gds._cuda.no_driver():
+    if reason := gds.buffers.cuda.no_driver():
         pytest.skip(reason)
     backend = KvikioBackend(path="bounce")
     meter = link_meter(backend)

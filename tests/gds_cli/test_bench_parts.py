@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gds._errors import RefusedError
 from gds.bench.compare import AGREEMENT, Comparison, fio_arguments
 from gds.bench.fio import FioError
 from gds.bench.measure import percentile
 from gds.bench.report import size_text
 from gds.bench.workload import Workload, expand, parse_size, parse_sweep
+from gds.errors import RefusedError
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gds import _libc, probe
+from gds import libc, probe
 from gds.check import System, examine
 
 EXAMINATION = {
@@ -58,7 +58,7 @@ def test_the_path_is_the_one_that_a_transfer_can_take(run, tmp_path):
 
 def test_what_statx_tells_is_shown(run, drive):
     with probe.scratch_file(str(drive)) as fd:
-        told = _libc.direct_alignment(fd)
+        told = libc.direct_alignment(fd)
     if told is None:
         pytest.skip("the kernel does not tell")
     _, out, _ = run("check", drive)

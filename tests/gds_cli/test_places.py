@@ -72,5 +72,16 @@ def test_a_file_for_a_check(tmp_path: Path, run: Run) -> None:
 
 
 def test_a_file_system_of_the_kernels_own(run: Run) -> None:
-    _, _, err = run("bench", "/proc")
-    assert "no direct I/O in /proc (no file can be made here" in err
+    for path in ("direct", "buffered"):
+        status, _, err = run("bench", "/proc", "--path", path)
+        assert status == 1
+        assert err.startswith("error: no file can be made in /proc (No such file or directory): ")
+        assert "give a directory that you may write to" in err
+
+
+def test_a_directory_of_somebody_else(run: Run) -> None:
+    if not Path("/sys/kernel").is_dir():
+        pytest.skip("no /sys/kernel")
+    _, _, err = run("bench", "/sys/kernel")  # refuses root as others refuse a user
+    assert "error: no file can be made in /sys/kernel (" in err
+    assert "page cache" not in err

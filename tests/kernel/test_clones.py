@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 
 from gds import Backend, Buffer, PosixBackend
-from gds._backend import CLONE_REACH_BYTES
+from gds.contract import CLONE_REACH_BYTES
 from gds.testing import CloneContract
 from tests.kernel import loop_devices
 from tests.kernel.loop_devices import Mounted, mounted

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gds import MemoryBackend, PosixBackend, WrapperBackend, probe
-from gds._backend import Capabilities
+from gds.contract import Capabilities
 from gds.probe import DirectIOUnavailable
 from offload import open_checkpoint
 from offload.errors import RemoteStoreError, StoreError

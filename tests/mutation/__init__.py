@@ -10,12 +10,14 @@ from typing import Final
 from tests.mutation.frozen import FROZEN
 from tests.mutation.keeping import KEEPING
 from tests.mutation.locking import LOCKING
+from tests.mutation.meddling import MEDDLING
 from tests.mutation.mutation import Mutation
 from tests.mutation.numbers import NUMBERS
 from tests.mutation.opening import OPENING
 from tests.mutation.overlapping import OVERLAPPING
 from tests.mutation.overlooked import OVERLOOKED
 from tests.mutation.quarantining import QUARANTINING
+from tests.mutation.recorded import RECORDED
 from tests.mutation.recycling import RECYCLING
 from tests.mutation.restoring import RESTORING
 from tests.mutation.sealing import SEALING
@@ -27,9 +29,11 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *KEEPING,
     *OPENING,
     *LOCKING,
+    *MEDDLING,
     *OVERLOOKED,
     *RESTORING,
     *QUARANTINING,
+    *RECORDED,
     *NUMBERS,
     *OVERLAPPING,
 )

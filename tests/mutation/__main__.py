@@ -14,6 +14,7 @@ A mutation that no test notices *survives*: the step is untested, or not needed.
 about 15 minutes of one core; the generated ones take hours the first time, and after that only
 those of functions that have changed are judged. What is known is kept beside the copy: a run goes
 on where it stopped, and several may share a scratch directory, each on its `--share` (1/2, 2/2).
+With `--write`, what is known so far is written into the record in git, and counts elsewhere too.
 Before anything is believed of a mutation, the test that noticed must pass without it.
 
 A generated mutant that nothing need notice has its reason in tests/mutation/generated/reasons.toml.
@@ -61,6 +62,7 @@ def _generated(args: argparse.Namespace) -> int:
         limit_s=args.limit,
         again=args.again,
         record_again=args.record,
+        write=args.write,
         output=Path(args.output or RECORD),
     )
     if args.list:
@@ -121,6 +123,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="",
         help="judge these anew although they are known",
     )
+    of_generated("--write", action="store_true", help="write what is known, and judge nothing")
     of_generated("--record", action="store_true", help="record anew which tests run what")
     of_ci = parser.add_argument_group("of --ci").add_argument
     of_ci("--minutes", type=float, default=ci.MINUTES, help="in all (%(default)s)")

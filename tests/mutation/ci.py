@@ -141,9 +141,14 @@ def run(plan: Plan) -> int:
     print(f"seed {plan.seed}: repeat it with --ci --seed {plan.seed}", flush=True)
     record = read_record()
     touched = listed.touched(RESULT)
-    mutants = mutants_of() if record.judged else []
-    if not mutants:
-        print("no full run of the generated mutants has been recorded: none is tried", flush=True)
+    every = mutants_of() if record.judged else []
+    mutants = [mutant for mutant in every if record.is_settled(mutant)]
+    if not record.is_complete:
+        print(
+            f"the full run of the generated mutants is not complete: {len(mutants)} of "
+            f"{len(every)} may be tried",
+            flush=True,
+        )
     chosen = tasks(plan.seed, MUTATIONS, mutants, touched, {*reasons()})
     num_touched = sum(bool(touched.intersection(m.files)) for m in MUTATIONS)
     print(

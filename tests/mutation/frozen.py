@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation
 
-_WRITING = "offload/model_writing.py"
-_MODEL = "offload/model_file.py"
-_SLOT = "offload/slot.py"
-_SEAL = "offload/seal.py"
-_STORE = "offload/store.py"
-_WITHDRAWAL = "offload/withdrawal.py"
-_OPENING = "offload/opening.py"
-_POSIX = "gds/_posix_file.py"
+_WRITING = "offload/model/model_writing.py"
+_MODEL = "offload/model/model_file.py"
+_SLOT = "offload/store/slot.py"
+_SEAL = "offload/engine/seal.py"
+_STORE = "offload/store/store.py"
+_WITHDRAWAL = "offload/store/withdrawal.py"
+_OPENING = "offload/store/opening.py"
+_POSIX = "gds/backends/posix_file.py"
 _FROZEN = "tests/numerics/test_frozen.py"
 _IN_ONE = f"{_FROZEN}::TestInOneProcess"
 _RESUMED = f"{_FROZEN}::TestAfterAResume"
@@ -134,7 +134,7 @@ FROZEN = (
         (
             Edit(
                 _SEAL,
-                "            if is_quarantined(self._store.backend, newest.path):\n",
+                "            if not self._store.is_usable(newest):\n",
                 "            if False:\n",
             ),
         ),

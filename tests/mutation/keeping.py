@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone, killed, power
 
-_KEEPING = "offload/keeping.py"
-_RETENTION = "offload/retention.py"
-_PINS = "offload/pins.py"
-_PINNING = "offload/pinning.py"
-_PRUNING = "offload/pruning.py"
-_STORE = "offload/store.py"
-_WITHDRAWAL = "offload/withdrawal.py"
-_ENGINE = "offload/engine.py"
+_KEEPING = "offload/store/expiry.py"
+_RETENTION = "offload/retention/policy.py"
+_PINS = "offload/retention/pins.py"
+_PINNING = "offload/store/pinning.py"
+_PRUNING = "offload/store/pruning.py"
+_STORE = "offload/store/store.py"
+_WITHDRAWAL = "offload/store/withdrawal.py"
+_ENGINE = "offload/engine/engine.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
+_CLI = "tests/cli/test_cli_retention.py"
 _TESTS = "tests/torch_contract/test_retention.py"
 _POLICIES = f"{_TESTS}::TestPolicies"
 _OF_PINS = f"{_TESTS}::TestPins"
@@ -22,6 +23,9 @@ _PIN_FAULTS = "tests/crash/test_pin_faults.py::test_any_operation_of_pinning_may
 _REPLACED = f"{_OF_PINS}::test_what_replaces_or_withdraws_a_pinned_one_is_refused"
 _UNREADABLE = f"{_OF_PINS}::test_one_that_cannot_be_read_keeps_everything"
 _NOT_SYNCED = f"{_STEPS}::test_pins_that_could_not_be_made_durable_end_all_reuse"
+_PRUNE_VERIFY = (
+    f"{_CLI}::test_prune_verify_refuses_before_anything_is_removed_if_what_is_kept_is_damaged"
+)
 _PRUNE_CRASH = f"{_STEPS}::test_power_lost_while_nothing_trains_and_a_store_is_pruned"
 
 _PINNED = power("pinned-keep=1")
@@ -38,14 +42,14 @@ _REPLACEMENT_SYNC = """\
         found = self.pins()
         if names := found.at(path)"""
 _WRITTEN = """\
-        with guard or nullcontext():
+        with guard:
             file.sync()
             backend.rename(new, f"{directory}/{pin.name}")
             backend.sync_dir(directory)
             backend.sync_dir(store)
 """
 _REMOVED = """\
-    with guard or nullcontext():
+    with writing(store), guard or nullcontext():
         backend.remove(path)
         backend.sync_dir(f"{store}/{PINS_NAME}")
 """
@@ -173,7 +177,7 @@ KEEPING = (
     Mutation(
         "pin-failed-sync-forgotten",
         "poison after a pin could not be made durable",
-        (Edit(_PINS, _WRITTEN, _WRITTEN.replace("guard or nullcontext()", "nullcontext()")),),
+        (Edit(_PINS, _WRITTEN, _WRITTEN.replace("with guard", "with nullcontext()")),),
         (f"{_STEPS}::test_a_pin_that_could_not_be_made_durable_ends_all_reuse",),
     ),
     Mutation(
@@ -337,7 +341,13 @@ KEEPING = (
     Mutation(
         "pin-digest-not-checked",
         "a pin is what its digest says",
-        (Edit(_PINS, '    if document["digest"] != _digest(body):\n', "    if False:\n"),),
+        (
+            Edit(
+                "offload/format/document.py",
+                'if not isinstance(body, dict) or document.get("digest") != _digest_or_none(body):',
+                "if not isinstance(body, dict):",
+            ),
+        ),
         (f"{_UNREADABLE}[edited]",),
     ),
     Mutation(
@@ -484,6 +494,27 @@ KEEPING = (
             ),
         ),
         (f"{_OF_PINS}::test_of_a_checkpoint_that_was_removed_by_hand_is_reported",),
+    ),
+    Mutation(
+        "prune-verify-after",
+        "order: what is kept is read before anything is removed",
+        (
+            Edit(
+                _PRUNING,
+                """\
+            if verify:
+                _require_whole(inner, opened, others, progress)
+            return _prune(inner, opened, others, newest, dry_run=dry_run, verified=verify)
+""",
+                """\
+            report = _prune(inner, opened, others, dry_run=dry_run, verified=verify)
+            if verify:
+                _require_whole(inner, opened, others, progress)
+            return report
+""",
+            ),
+        ),
+        (_PRUNE_VERIFY,),
     ),
     Mutation(
         "prune-no-store-sync",

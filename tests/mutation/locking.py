@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
-_LOCK = "offload/writer_lock.py"
-_STORE = "offload/store.py"
-_WITHDRAWAL = "offload/withdrawal.py"
-_OPENING = "offload/opening.py"
-_PLACES = "offload/places.py"
-_READING = "offload/reading.py"
-_CHECKPOINT = "offload/checkpoint.py"
-_UNREADABLE = "offload/unreadable.py"
-_VERIFY = "offload/_verify.py"
-_SLOT = "offload/slot.py"
-_PARTS = "offload/parts.py"
+_LOCK = "offload/store/writer_lock.py"
+_STORE = "offload/store/store.py"
+_WITHDRAWAL = "offload/store/withdrawal.py"
+_OPENING = "offload/store/opening.py"
+_PLACES = "offload/store/places.py"
+_READING = "offload/checkpoint/reading.py"
+_CHECKPOINT = "offload/checkpoint/checkpoint.py"
+_UNREADABLE = "offload/format/unreadable.py"
+_VERIFY = "offload/checkpoint/verify.py"
+_SLOT = "offload/store/slot.py"
+_PARTS = "offload/store/part.py"
 _TESTS = "tests/crash/test_writer_lock.py"
+_FREE = "offload/store/free_slots.py"
+_WAITING = "gds/waiting.py"
+_WAITS = "tests/crash/test_interrupted_waits.py"
+_TESTS_OF_WAITING = "tests/contract/test_waiting.py"
+_MOVED = "tests/crash/test_moved_directory.py"
 _DIRECTORIES = "tests/torch_contract/test_directories.py"
 _GROUPS = "tests/torch_contract/test_process_groups.py"
 _REMOTE = "tests/kernel/test_remote.py"
@@ -23,6 +28,12 @@ _LINKS = "tests/crash/test_hard_links.py"
 _ERRORS = "tests/crash/test_environment_errors.py"
 _REFUSALS = "tests/torch_contract/test_refusals.py"
 _OVERLOOKED = "tests/crash/test_overlooked_steps.py"
+
+_EACH_TURN = (
+    "        self._lock.require()  # in each turn: the directory may be moved during a wait\n"
+)
+_TAKES_TURNS = "test_small_writes_take_their_turn_on_a_thread_that_is_not_interrupted"
+_NOT_LATER = "test_a_transfer_that_an_interrupt_keeps_from_being_begun_does_not_run_later"
 
 LOCKING = (
     Mutation(
@@ -91,10 +102,60 @@ LOCKING = (
         (
             gone(
                 _STORE,
-                "        self._lock.require()\n        self._lock.warn_once()\n",
+                _EACH_TURN,
             ),
         ),
-        (_TESTS,),
+        (_TESTS, _MOVED),
+    ),
+    Mutation(
+        "lock-not-looked-at-behind-a-wait-for-a-slot",
+        "the lock is looked at again when a slot has been waited for",
+        (
+            Edit(
+                _STORE,
+                "        look = partial(self._next_slot, layout, num_groups, patience)\n",
+                "        self._lock.require()\n"
+                "        look = partial(self._next_slot, layout, num_groups, patience)\n",
+            ),
+            gone(
+                _STORE,
+                _EACH_TURN,
+            ),
+        ),
+        (_MOVED,),
+    ),
+    Mutation(
+        "lock-not-looked-at-behind-a-slot",
+        "a slot that was made by its path is used only if the path still is the store's",
+        (gone(_STORE, "        self._require_place_of(slot)\n"),),
+        (f"{_MOVED}::test_a_slot_that_came_to_lie_in_another_directory_is_not_written_to",),
+    ),
+    Mutation(
+        "lock-not-looked-at-before-spare-slots-go",
+        "spare slots are not removed by paths that may be another store's by now",
+        (
+            gone(
+                _STORE,
+                "        if not self._lock.is_held():\n"
+                "            return  # by their paths they may be somebody else's\n",
+            ),
+        ),
+        (f"{_MOVED}::test_spare_slots_are_not_removed_from_another_store",),
+    ),
+    Mutation(
+        "lock-not-looked-at-before-a-replacement",
+        "a file is replaced only if its path still is the store's once it has been written",
+        (
+            gone(
+                _STORE,
+                "        try:\n"
+                "            self._lock.require()\n"
+                "        except BaseException:\n"
+                "            file.close()\n"
+                "            raise\n",
+            ),
+        ),
+        (f"{_MOVED}::test_a_train_state_is_not_replaced_in_another_store",),
     ),
     Mutation(
         "lock-not-looked-at-before-the-commit",
@@ -124,6 +185,73 @@ LOCKING = (
             ),
         ),
         (f"{_OVERLOOKED}::test_a_slot_that_is_given_back_is_not_removed_from_another_store",),
+    ),
+    Mutation(
+        "interrupt-slot-free-twice",
+        "a slot that is given back twice, because of an interrupt, is lent once",
+        (Edit(_FREE, "        if slot not in self._slots:\n", "        if True:\n"),),
+        (f"{_WAITS}::test_nothing_waits_for_ever_behind_an_interrupt[lets_go_of_its_slot-None]",),
+    ),
+    Mutation(
+        "interrupt-lock-in-python",
+        "no handler of a signal runs between the acquisition of a lock and the body",
+        (
+            Edit(
+                _WAITING,
+                "    def notify_all(self) -> None:\n",
+                "    def __enter__(self) -> bool:\n"
+                "        return super().__enter__()\n\n"
+                "    def notify_all(self) -> None:\n",
+            ),
+        ),
+        (f"{_TESTS_OF_WAITING}::test_a_monitor_is_free_after_an_interrupt",),
+    ),
+    Mutation(
+        "interrupt-seal-that-nobody-makes",
+        "a seal that was interrupted before it began is not waited for",
+        (
+            Edit(
+                "offload/engine/engine.py",
+                "            if seal is None or seal.cancel():  # else it goes on\n",
+                "            if False:\n",
+            ),
+        ),
+        (f"{_WAITS}::test_a_seal_that_was_interrupted_while_it_began_is_begun_or_not",),
+    ),
+    Mutation(
+        "interrupt-not-looked-again",
+        "a change that an interrupt has kept from being told is seen all the same",
+        (Edit(_WAITING, "ticket.acquire(timeout=_LOST_S)", "ticket.acquire(timeout=1e6)"),),
+        (f"{_TESTS_OF_WAITING}::test_a_change_that_nobody_was_told_of_is_seen",),
+    ),
+    Mutation(
+        "interrupt-transfer-runs-on",
+        "a transfer that was interrupted while it began does not run later",
+        (
+            gone(
+                "gds/backends/threads.py",
+                "        except BaseException:\n"
+                "            transfer.abandon()\n            raise\n",
+            ),
+            Edit(
+                "gds/backends/threads.py",
+                "        try:\n            with self._lock:\n",
+                "        if True:\n            with self._lock:\n",
+            ),
+        ),
+        (f"{_TESTS_OF_WAITING}::{_NOT_LATER}",),
+    ),
+    Mutation(
+        "interrupt-turn-on-the-main-thread",
+        "a write that takes turns is made on a thread that no interrupt comes to",
+        (
+            Edit(
+                "gds/backends/posix_file.py",
+                "        if self._descriptors.takes_turns:\n",
+                "        if False:\n",
+            ),
+        ),
+        (f"{_TESTS_OF_WAITING}::{_TAKES_TURNS}",),
     ),
     Mutation(
         "place-with-other-things",
@@ -262,7 +390,7 @@ LOCKING = (
         "a store is not opened while a pin of it cannot be read",
         (
             Edit(
-                "offload/keeping.py",
+                "offload/store/expiry.py",
                 "        if found.failures:\n            raise found.failures[0]\n",
                 "",
             ),
@@ -301,7 +429,7 @@ LOCKING = (
         (
             Edit(
                 _WITHDRAWAL,
-                "                if slot is not None and _may_be_linked(slot):\n",
+                "                if slot is not None and _may_be_shared(slot):\n",
                 "                if False:\n",
             ),
         ),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
-_TABLE = "offload/table.py"
-_LAYOUT = "offload/layout.py"
-_MANIFEST = "offload/manifest.py"
-_RESUME = "offload/resume.py"
+_TABLE = "offload/model/table.py"
+_LAYOUT = "offload/format/layout.py"
+_MANIFEST = "offload/format/manifest.py"
+_RESUME = "offload/engine/resume.py"
 _EDITS = "tests/numerics/test_edits_are_read.py"
 _OLD = "tests/format/test_old_stores.py"
 _PLACES = "tests/format/test_layout.py"
@@ -21,7 +21,7 @@ NUMBERS = (
         "readers take the live parameter where it is not what its master rounds to",
         (
             Edit(
-                "offload/state_decoding.py",
+                "offload/update/decoder.py",
                 "        return torch.where(edited, live.float(), master, out=out)\n",
                 "        return out.copy_(master)\n",
             ),
@@ -94,7 +94,7 @@ NUMBERS = (
         "random numbers depend on the parameter's name",
         (
             Edit(
-                "offload/rounding.py",
+                "offload/format/rounding_keys.py",
                 "        start = self._names[runs[:, 0]] + self._start\n",
                 "        start = 0 * self._names[runs[:, 0]] + self._start\n",
             ),
@@ -106,7 +106,7 @@ NUMBERS = (
         "the codes of a block whose scale is NaN are 0",
         (
             Edit(
-                "offload/blocks8.py",
+                "offload/update/blocks8.py",
                 "    codes.masked_fill_(scales.isnan().unsqueeze_(1), 0)\n",
                 "    return\n",
             ),
@@ -143,7 +143,7 @@ NUMBERS = (
         "a frozen parameter with a gradient is stepped",
         (
             Edit(
-                "offload/parameters.py",
+                "offload/model/parameters.py",
                 "    return parameter.requires_grad or parameter.grad is not None\n",
                 "    return parameter.requires_grad\n",
             ),
@@ -153,13 +153,13 @@ NUMBERS = (
     Mutation(
         "frozen-gradients-after-backward-ignored",
         "so is one that got it between backward() and step()",
-        (gone("offload/overlap_backward.py", "            self._step_others(groups)\n"),),
+        (gone("offload/overlap/backward.py", "            self._step_others(groups)\n"),),
         (_FREEZING,),
     ),
     Mutation(
         "frozen-state-not-matched",
         "a parameter with state that is frozen now keeps it",
-        (Edit(_RESUME, ", also=saved_specs)", ")"),),
+        (Edit(_RESUME, ", also=saved_specs,", ","),),
         (_FREEZING,),
     ),
     Mutation(
@@ -190,7 +190,7 @@ NUMBERS = (
     Mutation(
         "steps-counted-by-parameters",
         "a full state dict sets the number of steps that it says",
-        (Edit("offload/exchange.py", " if said is None else said\n", "\n"),),
+        (Edit("offload/engine/state_dict.py", " if said is None else said\n", "\n"),),
         (_DICTS,),
     ),
     Mutation(
@@ -198,7 +198,7 @@ NUMBERS = (
         "an entry of a state dict that should have state and is empty is refused",
         (
             Edit(
-                "offload/state_dicts.py",
+                "offload/exchange/torch_dicts.py",
                 "    if not present and found is not NO_ENTRY and expected:\n",
                 "    if False:\n",
             ),
@@ -210,7 +210,7 @@ NUMBERS = (
         "checkpoints are listed by generation",
         (
             Edit(
-                "offload/listing.py",
+                "offload/checkpoint/listing.py",
                 "key=lambda info: info.generation)\n",
                 "key=lambda info: info.step)\n",
             ),

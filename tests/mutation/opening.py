@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone, killed, power
 
-_STORE = "offload/store.py"
-_OPENING = "offload/opening.py"
-_PLACES = "offload/places.py"
-_LOCK = "offload/writer_lock.py"
-_IDENTITY = "offload/identity.py"
-_READING = "offload/reading.py"
-_MANIFEST = "offload/manifest.py"
-_PART_FILE = "offload/part_file.py"
-_CHECKPOINT = "offload/checkpoint.py"
-_READER_LOCK = "offload/reader_lock.py"
+_STORE = "offload/store/store.py"
+_OPENING = "offload/store/opening.py"
+_PLACES = "offload/store/places.py"
+_LOCK = "offload/store/writer_lock.py"
+_IDENTITY = "offload/store/identity.py"
+_READING = "offload/checkpoint/reading.py"
+_MANIFEST = "offload/format/manifest.py"
+_PART_FILE = "offload/format/part_file.py"
+_DOCUMENT = "offload/format/document.py"
+_CHECKPOINT = "offload/checkpoint/checkpoint.py"
+_READER_LOCK = "offload/checkpoint/reader_lock.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
 _DRIVES = "tests/crash/test_drives.py"
@@ -240,8 +241,8 @@ OPENING = (
         "a manifest is what its digest says",
         (
             Edit(
-                _MANIFEST,
-                'if not isinstance(body, dict) or document.get("digest") != _body_digest(body):',
+                _DOCUMENT,
+                'if not isinstance(body, dict) or document.get("digest") != _digest_or_none(body):',
                 "if not isinstance(body, dict):",
             ),
         ),
@@ -258,9 +259,9 @@ OPENING = (
         "what a part says of itself is what its digest says",
         (
             Edit(
-                _PART_FILE,
-                '    if part.digest != document.get("digest"):\n',
-                "    if False:\n",
+                _DOCUMENT,
+                'if not isinstance(body, dict) or document.get("digest") != _digest_or_none(body):',
+                "if not isinstance(body, dict):",
             ),
         ),
         (f"{_DRIVES}::TestDamage",),
@@ -282,7 +283,7 @@ OPENING = (
         "a train state belongs to its checkpoint",
         (
             Edit(
-                "offload/train_state_reading.py",
+                "offload/checkpoint/train_state_reading.py",
                 "    if dict(header) != train_state_header(manifest):\n",
                 "    if False:\n",
             ),

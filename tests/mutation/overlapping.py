@@ -4,16 +4,49 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
-_HOOKS = "offload/forward_hooks.py"
-_WATCH = "offload/watch.py"
-_STREAMER = "offload/streamer.py"
-_BACKWARD = "offload/overlap_backward.py"
-_BACKWARD_HOOKS = "offload/backward_hooks.py"
+_HOOKS = "offload/overlap/forward_hooks.py"
+_WATCH = "offload/model/watch.py"
+_STREAMER = "offload/stream/streamer.py"
+_BACKWARD = "offload/overlap/backward.py"
+_BACKWARD_HOOKS = "offload/overlap/backward_hooks.py"
 _READERS = "tests/numerics/test_overlap_readers.py"
+_GRADIENTS = "tests/numerics/test_overlap_gradients.py"
 _HELD = "tests/numerics/test_held_backwards.py"
+_NEEDED = "tests/numerics/test_overlap_backward_readers.py"
+_CONSTANTS = "offload/overlap/constant_uses.py"
 _DDP = "tests/torch_contract/test_overlap_ddp.py"
 
 OVERLAPPING = (
+    Mutation(
+        "overlap-gradients-not-copied",
+        "a gradient that somebody else can write is copied before step() returns",
+        (
+            Edit(
+                "offload/overlap/forward.py",
+                "num_copied = copy_what_others_hold(gradients)",
+                "num_copied = 0",
+            ),
+        ),
+        (f"{_GRADIENTS}::test_who_writes_into_a_gradient_after_the_step_does_not_change_it",),
+    ),
+    Mutation(
+        "overlap-parts-not-all",
+        "gradients that are parts of one memory are copied if somebody else has another part",
+        (
+            Edit(
+                "offload/overlap/own_gradients.py",
+                "found[-1] - alone[-1] != len(numbers) - 1:",
+                "False:",
+            ),
+        ),
+        (f"{_GRADIENTS}::test_a_buffer_for_the_gradients_of_every_step",),
+    ),
+    Mutation(
+        "overlap-other-memory-not-announced",
+        "a parameter that is given other memory by set_() waits for the step",
+        (gone(_WATCH, '            "set_": set_,\n'),),
+        (f"{_READERS}::test_a_reader_waits", "tests/numerics/test_watch.py"),
+    ),
     Mutation(
         "overlap-not-watched",
         "parameters are watched while a step runs beside the forward",
@@ -69,6 +102,62 @@ OVERLAPPING = (
         "the gradients of a held backward are left alone",
         (gone(_BACKWARD, "            if self._hooks.holds:\n                return\n"),),
         (_HELD,),
+    ),
+    Mutation(
+        "overlap-stepped-not-watched",
+        "a parameter whose gradient backward has applied is watched",
+        (gone(_BACKWARD, "        self._stepped.add([parameter])"),),
+        (f"{_NEEDED}::test_between_backward_and_step",),
+    ),
+    Mutation(
+        "overlap-constant-not-held",
+        "a backward that needs a parameter as a constant is held",
+        (
+            Edit(
+                _BACKWARD_HOOKS,
+                "        self._is_needed_later = True\n        self._say(_CONSTANT)\n",
+                "        self._say(_CONSTANT)\n",
+            ),
+        ),
+        (f"{_NEEDED}::test_a_value_that_is_a_constant_of_the_graph_too",),
+    ),
+    Mutation(
+        "overlap-constant-of-recomputation-not-seen",
+        "a use without a graph in what will be computed again counts as one of a constant",
+        (gone(_CONSTANTS, "            is_recomputed_later()\n            or "),),
+        (f"{_NEEDED}::test_a_value_that_is_a_constant_of_the_graph_too",),
+    ),
+    Mutation(
+        "overlap-backward-hooks-not-held",
+        "a backward through modules with backward hooks is held",
+        (Edit(_BACKWARD_HOOKS, "                self._is_hooked = True\n", ""),),
+        (f"{_NEEDED}::test_backward_hooks_of_modules_that_read_weights",),
+    ),
+    Mutation(
+        "overlap-taken-before-hooks",
+        "a gradient is taken after the hooks of others have been called",
+        (
+            Edit(
+                _BACKWARD,
+                "        if not self._is_last_hook(parameter):\n            return",
+                "        if False:\n            return",
+            ),
+        ),
+        (f"{_NEEDED}::test_hooks_on_parameters_run_before_their_gradient_is_taken",),
+    ),
+    Mutation(
+        "overlap-others-gradients-dropped",
+        "step() leaves the gradient of a parameter that is in no group",
+        (
+            Edit(
+                _BACKWARD,
+                "            self._stepped.release_all()\n            self._drop_applied()\n",
+                "            self._stepped.release_all()\n"
+                "            for trainable in self._table.trainables:\n"
+                "                trainable.tensor.grad = None\n",
+            ),
+        ),
+        (f"{_NEEDED}::test_a_parameter_that_another_optimizer_trains_now_keeps_its_gradient",),
     ),
     Mutation(
         "overlap-rerun-not-noted",

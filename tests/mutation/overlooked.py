@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
-_STORE = "offload/store.py"
-_MODEL = "offload/model_file.py"
-_POOL = "offload/part_pool.py"
-_SLOT = "offload/slot.py"
-_NAMES = "gds/_names.py"
+_STORE = "offload/store/store.py"
+_MODEL = "offload/model/model_file.py"
+_POOL = "offload/store/part_pool.py"
+_SLOT = "offload/store/slot.py"
+_NAMES = "gds/backends/names.py"
 _TESTS = "tests/crash/test_overlooked_steps.py"
 _PROCESS = "tests/contract/test_posix_process.py"
 
@@ -68,7 +68,7 @@ OVERLOOKED = (
         "parts that somebody has removed are not opened",
         (
             Edit(
-                "offload/withdrawal.py",
+                "offload/store/withdrawal.py",
                 "            if self._parts.are_there(checkpoint.manifest):",
                 "            if True:",
             ),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
-_QUARANTINE = "offload/quarantine.py"
-_STORE = "offload/store.py"
-_WITHDRAWAL = "offload/withdrawal.py"
-_READING = "offload/reading.py"
-_OPENING = "offload/opening.py"
-_ENGINE = "offload/engine.py"
-_RESUME = "offload/resume.py"
-_STREAMER = "offload/streamer.py"
+_QUARANTINE = "offload/store/quarantine.py"
+_STORE = "offload/store/store.py"
+_WITHDRAWAL = "offload/store/withdrawal.py"
+_READING = "offload/checkpoint/reading.py"
+_OPENING = "offload/store/opening.py"
+_ENGINE = "offload/engine/engine.py"
+_RESUME = "offload/engine/resume.py"
+_STREAMER = "offload/stream/streamer.py"
 _SYNCED = """\
                 with poison.on_error(_NOT_MARKED):
                     file.sync()

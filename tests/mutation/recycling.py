@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, faults, gone, killed, power
 
-_STORE = "offload/store.py"
-_WITHDRAWAL = "offload/withdrawal.py"
-_RETENTION = "offload/retention.py"
-_SLOT = "offload/slot.py"
-_FREE = "offload/free_slots.py"
-_PARTS = "offload/parts.py"
-_POOL = "offload/part_pool.py"
+_STORE = "offload/store/store.py"
+_WITHDRAWAL = "offload/store/withdrawal.py"
+_RETENTION = "offload/retention/policy.py"
+_SLOT = "offload/store/slot.py"
+_FREE = "offload/store/free_slots.py"
+_PARTS = "offload/store/part.py"
+_POOL = "offload/store/part_pool.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
 _DRIVES = "tests/crash/test_drives.py"
@@ -24,7 +24,7 @@ _WITHDRAWN = """\
                 if slot is not None:
                     slot.renamed(name)
                 self._backend.sync_dir(self._directory)
-                if slot is not None and _may_be_linked(slot):
+                if slot is not None and _may_be_shared(slot):
                     slot = None  # to be unlinked, and not rewritten: not even to be invalidated
                 if slot is not None:
                     slot.invalidate()
@@ -172,7 +172,7 @@ RECYCLING = (
         "going back withdraws what is newer",
         (
             gone(
-                "offload/engine.py",
+                "offload/engine/engine.py",
                 "        self.store.withdraw_newer(found)"
                 "  # now that the older one has proved to be readable\n",
             ),
@@ -286,16 +286,16 @@ RECYCLING = (
         (
             Edit(
                 _FREE,
-                "if candidate.layout == layout and candidate.sizes == sizes and complete:",
-                "if complete:",
+                "if candidate.layout == layout and candidate.sizes == sizes and in_place:",
+                "if in_place:",
             ),
         ),
         power("added-group-keep=1", "added-group-keep=2"),
     ),
     Mutation(
         "free-slot-without-parts",
-        "a free slot is used only if its parts are there",
-        (Edit(_FREE, "candidate.sizes == sizes and complete:", "candidate.sizes == sizes:"),),
+        "a free slot is used only if its files and those of its parts are there",
+        (Edit(_FREE, "candidate.sizes == sizes and in_place:", "candidate.sizes == sizes:"),),
         (f"{_DRIVES}::TestByHand::test_the_part_of_a_free_slot_is_removed_in_mid_run",),
     ),
     Mutation(

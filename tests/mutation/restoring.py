@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, faults, gone, power
 
-_SLOT = "offload/slot.py"
-_OPENING = "offload/opening.py"
-_RESUME = "offload/resume.py"
-_MODEL = "offload/model_file.py"
-_STREAMER = "offload/streamer.py"
-_ENGINE = "offload/engine.py"
-_USABLE = "offload/usable.py"
+_SLOT = "offload/store/slot.py"
+_OPENING = "offload/store/opening.py"
+_RESUME = "offload/engine/resume.py"
+_MODEL = "offload/model/model_file.py"
+_STREAMER = "offload/stream/streamer.py"
+_ENGINE = "offload/engine/engine.py"
+_USABLE = "offload/engine/lifecycle.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
 _REFUSALS = "tests/torch_contract/test_refusals.py"
 _DAMAGE = f"{_REFUSALS}::TestDamage"
@@ -49,7 +49,7 @@ RESTORING = (
         "a digest speaks for one generation of one store",
         (
             Edit(
-                "offload/digests.py",
+                "offload/format/digests.py",
                 'f"{self.store_id}/{self.generation}/{array}/{chunk}"',
                 'f"{array}/{chunk}"',
             ),
@@ -61,7 +61,7 @@ RESTORING = (
         "a digest speaks for one chunk of one array",
         (
             Edit(
-                "offload/digests.py",
+                "offload/format/digests.py",
                 'f"{self.store_id}/{self.generation}/{array}/{chunk}"',
                 'f"{self.store_id}/{self.generation}"',
             ),
@@ -250,7 +250,7 @@ RESTORING = (
         "a failed sync is remembered",
         (
             Edit(
-                "offload/poison.py",
+                "offload/store/poison.py",
                 '            self.reason = self.reason or f"{what} ({reason_of(error)})"\n',
                 "            del error, what\n",
             ),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, faults, gone, power
 
-_STORE = "offload/store.py"
-_SLOT = "offload/slot.py"
-_SEAL = "offload/seal.py"
-_MODEL = "offload/model_writing.py"
-_RESEAL = "offload/reseal.py"
-_ENGINE = "offload/engine.py"
-_SLOTS = "offload/state_slots.py"
+_STORE = "offload/store/store.py"
+_SLOT = "offload/store/slot.py"
+_SEAL = "offload/engine/seal.py"
+_MODEL = "offload/model/model_writing.py"
+_RESEAL = "offload/engine/reseal.py"
+_ENGINE = "offload/engine/engine.py"
+_SLOTS = "offload/engine/working_slot.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
 _BEHIND = f"{_CONCURRENCY}::TestSealBehindTraining"
@@ -27,6 +27,7 @@ _COMMIT = """\
                 self.backend.sync_dir(slot.path)
             with self._changed:
                 self._lock.require()
+                slot.require_in_place()
                 with self._poison.on_error("a checkpoint could not be made durable"):
                     in_the_way = self.backend.stat(path) is not None
                     self._rename_into_place(slot, path, exchange=in_the_way)
@@ -383,7 +384,7 @@ SEALING = (
         "a step waits until the seal has copied the parameters that it overwrites",
         (
             gone(
-                "offload/state_pass.py",
+                "offload/engine/chunk_pass.py",
                 "                if seal is not None:\n"
                 "                    seal.wait_copied(model_stops[chunk])\n",
             ),
@@ -395,7 +396,7 @@ SEALING = (
         "a step returns when the seal has copied everything",
         (
             Edit(
-                "offload/state_pass.py",
+                "offload/engine/chunk_pass.py",
                 "            seal.wait_copied(seal.data_bytes)\n",
                 "            pass\n",
             ),
@@ -429,7 +430,7 @@ SEALING = (
     Mutation(
         "seal-same-generation",
         "every slot that is written gets a generation of its own",
-        (gone(_STORE, "                    self._generation += 1\n"),),
+        (gone(_STORE, "        self._generation += 1\n"),),
         (*_THREE, *power("started-over-keep=1")),
     ),
     Mutation(

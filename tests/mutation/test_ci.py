@@ -15,7 +15,7 @@ from tests.mutation.generated.results import Record, source_digests
 from tests.mutation.generated.selection import Noticing
 from tests.mutation.mutation import ROOT, Edit, Mutation
 
-STORE, PARTS = "offload/store.py", "offload/parts.py"
+STORE, PARTS = "offload/store/store.py", "offload/store/part.py"
 LISTED = [
     Mutation(f"{number}", "a step", (Edit(file, "a", "b"),), ("tests/conftest.py",))
     for number, file in enumerate([STORE] * 6 + [PARTS] * 6)
@@ -120,3 +120,12 @@ def test_ci_runs_the_mutations_after_the_tests_and_for_ten_minutes_at_most() -> 
     assert script.index("make test") < script.index("make mutants")
     assert "$(BIN)/python -m tests.mutation --ci\n" in (ROOT / "Makefile").read_text()
     assert ci.MINUTES == 10.0
+
+
+def test_before_the_full_run_is_complete_only_what_it_has_come_to_counts() -> None:
+    mutant, other = MUTANTS[:2]
+    assert record(mutant).is_settled(mutant)
+    assert not record(mutant).is_settled(other)
+    assert not record(mutant, "survived").is_settled(mutant)
+    assert not record(mutant).is_settled(replace(mutant, code="another"))
+    assert Record(is_complete=True).is_settled(mutant)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-import offload.update_pool
+import offload.update.pool
 
 UPDATE_THREADS = 2
 """Blocks are updated side by side in every test, however many cores there are."""
 
 
-class Alternating(offload.update_pool.UpdateThreads):
+class Alternating(offload.update.pool.UpdateThreads):
     """Updates on one thread and on all of them in turns, whatever the drive does."""
 
     def passed(self, num_chunks: int, updating_s: float, waiting_s: float) -> None:
@@ -35,7 +35,7 @@ def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload.update_pool, "default_num_threads", lambda: UPDATE_THREADS)
-        patch.setattr(offload.update_pool, "UpdateThreads", Alternating)
+        patch.setattr(offload.update.pool, "default_num_threads", lambda: UPDATE_THREADS)
+        patch.setattr(offload.update.pool, "UpdateThreads", Alternating)
         yield
     torch.set_num_threads(before)

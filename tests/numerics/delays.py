@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from gds import Buffer, File, IOFuture, MemoryBackend, WrapperBackend
-from gds._wrapper import WrapperFile
+from gds.backends.wrapper import WrapperFile
 from tests.eventually import TIMEOUT_S
 
 

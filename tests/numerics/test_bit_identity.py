@@ -7,7 +7,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import offload
-import offload.update
+import offload.update.updater
 from gds import MemoryBackend
 from tests.numerics.models import EMPTY_STEP, clip, trainable
 from tests.numerics.pairs import CASES, CUTS, FOREACH, Case, Cut, Pair, changing_rate, memory_pair
@@ -26,9 +26,11 @@ NUM_STEPS = EMPTY_STEP + 5
 
 def block_elements(monkeypatch: pytest.MonkeyPatch, cut: Cut) -> None:
     if cut.block_elements is not None:
-        monkeypatch.setattr(offload.update, "HOT_ELEMENTS", cut.block_elements)
+        monkeypatch.setattr(offload.update.updater, "HOT_ELEMENTS", cut.block_elements)
         # of the steps in between; see `conftest.Alternating`
-        monkeypatch.setattr(offload.update, "HOT_ELEMENTS_ALONE", cut.block_elements // 2 + 1)
+        monkeypatch.setattr(
+            offload.update.updater, "HOT_ELEMENTS_ALONE", cut.block_elements // 2 + 1
+        )
 
 
 def train_and_compare(pair: Pair) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload.blocks8 import TOO_LARGE
-from offload.codecs import Scratch, decode_blocks, encode_blocks
+from offload.update.blocks8 import TOO_LARGE
+from offload.update.codecs import Scratch, decode_blocks, encode_blocks
 from tests.numerics.blocks8 import (
     BLOCK,
     BOTH,

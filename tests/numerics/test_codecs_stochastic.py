@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from offload import rounding
-from offload.codecs import Scratch, round_runs, round_stochastic
-from offload.layout import Piece
+from offload.format import rounding_keys
+from offload.format.layout import Piece
+from offload.update.codecs import Scratch, round_runs, round_stochastic
 
 NUM = 1 << 18
 ARRAY = "exp_avg"
@@ -83,10 +83,10 @@ def expected(
     return ((bits + random) >> np.uint64(16)).astype(np.uint16)
 
 
-def keys(seed: int, stream: int, step: int, name: Name = None) -> rounding.KeyOf:
+def keys(seed: int, stream: int, step: int, name: Name = None) -> rounding_keys.KeyOf:
     if name is None:
-        return partial(rounding.element_space_key, seed, stream, step)
-    return partial(rounding.parameter_key, seed, stream, step, name)
+        return partial(rounding_keys.element_space_key, seed, stream, step)
+    return partial(rounding_keys.parameter_key, seed, stream, step, name)
 
 
 def rounded(
@@ -213,7 +213,7 @@ def test_runs_of_several_parameters_are_rounded_as_each_alone(lengths, firsts):
         runs.append(Piece(number, first, first + stop - start, start))
         wanted.append(expected(values[start:stop], 3, STREAM, 5, first, names[number]))
     before = values.view(torch.int32).clone()
-    keys = rounding.ParameterKeys(rounding.name_numbers(names), 3, ARRAY, 5)
+    keys = rounding_keys.ParameterKeys(rounding_keys.name_numbers(names), 3, ARRAY, 5)
     round_runs(values, out, runs, keys=keys, scratch=Scratch())
     assert np.array_equal(bits_of(out), np.concatenate(wanted))
     assert torch.equal(values.view(torch.int32), before)
@@ -221,15 +221,15 @@ def test_runs_of_several_parameters_are_rounded_as_each_alone(lengths, firsts):
 
 def test_keys_of_all_parameters_at_once_are_those_of_each():
     names = [f"layers.{number}.weight" for number in range(50)] + ["", "Größe", "\ud800"]
-    numbers = rounding.name_numbers(names)
+    numbers = rounding_keys.name_numbers(names)
     for seed, array, step in [(0, "exp_avg", 1), (-(2**70), "exp_avg_sq", 10**12)]:
-        found = rounding.ParameterKeys(numbers, seed, array, step)
-        stream = rounding.stream_of(array)
+        found = rounding_keys.ParameterKeys(numbers, seed, array, step)
+        stream = rounding_keys.stream_of(array)
         for number, name in enumerate(names):
             for window in (0, 1, 5, 2**30 - 1):
-                alone = rounding.parameter_key(seed, stream, step, name, window)
+                alone = rounding_keys.parameter_key(seed, stream, step, name, window)
                 assert found.of(number)(window) == alone
-    assert rounding.parameter_key(1, 2, 3, "a", 4) == key_of(1, 2, 3, "a", 4)
+    assert rounding_keys.parameter_key(1, 2, 3, "a", 4) == key_of(1, 2, 3, "a", 4)
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_threads(set_threads):

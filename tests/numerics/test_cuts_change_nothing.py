@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import offload
-import offload.update
+import offload.update.updater
 from gds import MemoryBackend
-from offload.frame import DTYPES
-from offload.layout import Layout, ModelTensor, ParameterSpec, Piece
-from offload.stored_state import StateCoder
-from offload.update_pool import BlockMemory
+from offload.format.layout import Layout, ModelTensor, ParameterSpec, Piece
+from offload.update.coder import StateCoder
+from offload.update.dtypes import DTYPES
+from offload.update.pool import BlockMemory
 from tests.numerics.reference import assert_same_bits, read_state
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -116,7 +116,7 @@ class Result:
 
 
 def train(seed: int, form: dict[str, Any], way: Way, monkeypatch: pytest.MonkeyPatch) -> Result:
-    monkeypatch.setattr(offload.update, "HOT_ELEMENTS", way.hot_elements or 512 << 10)
+    monkeypatch.setattr(offload.update.updater, "HOT_ELEMENTS", way.hot_elements or 512 << 10)
     backend = MemoryBackend()
     model = Model(seed)
 
@@ -149,7 +149,7 @@ def train(seed: int, form: dict[str, Any], way: Way, monkeypatch: pytest.MonkeyP
     version = json.loads(file.read_bytes(0, file.size_bytes))["format"]
     result = Result(
         {name: p.detach().clone() for name, p in model.named_parameters()},
-        {name: checkpoint.read_state(name) for name, _ in model.named_parameters()},
+        {name: offload.read_state(checkpoint, name) for name, _ in model.named_parameters()},
         {array: dict(tensors) for array, tensors in stored.arrays.items()},
         version,
     )
@@ -206,7 +206,7 @@ def test_no_byte_depends_on_what_else_is_trained(form, monkeypatch):
     checkpoint = optimizer.checkpoint().result()
     for name, parameter in given.items():
         assert_same_bits(parameter.detach(), whole.parameters[name], name)
-        for array, values in checkpoint.read_state(name).items():
+        for array, values in offload.read_state(checkpoint, name).items():
             assert_same_bits(values, whole.state[name][array], f"{array} of {name}")
 
 

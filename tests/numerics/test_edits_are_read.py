@@ -16,7 +16,7 @@ import torch
 
 import offload
 from gds import MemoryBackend
-from offload.exporting import export_checkpoint
+from offload.exchange.exporting import export_checkpoint
 from tests.numerics.models import trainable
 from tests.numerics.pairs import CASES, CUTS, Cut, Pair, memory_pair
 from tests.numerics.reference import assert_same_bits, bits
@@ -62,7 +62,7 @@ def trained(settings: dict[str, Any]) -> tuple[Pair, dict[str, torch.Tensor]]:
         )
         if scalars is not None
     ]
-    return pair, {name: checkpoint.read_state(name)["master"] for name in names}
+    return pair, {name: offload.read_state(checkpoint, name)["master"] for name in names}
 
 
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
@@ -82,7 +82,7 @@ def test_the_edited_value_is_the_master(edit, settings, tmp_path):
     numbers = {p: number for number, p in enumerate(given)}
     full = pair.optimizer.full_state_dict()["master"]
     for name, live in trainable(pair.live).items():
-        read = checkpoint.read_state(name)["master"]
+        read = offload.read_state(checkpoint, name)["master"]
         assert_same_bits(read, expected[name], f"read_state of {name}")
         if live.dtype != torch.float32:
             assert_same_bits(exported[name], expected[name], f"exported {name}")
@@ -98,7 +98,7 @@ def test_a_parameter_without_state_is_its_own_master_and_its_state_is_zero(setti
         pair.live.late.fill_(0.5)
     checkpoint = pair.optimizer.checkpoint().result()
     for name in ("never", "late", "late_full", "never_full"):
-        found = checkpoint.read_state(name)
+        found = offload.read_state(checkpoint, name)
         live = trainable(pair.live)[name].detach()
         assert_same_bits(found.pop("master"), live.float(), name)
         assert found.keys() == {"exp_avg", "exp_avg_sq"}
@@ -112,8 +112,10 @@ def test_a_nan_is_read_as_one():
         pair.live.big[7] = float("nan")
         pair.live.matrix_half[3, 4] = float("nan")
     checkpoint = pair.optimizer.checkpoint().result()
-    assert checkpoint.read_state("big")["master"].isnan().nonzero().tolist() == [[7]]
-    assert checkpoint.read_state("matrix_half")["master"].isnan().nonzero().tolist() == [[3, 4]]
+    assert offload.read_state(checkpoint, "big")["master"].isnan().nonzero().tolist() == [[7]]
+    assert offload.read_state(checkpoint, "matrix_half")["master"].isnan().nonzero().tolist() == [
+        [3, 4]
+    ]
 
 
 class Reads:
@@ -149,7 +151,7 @@ def test_no_more_is_read_than_what_is_stored_of_the_parameter(settings):
     with offload.open_checkpoint(path, backend=reads) as checkpoint:
         spec = next(p for p in checkpoint.manifest.layout.parameters if p.name == "big")
         before = reads.read_bytes
-        checkpoint.read_state("big")
+        offload.read_state(checkpoint, "big")
         assert reads.read_bytes - before <= 16 * spec.num_elements
         assert reads.read_bytes - before >= 4 * spec.num_elements
 
@@ -167,5 +169,5 @@ def test_a_plain_file_system(tmp_path):
             model.weight.zero_()
         path = optimizer.checkpoint().result().path
     with offload.open_checkpoint(path) as checkpoint:
-        assert not checkpoint.read_state("weight")["master"].any()
-        assert checkpoint.read_state("bias")["master"].any()
+        assert not offload.read_state(checkpoint, "weight")["master"].any()
+        assert offload.read_state(checkpoint, "bias")["master"].any()

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from gds import MemoryBackend
-from offload import AdamW, frozen_space
+from offload import AdamW
 from offload.errors import SealError
-from offload.model_file import ModelImage
-from offload.quarantine import QUARANTINE_NAME
+from offload.format.names import QUARANTINE_NAME
+from offload.model.model_file import ModelImage
+from offload.store import frozen_space
 from tests import frozen_model
 from tests.frozen_model import (
     BLOCK,
@@ -344,9 +345,12 @@ class TestAfterAResume:
             assert leaves(moves, "write") == [*CHANGING, *CLONED, NUM_LEAVES - 1]
         run.close()
 
-    def test_nothing_is_cloned_from_a_checkpoint_that_a_reader_has_found_damaged(self, cloning):
+    @pytest.mark.parametrize("keep", [None, 9], ids=["expiring", "nothing-expires"])
+    def test_nothing_is_cloned_from_a_checkpoint_that_a_reader_has_found_damaged(
+        self, cloning, keep
+    ):
         reference = trained_before(cloning)
-        run = next_process(cloning, reference)
+        run = next_process(cloning, reference, **({"keep": keep} if keep else {}))
         newest = f"{STORE}/step-{run.step_number:08d}"
         flip(run.backend, newest, 12)
         mark = run.backend.inner.create(f"{newest}/{QUARANTINE_NAME}", 10)
@@ -356,13 +360,24 @@ class TestAfterAResume:
         assert leaves(moves, "again") == UNCHANGED
         run.close()
 
-    def test_damage_that_a_reader_has_found_is_not_in_the_next_checkpoint_of_that_slot(self, plain):
+    def test_damage_that_a_reader_has_found_is_not_in_the_next_checkpoint_of_that_slot(
+        self, plain, monkeypatch
+    ):
+        """It marks the checkpoint at the moment at which that is withdrawn."""
         run = Process(plain, keep=3)
         for _ in range(4):
             run.step_and_seal()
         damaged = f"{STORE}/step-00000002"
         flip(plain, damaged, 12)
-        plain.inner.create(f"{damaged}/{QUARANTINE_NAME}", 10).close()
+        lock = plain.lock
+
+        def marked_and_locked(path, **kwargs):
+            if path == damaged:
+                plain.inner.create(f"{damaged}/{QUARANTINE_NAME}", 10).close()
+                monkeypatch.setattr(plain, "lock", lock)
+            return lock(path, **kwargs)
+
+        monkeypatch.setattr(plain, "lock", marked_and_locked)
         found = [run.step_and_seal() for _ in range(4)]
         assert [leaves(moves, "write") for moves in found].count([*CHANGING, 12]) == 1
         assert [leaves(moves, "again") for moves in found].count(UNCHANGED) == 1

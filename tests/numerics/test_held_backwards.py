@@ -358,7 +358,7 @@ def test_it_is_said_once_and_why(caplog):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_in_a_compiled_model_it_is_refused_and_not_trained_on():
-    """No hook runs in it: the second gradient is what tells."""
+    """No hook runs in it: what tells is that it reads parameters that have been stepped."""
     generator, critic = Net(), Net(40, 1)
     critic.compile(backend="aot_eager")
     optimizer = optimizer_for(critic)
@@ -371,8 +371,10 @@ def test_in_a_compiled_model_it_is_refused_and_not_trained_on():
         critic(fake).square().mean().backward()
 
     step()
-    with pytest.raises(OverlapError, match=r"by another loss that reaches the parameters"):
+    with pytest.raises(OverlapError, match=r"was used between backward\(\) and step\(\)"):
         step()
+    with pytest.raises(OverlapError, match=r"was cleared or replaced"):
+        optimizer.step()
     with pytest.raises(BrokenOptimizerError):
         optimizer.step()
     optimizer.close()

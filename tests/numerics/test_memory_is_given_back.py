@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,12 @@ import torch
 
 import offload
 from gds import Backend, Buffer, PosixBackend, WrapperBackend
-from gds._backend import BufferKind
-from offload.exporting import export_checkpoint
-from offload.foreign_files import open_foreign
-from offload.importing import import_checkpoint
-from offload.seal import SEAL_THREAD
+from gds.contract import BufferKind
+from gds.waiting import Pending
+from offload.engine.seal import SEAL_THREAD
+from offload.exchange.exporting import export_checkpoint
+from offload.exchange.foreign import open_foreign
+from offload.exchange.importing import import_checkpoint
 from tests.eventually import TIMEOUT_S, eventually
 
 
@@ -107,16 +107,16 @@ def test_by_a_seal_when_it_tells_that_it_has_ended(
 ) -> None:
     """A restore that follows takes as much memory again, and its thread may still be there."""
     released = threading.Event()
-    set_result = Future.set_result
+    set_result = Pending.set_result
     held_up: list[str] = []
 
-    def and_wait(future: Future[object], result: object) -> None:
+    def and_wait(future: Pending[object], result: object) -> None:
         set_result(future, result)
         if threading.current_thread().name == SEAL_THREAD:
             held_up.append(SEAL_THREAD)
             assert released.wait(TIMEOUT_S)
 
-    monkeypatch.setattr(Future, "set_result", and_wait)
+    monkeypatch.setattr(Pending, "set_result", and_wait)
     try:
         train(tmp_path, backend, AFTER["a checkpoint"])
         assert len(backend.given) >= 9, "three chunks of three arrays"

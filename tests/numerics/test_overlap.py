@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import offload
-import offload.manifest
-import offload.model_file
+import offload.format.manifest
+import offload.model.model_file
 from gds import Buffer, File, IOFuture, MemoryBackend, WrapperBackend
-from gds._pool import TransferPool
-from gds._wrapper import WrapperFile
+from gds.backends.threads import TransferPool
+from gds.backends.wrapper import WrapperFile
+from offload.engine.seal import Seal
 from offload.errors import SealError
-from offload.seal import Seal
-from offload.streamer import Streamer
+from offload.stream.streamer import Streamer
 from tests.eventually import TIMEOUT_S
 from tests.numerics.delays import Disordered, Held
 from tests.numerics.models import FIRST_LATE_STEP, trainable
@@ -196,7 +196,7 @@ class GatedFile(WrapperFile):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Let a seal copy 4 KiB of parameters at a time, so that it has many blocks to be amid."""
-    for module in (offload.manifest, offload.model_file):
+    for module in (offload.format.manifest, offload.model.model_file):
         monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", 4096)
 
 

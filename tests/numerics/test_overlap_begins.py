@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import offload
-from offload.running import RunningPass
+from offload.overlap.background_pass import RunningPass
 
 
 def trained(optimizer, model, num_steps):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.watch import is_watched
+from offload.model.watch import is_watched
 from tests.eventually import TIMEOUT_S
 from tests.numerics.reference import assert_same_bits
 from tests.numerics.test_overlap_forward_waits import LAST, Run, run, when_waiting

@@ -209,6 +209,7 @@ def test_every_forward_sees_the_updated_parameters(model, cut):
     assert stats.steps == 12
     trained = [p for p in twins.expected.parameters() if p.grad is not None]
     assert stats.moved_gradient_bytes == sum(p.grad.nbytes for p in trained)
+    assert stats.copied_gradient_bytes == 0
     twins.optimizer.close()
 
 

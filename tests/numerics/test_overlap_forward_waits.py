@@ -13,12 +13,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 from gds import StorageError
 from offload.errors import BrokenOptimizerError, SealError
-from offload.forward_hooks import _Inert
-from offload.overlap import ForwardEngine
+from offload.overlap.forward import ForwardEngine
+from offload.overlap.forward_hooks import _Inert
 from tests.eventually import TIMEOUT_S, eventually, is_freed
 from tests.numerics.delays import Held
 from tests.numerics.reference import assert_same_parameters
@@ -105,19 +106,21 @@ def when_waiting(run: Run, action: Callable[[], object]) -> None:
     """Have something done on another thread as soon as one waits for the step that is running."""
     running = run.optimizer._engine._running
     assert running is not None
-    changed, wait = running._changed, running._changed.wait
+    changed, wait = running._changed, running._changed.wait_until
 
-    def act() -> None:
-        with changed:  # which is let go of by the wait itself
-            pass
-        action()
+    def waiting(reached: Callable[[], bool]) -> bool:
+        threads = [threading.Thread(target=action)]
 
-    def waiting(timeout: float | None = None) -> bool:
-        changed.wait = wait
-        threading.Thread(target=act).start()
-        return wait(timeout)
+        def looked() -> bool:
+            found = reached()
+            if not found and threads:
+                threads.pop().start()
+            return found
 
-    changed.wait = waiting
+        changed.wait_until = wait
+        return wait(looked)
+
+    changed.wait_until = waiting
 
 
 def test_a_module_waits_for_its_own_parameters_and_no_others(run):
@@ -311,11 +314,12 @@ def test_an_edit_after_checkpoint_is_not_sealed(name, when, monkeypatch):
 
 def test_gradients_are_freed_as_they_are_applied(run):
     run.backward(2)
-    gradients = [weakref.ref(layer.weight.grad) for layer in run.live.layers]
+    # A weak reference of Python's to the tensor would have it copied: somebody could write into it.
+    memory = [StorageWeakRef(layer.weight.grad.untyped_storage()) for layer in run.live.layers]
     run.backend.hold(LAST)
     run.optimizer.step()
     run.optimizer._engine._running.wait_for([LAST - 1])
-    assert [g() is not None for g in gradients] == [False] * LAST + [True]
+    assert [m.expired() for m in memory] == [True] * LAST + [False]
     run.backend.release()
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offload
-from offload.watch import is_watched
+from offload.model.watch import is_watched
 from tests.eventually import TIMEOUT_S
 from tests.numerics.reference import assert_same_bits, assert_same_parameters, read_state
 from tests.numerics.test_overlap_forward_waits import (
@@ -93,6 +93,8 @@ READERS: dict[str, Callable[[Layers], object]] = {
     "edit of the data": lambda model: edit(model, lambda p: p.data.clamp_(-0.1, 0.1)),
     "edit of a row": lambda model: edit(model, lambda p: p[3].zero_()),
     "copy into": lambda model: edit(model, lambda p: p.copy_(torch.ones(32, 32))),
+    "other memory": lambda model: edit(model, lambda p: p.set_(torch.full((32, 32), 0.25))),
+    "new real part": lambda model: edit(model, lambda p: setattr(p, "real", torch.ones(32, 32))),
     "weight decay by hand": lambda model: edit(model, lambda p: torch._foreach_mul_([p], 0.9)),
 }
 
@@ -646,6 +648,38 @@ def without_torch_functions(p: torch.Tensor) -> torch.Tensor:
         return X @ p
 
 
+def given_to_another(p: torch.Tensor) -> torch.Tensor:
+    other = torch.zeros(32, 32)
+    other.data = p
+    return other.clone()
+
+
+def set_into_another(p: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.zeros(32, 32).set_(p).clone()
+
+
+def real_part_of_another(p: torch.Tensor) -> torch.Tensor:
+    other = torch.zeros(32, 32)
+    with torch.no_grad():
+        other.real = p
+    return other
+
+
+def value_of_grad_and_value(p: torch.Tensor) -> torch.Tensor:
+    value: torch.Tensor = torch.func.grad_and_value(lambda w: w.square().sum())(p)[1]
+    return value
+
+
+def value_of_vjp(p: torch.Tensor) -> torch.Tensor:
+    value: torch.Tensor = torch.func.vjp(torch.sin, p)[0]
+    return value
+
+
+def sparse_csr(p: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_csr_tensor(torch.arange(33), torch.arange(32), p).values().clone()
+
+
 def scripted() -> Callable[[torch.Tensor], torch.Tensor]:
     script: Callable[[torch.Tensor], torch.Tensor] = torch.jit.script(doubled)
     return script
@@ -674,8 +708,22 @@ UNANNOUNCED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "torch.tensor": lambda p: torch.tensor(p),
     "torch.as_tensor": lambda p: torch.as_tensor(p, dtype=torch.float64),
     "new_tensor": lambda p: torch.ones(1).new_tensor(p),
-    "constructor": lambda p: torch.Tensor(p),
+    "asarray": lambda p: torch.asarray(p, dtype=torch.float64, requires_grad=False),
+    "constructor": lambda p: torch.Tensor(p).clone(),
+    "constructor of a type": lambda p: torch.FloatTensor(p).clone(),
+    "new": lambda p: torch.ones(1).new(p).clone(),
+    "q.data = p": given_to_another,
+    "q.set_(p)": set_into_another,
+    "q.real = p": real_part_of_another,
+    "Tensor.set_": lambda p: torch.Tensor.set_(torch.empty(0), p).clone(),
+    "sparse_coo_tensor": lambda p: torch.sparse_coo_tensor(
+        torch.arange(32)[None], p, (32, 32)
+    ).to_dense(),
+    "sparse_csr_tensor": sparse_csr,
     "torch.func.grad": grad_of_sum,
+    "torch.func.grad_and_value": value_of_grad_and_value,
+    "torch.func.vjp": value_of_vjp,
+    "torch.func.functionalize": lambda p: torch.func.functionalize(torch.clone)(p),
     "nested_tensor": lambda p: torch.nested.nested_tensor([p]).to_padded_tensor(0.0),
     "jagged operand": jagged_times,
     "no torch functions": without_torch_functions,
@@ -686,7 +734,9 @@ UNANNOUNCED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_what_the_guarantees_say_about_readers_that_are_not_seen():
     """So that the list there is complete."""
     page = (Path(__file__).parents[2] / "docs/guarantees.md").read_text()
-    for name in ("NumPy", "DLPack", "torch.func.grad(f)(p)", "torch.tensor(p)", "jagged"):
+    names = ("NumPy", "DLPack", "torch.func.grad(f)(p)", "torch.tensor(p)", "jagged", "q.set_(p)")
+    names += ("torch.func.vjp(f, p)", "torch.sparse_csr_tensor(c, i, p)", "q.data = p", "x.new(p)")
+    for name in names:
         assert name in page
 
 
@@ -710,6 +760,8 @@ def test_memory_that_was_shared_before_is_not_seen_but_synchronize_helps(run, sh
 
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("read", UNANNOUNCED.values(), ids=UNANNOUNCED)
 def test_functions_that_ask_nobody_are_not_seen_but_synchronize_helps(run, read):
     run.optimizer.synchronize()

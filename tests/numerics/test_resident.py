@@ -7,7 +7,7 @@ import torch
 
 import offload
 from gds import MemoryBackend, StorageError, WrapperBackend
-from gds._wrapper import WrapperFile
+from gds.backends.wrapper import WrapperFile
 from offload.errors import BrokenOptimizerError, SealError
 from tests.numerics.models import clip, give_gradients
 from tests.numerics.pairs import CASES, MAX_NORM, Cut, Pair, memory_pair
@@ -83,7 +83,7 @@ def test_everything_resident_moves_bytes_at_a_seal_only() -> None:
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.75])
 def test_bytes_fall_in_proportion_to_what_is_resident(fraction: float) -> None:
-    def moved_by_a_step(budget: int) -> tuple[int, int, offload.stats.Stats]:
+    def moved_by_a_step(budget: int) -> tuple[int, int, offload.engine.stats.Stats]:
         pair = pair_with(budget)
         for step in range(3):
             pair.step(step)

@@ -19,14 +19,15 @@ import pytest
 import torch
 
 import offload
-import offload.table
-import offload.update
+import offload.model.table
+import offload.update.updater
 from gds import MemoryBackend
-from offload import blocks8, codecs, rounding
 from offload.errors import MismatchError, UnsupportedOptimizerError
-from offload.rules import UpdateRule
-from offload.update import step_fused
-from offload.update_pool import BlockContext
+from offload.format import rounding_keys
+from offload.update import blocks8, codecs
+from offload.update.pool import BlockContext
+from offload.update.rules import UpdateRule
+from offload.update.updater import step_fused
 from tests.numerics.models import Mixed, trainable
 from tests.numerics.pairs import CASES, Case, Cut, Pair
 from tests.numerics.reference import Reference, assert_same_bits, bits, read_state
@@ -137,9 +138,9 @@ class Rounding(Reference):
         if self.settings.get("state_dtype") == "bfloat16":
             out = torch.empty(flat.shape, dtype=torch.bfloat16)
             stream = zlib.crc32(name.encode())
-            key = partial(rounding.parameter_key, 3, stream, self.num_steps, self.names[live])
+            key = partial(rounding_keys.parameter_key, 3, stream, self.num_steps, self.names[live])
             if self.chunk_elements:
-                key = partial(rounding.element_space_key, 3, stream, self.num_steps)
+                key = partial(rounding_keys.element_space_key, 3, stream, self.num_steps)
             codecs.round_stochastic(flat, out, key=key, first_element=start, scratch=scratch)
             return out.float().view(value.shape)
         if self.settings.get("state_dtype") == "int8":
@@ -186,12 +187,12 @@ def make_pair(
 @pytest.fixture
 def old_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """New stores are of version 2 of the format: their blocks and random numbers go by chunks."""
-    monkeypatch.setattr(offload.table, "NEW_STORES_COUNT_FROM", "chunk")
+    monkeypatch.setattr(offload.model.table, "NEW_STORES_COUNT_FROM", "chunk")
 
 
 def blocks(monkeypatch: pytest.MonkeyPatch, cut: tuple[int, int, int | None]) -> None:
     if cut[2] is not None:
-        monkeypatch.setattr(offload.update, "HOT_ELEMENTS", cut[2])
+        monkeypatch.setattr(offload.update.updater, "HOT_ELEMENTS", cut[2])
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"chunk-{cut[0]}-blocks-of-{cut[2]}")
@@ -231,7 +232,7 @@ def test_a_resume_rounds_as_if_it_had_not_stopped(name):
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_a_store_keeps_the_rule_that_it_was_made_with(name, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(offload.table, "NEW_STORES_COUNT_FROM", "chunk")
+        patch.setattr(offload.model.table, "NEW_STORES_COUNT_FROM", "chunk")
         pair = make_pair(name, CUTS[0], old_rule=True)
         pair.step(0)
     for step in range(1, 12):
@@ -269,14 +270,14 @@ def test_a_checkpoint_gives_back_every_array_as_fp32(name, cut):
     for parameter, live in trainable(pair.expected).items():
         if live not in pair.reference.started:
             continue
-        found = checkpoint.read_state(parameter)
+        found = offload.read_state(checkpoint, parameter)
         assert_same_bits(found.pop("master"), pair.reference.masters[live].detach(), parameter)
         expected = pair.reference.state(live)
         assert found.keys() == expected.keys() - {"step"}
         for array, value in found.items():
             assert_same_bits(value, expected[array], f"{array} of {parameter}")
     with pytest.raises(offload.errors.CheckpointNotFoundError, match="no trainable parameter 'x'"):
-        checkpoint.read_state("x")
+        offload.read_state(checkpoint, "x")
 
 
 def test_a_split_master_is_recovered_from_what_is_stored_in_two_files():

@@ -186,7 +186,9 @@ NUMBERS = {f.name: 0 for f in fields(offload.Stats)}
         ({"steps": 2, "step_s": 0.004}, "2 steps of 0 parameters, 2.0 ms each", ""),
         ({"steps": 1, "step_s": 3e-5}, "1 step of 0 parameters, 30 us each", ""),
         ({"steps": 1, "step_s": 75.25}, "75.250 s each", ""),
-        ({"bytes_read": 5_000_000, "read_s": 1.0}, "read 5.00 MB/s", "0.00 GB/s"),
+        ({"bytes_read": 5_000_000, "read_s": 1.0}, "\nread 5.00 MB/s\n", "0.00 GB/s"),
+        ({"bytes_written": 5_000_000, "write_s": 1.0}, "\nwritten 5.00 MB/s\n", "\nread"),
+        ({}, "everything else", "B/s"),
     ],
     ids=str,
 )

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 import offload
 from gds import Backend, Buffer, File, IOFuture, MemoryBackend, WrapperBackend
-from gds._wrapper import WrapperFile
+from gds.backends.wrapper import WrapperFile
 from tests.eventually import TIMEOUT_S
 from tests.numerics.models import Mixed, give_gradients
 from tests.numerics.pairs import CASES, CUTS, Case, changing_rate, memory_pair

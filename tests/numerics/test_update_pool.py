@@ -6,16 +6,17 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
 import torch
 
-import offload.update_pool
-from offload.digests import LEAF_BYTES, ChunkDigests, DigestContext
-from offload.rules import UpdateRule
-from offload.update_pool import UPDATE_THREAD, BlockContext, UpdatePool
+import offload.update.pool
+from gds.backends.threads import Transfer
+from offload.format.digests import LEAF_BYTES, ChunkDigests, DigestContext
+from offload.update.pool import UPDATE_THREAD, BlockContext, UpdatePool
+from offload.update.rules import UpdateRule
 from tests.eventually import TIMEOUT_S, eventually
 
 
@@ -79,12 +80,12 @@ def test_an_error_is_raised_when_all_have_stopped(
 ) -> None:
     begun: list[int] = []
     ended: list[int] = []
-    waited_for: list[Future[None]] = []
+    waited_for: list[Transfer] = []
     waits = threading.Event()
     both_at_work = threading.Barrier(2)
-    wait = offload.update_pool.wait
+    wait = offload.update.pool.wait
 
-    def watched(futures: Sequence[Future[None]]) -> None:
+    def watched(futures: Sequence[Transfer]) -> None:
         waited_for.extend(futures)
         waits.set()
         wait(futures)
@@ -99,7 +100,7 @@ def test_an_error_is_raised_when_all_have_stopped(
         time.sleep(0.05)  # in which the other thread's error must not be raised
         ended.append(item)
 
-    monkeypatch.setattr(offload.update_pool, "wait", watched)
+    monkeypatch.setattr(offload.update.pool, "wait", watched)
     with pytest.raises(ZeroDivisionError):
         pool.run(work, range(50))
     assert sorted(begun) == [0, 1], "what had not begun is left out"
@@ -114,15 +115,15 @@ def test_an_interrupt_is_raised_when_all_have_stopped(
     ended: list[int] = []
     both_at_work = threading.Barrier(3)
     waits_again = threading.Event()
-    wait = offload.update_pool.wait
+    wait = offload.update.pool.wait
 
-    def again(futures: Sequence[Future[None]]) -> None:
+    def again(futures: Sequence[Transfer]) -> None:
         waits_again.set()
         wait(futures)
 
-    def interrupted(_futures: Sequence[Future[None]]) -> None:
+    def interrupted(_futures: Sequence[Transfer]) -> None:
         """Stand for a wait during which Ctrl-C is pressed."""
-        monkeypatch.setattr(offload.update_pool, "wait", again)
+        monkeypatch.setattr(offload.update.pool, "wait", again)
         both_at_work.wait(TIMEOUT_S)
         raise KeyboardInterrupt
 
@@ -133,7 +134,7 @@ def test_an_interrupt_is_raised_when_all_have_stopped(
         time.sleep(0.05)  # in which the interrupt must not be raised
         ended.append(item)
 
-    monkeypatch.setattr(offload.update_pool, "wait", interrupted)
+    monkeypatch.setattr(offload.update.pool, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pool.run(work, range(50))
     assert sorted(begun) == [0, 1], "what had not begun is left out"

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import offload
-import offload.update
-import offload.update_pool
+import offload.update.pool
+import offload.update.updater
 from gds import MemoryBackend
-from offload.streamer import Streamer
-from offload.update_pool import UpdatePool, UpdateThreads
+from offload.stream.streamer import Streamer
+from offload.update.pool import UpdatePool, UpdateThreads
 
 ALL = 8
 
@@ -62,7 +62,7 @@ def test_what_is_slow_to_update_begins_with_all_and_keeps_them_unless_the_drive_
     ("state_dtype", "first"), [("float32", 1), ("int8", ALL), ("bfloat16", ALL)]
 )
 def test_compressed_state_is_slow_to_update(state_dtype, first, monkeypatch) -> None:
-    monkeypatch.setattr(offload.update_pool, "default_num_threads", lambda: ALL)
+    monkeypatch.setattr(offload.update.pool, "default_num_threads", lambda: ALL)
     options = offload.Options(backend=MemoryBackend(), allow_volatile=True, state_dtype=state_dtype)
     parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     with offload.AdamW([parameter], directory="/store", options=options) as optimizer:
@@ -131,7 +131,7 @@ def test_a_step_tells_what_it_updated_and_how_long_it_waited(
 
     monkeypatch.setattr(Streamer, "take", slow_take)
     monkeypatch.setattr(UpdatePool, "run", slow_run)
-    monkeypatch.setattr(offload.update, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(offload.update.updater, "time", SimpleNamespace(perf_counter=lambda: now))
     weight = torch.nn.Parameter(torch.zeros(5 * 1024))
     with_gradient = torch.ones_like(weight)
     optimizer = offload.SGD(

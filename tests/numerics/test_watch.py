@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.watch import Watch, is_watched, settle
+from offload.model.watch import Watch, is_watched, settle
 
 
 class Uses:
@@ -96,6 +96,9 @@ READS: dict[str, Callable[[nn.Parameter], object]] = {
     "edit in place": lambda p: edited(p, lambda p: p.mul_(2)),
     "edit of the data": lambda p: edited(p, lambda p: p.data.mul_(2)),
     "new data": lambda p: edited(p, lambda p: setattr(p, "data", torch.ones(2, 2))),
+    "other memory": lambda p: edited(p, lambda p: p.set_(torch.ones(2, 2))),
+    "new real part": lambda p: edited(p, lambda p: setattr(p, "real", torch.ones(2, 2))),
+    "real part": lambda p: p.real,
     "out": lambda p: edited(p, lambda p: torch.add(torch.ones(2, 2), 1, out=p)),
     "version": lambda p: p._version,
     "parameter of a parameter": lambda p: nn.Parameter(p),
@@ -136,6 +139,81 @@ def test_a_use_is_announced_and_finds_the_ordinary_class(uses, read):
     assert len(uses.watch) == 0
 
 
+OTHER = torch.full((2, 2), 7.0)
+INDEX = torch.tensor([0, 1])
+ARGUMENTS: list[Callable[[], tuple[object, ...]]] = [
+    tuple,
+    lambda: (0,),
+    lambda: (0.5,),
+    lambda: (0, 1),
+    lambda: ((2, 2),),
+    lambda: ((2, 2), (2, 1)),
+    lambda: (OTHER.clone(),),
+    lambda: (OTHER.clone(), OTHER.clone()),
+    lambda: (OTHER > 0, 0.5),
+    lambda: (OTHER > 0, OTHER.clone()),
+    lambda: (INDEX.clone(),),
+    lambda: (0, INDEX.clone()),
+    lambda: (0, INDEX.clone(), OTHER.clone()),
+    lambda: ((INDEX.clone(),), OTHER.clone()),
+    lambda: (torch.float64,),
+    lambda: (torch.Tensor,),
+    lambda: ("cpu",),
+    lambda: (lambda *_: 0.0,),
+    lambda: (OTHER.clone(), lambda *_: 0.0),
+    lambda: (OTHER.untyped_storage(),),
+    lambda: (OTHER.untyped_storage(), 0, (2, 2), (2, 1)),
+]
+"""Some of which each method of a tensor takes."""
+
+
+def told_by(value: object) -> object:
+    """Return what can depend on the values of a tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().flatten().tolist()
+    if isinstance(value, (list, tuple)):
+        return [told_by(item) for item in value]
+    return value if isinstance(value, float) else None
+
+
+@pytest.mark.filterwarnings("ignore")  # of deprecated methods
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.clone], ids=["parameter", "tensor"])
+def test_no_method_of_a_tensor_reads_or_changes_it_without_a_word(uses, kind):
+    """Neither does the assignment of an attribute. It is tried with two tensors of other values."""
+
+    def trial(use: Callable[[torch.Tensor], object], first: float) -> tuple[object, object] | None:
+        """Return what is told, and the values after it, if nothing was announced."""
+        p = kind(first + torch.arange(4.0).view(2, 2))
+        uses.watch.add([p])
+        uses.found.clear()
+        told: object = None
+        try:
+            with torch.no_grad():
+                told = use(p)
+        except Exception:  # noqa: BLE001  (these are not its arguments)
+            pass
+        silent = not uses.found
+        uses.watch.release_all()
+        after = torch.Tensor.detach(p).flatten() - first  # its own may have been assigned to
+        return (None if told is p else told_by(told), after.tolist()) if silent else None
+
+    found = set()
+    for name in set(dir(torch.Tensor)) - {"__new__", "new_empty"}:  # whose results hold anything
+        ways: list[tuple[str, Callable[[torch.Tensor], object]]] = [
+            (f"p.{name} = ", lambda p, name=name: setattr(p, name, OTHER.clone())),
+            (f"p.{name}", lambda p, name=name: getattr(p, name)),
+        ]
+        ways += [
+            (f"p.{name}()", lambda p, name=name, make=make: getattr(p, name)(*make()))
+            for make in ARGUMENTS
+        ]
+        for text, use in ways:
+            one, other = trial(use, 0.0), trial(use, 10.0)
+            if one is not None and (one != other or one[1] != [0.0, 1.0, 2.0, 3.0]):
+                found.add(text)
+    assert found == set()
+
+
 LOOKS: dict[str, Callable[[nn.Parameter], object]] = {
     "shape": lambda p: p.shape,
     "dtype": lambda p: p.dtype,
@@ -151,6 +229,8 @@ LOOKS: dict[str, Callable[[nn.Parameter], object]] = {
     "grad": lambda p: p.grad,
     "grad assigned": lambda p: setattr(p, "grad", torch.ones(2, 2)),
     "grad deleted": lambda p: delattr(p, "grad"),
+    "zeros_like": lambda p: torch.zeros_like(p).tolist(),
+    "new_ones": lambda p: p.new_ones(2).tolist(),
     "zero_grad": lambda p: torch.optim.SGD([p]).zero_grad(),
     "clip": lambda p: nn.utils.clip_grad_norm_([p], 1.0),
     "hash": lambda p: isinstance(hash(p), int),

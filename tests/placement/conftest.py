@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import offload.device
-import offload.device_compute
-import offload.update_pool
+import offload.device.boundary
+import offload.device.compute
+import offload.update.pool
 from tests.device.fixtures import *  # noqa: F403
 from tests.device.host import HostDigests, HostKernels
 from tests.placement import fake_device
@@ -22,9 +22,9 @@ def device(
 ) -> Iterator[fake_device.FakeDevice]:
     made = fake_device.FakeDevice(late=request.param)
     fake_device.use(made)
-    monkeypatch.setitem(offload.device.BOUNDARIES, "meta", lambda _: made)
-    monkeypatch.setattr(offload.device, "_made", {})
-    monkeypatch.setattr(offload.update_pool, "default_num_threads", lambda: 2)
+    monkeypatch.setitem(offload.device.boundary.BOUNDARIES, "meta", lambda _: made)
+    monkeypatch.setattr(offload.device.boundary, "_made", {})
+    monkeypatch.setattr(offload.update.pool, "default_num_threads", lambda: 2)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield made
@@ -41,6 +41,6 @@ def compute(
 ) -> FakeCompute:
     """What computes on `device`."""
     made = FakeCompute(device, kernels, digests)
-    monkeypatch.setitem(offload.device_compute.COMPUTES, "meta", lambda _: made)
-    monkeypatch.setattr(offload.device_compute, "_made", {})
+    monkeypatch.setitem(offload.device.compute.COMPUTES, "meta", lambda _: made)
+    monkeypatch.setattr(offload.device.compute, "_made", {})
     return made

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from gds import Backend, Buffer, File, IOFuture, WrapperBackend
-from gds._wrapper import WrapperFile
-from offload.device_kernels.forms import DeviceBlock, DeviceScalars, Form, form_of
+from gds.backends.wrapper import WrapperFile
+from offload.device.kernels.forms import DeviceBlock, DeviceScalars, Form, form_of
 from tests.device.host import HostDigests, HostKernels
 from tests.placement.fake_device import GARBAGE, Event, FakeDevice, OnDevice, _held, _tensors
 
 
 class FakeCompute:
-    """`offload.device_compute.Compute` in host memory."""
+    """`offload.device.compute.Compute` in host memory."""
 
     def __init__(self, device: FakeDevice, kernels: HostKernels, digests: HostDigests) -> None:
         self.device = torch.device("meta")

@@ -1,4 +1,4 @@
-"""A device that is not there: tensors that only `offload.device` may touch, and that find races.
+"""A device that is not there: tensors that only `device.boundary` may touch, and that find races.
 
 `OnDevice` looks like a tensor on another device (torch's ``meta``, the one whose autograd needs no
 driver) and holds its values in host memory. A training loop computes with it as on a device. The
@@ -29,7 +29,7 @@ import offload
 
 _PACKAGE = offload.__path__[0] + "/"
 _TORCH = torch.__path__[0] + "/"
-_PASSED_THROUGH = {"forward_order.py", "applied_gradient.py"}
+_PASSED_THROUGH = {"forward_order.py", "applied_gradient.py", "watch.py"}
 """Of the library: modes and subclasses that call on what the training loop has called."""
 
 _VIEWS = {

@@ -8,10 +8,10 @@ import types
 import pytest
 import torch
 
-import offload.device
-import offload.device_compute
-from offload.device import CudaBoundary
-from offload.device_compute import CudaCompute
+import offload.device.boundary
+import offload.device.compute
+from offload.device.boundary import CudaBoundary
+from offload.device.compute import CudaCompute
 
 DEVICE = torch.device("cuda", 1)
 
@@ -29,8 +29,8 @@ class Recorder:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         typed = types.SimpleNamespace(Stream=self.stream, Event=self.event, cudart=lambda: self)
-        monkeypatch.setattr(offload.device, "_cuda", typed)
-        monkeypatch.setattr(offload.device_compute, "_cuda", typed)
+        monkeypatch.setattr(offload.device.boundary, "_cuda", typed)
+        monkeypatch.setattr(offload.device.compute, "_cuda", typed)
         training = Stream(self, "training")
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: training)
         monkeypatch.setattr(torch.cuda, "stream", self.within)
@@ -179,8 +179,8 @@ def test_pages_that_the_driver_refuses_to_lock_are_not_unlocked(cuda, monkeypatc
 def test_computing_follows_what_it_depends_on_and_is_waited_for_by_the_host_alone(
     cuda, monkeypatch
 ):
-    monkeypatch.setattr(offload.device_compute.torch, "empty", lambda *_, **__: torch.zeros(0))
-    monkeypatch.setattr(offload.device_compute.digest, "compile_kernels", lambda _device: None)
+    monkeypatch.setattr(offload.device.compute.torch, "empty", lambda *_, **__: torch.zeros(0))
+    monkeypatch.setattr(offload.device.compute.digest, "compile_kernels", lambda _device: None)
     compute, boundary = CudaCompute(DEVICE), CudaBoundary(DEVICE)
     assert len(cuda.streams) == 3
     began = boundary.now()

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import gds._kvikio
+import gds.backends.kvikio
 from bench import device as bench_device
 from bench._harness import Result
 from gds import probe
-from gds._kvikio_file import Used
+from gds.backends.kvikio_file import Used
 from tests.contract.fake_gpu import FakeGpu, installed
 from tests.placement import fake_device
 
@@ -22,7 +22,7 @@ STATE_BYTES = 12 * (128 << 10)
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     used = Used("gds", "")
-    monkeypatch.setattr(gds._kvikio, "_examined", lambda _: {"read": used, "write": used})
+    monkeypatch.setattr(gds.backends.kvikio, "_examined", lambda _: {"read": used, "write": used})
     with installed(monkeypatch) as fake:
         fake.gds = True
         yield fake

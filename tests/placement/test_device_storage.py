@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-import gds._cuda
-import gds._kvikio
+import gds.backends.kvikio
+import gds.buffers.cuda
 import offload
-import offload.state_device
+import offload.placement.choose
 from gds import MemoryBackend, StorageError
-from gds._errors import RefusedError
-from gds._kvikio import KvikioBackend
-from gds._kvikio_file import Used
+from gds.backends.kvikio import KvikioBackend
+from gds.backends.kvikio_file import Used
+from gds.errors import RefusedError
 from gds.probe import direct_io
 from offload.errors import BrokenOptimizerError
-from offload.placement import Rates
-from offload.rates import Site
+from offload.placement.model import Rates
+from offload.placement.rates import Site
 from tests.contract.fake_gpu import FakeGpu, installed
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.flipping import FlippingBackend
@@ -111,7 +111,7 @@ def test_kvikio_moves_state_between_drives_and_device(
 ):
     gpu.gds = path == "gds"
     used = Used(path, "" if gpu.gds else "there is no nvidia-fs")
-    monkeypatch.setattr(gds._kvikio, "_examined", lambda _: {"read": used, "write": used})
+    monkeypatch.setattr(gds.backends.kvikio, "_examined", lambda _: {"read": used, "write": used})
     made: list[KvikioBackend] = []
     original = KvikioBackend.__init__
 
@@ -186,9 +186,9 @@ def test_auto_goes_where_a_step_is_expected_to_take_less(
         asked.append(site)
         return rates
 
-    monkeypatch.setattr(offload.state_device, "find_rates", find)
+    monkeypatch.setattr(offload.placement.choose, "find_rates", find)
     used = Used("compat", "there is no nvidia-fs")
-    monkeypatch.setattr(gds._kvikio, "_examined", lambda _: {"read": used, "write": used})
+    monkeypatch.setattr(gds.backends.kvikio, "_examined", lambda _: {"read": used, "write": used})
     cut = Cut(3 * 4096, 3, settings={"placement": "auto"})
     pair = DevicePair(CASES["sgd-nesterov"], cut, None, directory, live=on_device(Mixed()))
     with caplog.at_level("INFO", "offload"):
@@ -213,7 +213,7 @@ def test_auto_needs_neither_libraries_nor_a_driver(directory, device, compute):
 def test_auto_does_without_a_driver_where_the_libraries_are(
     gpu, directory, device, compute, monkeypatch, caplog
 ):
-    monkeypatch.setattr(gds._cuda, "no_driver", lambda: "libcuda.so.1: cannot open")
+    monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "libcuda.so.1: cannot open")
     cut = Cut(3 * 4096, 3, settings={"placement": "auto"})
     with caplog.at_level("INFO", "offload"):
         pair = DevicePair(CASES["adamw"], cut, None, directory, live=on_device(Mixed()))

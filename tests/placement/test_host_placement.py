@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import offload
-import offload.update
+import offload.update.updater
 from gds import MemoryBackend
-from offload.crossing import CrossingTensors
+from offload.device.flat_tensors import FlatTensors
+from offload.device.staging import CrossingTensors
 from offload.errors import UnsupportedParameterError
-from offload.flat_tensors import FlatTensors
 from tests.numerics.models import Mixed, clip, give_gradients, trainable
 from tests.numerics.pairs import CASES, MAX_NORM, Case, Cut, Pair
 from tests.numerics.reference import assert_same_bits
@@ -393,10 +393,10 @@ def test_the_fake_finds_what_is_not_ordered_after_the_training_stream(device, mo
 
 def test_the_fake_finds_what_the_library_computes_on_the_device(device, monkeypatch):
     monkeypatch.setattr(
-        offload.update, "flat_tensors", lambda t, **_: FlatTensors(t, writable=True)
+        offload.update.updater, "flat_tensors", lambda t, **_: FlatTensors(t, writable=True)
     )
     pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2))
-    with pytest.raises(AssertionError, match=r"the library calls .* in update.py"):
+    with pytest.raises(AssertionError, match=r"the library calls .* in update/updater.py"):
         pair.step(0)
 
 

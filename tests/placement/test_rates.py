@@ -15,16 +15,16 @@ import pytest
 import torch
 
 import gds.kvikio
-import offload.device
+import offload.device.boundary
 from gds import PosixBackend, StorageError
-from gds._kvikio_file import Used
-from offload import rates
-from offload.formats import StateFormat
-from offload.layout import Layout, ModelTensor, ParameterSpec
-from offload.placement import Rates, decide
-from offload.rates import Site, find_rates, load_rates, save_rates, step_bytes
-from offload.rules import UpdateRule
-from offload.update_pool import UpdatePool
+from gds.backends.kvikio_file import Used
+from offload.format.arrays import StateFormat
+from offload.format.layout import Layout, ModelTensor, ParameterSpec
+from offload.placement import rates
+from offload.placement.model import Rates, decide
+from offload.placement.rates import Site, find_rates, load_rates, save_rates, step_bytes
+from offload.update.pool import UpdatePool
+from offload.update.rules import UpdateRule
 from tests.contract.fake_gpu import installed
 from tests.placement.fake_device import Event
 
@@ -114,8 +114,8 @@ def time() -> Time:
 @pytest.fixture
 def boundary(time: Time, monkeypatch: pytest.MonkeyPatch) -> PacedBoundary:
     made = PacedBoundary(time)
-    monkeypatch.setitem(offload.device.BOUNDARIES, "meta", lambda _: made)
-    monkeypatch.setattr(offload.device, "_made", {})
+    monkeypatch.setitem(offload.device.boundary.BOUNDARIES, "meta", lambda _: made)
+    monkeypatch.setattr(offload.device.boundary, "_made", {})
     monkeypatch.setattr(rates, "_COPY_BYTES", 1 << 16)
     return made
 

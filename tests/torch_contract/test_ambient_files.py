@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import offload
-from offload.exporting import export_checkpoint
-from offload.foreign_files import open_foreign
-from offload.importing import import_checkpoint
+from offload.exchange.exporting import export_checkpoint
+from offload.exchange.foreign import open_foreign
+from offload.exchange.importing import import_checkpoint
 from tests.numerics.conftest import one_thread
 from tests.numerics.reference import assert_same_bits, read_state
 from tests.torch_contract.modes import MODES
@@ -66,10 +66,10 @@ def assert_ordinary(tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_read_is_the_same_and_can_be_changed_later(store: Path, mode: str) -> None:
     with offload.open_checkpoint(store) as opened:
-        expected = {name: opened.read_state(name) for name in NAMES}
+        expected = {name: offload.read_state(opened, name) for name in NAMES}
         path = opened.path
     with MODES[mode](), offload.open_checkpoint(store) as opened:
-        found = {name: opened.read_state(name) for name in NAMES}
+        found = {name: offload.read_state(opened, name) for name in NAMES}
         train_state = opened.train_state
         (group,) = opened.hyperparameters
         assert opened.verify().ok

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -58,7 +60,8 @@ def test_a_parameter_moved_to_another_group_is_refused() -> None:
     step(ours, optimizer, 0)
     optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop(0))
     before = ours[0].weight.detach().clone()
-    with pytest.raises(MismatchError, match=r"'0\.weight' was .*group=0.* and is .*group=1"):
+    says = r"'0\.weight' has changed .*: it is in parameter group 1 and was in 0\. "
+    with pytest.raises(MismatchError, match=says):
         step(ours, optimizer, 1)
     assert torch.equal(ours[0].weight, before)
     optimizer.close()
@@ -81,4 +84,130 @@ def test_a_parameter_replaced_by_another_object_is_refused() -> None:
     optimizer.param_groups[0]["params"][0] = replacement
     with pytest.raises(MismatchError, match=r"'0\.weight' is another object"):
         step(ours, optimizer, 1)
+    optimizer.close()
+
+
+def test_a_parameter_that_is_unfrozen_and_was_never_given_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
+    for layer in model[1:]:
+        layer.requires_grad_(False)
+    options = offload.Options(backend=MemoryBackend(), allow_volatile=True, chunk_bytes=4096)
+    optimizer = offload.AdamW(
+        list(model[0].parameters()), directory=STORE, model=model, options=options
+    )
+
+    def said_of() -> list[str]:
+        told = [m for m in caplog.messages if "was frozen when the optimizer was made" in m]
+        caplog.clear()
+        return told
+
+    step(model, optimizer, 0)
+    optimizer.checkpoint().result()
+    assert not said_of(), "nothing is unfrozen yet"
+    model[1].requires_grad_(True)
+    for number in (1, 2):
+        step(model, optimizer, number)
+        optimizer.checkpoint().result()
+    (said,) = said_of()
+    assert said.startswith("'1.weight' (and 1 more): requires gradients now")
+    assert "so it is not trained by this optimizer: pass it to add_param_group()" in said
+    model[2].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    step(model, optimizer, 3)
+    optimizer.checkpoint().result()
+    assert not said_of(), "what was given is trained"
+    optimizer.close()
+
+
+def test_a_parameter_of_another_optimizer_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Two optimizers of one model, as of a GAN: each is made while everything is trainable."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    options = offload.Options(backend=MemoryBackend(), allow_volatile=True, chunk_bytes=4096)
+    with offload.AdamW(
+        list(model[0].parameters()), directory=STORE, model=model, options=options
+    ) as optimizer:
+        for trains in (True, False, True):
+            model[1].requires_grad_(trains)
+            step(model, optimizer, 0)
+            optimizer.checkpoint().result()
+    assert not [m for m in caplog.messages if "frozen" in m]
+
+
+@pytest.mark.parametrize("is_passed", [False, True], ids=["no-model", "model"])
+def test_what_checkpoints_lack_without_a_model_is_told_once(
+    is_passed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="offload")
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    options = offload.Options(backend=MemoryBackend(), allow_volatile=True, chunk_bytes=4096)
+    with offload.AdamW(
+        model.parameters(), directory=STORE, model=model if is_passed else None, options=options
+    ) as optimizer:
+        for number in range(3):
+            step(model, optimizer, number)
+            stored = optimizer.checkpoint().result().tensors
+    has_buffers = any("running_mean" in tensor.name for tensor in stored)
+    assert has_buffers == is_passed
+    told = [m for m in caplog.messages if "because model= was left out" in m]
+    assert len(told) == (0 if is_passed else 1)
+
+
+def replace_a_layer(model: torch.nn.Module) -> None:
+    model[1] = torch.nn.Linear(7, 3)
+
+
+def delete_the_first(model: torch.nn.Module) -> None:
+    del model[0]
+
+
+def reshape(model: torch.nn.Module) -> None:
+    model[1].bias.data = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (torch.nn.Module.bfloat16, r"'0\.weight' .*: it is BF16 and was F32\. "),
+        (replace_a_layer, r"'1\.weight' .*: it is not in model= any more: its layer was replaced"),
+        (delete_the_first, r"'0\.weight' .*: it is not in model= any more: .* or removed"),
+        (reshape, r"'1\.bias' .*: it has the shape \[2\] and had \[3\]\. "),
+    ],
+)
+def test_a_model_that_is_changed_in_mid_run_is_refused_in_plain_words(
+    change: Callable[[torch.nn.Module], object], says: str
+) -> None:
+    ours, optimizer, _, _ = pair()
+    step(ours, optimizer, 0)
+    optimizer.checkpoint().result()
+    change(ours)
+    with pytest.raises(MismatchError, match=says) as error:
+        optimizer.checkpoint()
+    assert "has changed since the optimizer was made" in str(error.value)
+    assert "change the model first, and construct the optimizer after that" in str(error.value)
+    assert "ParameterSpec" not in str(error.value)
+    assert "group0" not in str(error.value)
+    optimizer.close()
+
+
+def test_settings_that_need_other_state_are_refused_in_plain_words() -> None:
+    ours, optimizer, _, _ = pair()
+    step(ours, optimizer, 0)
+    optimizer.param_groups[1]["amsgrad"] = True
+    with pytest.raises(MismatchError, match=r"'1\.weight' .* would keep .*'max_exp_avg_sq'.*kept"):
+        step(ours, optimizer, 1)
+    optimizer.close()
+
+
+def test_parameters_that_were_all_replaced_are_told_from_a_copy_of_the_model() -> None:
+    ours, optimizer, _, _ = pair()
+    step(ours, optimizer, 0)
+    optimizer.checkpoint().result()
+    values = {name: value.clone() for name, value in ours.state_dict().items()}
+    ours.load_state_dict(values, assign=True)
+    for call in (optimizer.checkpoint, optimizer.restore):
+        with pytest.raises(MismatchError, match=r"were replaced .*assign=True") as error:
+            call()
+        assert "copy of it" not in str(error.value)
     optimizer.close()

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import offload
-from offload.cli import app
+from offload.cli.app import app
 
 
 def sealed_at(directory: Path, steps: list[int], keep: int = 9) -> list[str]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import pickle
 import re
+import subprocess
+import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 import torch
 
 import offload
+import offload.errors
 from gds import LockHeldError, MemoryBackend, ShortReadError, StorageError
 from offload.errors import (
     CheckpointError,
@@ -21,7 +26,7 @@ from offload.errors import (
     StoreLockedError,
     VolatileStoreError,
 )
-from offload.wording import count, duration, many, rate, said_once, seen_from, size
+from offload.units import count, duration, many, rate, said_once, seen_from, size
 
 STORE, OTHER = "/run", "/other/run"
 HINT = "If the drive is not mounted, mount it"
@@ -74,7 +79,9 @@ class TestNumbersOfErrors:
             pytest.raises(StoreLockedError) as raised,
         ):
             offload.AdamW([parameter], directory=STORE, **options(backend))
-        assert str(raised.value).startswith(f"{STORE}: another process")
+        assert str(raised.value).startswith(f"{STORE}: another optimizer of this process")
+        said = "".join(traceback.format_exception(raised.value))
+        assert said.count("Traceback") == 1  # how the lock is taken helps nobody
 
     @pytest.mark.parametrize(
         "error",
@@ -191,3 +198,38 @@ class TestWhatIsSaidOnce:
 )  # fmt: skip
 def test_numbers_have_units_that_fit(said: str, expected: str) -> None:
     assert said == expected
+
+
+class TestErrorsByName:
+    def test_every_error_is_in_the_package(self) -> None:
+        of_package = {
+            name
+            for name, value in vars(offload.errors).items()
+            if isinstance(value, type)
+            and issubclass(value, offload.OffloadError)
+            and not name.startswith("_")
+        }
+        assert len(of_package) > 20
+        assert of_package <= {*offload.__all__}
+        for name in of_package:
+            assert getattr(offload, name) is getattr(offload.errors, name)
+
+    def test_every_error_in_the_documents_is_in_the_package(self) -> None:
+        docs = Path(__file__).parents[2] / "docs"
+        of_guides = [docs / name for name in ("recovery.md", "quickstart.md", "guarantees.md")]
+        named = {
+            name
+            for page in of_guides
+            for name in re.findall(r"`(?:offload\.)?([A-Z][A-Za-z]*Error)`", page.read_text())
+        }
+        assert {"DamagedError", "MismatchError", "StoreLockedError"} <= named
+        assert named <= {*offload.__all__} | {*vars(builtins)}
+
+    def test_none_of_them_imports_torch(self) -> None:
+        source = (
+            "import sys, offload\n"
+            "names = [n for n in offload.__all__ if n.endswith('Error')]\n"
+            "assert all(issubclass(getattr(offload, n), Exception) for n in names)\n"
+            "assert 'torch' not in sys.modules\n"
+        )
+        subprocess.run([sys.executable, "-c", source], check=True)

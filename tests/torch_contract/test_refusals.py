@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from gds import Backend, MemoryBackend, StorageError
+from gds import Backend, MemoryBackend, StorageError, WrapperBackend
 from offload import (
     SGD,
     Adam,
@@ -37,6 +38,7 @@ from offload.errors import (
     CheckpointNotFoundError,
     MismatchError,
     NotRestoredError,
+    SealError,
     StoreError,
     StoreFullError,
     StoreLockedError,
@@ -44,10 +46,10 @@ from offload.errors import (
     UnsupportedParameterError,
     VolatileStoreError,
 )
-from offload.manifest import _body_digest
+from offload.format.document import digest_of
+from offload.format.train_state import TrainStateTooLargeError, TrainStateTypeError
 from offload.options import Overlap
-from offload.train_state import TrainStateTooLargeError, TrainStateTypeError
-from offload.wording import size
+from offload.units import size
 from tests.eventually import eventually, is_freed
 
 STORE = "/run"
@@ -218,6 +220,36 @@ class TestOptimizers:
             AdamW(make_model().parameters(), directory=tmp_path / "run", keep=keep)
         assert not (tmp_path / "run").exists()
 
+    @pytest.mark.parametrize(
+        ("argument", "says"),
+        [
+            ({"options": None}, "got NoneType: leave it out for the defaults, or write options="),
+            ({"options": {}}, "got dict: leave it out for the defaults, or write options="),
+            ({"keep": None}, "got None: leave it out to keep the newest 2"),
+        ],
+        ids=repr,
+    )
+    def test_what_may_be_left_out(
+        self, argument: dict[str, Any], says: str, tmp_path: Path
+    ) -> None:
+        with pytest.raises(TypeError, match=says):
+            AdamW(make_model().parameters(), directory=tmp_path / "run", **argument)
+        assert not (tmp_path / "run").exists()
+
+    def test_state_that_is_looked_for_in_memory(self) -> None:
+        model = make_model()
+        with make_optimizer(model, MemoryBackend()) as optimizer:
+            step(model, optimizer)
+            weight = model[0].weight
+            with pytest.raises(KeyError, match=r"exp_avg: .* is on storage.*materialized\(\)"):
+                optimizer.state[weight]["exp_avg"]
+            assert optimizer.state[weight] == {}
+            assert "exp_avg" not in optimizer.state[weight]
+            with optimizer.materialized():
+                assert optimizer.state[weight]["exp_avg"].shape == weight.shape
+                assert type(optimizer.state[weight]) is dict
+            step(model, optimizer)
+
     @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy, copy.copy])
     def test_copies(self, copied: Callable[[object], object]) -> None:
         optimizer = make_optimizer(make_model(), MemoryBackend())
@@ -266,8 +298,10 @@ class TestClosing:
             assert is_freed(gone)
             eventually(lambda: self.said(caplog))  # on another thread, if that has collected it
         (said,) = self.said(caplog)
-        assert said.startswith(f"{self.STORE}: 2 optimizer steps are lost: no checkpoint() was ma")
-        assert said.endswith("the store has none")
+        assert said == (
+            f"{self.STORE}: 2 optimizer steps are lost: no checkpoint() was made after them; the "
+            "store has none"
+        )
 
     def test_after_a_restore(self, caplog: pytest.LogCaptureFixture) -> None:
         model, backend = make_model(), store_with_steps(2, directory=self.STORE)
@@ -281,12 +315,59 @@ class TestClosing:
         assert "1 optimizer step is lost" in said
         assert said.endswith(f"the newest checkpoint is {self.STORE}/step-00000002")
 
-    def test_after_a_checkpoint(self, caplog: pytest.LogCaptureFixture) -> None:
+    @pytest.mark.parametrize("overlap", [None, "forward", "backward"])
+    @pytest.mark.parametrize("num_later", [0, 1, 2])
+    def test_after_a_checkpoint(
+        self, num_later: int, overlap: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = make_model()
+        with make_optimizer(
+            model, MemoryBackend(), directory=self.STORE, overlap=overlap
+        ) as optimizer:
+            for number in range(2 + num_later):
+                model(torch.zeros(1, 30, dtype=torch.bfloat16)).sum().backward()
+                optimizer.step()
+                if number < 2:
+                    optimizer.checkpoint()  # without later steps it ends within close()
+        if num_later:
+            (said,) = self.said(caplog)
+            steps, them = ("step is", "it") if num_later == 1 else ("steps are", "them")
+            assert said == (
+                f"{self.STORE}: {num_later} optimizer {steps} lost: no checkpoint() was made after "
+                f"{them}; the newest checkpoint is {self.STORE}/step-00000002"
+            )
+        else:
+            assert not self.said(caplog)
+
+    def test_steps_that_restore_has_given_up_are_not_lost(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         model = make_model()
         with make_optimizer(model, MemoryBackend(), directory=self.STORE) as optimizer:
             step(model, optimizer)
-            optimizer.checkpoint()  # it ends within close()
+            optimizer.checkpoint()
+            step(model, optimizer)
+            optimizer.restore()
         assert not self.said(caplog)
+
+    def test_steps_whose_checkpoint_failed_are_lost(self, caplog: pytest.LogCaptureFixture) -> None:
+        class CannotName(WrapperBackend):
+            def rename(self, source: str, target: str) -> None:
+                if target.endswith("/step-00000002"):
+                    raise StorageError(errno.EIO, "rename", target)
+                super().rename(source, target)
+
+        model = make_model()
+        backend = CannotName(MemoryBackend())
+        with make_optimizer(model, backend, directory=self.STORE) as optimizer:
+            step(model, optimizer)
+            optimizer.checkpoint().result()
+            step(model, optimizer)
+            optimizer.checkpoint()
+            with pytest.raises(SealError):
+                optimizer.synchronize()
+        (said,) = self.said(caplog)
+        assert "1 optimizer step is lost" in said
 
 
 class TestParameters:
@@ -435,7 +516,7 @@ class TestDirectories:
         step(model, first)
         with (
             nothing_changes(backend, model, first),
-            pytest.raises(StoreLockedError, match="close it first, or use another directory"),
+            pytest.raises(StoreLockedError, match=r"call close\(\) of that optimizer first"),
         ):
             make_optimizer(model, backend)
         step(model, first)
@@ -575,6 +656,37 @@ class TestTrainState:
         assert optimizer.checkpoint({"epoch": 1}).result().train_state == {"epoch": 1}
         optimizer.close()
 
+    @pytest.mark.parametrize(
+        "state",
+        ["ckpt.pt", b"state", Path("out/ckpt.pt"), 1, 0.5, True],
+        ids=lambda state: type(state).__name__,
+    )
+    def test_what_is_meant_as_a_file_name_or_a_step(self, state: object) -> None:
+        model, backend = make_model(), MemoryBackend()
+        with make_optimizer(model, backend) as optimizer:
+            step(model, optimizer)
+            with (
+                nothing_changes(backend, model, optimizer),
+                pytest.raises(TrainStateTypeError, match=r"train_state .*, got ") as error,
+            ):
+                optimizer.checkpoint(state)
+            said = str(error.value)
+            assert f"got {type(state).__name__} {state!r}" in said
+            assert "the step number and the name of a checkpoint are the store's" in said
+            assert '{"epoch": 3}' in said
+            assert optimizer.checkpoint({"state": state} if state != Path("out/ckpt.pt") else None)
+
+    @pytest.mark.parametrize(
+        "state",
+        [None, {}, [1, 2], ("epoch", 1), {"name"}, np.float32(2), torch.tensor(1)],
+        ids=repr,
+    )
+    def test_other_values_are_stored_as_they_are(self, state: object) -> None:
+        model = make_model()
+        with make_optimizer(model, MemoryBackend()) as optimizer:
+            step(model, optimizer)
+            assert optimizer.checkpoint(state).result().train_state == state
+
     def test_that_is_larger_than_what_is_reserved(self) -> None:
         backend = store_with_steps(2)
         model = make_model()
@@ -713,13 +825,36 @@ class TestAnotherModel:
             optimizer.restore()
         for part in says:
             assert part in str(error.value)
-        assert "Build the model as it was then" in str(error.value)
-        assert "with the same configuration and dtype" in str(error.value)
-        with nothing_changes(backend, model), pytest.raises(MismatchError):
+        said = str(error.value)
+        assert "Build the model as it was then, with the same configuration" in said
+        is_dtype = any("F32" in part for part in says)
+        assert ("convert it to another dtype after restore()" in said) == is_dtype
+        assert "if this is another run, give it another directory=, or pass fresh=True" in said
+        with nothing_changes(backend, model), pytest.raises(MismatchError) as error:
             load_parameters(model, STORE, backend=backend)
+        said = str(error.value)
+        assert "Build the model as it was then, with the same configuration" in said
+        assert ("convert it to another dtype after load_parameters()" in said) == is_dtype
+        assert "or name a checkpoint of this model" in said
+        assert "fresh" not in said
         with pytest.raises(NotRestoredError):
             optimizer.step()
         optimizer.close()
+
+    def test_names_that_are_only_numbers(self) -> None:
+        backend = store_with_steps(2, model=None)
+        model = make_model()
+        with pytest.raises(MismatchError, match=r"'group0\.param0' is only in the ch") as error:
+            load_parameters(model, STORE, backend=backend)
+        said = "It was made without model=, so it does not have the model's names"
+        assert said in str(error.value)
+        with (
+            make_optimizer(model, backend) as named,
+            pytest.raises(MismatchError, match=f"{said}: an optimizer that is made without model="),
+        ):
+            named.restore()
+        with make_optimizer(model, backend, model=None) as numbered:
+            assert numbered.restore() is not None
 
     def test_another_class(self) -> None:
         backend = store_with_steps(2)
@@ -741,7 +876,7 @@ class TestAnotherModel:
         optimizer = make_optimizer(model, backend, params=groups)
         with (
             nothing_changes(backend, model, optimizer),
-            pytest.raises(MismatchError, match=r"has 1 parameter groups.*has 2") as error,
+            pytest.raises(MismatchError, match=r"has 1 parameter group, .*has 2") as error,
         ):
             optimizer.restore()
         assert "construct it with the same groups" in str(error.value)
@@ -869,7 +1004,7 @@ def edit_manifest(change: Callable[[dict[str, Any]], None]) -> Callable[[Backend
         data = read(backend, f"{path}/manifest.json")
         document = json.loads(data)
         change(document["body"])
-        document["digest"] = _body_digest(document["body"])
+        document["digest"] = digest_of(document["body"])
         overwrite(backend, f"{path}/manifest.json", json.dumps(document).encode().ljust(len(data)))
 
     return damage
@@ -1040,6 +1175,23 @@ class TestDamage:
         assert problem.startswith(path)
         if name != "train_state":
             assert "damaged: their digest" in problem
+        assert problem.count(path) == 1
+
+    @pytest.mark.parametrize("name", ["model", "master", "exp_avg", "train_state"])
+    @pytest.mark.parametrize("at", [0, 7, 8, 12, -5], ids="at{}".format)
+    def test_a_message_about_damage_says_the_path_once(self, name: str, at: int) -> None:
+        backend = store_with_steps(2)
+        path = f"{STORE}/step-00000002/{name}.safetensors"
+        flip(backend, path, at)
+        try:
+            with open_checkpoint(f"{STORE}/step-00000002", backend=backend) as opened:
+                problems = list(opened.verify().problems)
+        except CheckpointError as error:  # what is seen without reading all of it
+            problems = [str(error)]
+        assert problems
+        for problem in problems:
+            assert problem.startswith(path)
+            assert problem.count(path) == 1
 
     def test_of_the_parameters_is_found_when_they_are_restored(self) -> None:
         backend = store_with_steps(2)
@@ -1106,6 +1258,8 @@ class TestDamage:
 
 def test_options_that_are_a_dict(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.zeros(8))
-    with pytest.raises(TypeError, match=r"offload\.Options, got dict: write options=offload"):
+    with pytest.raises(
+        TypeError, match=r"offload\.Options, got dict: leave it out for the defaults, or write "
+    ):
         AdamW([weight], directory=tmp_path / "run", options={"overlap": "forward"})
     assert not (tmp_path / "run").exists()

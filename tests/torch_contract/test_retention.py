@@ -34,9 +34,9 @@ from offload.errors import (
     StoreBusyError,
     StoreFullError,
 )
-from offload.manifest import Manifest, decode
-from offload.metrics import check_metrics, usable_metrics
-from offload.pruning import prune
+from offload.format.manifest import Manifest, decode
+from offload.format.metrics import check_metrics, usable_metrics
+from offload.store.pruning import prune
 
 STORE = "/run"
 

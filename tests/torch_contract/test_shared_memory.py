@@ -12,7 +12,9 @@ import torch
 import offload
 from gds import MemoryBackend
 from offload.errors import UnsupportedParameterError
-from offload.memory_overlap import find_overlap
+from offload.model.memory_overlap import find_overlap
+from offload.model.model_file import ModelImage
+from tests.eventually import eventually
 from tests.numerics.reference import assert_same_parameters
 
 
@@ -114,6 +116,53 @@ def test_a_frozen_alias_is_fine_until_it_is_trained():
     model[1].requires_grad_(True)
     with pytest.raises(UnsupportedParameterError, match="share memory"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("overlap", [None, "forward", "backward"])
+@pytest.mark.parametrize("how", ["frozen", "detached", "buffer"])
+def test_a_checkpoint_holds_one_moment_of_a_parameter_and_its_alias(overlap, how, monkeypatch):
+    """The next step may change the parameter while the seal has not come to the alias yet."""
+    width = 2048  # so that the parameter is one block of the model file, and its alias the next
+    gather = ModelImage.gather
+
+    def late(image, start, stop, out):
+        if start:
+            assert eventually(lambda: memory[-1, -1].item() < 0.35), "no step has changed it"
+        gather(image, start, stop, out)
+
+    def make(shared):
+        model = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False))
+        with torch.no_grad():
+            model[0].weight.fill_(0.5)
+        alias = shared(model[0].weight)
+        if how == "buffer":
+            model[0].register_buffer("alias", alias)
+        else:
+            model[0].alias = torch.nn.Parameter(alias, requires_grad=False)
+        return model
+
+    model = make(lambda weight: weight.detach() if how == "detached" else weight.data)
+    memory = model[0].weight.data
+    monkeypatch.setattr(ModelImage, "gather", late)
+    backend = MemoryBackend()
+    options = offload.Options(backend=backend, allow_volatile=True, overlap=overlap)
+    given = [model[0].weight]
+    with offload.SGD(given, lr=0.1, directory="/run", model=model, options=options) as optimizer:
+
+        def step():
+            model(torch.ones(1, width)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        handle = optimizer.checkpoint()
+        step()
+        handle.result()
+    monkeypatch.undo()
+    restored = make(torch.clone)
+    assert offload.load_parameters(restored, "/run", backend=backend) == 1
+    assert torch.equal(restored[0].weight, torch.full((width, width), 0.4))
+    assert torch.equal(restored[0].alias, restored[0].weight)
 
 
 def test_it_is_found_in_a_checkpoint_before_the_first_step():

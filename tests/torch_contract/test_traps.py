@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 import offload
 from gds import MemoryBackend
 from offload.errors import CheckpointError
-from offload.foreign_files import open_foreign
+from offload.exchange.foreign import open_foreign
 from tests.eventually import is_freed
 from tests.numerics.reference import Reference, assert_same_bits, assert_same_parameters
 

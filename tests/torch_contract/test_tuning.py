@@ -10,8 +10,8 @@ import torch
 
 import offload
 from gds import MemoryBackend, PosixBackend
-from gds.calibration import Calibration, calibrate, load_calibration, save_calibration
-from offload import tuning
+from gds.calibration.calibration import Calibration, calibrate, load_calibration, save_calibration
+from offload.stream import tuning
 
 FRAME_BYTES = 96 << 20
 MEASURED = {"read_threads": 3, "write_threads": 5, "request_bytes": 4 << 20}

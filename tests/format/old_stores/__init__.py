@@ -97,7 +97,7 @@ def stored_digests(path: str | Path) -> dict[str, str]:
 
 def state_digests(checkpoint: offload.Checkpoint) -> dict[str, dict[str, str]]:
     """Return a digest of the FP32 state of each parameter."""
-    return {name: tensor_digests(checkpoint.read_state(name)) for name in SHAPES}
+    return {name: tensor_digests(offload.read_state(checkpoint, name)) for name in SHAPES}
 
 
 def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

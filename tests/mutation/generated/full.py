@@ -63,6 +63,9 @@ class Plan:
     record_again: bool = False
     """Whether tests are recorded anew."""
 
+    write: bool = False
+    """Judge nothing: write what is known so far into the record."""
+
     output: Path = RECORD
 
     @property
@@ -153,6 +156,11 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
     for mutant in mutants:
         if (known := outcomes.of(mutant)) is not None and known.outcome == "killed":
             noticing.add(mutant.function, known.by)
+    if plan.write:
+        judged = {m.name: one for m in mutants if (one := outcomes.of(m)) is not None}
+        _write(plan, mutants, judged, recording, noticing)
+        say(f"{len(judged)} of {len(mutants)} mutants are judged: written to {plan.output}")
+        return 0
     failures: dict[str, str] = {}
     with closing(Workplace(plan.scratch)) as workplace:
         # What another process is at is waited for in the end.
@@ -192,14 +200,24 @@ def _conclude(
     if failures:
         say("\n".join(f"NOT JUDGED {name}: {why}" for name, why in failures.items()))
         return 1
+    if plan.is_complete:
+        _write(plan, mutants, judged, recording, noticing)
+        say(f"written to {plan.output}")
+    return report(mutants, judged, say)
+
+
+def _write(
+    plan: Plan,
+    mutants: Sequence[Mutant],
+    judged: Mapping[str, Judged],
+    recording: Recording,
+    noticing: Noticing,
+) -> None:
     tests: dict[str, Sequence[Recorded]] = {
         function: in_order(recording.of_function(function), function, noticing)
         for function in {mutant.function for mutant in mutants}
     }
-    if plan.is_complete:
-        write_record(plan.output, mutants, judged, tests, test_files())
-        say(f"written to {plan.output}")
-    return report(mutants, judged, say)
+    write_record(plan.output, mutants, judged, tests, test_files())
 
 
 def report(

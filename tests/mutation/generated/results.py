@@ -1,4 +1,4 @@
-"""The record of the last full run, and the reasons of those that may survive: both in git."""
+"""The record of the full run, as far as it has come, and reasons to survive: both in git."""
 
 from __future__ import annotations
 
@@ -43,6 +43,20 @@ class Record:
     sources: dict[str, str] = field(default_factory=dict)
     """Digest of each source file, by path."""
 
+    is_complete: bool = False
+    """Whether every mutant that there was has been judged."""
+
+    def is_settled(self, mutant: Mutant) -> bool:
+        """Return whether a mutant is to be noticed, as far as is known.
+
+        If the record is complete, every mutant is, unless its survival has a reason. Before that,
+        those are that were noticed when their function was as it is now.
+        """
+        if self.is_complete:
+            return True
+        known = self.judged.get(mutant.name)
+        return known is not None and known.code == mutant.code and known.outcome != "survived"
+
 
 def reasons(path: Path = REASONS) -> dict[str, str]:
     """Return why mutants may survive, by name.
@@ -77,6 +91,7 @@ def read_record(path: Path = RECORD) -> Record:
     names = [*found["tests"]]
     record.seconds = found["tests"]
     record.sources, record.test_files = found["sources"], found["test_files"]
+    record.is_complete = found["judged"] == found["mutants"]
     for function, entry in found["functions"].items():
         record.tests[function] = [names[number] for number in entry["tests"]]
         for rest, (outcome, by, seconds) in entry["mutants"].items():
@@ -93,7 +108,7 @@ def write_record(
     tests: Mapping[str, Sequence[Recorded]],
     test_files: Sequence[str],
 ) -> None:
-    """Write the record of a complete run.
+    """Write the record: of all mutants, or of those that have been judged so far.
 
     Args:
         path: Of the record.
@@ -105,7 +120,8 @@ def write_record(
     seconds = {test.name: test.seconds for several in tests.values() for test in several}
     numbers: dict[str, int] = {}
     functions: dict[str, Any] = {}
-    for mutant in mutants:
+    known = [mutant for mutant in mutants if mutant.name in judged]
+    for mutant in known:
         one = judged[mutant.name]
         entry = functions.setdefault(
             mutant.function, {"code": mutant.code, "tests": [], "mutants": {}}
@@ -121,10 +137,11 @@ def write_record(
     for function, entry in functions.items():
         best = [test.name for test in tests.get(function, ())[:_MOST_TESTS]]
         entry["tests"] = [numbers.setdefault(test, len(numbers)) for test in best]
-    noticed = sum(judged[m.name].outcome != "survived" for m in mutants)
+    noticed = sum(judged[m.name].outcome != "survived" for m in known)
     found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "mutants": len(mutants),
+        "judged": len(known),
         "noticed": noticed,
         "sources": source_digests(mutant.file for mutant in mutants),
         "test_files": source_digests(test_files),

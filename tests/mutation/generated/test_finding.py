@@ -194,7 +194,7 @@ def test_what_one_process_is_at_is_not_taken_by_another(tmp_path: Path) -> None:
 
 
 def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    every = [replace(mutant, file="offload/poison.py") for mutant in mutants()]
+    every = [replace(mutant, file="offload/store/poison.py") for mutant in mutants()]
     judged = {
         mutant.name: Judged(mutant.name, mutant.code, "killed", f"t::{number}", 1.5)
         for number, mutant in enumerate(every)
@@ -208,9 +208,14 @@ def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert record.judged == judged
     assert record.tests[every[0].function] == ["t::9", "t::0"]
     assert (record.seconds["t::9"], record.seconds["t::0"]) == (0.5, 0.25)
-    assert {*record.sources} == {"offload/poison.py"}
+    assert {*record.sources} == {"offload/store/poison.py"}
     assert {*record.test_files} == {"tests/conftest.py"}
     assert json.loads(path.read_text())["noticed"] == len(every) - 1
+    assert record.is_complete
+    del judged[survivor]
+    write_record(path, every, judged, tests, ["tests/conftest.py"])
+    assert read_record(path).judged == judged
+    assert not read_record(path).is_complete
 
 
 def test_a_reason_without_words_is_none(tmp_path: Path) -> None:

@@ -1,0 +1,251 @@
+"""What the memory backend's names refer to: nodes, the files open on them, and their locks."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final
+
+from gds.backends.threads import Meter
+from gds.backends.transfer import Direction, check_request
+from gds.contract import ALIGNMENT, Buffer, File
+from gds.errors import ShortReadError, StorageError
+from gds.waiting import Pending
+
+_inodes: Final[Iterator[int]] = itertools.count(1)
+
+
+class Node:
+    """What a name refers to, with the locks on it: they stay through a rename, as flock does."""
+
+    def __init__(self) -> None:
+        self.inode = next(_inodes)
+        self.num_shared = 0
+        self.exclusive = False
+
+
+class RegularNode(Node):
+    """A file's bytes; they count until it has neither a name nor an open file."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__()
+        self.data = bytearray(size_bytes)
+        self.num_open = 0
+        self.num_names = 1
+
+
+class DirectoryNode(Node):
+    """A directory's entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: dict[str, RegularNode | DirectoryNode] = {}
+
+    def holds(self, directory: DirectoryNode) -> bool:
+        """Return whether `directory` is this one, or somewhere inside it."""
+        return directory is self or any(
+            isinstance(entry, DirectoryNode) and entry.holds(directory)
+            for entry in self.entries.values()
+        )
+
+
+class MemoryFile:
+    """An open file of a `MemoryBackend`; see `gds.File` for what each operation promises."""
+
+    def __init__(
+        self,
+        path: str,
+        node: RegularNode,
+        *,
+        writable: bool,
+        meters: dict[Direction, Meter],
+        sync_meter: Meter,
+        check_usable: Callable[[str, str], None],
+        closed: Callable[[MemoryFile, RegularNode], None],
+        clones: bool,
+    ) -> None:
+        """Open `node`.
+
+        Args:
+            path: For messages.
+            node: The file's bytes.
+            writable: Whether it can be written.
+            meters: Count the transfers.
+            sync_meter: Counts `sync`.
+            check_usable: Raises `StorageError` if the backend is closed.
+            closed: Called once, when this file is closed.
+            clones: Whether `clone` works.
+        """
+        self.path = path
+        self._node = node
+        self._writable = writable
+        self._meters = meters
+        self._sync_meter = sync_meter
+        self._check_usable = check_usable
+        self._report_closed = closed
+        self._clones = clones
+        self._closed = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Size in bytes."""
+        return len(self._node.data)
+
+    @property
+    def inode(self) -> int:
+        """Number of the file, as `gds.Stat` has it."""
+        return self._node.inode
+
+    @property
+    def alignment(self) -> int:
+        """Always 1 (byte): no transfer is direct."""
+        return 1
+
+    @property
+    def direct(self) -> bool:
+        """Always False."""
+        return False
+
+    def read(self, into: Buffer, offset: int) -> Pending[int]:
+        """Read `into.nbytes` bytes from `offset` (bytes), within the call."""
+        self._check("read", into.nbytes, offset)
+        return self._done("read", into.nbytes, partial(self._read, into.memoryview(), offset))
+
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> Pending[int]:  # noqa: ARG002
+        """Read once more: there is one way only, and no cache."""
+        return self.read(into, offset)
+
+    def write(self, source: Buffer, offset: int) -> Pending[int]:
+        """Write all of `source` at `offset` (bytes), within the call."""
+        self._check("write", source.nbytes, offset)
+        return self._done("write", source.nbytes, partial(self._write, source.memoryview(), offset))
+
+    def read_bytes(self, offset: int, nbytes: int) -> bytes:
+        """Read a small range."""
+        self._check("read", nbytes, offset)
+        if nbytes < 0 or offset + nbytes > self.size_bytes:  # before anything is allocated
+            raise self._short(nbytes, offset)
+        data = bytearray(nbytes)
+        self._read(memoryview(data), offset)
+        return bytes(data)
+
+    def write_bytes(self, data: bytes, offset: int) -> None:
+        """Write a small range; it must end within the file."""
+        self._check("write", len(data), offset)
+        self._write(memoryview(data), offset)
+
+    def clone(self, source: File, offset: int, nbytes: int) -> bool:
+        """Copy a range of another file, which stands for sharing it; see `gds.File.clone`."""
+        self._check("write", nbytes, offset)
+        if not self._clones or not isinstance(source, MemoryFile):
+            return False
+        source._check("clone", 0, offset)
+        if (offset | nbytes) % ALIGNMENT or offset + nbytes > source.size_bytes:
+            return False
+        with memoryview(source._node.data) as data:
+            self._write(data[offset : offset + nbytes], offset)
+        return True
+
+    def sync(self) -> None:
+        """Count: there is nothing to make durable."""
+        self._check("sync", 0, 0)
+        with self._sync_meter.transfer(0):
+            pass
+
+    def close(self) -> None:
+        """Release the file. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._report_closed(self, self._node)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"MemoryFile({self.path!r}, {self.size_bytes} bytes{state})"
+
+    def _check(self, what: Direction | str, nbytes: int, offset: int) -> None:
+        self._check_usable(what, self.path)
+        if self._closed:
+            raise StorageError(errno.EBADF, f"{what}: this file is closed", self.path)
+        check_request(
+            what, self.path, offset, nbytes, writable=self._writable, size_bytes=self.size_bytes
+        )
+
+    def _done(self, direction: Direction, nbytes: int, move: Callable[[], None]) -> Pending[int]:
+        future: Pending[int] = Pending()
+        try:
+            with self._meters[direction].transfer(nbytes):
+                move()
+        except StorageError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(nbytes)
+        return future
+
+    def _read(self, view: memoryview, offset: int) -> None:
+        # A view, for a slice of a bytearray would be a copy; released, for a removed file's
+        # bytes are dropped, which an exported buffer forbids.
+        with memoryview(self._node.data) as data:
+            found = data[offset : offset + len(view)]
+            view[: len(found)] = found
+        if len(found) < len(view):
+            raise self._short(len(view), offset)
+
+    def _write(self, view: memoryview, offset: int) -> None:
+        with memoryview(self._node.data) as data:
+            data[offset : offset + len(view)] = view
+
+    def _short(self, nbytes: int, offset: int) -> ShortReadError:
+        what = f"read of {nbytes} bytes from a file of {self.size_bytes}"
+        return ShortReadError(errno.ENODATA, what, self.path, offset=offset)
+
+
+class MemoryLock:
+    """A held lock on a node."""
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        named: Callable[[], Node | None],
+        shared: bool,
+        held: set[MemoryLock],
+        guard: threading.RLock,
+    ) -> None:
+        """Lock a node.
+
+        Args:
+            node: There is no conflicting lock on it.
+            named: Returns what the path that is locked refers to now.
+            shared: Whether other shared locks may be held.
+            held: Has all locks that are held.
+            guard: Protects the node and `held`.
+        """
+        self._node = node
+        self._named = named
+        self._shared = shared
+        self._held = held
+        self._guard = guard
+        if shared:
+            node.num_shared += 1
+        else:
+            node.exclusive = True
+        held.add(self)
+
+    def is_current(self) -> bool:
+        """Return whether the path still names what is locked; False once released."""
+        with self._guard:
+            return self in self._held and self._named() is self._node
+
+    def release(self) -> None:
+        """Release the lock. Idempotent."""
+        with self._guard:
+            if self not in self._held:
+                return
+            self._held.discard(self)
+            if self._shared:
+                self._node.num_shared -= 1
+            else:
+                self._node.exclusive = False

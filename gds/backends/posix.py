@@ -1,0 +1,335 @@
+"""Files through the kernel: direct I/O where the file system has it, the page cache elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat as stat_module
+import threading
+import warnings
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from gds import probe
+from gds.backends.hybrid import Hybrid, HybridFile, HybridPolicy
+from gds.backends.names import PosixNames, overwrite_in_place, reporting
+from gds.backends.posix_file import PosixFile
+from gds.backends.threads import Meter, Part, Transfer, TransferPool, check_threads
+from gds.backends.transfer import Descriptors, Direction, OpenDescriptor, check_request_bytes
+from gds.buffers.host import HostBuffer, host_buffer
+from gds.contract import (
+    ALIGNMENT,
+    CLONE_REACH_BYTES,
+    Buffer,
+    BufferKind,
+    Capabilities,
+    Counters,
+)
+from gds.errors import StorageError
+
+_OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
+
+
+class PosixBackend(PosixNames):
+    """Transfers by `preadv` and `pwritev` on two small pools of threads.
+
+    Reads and writes have a pool each, so that writes trailing behind a step do not delay the
+    reads of the next one. The kernel itself cuts a request up and queues it, and a few requests of
+    16 to 64 MiB keep a drive busy. Where that is not so, as with several drives under one file
+    system, `request_bytes` cuts requests into parts that all threads work on at once;
+    `gds.calibration.calibration` finds out.
+
+    The part of a request that is aligned in file and memory bypasses the page cache; a partial
+    block at either end, and a request whose memory does not fit its offset, goes through it.
+    """
+
+    def __init__(
+        self,
+        *,
+        read_threads: int = 2,
+        write_threads: int = 2,
+        request_bytes: int | None = None,
+        direct: bool | None = None,
+        hybrid: bool | HybridPolicy = False,
+    ) -> None:
+        """Make a backend; threads start with the first transfer.
+
+        Args:
+            read_threads: Number of reads, or parts of reads, that can run at once.
+            write_threads: Number of writes, or parts of writes, that can run at once.
+            request_bytes: Most bytes to ask of the kernel at once, a multiple of `ALIGNMENT`: a
+                longer transfer runs in parts, all behind one future. None keeps transfers whole.
+            direct: True demands direct I/O and raises `StorageError` where a file does not take
+                it; False never uses it; None uses it where it works, and warns once
+                (`gds.probe.DirectIOUnavailable`) where it does not.
+            hybrid: Let requests that could be direct go through the page cache where that is
+                faster, by a `HybridPolicy`; True is the default one. A write then has reached
+                memory when its future resolves: its error may come at the next `File.sync`.
+        """
+        super().__init__()
+        if hybrid and direct is False:
+            raise ValueError("hybrid chooses between direct and buffered, and direct=False forbids")
+        self.hybrid = (
+            Hybrid(hybrid if isinstance(hybrid, HybridPolicy) else None) if hybrid else None
+        )
+        """What chooses, and how often it chose what; None where all that can be is direct."""
+        self._wanted = direct
+        self._request_bytes = check_request_bytes(request_bytes)
+        self._pools: dict[Direction, TransferPool] = {
+            "read": TransferPool("gds-read", read_threads),
+            "write": TransferPool("gds-write", write_threads),
+        }
+        self._meters: dict[Direction, Meter] = {"read": Meter(), "write": Meter()}
+        self.sync_meter = Meter()
+        self._files: weakref.WeakSet[PosixFile] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._tried: dict[int, str] = {}  # device number -> why direct I/O fails there, or ""
+        self._warned = False
+        # A backend dropped without close() must not leave its threads behind.
+        for pool in self._pools.values():
+            weakref.finalize(self, pool.stop).atexit = False
+
+    @property
+    def read_threads(self) -> int:
+        """Number of reads, or parts of reads, that can run at once."""
+        return self._pools["read"].num_threads
+
+    @property
+    def write_threads(self) -> int:
+        """Number of writes, or parts of writes, that can run at once."""
+        return self._pools["write"].num_threads
+
+    @property
+    def request_bytes(self) -> int | None:
+        """Most bytes that are asked of the kernel at once; None where transfers stay whole."""
+        return self._request_bytes
+
+    def tune(self, *, read_threads: int, write_threads: int, request_bytes: int | None) -> None:
+        """Change all three, at any time and without waiting; arguments are the constructor's.
+
+        Transfers that were already started keep the parts they were cut into. More threads help
+        them at once; threads that are now too many end when what is queued has been begun.
+        """
+        self.check_usable("tune", self.name)
+        check_threads("read_threads", read_threads)
+        check_threads("write_threads", write_threads)
+        self._request_bytes = check_request_bytes(request_bytes)
+        self._pools["read"].resize(read_threads)
+        self._pools["write"].resize(write_threads)
+
+    def capabilities(self, directory: str) -> Capabilities:
+        """Say what can be done in an existing directory, by writing and reading a probe file."""
+        self.check_usable("probe", directory)
+        with reporting("probe", directory):
+            refusal = self._tried.get(os.stat(directory).st_dev, "")
+            mount = probe.mount_of(directory)
+            if self._wanted is False:
+                found = probe.no_direct_io("switched off by direct=False")
+            elif refusal:
+                found = probe.no_direct_io(refusal)
+            else:
+                found = probe.direct_io(directory)
+        return Capabilities(
+            backend=self.name,
+            filesystem=mount.filesystem,
+            direct=found.supported,
+            alignment=max(found.memory_alignment, found.offset_alignment),
+            volatile=mount.volatile,
+            remote=mount.remote,
+            device_memory=False,
+            reason=found.reason,
+            clones=probe.can_clone(directory),
+        )
+
+    def allocate(self, nbytes: int, kind: BufferKind | None = None) -> Buffer:
+        """Return zeroed memory, on huge pages from 2 MiB on where the kernel has them."""
+        self.check_usable("allocate", self.name)
+        return host_buffer(self.name, nbytes, kind)
+
+    def create(self, path: str, size_bytes: int) -> PosixFile:
+        """Create a file, reserve all its space, and open it for reading and writing."""
+        self.check_usable("create", path)
+        if size_bytes < 0:
+            raise ValueError(f"a file cannot have {size_bytes} bytes: {path!r}")
+        flags = _OPEN_FLAGS | os.O_RDWR
+        with reporting("create", path):
+            opened = OpenDescriptor(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666))
+        try:
+            fd = opened.fd
+            with reporting(f"reserve {size_bytes} bytes", path):
+                if size_bytes:
+                    _reserve(fd, size_bytes, CLONE_REACH_BYTES if overwrite_in_place(fd) else None)
+            return self._opened(path, opened, flags)
+        except BaseException:
+            opened.close()
+            with reporting("remove after a failed create", path):
+                os.unlink(path)
+            raise
+
+    def open(self, path: str, *, writable: bool = False) -> PosixFile:
+        """Open an existing regular file; a symbolic link is refused (ELOOP)."""
+        self.check_usable("open", path)
+        flags = _OPEN_FLAGS | (os.O_RDWR if writable else os.O_RDONLY)
+        with reporting("open", path):
+            # Even opening can have an effect on a device, or wait for the other end of a pipe:
+            # none is opened if that can be known, and what takes its name meanwhile not for long.
+            if not _may_be_opened(os.lstat(path).st_mode):
+                raise StorageError(errno.EINVAL, "open: not a regular file", path)
+            opened = OpenDescriptor(os.open(path, flags | os.O_NONBLOCK))
+        try:
+            os.set_blocking(opened.fd, True)
+            mode = os.fstat(opened.fd).st_mode
+            if not stat_module.S_ISREG(mode):
+                number = errno.EISDIR if stat_module.S_ISDIR(mode) else errno.EINVAL
+                raise StorageError(number, "open: not a regular file", path)
+            return self._opened(path, opened, flags)
+        except BaseException:
+            opened.close()
+            raise
+
+    def counters(self) -> Counters:
+        """Return the totals so far; also after `close`."""
+        if not self._closed:
+            self.check_usable("count", self.name)
+        bytes_read, num_reads, read_s = self._meters["read"].totals()
+        bytes_written, num_writes, write_s = self._meters["write"].totals()
+        _, num_syncs, _ = self.sync_meter.totals()
+        return Counters(
+            bytes_read, bytes_written, num_reads, num_writes, num_syncs, read_s, write_s
+        )
+
+    def close(self) -> None:
+        """Wait for transfers in flight, then release threads, files and locks. Idempotent."""
+        self._closed = True
+        if self.forked():  # the threads, and whoever held our lock, stayed in the parent
+            files = list(self._files)
+        else:
+            with self._lock:
+                files = list(self._files)
+        for file in files:
+            file.close()
+        if not self.forked():
+            for pool in self._pools.values():
+                pool.close()
+        self.release_locks()
+
+    def submit(
+        self, direction: Direction, moves: Sequence[Part], *, counted: bool = True
+    ) -> Transfer:
+        """Run the parts of a transfer on threads, and count it as one if all of them succeed."""
+        if not counted:
+            return self._pools[direction].submit(*moves)
+        meter = self._meters[direction]
+        parts = [partial(_metered, meter, move) for move in moves]
+        return self._pools[direction].submit(*parts, succeeded=meter.count)
+
+    def _opened(self, path: str, opened: OpenDescriptor, flags: int) -> PosixFile:
+        """Return the file of a descriptor. If this raises, the caller closes that."""
+        fd = opened.fd
+        with reporting("open", path):
+            found = os.fstat(fd)
+            refused = partial(self._direct_refused, found.st_dev, path)
+            direct_fd, memory_alignment = -1, 1
+            chooser = HybridFile(self.hybrid, found.st_size) if self.hybrid else None
+            spared = bool(chooser and chooser.is_small and self._tried.get(found.st_dev) == "")
+            if self._wanted is not False and not spared:
+                reason, direct_fd, memory_alignment = self._open_direct(path, fd, flags)
+                if reason:
+                    self._settle(path, reason)
+            descriptors = Descriptors(
+                fd,
+                direct_fd,
+                memory_alignment,
+                refused,
+                hybrid=chooser,
+                spared=spared,
+                owner=opened,
+                inode=found.st_ino,
+            )
+        file = self.make_file(path, descriptors, found.st_size, bool(flags & os.O_RDWR))
+        with self._lock:
+            self._files.add(file)
+        return file
+
+    def make_file(
+        self, path: str, descriptors: Descriptors, size_bytes: int, writable: bool
+    ) -> PosixFile:
+        """Return the object for an open file; for a backend that derives from this one."""
+        return PosixFile(self, path, descriptors, size_bytes, writable)
+
+    def _open_direct(self, path: str, fd: int, flags: int) -> tuple[str, int, int]:
+        """Return why not, or ""; a descriptor for direct transfers; its memory alignment."""
+        found = os.fstat(fd)
+        reason = self._tried.get(found.st_dev)
+        untried = reason is None
+        if reason is None:
+            reason = probe.refused_filesystem(probe.mount_of(path).filesystem)
+        required = probe.required_alignment(fd)
+        reason = reason or probe.refused_alignment(required)
+        if reason or required is None:
+            return reason, -1, 1
+        direct_fd = -1
+        try:
+            direct_fd = os.open(path, flags | os.O_DIRECT | os.O_NONBLOCK)
+            if not os.path.samestat(os.fstat(direct_fd), found):
+                raise StorageError(errno.ESTALE, "open: the name was replaced meanwhile", path)
+            if untried:
+                os.preadv(direct_fd, [HostBuffer(ALIGNMENT).memoryview()], 0)
+                self._tried[found.st_dev] = ""
+        except OSError as error:
+            if direct_fd >= 0:
+                os.close(direct_fd)
+            if error.errno not in probe.REFUSALS:
+                raise
+            attempt = "O_DIRECT at open" if direct_fd < 0 else "a direct read"
+            reason = self._tried[found.st_dev] = f"{attempt} was refused ({error.strerror})"
+            return reason, -1, 1
+        return "", direct_fd, required[0]
+
+    def _direct_refused(self, device: int, path: str, reason: str) -> None:
+        """Note that a transfer was refused after all, and settle for the page cache."""
+        self._tried[device] = reason
+        self._settle(path, reason)
+
+    def _settle(self, path: str, reason: str) -> None:
+        """Warn, once, that transfers are buffered; raises if direct I/O was demanded."""
+        if self._wanted:
+            raise StorageError(
+                errno.EOPNOTSUPP, f"direct=True, but there is no direct I/O here: {reason}", path
+            )
+        with self._lock:
+            warned, self._warned = self._warned, True
+        if not warned:
+            message = (
+                f"no direct I/O in {os.path.dirname(path) or '.'!r}: {reason}. Transfers go "
+                f"through the page cache: they cost CPU time and memory, and are slower than the "
+                f"drive."
+            )
+            warnings.warn(message, probe.DirectIOUnavailable, stacklevel=4)
+
+
+def _metered(meter: Meter, move: Part) -> int:
+    with meter.running():
+        return move()
+
+
+def _reserve(fd: int, size_bytes: int, piece_bytes: int | None) -> None:
+    """Reserve a file's space.
+
+    Args:
+        fd: The file, which is empty.
+        size_bytes: All that it will have.
+        piece_bytes: What to ask for at once, None for everything. A file system that counts who
+            shares space by such pieces (btrfs) cannot overwrite one in place, not even in part, as
+            long as another file shares any of it.
+    """
+    piece_bytes = piece_bytes or size_bytes
+    for start in range(0, size_bytes, piece_bytes):
+        os.posix_fallocate(fd, start, min(piece_bytes, size_bytes - start))
+
+
+def _may_be_opened(mode: int) -> bool:
+    # Directories and links are left to the kernel, which says what is wrong with them.
+    return stat_module.S_ISREG(mode) or stat_module.S_ISDIR(mode) or stat_module.S_ISLNK(mode)

@@ -1,0 +1,437 @@
+"""Reading a checkpoint: open, verify. Needs no optimizer and writes nothing.
+
+Importing this module does not import torch, so that looking at one is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from gds import Backend, PosixBackend, StorageError
+from offload.checkpoint.quarantine_mark import read_quarantine
+from offload.checkpoint.reader_lock import held, is_another, lock_for_reading, recycled
+from offload.checkpoint.reading import (
+    Found,
+    PartDirectories,
+    are_only_recorded,
+    check_name,
+    check_parts,
+    checkpoint_paths,
+    find_checkpoint,
+    part_paths,
+    read_in_store,
+    read_manifest,
+)
+from offload.checkpoint.train_state_reading import StoredTrainState, read_train_state_file
+from offload.checkpoint.train_state_reading import train_state_header as train_state_header
+from offload.checkpoint.verify import Findings, verify_tensors
+from offload.checkpoint.verify import VerifyReport as VerifyReport
+from offload.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedError,
+    StoreBusyError,
+)
+from offload.format.header import TensorEntry
+from offload.format.manifest import Manifest
+from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME, is_checkpoint_path
+from offload.format.part_file import part_sizes
+from offload.format.train_state import TrainStateFormatError, TrainStateTagError, decode
+from offload.format.unreadable import reading
+from offload.units import seen_from
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from gds.contract import Lock
+
+_UNREAD = object()
+
+_MOST_LOOKS = 100
+"""At a store whose newest checkpoint is recycled each time before it is locked."""
+
+
+class Checkpoint:
+    """A sealed, immutable checkpoint.
+
+    Made by `open_checkpoint`, `OffloadedOptimizer.restore` and a seal's `result`. One that
+    `open_checkpoint` made holds a shared lock until `close`, which keeps the training process
+    from recycling it meanwhile. One that is dropped without it lets go, with a `ResourceWarning`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        path: str,
+        manifest: Manifest,
+        parts: PartDirectories = None,
+        *,
+        lock: Lock | None = None,
+        owns_backend: bool = False,
+    ) -> None:
+        self._backend = backend
+        self._lock = lock
+        self._owns_backend = owns_backend
+        self._train_state: object = _UNREAD
+        self._part_directories = parts
+        self.manifest = manifest
+        self.path = path
+
+    @property
+    def backend(self) -> Backend:
+        """What it is read through."""
+        return self._backend
+
+    @property
+    def quarantined(self) -> str:
+        """Why it is marked as damaged; empty if it is not."""
+        reason = read_quarantine(self._backend, self.path)
+        return "" if reason is None else reason or "no reason is given"
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.manifest.step
+
+    @property
+    def generation(self) -> int:
+        """Counter of the store: the checkpoint with the highest is the newest."""
+        return self.manifest.generation
+
+    @property
+    def created(self) -> str:
+        """ISO 8601 time at which the seal began."""
+        return self.manifest.created
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was given to ``checkpoint(metrics=...)``, by name."""
+        return dict(self.manifest.metrics)
+
+    @property
+    def optimizer(self) -> str:
+        """Qualified name of the torch optimizer class."""
+        return self.manifest.optimizer
+
+    @property
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """The hyper-parameters of each parameter group."""
+        return [dict(group) for group in self.manifest.groups]
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable elements."""
+        return self.manifest.layout.num_elements
+
+    @property
+    def state_arrays(self) -> dict[str, int]:
+        """Bytes of each state array, by name."""
+        layout = self.manifest.layout
+        return {name: layout.array_bytes(name) for name in layout.array_names}
+
+    @property
+    def parts(self) -> list[str]:
+        """Directories that hold the rest of the state, for a store on several drives."""
+        return part_paths(self.manifest, self._part_directories, self.path)
+
+    @property
+    def parts_are_only_recorded(self) -> bool:
+        """Whether `parts` were found in the manifest, and were not given by whoever opened it.
+
+        They may then be those of the store that this one is a copy of.
+        """
+        return are_only_recorded(self.manifest, self._part_directories)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Size in bytes of each file, by name; of those in `parts`, by path."""
+        sizes = dict(self.manifest.layout.file_sizes())
+        for name in (TRAIN_STATE_NAME, MANIFEST_NAME):
+            stat = self._backend.stat(f"{self.path}/{name}")
+            sizes[name] = stat.size_bytes if stat else 0
+        for drive, part in enumerate(self.parts, 1):
+            found = part_sizes(self.manifest.layout, drive)
+            sizes |= {f"{part}/{name}": nbytes for name, nbytes in found.items()}
+        return sizes
+
+    @property
+    def tensors(self) -> list[TensorEntry]:
+        """The tensors of ``model.safetensors``, in file order."""
+        return list(self.manifest.layout.model_header.entries.values())
+
+    @property
+    def train_state(self) -> Any:
+        """What was passed to `checkpoint(train_state=...)`; read once, then kept.
+
+        Raises:
+            offload.errors.DamagedError: It is damaged or belongs to another checkpoint.
+            offload.errors.RecycledError: It was not opened by `open_checkpoint`, and has been
+                recycled.
+        """
+        if self._train_state is _UNREAD:
+            self._train_state = self._decode_train_state()
+        return self._train_state
+
+    def _decode_train_state(self) -> object:
+        stored = self.read_train_state()
+        path = f"{self.path}/{TRAIN_STATE_NAME}"
+        try:
+            return decode(stored.state)
+        except TrainStateTagError as error:  # what was written, by a later version
+            raise TrainStateTagError(f"{path}: {error}") from error
+        except TrainStateFormatError as error:
+            raise DamagedError(f"{path}: damaged: {error}") from error
+
+    def read_train_state(self) -> StoredTrainState:
+        """Read the train state as it is stored, and check it; raises as `train_state`."""
+        path = f"{self.path}/{TRAIN_STATE_NAME}"
+        try:
+            with reading(self.path):
+                return read_train_state_file(self._backend, path, self.manifest)
+        except (CheckpointError, StorageError) as error:
+            if self._lock is None and is_another(self._backend, self.path, self.manifest):
+                raise recycled(self.path) from error
+            raise
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keep it from being recycled within a block, also if it was opened without a lock.
+
+        Raises:
+            RecycledError: It has been recycled already.
+            StoreBusyError: It is being replaced at this moment.
+        """
+        return held(self._backend, self.path, self.manifest, self._lock)
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """Read every byte and compare it with the digests taken when it was written.
+
+        What is wrong is read a second time, another way, before it counts as damage. May run
+        beside a process that trains in the store: meanwhile the checkpoint is not recycled.
+        Nothing is written; `offload.verify_and_mark` makes the verdict last.
+
+        Args:
+            progress: Called with the bytes checked so far and the bytes in all.
+
+        Raises:
+            RecycledError: It was not opened by `open_checkpoint`, and has been recycled.
+        """
+        with self.held():
+            findings = Findings()
+            try:
+                # Again, since it may have been damaged after opening.
+                found = read_manifest(
+                    self._backend, self.path, need_parts=False, even_quarantined=True
+                )
+                # Metrics may be replaced at any time.
+                if replace(found, metrics={}).digest != replace(self.manifest, metrics={}).digest:
+                    path = f"{self.path}/{MANIFEST_NAME}"
+                    findings.problems.append(f"{path}: replaced since it was opened")
+                self._decode_train_state()
+            except (CheckpointError, StorageError) as error:
+                findings.add(error)
+            try:
+                check_name(self.path, self.manifest)
+            except CheckpointError as error:
+                findings.add(error, marks=False)  # to be mended by another name
+            # What is known only from the manifest may be the parts of another copy.
+            marks_parts = not self.parts_are_only_recorded
+            try:
+                check_parts(self._backend, self.path, self.manifest, self._part_directories)
+            except (CheckpointError, StorageError) as error:
+                findings.add(error, marks=marks_parts)
+            checked = verify_tensors(
+                self._backend,
+                self.path,
+                self.parts,
+                self.manifest,
+                progress,
+                findings,
+                marks_parts=marks_parts,
+            )
+            return VerifyReport(
+                tuple(findings.problems),
+                checked,
+                tuple(findings.unreadable),
+                self.quarantined,
+                tuple(findings.not_marked),
+            )
+
+    def close(self) -> None:
+        """Let the training process recycle this checkpoint again. Idempotent."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        if self._owns_backend:
+            self._backend.close()
+
+    def __del__(self) -> None:
+        # The lock and its backend refer to each other: without this it would be held until Python
+        # next looks for cycles, and keep a training process waiting meanwhile.
+        lock = getattr(self, "_lock", None)
+        if lock is None:
+            return
+        self._lock = None
+        lock.release()
+        warnings.warn(
+            f"{self.path}: never closed; use `with` or call close(), for until then it cannot be "
+            "recycled",
+            ResourceWarning,
+            source=self,
+            stacklevel=2,
+        )
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint(step={self.step}, path={self.path!r})"
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    parts: PartDirectories = None,
+    even_quarantined: bool = False,
+    backend: Backend | None = None,
+) -> Checkpoint:
+    """Open a checkpoint for reading, safely beside a process that is training.
+
+    Where the newest of a store is damaged, the one before it is opened, with a warning.
+
+    Args:
+        path: A checkpoint directory, or a store, which means its newest usable checkpoint.
+        parts: For a store on several drives that are no longer where they were: their
+            directories, all but the first, in the store's order.
+        even_quarantined: Open a checkpoint that is marked as damaged, too, or whose directory is
+            named for another step than it is of: for `Checkpoint.verify`, or to see what can be
+            saved. In a store these are passed over in any case.
+        backend: Where it is; the local file system by default.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at `path`.
+        CheckpointError: There is no usable checkpoint; says why.
+        RecycledError: A training process recycled it while it was being opened; open the store's
+            newest instead.
+        StoreBusyError: It is being recycled, or replaced, at this moment.
+        UnreadableError: Something could not be read, which says nothing about what it holds.
+    """
+    return _open(
+        os.fspath(path), parts, backend, need_parts=True, even_quarantined=even_quarantined
+    )
+
+
+def open_for_parameters(
+    path: str | os.PathLike[str], *, backend: Backend | None = None
+) -> Checkpoint:
+    """Open a checkpoint as `open_checkpoint` does, but look at the first drive only."""
+    return _open(os.fspath(path), None, backend, need_parts=False)
+
+
+def _open(
+    path: str,
+    parts: PartDirectories,
+    backend: Backend | None,
+    *,
+    need_parts: bool,
+    even_quarantined: bool = False,
+) -> Checkpoint:
+    owns_backend = backend is None
+    backend = backend or PosixBackend()
+    looks_left = _MOST_LOOKS
+    try:
+        while True:
+            present = _checkpoints_at(backend, path)
+            looks_left -= 1
+            try:
+                found, manifest, lock = _open_found(
+                    backend, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
+                )
+                break
+            except (
+                CheckpointError,
+                CheckpointNotFoundError,
+                StoreBusyError,
+                StorageError,
+            ) as error:
+                # Of a store that trains there always is a newest one. If it was recycled while it
+                # was looked for, the one that has taken its place is meant.
+                now = _checkpoints_at(backend, path)
+                if not looks_left or present == now:
+                    raise
+                if is_checkpoint_path(path) and not now:
+                    raise recycled(os.path.abspath(path)) from error
+    except BaseException:
+        if owns_backend:
+            backend.close()
+        raise
+    opened = Checkpoint(backend, found.path, manifest, parts, lock=lock, owns_backend=owns_backend)
+    try:
+        _warn_passed_over(backend, found, parts, need_parts=need_parts)
+    except BaseException:  # a warning may be an error
+        opened.close()
+        raise
+    return opened
+
+
+def _warn_passed_over(
+    backend: Backend, found: Found, parts: PartDirectories, *, need_parts: bool
+) -> None:
+    """Warn about each that may be newer, and still is there and not usable: not just recycled."""
+    for one in found.passed_over:
+        try:
+            read_in_store(backend, one.path, parts, need_parts=need_parts)
+        except CheckpointError:
+            now = backend.stat(one.path)
+            if now is not None and now.inode == one.inode:
+                reason = seen_from(one.path, one.reason)
+                warnings.warn(f"not using {one.path}: {reason}", RuntimeWarning, stacklevel=4)
+
+
+def _checkpoints_at(backend: Backend, path: str) -> dict[str, int]:
+    """Return the inode of each checkpoint that a path may mean, by path: of one, or of a store."""
+    stats: dict[str, int] = {}
+    path = os.path.abspath(path)
+    try:
+        named = [path] if is_checkpoint_path(path) else checkpoint_paths(backend, path)
+        for checkpoint in named:
+            if (stat := backend.stat(checkpoint)) is not None:
+                stats[checkpoint] = stat.inode
+    except StorageError:
+        return {}
+    return stats
+
+
+def _open_found(
+    backend: Backend,
+    path: str,
+    parts: PartDirectories,
+    *,
+    need_parts: bool,
+    even_quarantined: bool,
+) -> tuple[Found, Manifest, Lock]:
+    with reading():
+        found = find_checkpoint(backend, path, parts, need_parts=need_parts)
+        lock = lock_for_reading(backend, found.path)
+    try:
+        manifest = read_manifest(
+            backend, found.path, parts, need_parts=need_parts, even_quarantined=even_quarantined
+        )
+        if not even_quarantined:
+            check_name(found.path, manifest)
+    except BaseException:
+        lock.release()
+        raise
+    return found, manifest, lock

@@ -1,0 +1,60 @@
+"""What a path that is no store, or no checkpoint, may have been meant for: an end of a message.
+
+Nothing here may hide the error that is being reported, so that what cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import os
+
+from gds import Backend, StorageError
+from offload.format.names import LOCK_NAME, checkpoint_name, step_of
+
+_MOST_LOOKED_AT = 100
+"""Directories that are looked into for stores."""
+
+_MOST_SHOWN = 3
+
+
+def stores_below(backend: Backend, directory: str) -> str:
+    """Say which stores are directly below a directory, and how all of those below it are found."""
+    found = []
+    try:
+        names = backend.list_dir(directory)
+    except StorageError:
+        names = []
+    for name in sorted(names)[:_MOST_LOOKED_AT]:
+        try:
+            stat = backend.stat(f"{directory}/{name}")
+            inside = backend.list_dir(f"{directory}/{name}") if stat is not None else []
+        except StorageError:
+            continue
+        if LOCK_NAME in inside or any(step_of(one) is not None for one in inside):
+            found.append(name)
+    if not found:
+        return f"`offload verify --all {directory}` looks for stores below it"
+    return (
+        f"stores below it: {_shown(found)}. Give one of them, or read all with `offload verify "
+        f"--all {directory}`"
+    )
+
+
+def other_checkpoints(backend: Backend, path: str) -> str:
+    """Say which checkpoints are beside a path that has the name of one; empty if there are none."""
+    store, name = os.path.split(path)
+    if not name.startswith("step-"):
+        return ""
+    try:
+        steps = sorted(step for n in backend.list_dir(store) if (step := step_of(n)) is not None)
+    except StorageError:
+        return ""
+    if not steps:
+        return ""
+    names = [checkpoint_name(step) for step in steps[-_MOST_SHOWN:]]
+    more = len(steps) - len(names)
+    return f"; its store has {', '.join(names)}{f' and {more} older' if more else ''}"
+
+
+def _shown(names: list[str]) -> str:
+    more = len(names) - _MOST_SHOWN
+    return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,463 @@
+"""Finding and checking checkpoints without writing anything, and without torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from gds import Backend
+from gds.contract import Stat
+from offload.checkpoint.nearby import other_checkpoints, stores_below
+from offload.checkpoint.quarantine_mark import read_quarantine
+from offload.checkpoint.second_look import read_document
+from offload.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedError,
+    ManifestError,
+)
+from offload.format.header import Header, TensorFileError, header_length, parse_header
+from offload.format.layout import array_file_name
+from offload.format.manifest import MAX_CONTENT_BYTES, MAX_MANIFEST_BYTES, Manifest, decode
+from offload.format.names import (
+    LOCK_NAME,
+    MANIFEST_NAME,
+    MODEL_NAME,
+    PART_FILE_NAME,
+    QUARANTINE_NAME,
+    TRAIN_STATE_NAME,
+    is_checkpoint_path,
+    step_of,
+)
+from offload.format.part_file import PART_FILE_BYTES, SealedPart, decode_part
+from offload.format.unreadable import reading
+from offload.units import said_once, seen_from
+
+PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
+"""Of the drives other than the first, in the store's order; None for those in the manifest."""
+
+_FIRST_BYTES = 4096
+"""Read of a file before the rest of it is: a hole shows in them."""
+
+
+def read_manifest(
+    backend: Backend,
+    path: str,
+    parts: PartDirectories = None,
+    *,
+    need_parts: bool = True,
+    even_quarantined: bool = False,
+) -> Manifest:
+    """Read and check the manifest of a checkpoint directory, and the files that it describes.
+
+    Checked: the manifest itself, and that every tensor file is there, is a regular file of the
+    right size, and has exactly the header that the layout asks for; and that the parts on other
+    drives are those that were sealed with it. Of the train state: that it is a regular file. Not
+    checked: tensor data and what the train state holds.
+
+    Args:
+        backend: Where the directory is.
+        path: The checkpoint directory.
+        parts: Where the parts on other drives are.
+        need_parts: Whether what is on other drives is checked.
+        even_quarantined: Whether one that is marked as damaged is read like any other.
+
+    Raises:
+        CheckpointError: Something is missing, damaged or contradictory; says what.
+        UnreadableError: Something could not be read, and nothing is known of it.
+    """
+    manifest = decode_manifest(backend, path)
+    check_files(
+        backend,
+        path,
+        manifest,
+        parts,
+        need_parts=need_parts,
+        even_quarantined=even_quarantined,
+    )
+    return manifest
+
+
+def decode_manifest(backend: Backend, path: str) -> Manifest:
+    """Read the manifest of a checkpoint directory, and look at nothing else.
+
+    Raises as `read_manifest`.
+    """
+    with reading(path):
+        return _decode_manifest(backend, path)
+
+
+def _decode_manifest(backend: Backend, path: str) -> Manifest:
+    manifest_path = f"{path}/{MANIFEST_NAME}"
+    _refuse_link(backend, path)
+    stat = backend.stat(manifest_path)
+    if stat is None:
+        raise ManifestError(f"{path}: no {MANIFEST_NAME}: not a complete checkpoint")
+    if stat.kind != "file" or stat.size_bytes > MAX_MANIFEST_BYTES:
+        raise ManifestError(
+            f"{manifest_path}: {kind_of(stat)} of {stat.size_bytes} bytes, expected a file of at "
+            f"most {MAX_MANIFEST_BYTES}"
+        )
+    file = backend.open(manifest_path)
+    try:
+        read_document(
+            file,
+            min(_FIRST_BYTES, file.size_bytes),
+            lambda first: _refuse_zeros(first, manifest_path),
+            ManifestError,
+        )
+        return read_document(
+            file,
+            file.size_bytes,
+            lambda data: decode(_without_padding(data, manifest_path), manifest_path),
+            ManifestError,
+        )
+    finally:
+        file.close()
+
+
+def _without_padding(data: bytes, path: str) -> bytes:
+    """Return a manifest without the spaces and the line feed at its end.
+
+    Raises:
+        ManifestError: It is longer than any that is written.
+    """
+    content = data.removesuffix(b"\n").rstrip(b" ")
+    if len(content) > MAX_CONTENT_BYTES:
+        raise ManifestError(
+            f"{path}: {len(content)} bytes of content, expected at most {MAX_CONTENT_BYTES}"
+        )
+    return content
+
+
+def _refuse_zeros(first: bytes, path: str) -> None:
+    if b"\0" in first:
+        raise ManifestError(f"{path}: not a JSON document (it has zero bytes)")
+
+
+def read_in_store(
+    backend: Backend,
+    path: str,
+    parts: PartDirectories = None,
+    *,
+    need_parts: bool = True,
+) -> Manifest:
+    """Read and check a directory of a store as `read_manifest` does, and that its name is right."""
+    manifest = decode_manifest(backend, path)
+    check_name(path, manifest)
+    check_files(backend, path, manifest, parts, need_parts=need_parts)
+    return manifest
+
+
+def check_name(path: str, manifest: Manifest) -> None:
+    """Check that a directory of a store is named for the step that its manifest is of.
+
+    Raises:
+        CheckpointError: It is the manifest of another checkpoint: the drive has lost a write, or
+            somebody has renamed the directory.
+    """
+    named = step_of(os.path.basename(path))
+    if named is not None and named != manifest.step:
+        raise CheckpointError(
+            f"{path}: its manifest is of step {manifest.step}, expected {named}: the "
+            "directory was renamed, or a drive has lost what was written last"
+        )
+
+
+def _refuse_link(backend: Backend, path: str) -> None:
+    own = backend.stat(path)
+    if own is not None and own.kind == "other":
+        raise ManifestError(
+            f"{path}: {kind_of(own)}, expected the directory of a checkpoint: links to one are "
+            "not followed; name, or put in its place, the directory itself"
+        )
+
+
+def kind_of(stat: Stat) -> str:
+    """Say what a name refers to, for a message."""
+    other = "something else (a symbolic link, a pipe or a device)"
+    return other if stat.kind == "other" else f"a {stat.kind}"
+
+
+def check_files(
+    backend: Backend,
+    path: str,
+    manifest: Manifest,
+    parts: PartDirectories = None,
+    *,
+    need_parts: bool = True,
+    even_quarantined: bool = False,
+) -> None:
+    """Check the files of a checkpoint against its manifest; as `read_manifest`."""
+    with reading(path):
+        if not even_quarantined:
+            _refuse_quarantined(backend, path)
+        _check_files(backend, path, manifest, parts, need_parts=need_parts)
+
+
+def _refuse_quarantined(backend: Backend, path: str) -> None:
+    reason = read_quarantine(backend, path)
+    if reason is not None:
+        raise DamagedError(
+            f"{path}: quarantined, because it was found damaged ({seen_from(path, reason)}). If it "
+            f"has been repaired, lift the mark ({QUARANTINE_NAME}) with offload verify --quarantine"
+        )
+
+
+def _check_files(
+    backend: Backend, path: str, manifest: Manifest, parts: PartDirectories, *, need_parts: bool
+) -> None:
+    layout = manifest.layout
+    check_header(backend, f"{path}/{MODEL_NAME}", layout.model_header)
+    for name, header in layout.array_headers[0].items():
+        check_header(backend, f"{path}/{array_file_name(name)}", header)
+    train_state = backend.stat(f"{path}/{TRAIN_STATE_NAME}")
+    if train_state is None or train_state.kind != "file":
+        found = "missing" if train_state is None else f"{kind_of(train_state)}, expected a file"
+        raise CheckpointError(f"{path}/{TRAIN_STATE_NAME}: {found}")
+    if need_parts:
+        check_parts(backend, path, manifest, parts)
+
+
+def check_parts(backend: Backend, path: str, manifest: Manifest, parts: PartDirectories) -> None:
+    """Check what a checkpoint has on other drives against its manifest; as `read_manifest`."""
+    with reading(path):
+        for drive, part in enumerate(part_paths(manifest, parts, path), 1):
+            _check_part(backend, part, manifest, drive, path)
+
+
+def are_only_recorded(manifest: Manifest, parts: PartDirectories) -> bool:
+    """Return whether nobody but the manifest says where the parts of a checkpoint are.
+
+    Such directories may belong to the store that this one is a copy of. So they are read, and that
+    is all: nothing is written, locked or removed in them, and no verdict that depends on what is in
+    them is made to last.
+    """
+    return parts is None and bool(manifest.parts)
+
+
+def part_paths(manifest: Manifest, parts: PartDirectories, path: str) -> list[str]:
+    """Return where the parts of a checkpoint are.
+
+    Args:
+        manifest: Names them.
+        parts: Directories that hold them.
+        path: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: There are not as many directories as drives.
+    """
+    recorded = [part.directory for part in manifest.parts]
+    given = recorded if parts is None else [os.path.abspath(directory) for directory in parts]
+    if len(given) != len(recorded):
+        raise CheckpointError(
+            f"{path}: its state is on {len(recorded)} drives besides the first "
+            f"({', '.join(recorded) or 'none'}), and {len(given)} directories were given for them "
+            f"({', '.join(given) or 'none'}): give one for each, in the same order"
+        )
+    return [
+        f"{directory}/{part.name}" for directory, part in zip(given, manifest.parts, strict=True)
+    ]
+
+
+def read_part(backend: Backend, path: str) -> SealedPart:
+    """Read what a part of a checkpoint says of itself.
+
+    Raises:
+        CheckpointError: It is not sealed, or is damaged.
+        UnreadableError: It could not be read, and nothing is known of it.
+    """
+    with reading():
+        return _read_part(backend, path)
+
+
+def _read_part(backend: Backend, path: str) -> SealedPart:
+    own = f"{path}/{PART_FILE_NAME}"
+    stat = backend.stat(own)
+    if stat is None or stat.kind != "file" or stat.size_bytes != PART_FILE_BYTES:
+        found = f"{kind_of(stat)} of {stat.size_bytes} bytes" if stat else "nothing"
+        raise CheckpointError(f"{own}: {found}, expected a file of {PART_FILE_BYTES} bytes")
+    file = backend.open(own)
+    try:
+        return read_document(
+            file, PART_FILE_BYTES, lambda data: decode_part(data, own), CheckpointError
+        )
+    finally:
+        file.close()
+
+
+def _check_part(
+    backend: Backend, path: str, manifest: Manifest, drive: int, checkpoint: str
+) -> None:
+    """Check that a part is the one that was sealed with a checkpoint, and its files."""
+    reference = manifest.parts[drive - 1]
+    sealed_as = f"{reference.directory}/{reference.name}"
+    own = backend.stat(path)
+    if own is not None and own.kind != "directory":
+        raise CheckpointError(
+            f"{checkpoint}: a part of its state is {kind_of(own)}, expected a directory: {path}"
+        )
+    if own is None:
+        raise CheckpointError(
+            f"{checkpoint}: a part of its state is missing: {path}"
+            f"{'' if path == sealed_as else f' (sealed as {sealed_as})'}. If the drive is not "
+            "mounted, mount it; if the directory has moved, say where it is now: directory=[...] "
+            "of the optimizer takes all directories in their first order, "
+            "open_checkpoint(path, parts=[...]) all but the first"
+        )
+    found = read_part(backend, path)
+    if found.digest != reference.digest:
+        raise CheckpointError(
+            f"{checkpoint}: {path} is not the part that was sealed with it: store "
+            f"{found.store_id}, generation {found.generation}, drive {found.drive}, expected store "
+            f"{manifest.store_id}, generation {manifest.generation}, drive {drive}. It has been "
+            "rewritten since, or another directory was meant"
+        )
+    for name, header in manifest.layout.array_headers[drive].items():
+        check_header(backend, f"{path}/{array_file_name(name)}", header)
+
+
+def check_header(backend: Backend, path: str, expected: Header) -> None:
+    """Check that a tensor file has the size and the header that a layout asks for.
+
+    Raises:
+        CheckpointError: It is missing, is not a regular file, or differs; says how.
+    """
+    stat = backend.stat(path)
+    if stat is None:
+        raise CheckpointError(f"{path}: missing")
+    if stat.kind != "file" or stat.size_bytes != expected.file_bytes:
+        raise CheckpointError(
+            f"{path}: {kind_of(stat)} of {stat.size_bytes} bytes, expected a file of "
+            f"{expected.file_bytes}"
+        )
+    file = backend.open(path)
+    try:
+        read_document(
+            file,
+            expected.data_start,
+            lambda found: _compare_header(found, file.size_bytes, expected, path),
+            CheckpointError,
+        )
+    finally:
+        file.close()
+
+
+def _compare_header(found: bytes, file_bytes: int, expected: Header, path: str) -> None:
+    """Raise `CheckpointError`, saying what is different, unless a header is the expected one."""
+    if found == expected.encoded:
+        return
+    try:
+        length = header_length(found, file_bytes, path)
+        if length > expected.data_start:  # else a small manifest could have much parsed
+            raise CheckpointError(
+                f"{path}: its header takes {length} bytes, the manifest says {expected.data_start}"
+            )
+        header = parse_header(found, file_bytes, path)
+    except TensorFileError as error:
+        reason = seen_from(path, str(error))
+        raise CheckpointError(f"{path}: damaged header: {reason}") from error
+    if (dict(header.entries), dict(header.metadata)) != (
+        dict(expected.entries),
+        dict(expected.metadata),
+    ):
+        raise CheckpointError(f"{path}: its header lists other tensors than the manifest")
+    raise CheckpointError(f"{path}: its header is not laid out as the manifest says")
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A directory of a store that is named like a checkpoint and is not usable."""
+
+    path: str
+    inode: int
+    """By which it is known again."""
+
+    generation: int | None
+    """None where that cannot be read."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The checkpoint that a path means."""
+
+    path: str
+    """Its directory."""
+
+    passed_over: tuple[PassedOver, ...] = ()
+    """Those that may be newer than it, and are not usable."""
+
+
+def find_checkpoint(
+    backend: Backend, path: str, parts: PartDirectories = None, *, need_parts: bool = True
+) -> Found:
+    """Return the checkpoint that a path means: the directory itself, or the newest in a store.
+
+    `parts` and `need_parts` are as for `read_manifest`.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at `path`.
+        CheckpointError: It is neither a checkpoint nor a store that has a usable one.
+        UnreadableError: Something could not be read: so it is not known which is the newest.
+    """
+    path = os.path.abspath(path)
+    stat = given_directory(backend, path)
+    if stat is None:
+        others = other_checkpoints(backend, path)
+        raise CheckpointNotFoundError(
+            errno.ENOENT, f"there is no checkpoint or store here{others}", path
+        )
+    if stat.kind != "directory":
+        raise CheckpointError(f"{path}: {kind_of(stat)}, expected a checkpoint or store directory")
+    if backend.stat(f"{path}/{MANIFEST_NAME}") is not None:
+        _refuse_link(backend, path)
+        return Found(path)
+    newest: tuple[int, str] | None = None
+    refused: list[PassedOver] = []
+    for checkpoint in checkpoint_paths(backend, path):
+        own = backend.stat(checkpoint)
+        if own is None:
+            continue  # recycled since the directory was listed
+        generation = None
+        try:
+            manifest = decode_manifest(backend, checkpoint)
+            check_name(checkpoint, manifest)
+            generation = manifest.generation
+            check_files(backend, checkpoint, manifest, parts, need_parts=need_parts)
+        except CheckpointError as error:
+            refused.append(PassedOver(checkpoint, own.inode, generation, str(error)))
+        else:
+            newest = max(newest or (-1, ""), (generation, checkpoint))
+    if newest is None:
+        reasons = said_once([one.reason for one in refused])
+        why = "; ".join(reasons) or _without_any(backend, path)
+        raise CheckpointError(f"{path}: no usable checkpoint here: {why}")
+    passed_over = (r for r in refused if r.generation is None or r.generation > newest[0])
+    return Found(newest[1], tuple(passed_over))
+
+
+def _without_any(backend: Backend, path: str) -> str:
+    """Say what is missing in a directory that has no checkpoint."""
+    missing = "it has no step-<N> directory"
+    is_store = backend.stat(f"{path}/{LOCK_NAME}") is not None
+    return missing if is_store else f"{missing}; {stores_below(backend, path)}"
+
+
+def given_directory(backend: Backend, path: str) -> Stat | None:
+    """Say what the user's own path to a store is: that may be a symbolic link to a directory."""
+    stat = backend.stat(path)
+    if stat is None or stat.kind != "other" or is_checkpoint_path(path):
+        return stat
+    return backend.stat(f"{path}/.") or stat
+
+
+def checkpoint_paths(backend: Backend, store: str) -> list[str]:
+    """Return the directories in a store that are named like checkpoints, oldest step first."""
+    steps = {name: step_of(name) for name in backend.list_dir(store)}
+    found = [(step, name) for name, step in steps.items() if step is not None]
+    return [f"{store}/{name}" for _, name in sorted(found)]

@@ -1,0 +1,86 @@
+"""Reading the train state of a checkpoint: whole, checked, and its own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gds import ALIGNMENT, Backend, File
+from offload.checkpoint.second_look import read_document
+from offload.errors import DamagedError
+from offload.format.header import TensorFileError, header_length
+from offload.format.manifest import Manifest
+from offload.format.train_state import (
+    MAX_CAPACITY_BYTES,
+    EncodedState,
+    TrainStateDigestError,
+    TrainStateFormatError,
+    unpack_encoded,
+)
+from offload.units import seen_from
+
+
+class StoredTrainState(NamedTuple):
+    """What the train state's file holds, and its size."""
+
+    state: EncodedState
+    capacity_bytes: int
+
+
+def read_train_state_file(backend: Backend, path: str, manifest: Manifest) -> StoredTrainState:
+    """Read a train state without building its values; what is wrong is read a second time.
+
+    Args:
+        backend: Where it is.
+        path: The file.
+        manifest: Of the checkpoint that it must belong to.
+
+    Raises:
+        DamagedError: It is damaged, or belongs to another checkpoint.
+        gds.StorageError: It cannot be read.
+    """
+    file = backend.open(path)
+    try:
+        size_bytes = file.size_bytes
+        if size_bytes > MAX_CAPACITY_BYTES:
+            raise DamagedError(f"{path}: {size_bytes} bytes, expected at most {MAX_CAPACITY_BYTES}")
+        first_bytes = min(ALIGNMENT, size_bytes)
+        read_document(file, first_bytes, lambda first: _refuse_hole(first, file), DamagedError)
+        state = read_document(
+            file, size_bytes, lambda data: _unpack(data, path, manifest), DamagedError
+        )
+    finally:
+        file.close()
+    return StoredTrainState(state, size_bytes)
+
+
+def train_state_header(manifest: Manifest) -> dict[str, str]:
+    """Return what ties a train state to its checkpoint."""
+    return {
+        "store_id": manifest.store_id,
+        "generation": str(manifest.generation),
+        "step": str(manifest.step),
+    }
+
+
+def _refuse_hole(first: bytes, file: File) -> None:
+    """Refuse zeros in the header: the rest is not worth the memory that it takes."""
+    try:
+        header_bytes = header_length(first, file.size_bytes, file.path)
+    except TensorFileError as error:
+        raise DamagedError(_damaged(file.path, error)) from error
+    if b"\0" in first[8 : max(header_bytes, 9)]:
+        raise DamagedError(f"{file.path}: damaged: zero bytes in its header")
+
+
+def _damaged(path: str, error: Exception) -> str:
+    return f"{path}: damaged: {seen_from(path, str(error))}"
+
+
+def _unpack(data: bytes, path: str, manifest: Manifest) -> EncodedState:
+    try:
+        state, header = unpack_encoded(data, path)
+    except (TensorFileError, TrainStateFormatError, TrainStateDigestError) as error:
+        raise DamagedError(_damaged(path, error)) from error
+    if dict(header) != train_state_header(manifest):
+        raise DamagedError(f"{path}: belongs to another checkpoint")
+    return state

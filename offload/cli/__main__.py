@@ -1,0 +1,5 @@
+"""``python -m offload.cli``."""
+
+from offload.cli import main
+
+main()

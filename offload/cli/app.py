@@ -1,0 +1,332 @@
+"""The command ``offload``: the demo, and a look at stores and checkpoints.
+
+Nothing heavy is imported before a command runs, so that ``offload --help`` answers at once.
+Exit status: 0; 1 for an error or a damaged checkpoint; 2 for wrong usage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from gds.errors import message_of
+from offload.cli import exchange, retention, verify
+from offload.cli.options import Json, Parts, one_line
+from offload.cli.options import print_json as _print_json
+from offload.errors import OffloadError
+from offload.units import size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from offload.checkpoint.checkpoint import Checkpoint
+    from offload.checkpoint.listing import CheckpointInfo
+
+app = typer.Typer(
+    name="offload",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from offload import __version__
+
+        typer.echo(f"offload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def offload(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Train with optimizer state on SSD; look at the checkpoints that this state becomes."""
+
+
+class DemoModel(StrEnum):
+    """The models that the demo can train."""
+
+    smollm2 = "smollm2"
+    tiny = "tiny"
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        DemoModel, typer.Option(help="SmolLM2-135M (minutes), or a small GPT (seconds).")
+    ] = DemoModel.smollm2,
+    directory: Annotated[
+        str, typer.Option(help="Where to put the store: on the SSD to be shown.")
+    ] = "offload-demo",
+    steps: Annotated[int | None, typer.Option(min=4, help="Optimizer steps in all.")] = None,
+    allow_volatile: Annotated[
+        bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train, be killed in the middle of a step, resume, and compare with torch.save."""
+    from offload.demo.run import run_demo
+
+    # With --json, standard output holds the JSON and nothing else.
+    console = _console(stderr=as_json)
+    report = run_demo(
+        console,
+        model=model.value,
+        directory=os.path.abspath(directory),
+        steps=steps,
+        allow_volatile=allow_volatile,
+        quiet=as_json,
+    )
+    if as_json:
+        _print_json(report.to_json())
+        return
+    report.show(console)
+    console.print(
+        f"Loss on held-out text {report.first_loss:.3f} -> {report.last_loss:.3f} in "
+        f"{report.steps} steps; {report.elapsed_s:.0f} s in all.\n"
+        f"The checkpoints stay in {report.store} ({size(_tree_bytes(report.store))}): look at them "
+        "with offload ls, show and verify, then remove them.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command("ls")
+def list_store(
+    store: Annotated[str, typer.Argument(help="Directory of a store.", show_default=False)],
+    part: Parts = None,
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints of a store, and say which are not usable and why.
+
+    Looks at names, sizes and manifests; only verify reads the content.
+    """
+    from offload.checkpoint.listing import list_checkpoints
+
+    found = list_checkpoints(store, parts=part or None)
+    if as_json:
+        _print_json([dataclasses.asdict(info) for info in found])
+    else:
+        _show_list(store, found)
+    retention.show_lost_pins(store, found)
+
+
+@app.command()
+def show(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint, or a store for its newest.", show_default=False)
+    ],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    part: Parts = None,
+    as_json: Json = False,
+) -> None:
+    """Describe a checkpoint: step, optimizer, hyper-parameters, files and tensors."""
+    from offload.checkpoint.checkpoint import open_checkpoint
+
+    with open_checkpoint(checkpoint, parts=part or None) as opened:
+        description = _describe(opened)
+    if as_json:
+        groups = description["hyperparameters"]
+        description["hyperparameters"] = _as_json(groups)
+        _print_json(description)
+    else:
+        _show_description(description, tensors=tensors)
+
+
+@contextmanager
+def _progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on standard error, if that is a terminal."""
+    from rich import progress
+
+    console = _console(stderr=True)
+    with progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(os.path.basename(path), total=None)
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield update
+
+
+verify.register(app, _progress)
+exchange.register(app, _progress)
+
+
+def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return everything that `show` knows, as JSON values."""
+    return {
+        "path": checkpoint.path,
+        "step": checkpoint.step,
+        "generation": checkpoint.generation,
+        "created": checkpoint.created,
+        "optimizer": checkpoint.optimizer,
+        "metrics": checkpoint.metrics,
+        "parts": checkpoint.parts,
+        "num_parameters": checkpoint.num_parameters,
+        "hyperparameters": checkpoint.hyperparameters,
+        "state_arrays": checkpoint.state_arrays,
+        "files": checkpoint.files,
+        "tensors": [
+            {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape)}
+            for entry in checkpoint.tensors
+        ],
+    }
+
+
+def _show_list(store: str, found: list[CheckpointInfo]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    if not found:
+        typer.echo(f"{store}: no checkpoints")
+        return
+    # Narrow enough for 80 columns: the name has the step, and `show` the rest.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("checkpoint", no_wrap=True)
+    table.add_column("created", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    if any(info.pins or info.metrics for info in found):
+        table.add_column("pins, metrics", overflow="fold")
+    for info in found:
+        cells: list[str | Text] = ["-", "-", "[red]not usable[/]"]
+        if info.valid:
+            created = info.created[:16].replace("T", " ")
+            cells = [_cell(created), size(info.bytes), "[green]complete[/]"]
+        noted = [*info.pins, *(f"{name}={value:g}" for name, value in info.metrics.items())]
+        cells.append(_cell(", ".join(noted)))
+        row = [_cell(os.path.basename(info.path)), *cells]
+        table.add_row(*row[: len(table.columns)])
+    _console().print(table)
+    if any(info.valid for info in found):
+        typer.echo(
+            "complete: every file is there; its content is not read "
+            f"(offload verify {one_line(store)})"
+        )
+    for info in found:
+        if not info.valid:
+            typer.secho(one_line(info.reason), fg="red")
+
+
+def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
+    from rich.table import Table
+
+    console = _console()
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for key in ("path", "step", "generation", "created", "optimizer"):
+        table.add_row(key, _cell(description[key]))
+    for index, part in enumerate(description["parts"], 1):
+        table.add_row(f"on drive {index}", _cell(part))
+    for name, value in description["metrics"].items():
+        table.add_row(_cell(f"metric {name}"), f"{value:g}")
+    table.add_row("parameters", f"{description['num_parameters']:,}")
+    for index, group in enumerate(description["hyperparameters"]):
+        values = ", ".join(f"{name}={value}" for name, value in group.items())
+        table.add_row(f"group {index}", _cell(values))
+    for name, num_bytes in description["state_arrays"].items():
+        table.add_row(_cell(f"state array {name}"), size(num_bytes))
+    for name, num_bytes in description["files"].items():
+        table.add_row(_cell(name), size(num_bytes))
+    console.print(table)
+    if tensors:
+        for entry in description["tensors"]:
+            name = one_line(entry["name"])
+            typer.echo(f"{entry['dtype']:>5} {entry['shape']!s:<20} {name}")
+
+
+def _tree_bytes(directory: str) -> int:
+    return sum(
+        os.path.getsize(os.path.join(folder, name))
+        for folder, _, names in os.walk(directory)
+        for name in names
+    )
+
+
+def _as_json(value: Any) -> Any:
+    """Return hyper-parameters as JSON has them: lists, numbers, and text for what is not finite."""
+    if isinstance(value, dict):
+        return {key: _as_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    if hasattr(value, "item"):  # a tensor of one element
+        value = value.item()
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+retention.register(app, _progress)
+
+
+def main() -> None:
+    """Run the command line; an expected error is one line on standard error, status 1."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", RuntimeWarning)
+        warnings.showwarning = _show_warning
+        _run()
+
+
+def _run() -> None:
+    try:
+        app()
+    except BrokenPipeError:
+        # Whoever read our output has enough. Keep the interpreter from flushing into the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (OffloadError, OSError) as error:
+        typer.secho(f"error: {one_line(message_of(error))}", fg="red", err=True)
+        sys.exit(1)
+    except MemoryError:
+        typer.secho("error: out of memory", fg="red", err=True)
+        sys.exit(1)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],  # noqa: ARG001
+    filename: str,  # noqa: ARG001
+    lineno: int,  # noqa: ARG001
+    file: TextIO | None = None,  # noqa: ARG001
+    line: str | None = None,  # noqa: ARG001
+) -> None:
+    """Say a warning in a line, without the place in the code that it comes from."""
+    typer.secho(f"warning: {one_line(message)}", fg="yellow", err=True)
+
+
+def _cell(text: object) -> Text:
+    """Return a cell of a table, with nothing in it taken for markup."""
+    from rich.text import Text
+
+    return Text(one_line(text))

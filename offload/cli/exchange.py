@@ -1,0 +1,219 @@
+"""``offload export`` and ``offload import``: checkpoints to and from other programs' files."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from offload.cli.options import ProgressBar
+
+
+class Target(StrEnum):
+    """The formats that a checkpoint can be exported to."""
+
+    hf = "hf"
+    safetensors = "safetensors"
+    pt = "pt"
+    dcp = "dcp"
+
+
+class Dtype(StrEnum):
+    """What live parameters can be."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class Master(StrEnum):
+    """How masters can be stored."""
+
+    float32 = "float32"
+    halves = "split"
+
+
+class StateDtype(StrEnum):
+    """How other state can be stored."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+
+
+def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
+    """Add the commands of this module to the program."""
+
+    @app.command("export")
+    def export(
+        checkpoint: Annotated[
+            str, typer.Argument(help="A checkpoint, or a store for its newest.", show_default=False)
+        ],
+        destination: Annotated[
+            str, typer.Argument(help="File or directory to make.", show_default=False)
+        ],
+        to: Annotated[
+            Target,
+            typer.Option(
+                "--to",
+                help="hf: model.safetensors and optimizer.pt. pt: one file of torch.save. dcp: "
+                "torch.distributed.checkpoint.",
+                show_default=False,
+            ),
+        ],
+        part: Annotated[
+            list[str] | None,
+            typer.Option("--part", help="As for show.", show_default=False),
+        ] = None,
+        quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    ) -> None:
+        """Write a checkpoint in another program's format, its optimizer state in FP32."""
+        from offload.checkpoint.checkpoint import open_checkpoint
+        from offload.exchange.exporting import export_checkpoint
+
+        with (
+            open_checkpoint(checkpoint, parts=part or None) as opened,
+            progress_bar(destination, quiet=quiet) as progress,
+        ):
+            export_checkpoint(opened, destination, to.value, progress=progress)
+            typer.echo(f"{destination}: step {opened.step} of {opened.path}")
+
+    @app.command("import")
+    def import_(
+        source: Annotated[
+            str,
+            typer.Argument(
+                help="A file of torch.save, a Hugging Face checkpoint-<N> directory, or one of "
+                "torch.distributed.checkpoint.",
+                show_default=False,
+            ),
+        ],
+        store: Annotated[
+            list[str],
+            typer.Argument(
+                help="The store to make; its directories, if several.", show_default=False
+            ),
+        ],
+        optimizer: Annotated[
+            str, typer.Option(help="The class in torch.optim that the state is of.")
+        ] = "AdamW",
+        model: Annotated[
+            str | None,
+            typer.Option(help="The file with the model, where it is another.", show_default=False),
+        ] = None,
+        names: Annotated[
+            str | None,
+            typer.Option(
+                help="File with the name of each parameter on a line, in the optimizer's order, "
+                "where the source has numbers only.",
+                show_default=False,
+            ),
+        ] = None,
+        frozen: Annotated[
+            list[str] | None,
+            typer.Option(
+                help="A parameter of the optimizer that has requires_grad=False; may be repeated.",
+                show_default=False,
+            ),
+        ] = None,
+        tied: Annotated[
+            list[str] | None,
+            typer.Option(
+                help="ALIAS=NAME of a tied tensor that the source has twice, as distributed "
+                "checkpoints do; may be repeated.",
+                show_default=False,
+            ),
+        ] = None,
+        dtype: Annotated[
+            Dtype | None,
+            typer.Option(help="Of live parameters, if not the source's.", show_default=False),
+        ] = None,
+        master: Annotated[Master, typer.Option(help="As in Options.")] = Master.float32,
+        state_dtype: Annotated[StateDtype, typer.Option(help="As in Options.")] = (
+            StateDtype.float32
+        ),
+        step: Annotated[
+            int | None,
+            typer.Option(
+                min=0, help="Steps taken, if the source does not say.", show_default=False
+            ),
+        ] = None,
+        fresh: Annotated[
+            bool, typer.Option("--fresh", help="Replace the checkpoints of a store.")
+        ] = False,
+        allow_volatile: Annotated[
+            bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
+        ] = False,
+        allow_remote: Annotated[
+            bool,
+            typer.Option(
+                "--allow-remote",
+                help="Accept a directory that another machine or a program serves (NFS, FUSE).",
+            ),
+        ] = False,
+        quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    ) -> None:
+        """Make a store from a checkpoint of another program, for restore() to continue from."""
+        import torch
+
+        from offload.errors import UnsupportedOptimizerError
+        from offload.exchange.foreign import open_foreign
+        from offload.exchange.importing import import_checkpoint
+        from offload.options import Options
+
+        classes = {
+            name: cls
+            for name, cls in vars(torch.optim).items()
+            if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+        }
+        del classes["Optimizer"]
+        if optimizer not in classes:
+            raise UnsupportedOptimizerError(
+                f"torch.optim has no class {optimizer!r}{_did_you_mean(optimizer, classes)}"
+            )
+        listed = None
+        if names is not None:
+            with open(names, encoding="utf-8") as file:
+                try:
+                    listed = file.read().split()
+                except UnicodeDecodeError as error:
+                    raise typer.BadParameter(f"{names} is not text in UTF-8") from error
+        with progress_bar(source, quiet=quiet) as progress:
+            made = import_checkpoint(
+                open_foreign(source, model),
+                store,
+                classes[optimizer],
+                names=listed,
+                frozen=frozen or (),
+                tied=dict(_pair(text) for text in tied or ()),
+                dtype=None if dtype is None else getattr(torch, dtype.value),
+                options=Options(
+                    master=master.value,
+                    state_dtype=state_dtype.value,
+                    allow_volatile=allow_volatile,
+                    allow_remote=allow_remote,
+                ),
+                fresh=fresh,
+                step=step,
+                progress=progress,
+            )
+        typer.echo(f"{made.path}: step {made.step}, {made.num_parameters} parameters")
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return what was probably meant, as the end of a sentence; else all that there is."""
+    by_lower = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=3)
+    if close:
+        return f"; did you mean {' or '.join(by_lower[one] for one in close)}?"
+    return f"; it has {', '.join(sorted(by_lower.values()))}"
+
+
+def _pair(text: str) -> tuple[str, str]:
+    alias, equals, name = text.partition("=")
+    if not (alias and equals and name):
+        raise typer.BadParameter(f"--tied takes ALIAS=NAME, got {text!r}")
+    return alias, name

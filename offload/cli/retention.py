@@ -1,0 +1,202 @@
+"""``offload prune``, ``pin`` and ``unpin``: what is kept, decided from the shell.
+
+Nothing heavy is imported before a command runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offload.cli.options import Json, Parts, ProgressBar, print_json
+from offload.errors import CheckpointError
+from offload.units import size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gds import Backend
+    from offload.checkpoint.listing import CheckpointInfo
+    from offload.retention.pins import Pin
+    from offload.retention.policy import Retention
+    from offload.store.pruning import PruneReport
+
+Store = Annotated[str, typer.Argument(help="Directory of a store.", show_default=False)]
+
+
+def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
+    """Add the commands of this module."""
+
+    @app.command()
+    def prune(
+        store: Store,
+        keep: Annotated[
+            int | None, typer.Option(min=1, help="Keep so many of the newest.", show_default=False)
+        ] = None,
+        every: Annotated[
+            int | None,
+            typer.Option(
+                min=1,
+                help="Keep the first at or after each multiple of so many steps.",
+                show_default=False,
+            ),
+        ] = None,
+        every_seconds: Annotated[
+            float | None, typer.Option(help="Keep one every so many seconds.", show_default=False)
+        ] = None,
+        best: Annotated[
+            list[str] | None,
+            typer.Option(
+                metavar="METRIC[:min|max[:K]]",
+                help="Keep the best, or best K, by a metric; smallest unless it says max.",
+                show_default=False,
+            ),
+        ] = None,
+        verify: Annotated[
+            bool,
+            typer.Option(
+                "--verify",
+                help="First read every byte of what is kept; remove nothing if some is damaged.",
+            ),
+        ] = False,
+        dry_run: Annotated[
+            bool, typer.Option("--dry-run", help="Change nothing; show what would be removed.")
+        ] = False,
+        part: Parts = None,
+        as_json: Json = False,
+    ) -> None:
+        """Remove the checkpoints that no option keeps, and what crashes have left behind.
+
+        The newest and those that are pinned always stay. Without options about what to keep, all
+        checkpoints do. A store does not record the keep= of the program that trained in it: give
+        the same policy here. A store on several drives needs --part for each of the others: what
+        the manifests of a copy name are the original's. Refused while a process trains in it.
+        """
+        from offload.store.pruning import prune as run
+
+        policy = _policy(keep, every, every_seconds, best or [])
+        with progress_bar(store, quiet=as_json or not verify) as progress:
+            report = run(
+                store,
+                policy,
+                dry_run=dry_run,
+                verify=verify,
+                progress=progress,
+                parts=part or None,
+            )
+        if as_json:
+            print_json({"dry_run": dry_run, "bytes": report.bytes, **dataclasses.asdict(report)})
+            return
+        _show_pruned(report, dry_run=dry_run)
+
+    app.command()(pin)
+    app.command()(unpin)
+
+
+def pin(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint, or a store for its newest.", show_default=False)
+    ],
+    name: Annotated[str, typer.Argument(help="Such as best.", show_default=False)],
+) -> None:
+    """Keep a checkpoint until it is unpinned, also beside a process that trains in the store."""
+    from offload.store.pinning import pin as run
+
+    typer.echo(f"{run(checkpoint, name)}: pinned as {name}")
+
+
+def unpin(
+    store: Store,
+    name: Annotated[str, typer.Argument(help="Of the pin.", show_default=False)],
+) -> None:
+    """Remove a pin; its checkpoint goes when retention says so."""
+    from offload.store.pinning import unpin as run
+
+    run(store, name)
+    typer.echo(f"{store}: removed the pin {name}")
+
+
+def show_lost_pins(store: str, found: Sequence[CheckpointInfo]) -> None:
+    """Say on standard error which pins are of no checkpoint, or cannot be read."""
+    from gds import PosixBackend
+    from offload.retention.pins import read_pins
+
+    backend = PosixBackend()
+    directory = os.path.abspath(store)
+    shown = {name for info in found for name in info.pins}
+    try:
+        pins = read_pins(backend, directory)
+        # One of them may be of a checkpoint that was sealed since the store was listed.
+        lost_pins = [
+            pin
+            for pin in pins.pins
+            if pin.name not in shown and not _is_there(backend, directory, pin)
+        ]
+    finally:
+        backend.close()
+    for reason in pins.unreadable:
+        typer.secho(reason, fg="red", err=True)
+    for lost in lost_pins:
+        typer.secho(
+            f"pin {lost.name} is of {lost.checkpoint}, generation {lost.generation}, which is not "
+            "there any more",
+            fg="red",
+            err=True,
+        )
+
+
+def _is_there(backend: Backend, store: str, pin: Pin) -> bool:
+    from offload.checkpoint.reading import decode_manifest
+
+    path = f"{store}/{pin.checkpoint}"
+    try:
+        return pin.means(path, decode_manifest(backend, path))
+    except (CheckpointError, OSError):
+        return False
+
+
+def _policy(
+    keep: int | None, every: int | None, every_seconds: float | None, best: Sequence[str]
+) -> Retention | None:
+    from offload.retention.policy import BestBy, EverySeconds, EverySteps, LastK
+
+    policies: list[Retention] = []
+    try:
+        if keep is not None:
+            policies.append(LastK(keep))
+        if every is not None:
+            policies.append(EverySteps(every))
+        if every_seconds is not None:
+            policies.append(EverySeconds(every_seconds))
+        for text in best:
+            metric, *rest = text.split(":")
+            mode: Any = rest[0] if rest else "min"
+            if len(rest) > 2:
+                raise ValueError(f"{text!r} is not METRIC[:min|max[:K]]")
+            policies.append(BestBy(metric, int(rest[1]) if len(rest) > 1 else 1, mode))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return reduce(or_, policies) if policies else None
+
+
+def _show_pruned(report: PruneReport, *, dry_run: bool) -> None:
+    verb = "would be removed" if dry_run else "removed"
+    for removed in (*report.checkpoints, *report.leftovers):
+        typer.echo(f"{removed.path}: {verb}, {size(removed.bytes)}")
+    for path in report.being_read:
+        typer.secho(f"{path}: being read, and left; prune again later", fg="yellow")
+    for path, reason in report.refused:
+        typer.secho(f"{path}: not usable, and left alone: {reason}", fg="yellow")
+    for path, reason in report.unnamed:
+        typer.secho(f"{path}: left alone: {reason}", fg="yellow")
+    kept = ", ".join(os.path.basename(path) for path in report.kept) or "none"
+    typer.echo(f"{size(report.bytes)} {verb}; kept: {kept}")
+    if report.checkpoints and not report.verified:
+        typer.echo(
+            "the content of what is kept was not read (offload prune --verify reads it first)"
+        )

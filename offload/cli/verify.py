@@ -1,0 +1,295 @@
+"""``offload verify``: read every byte of checkpoints, also beside a process that trains.
+
+Nothing heavy is imported before the command runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offload.cli.options import Json, Parts, ProgressBar, one_line, print_json
+from offload.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    OffloadError,
+    RecycledError,
+    StoreBusyError,
+)
+from offload.units import part_options, size
+
+if TYPE_CHECKING:
+    from offload.checkpoint.checkpoint import Checkpoint
+
+_BUSY_S = 60.0
+"""How long a checkpoint is waited for that a writer is about to recycle, or to replace."""
+
+_BUSY_POLL_S = 0.1
+
+_MOST_ROUNDS = 100
+"""Of looking for the newest checkpoint of a store, which is recycled before it is opened."""
+
+
+@dataclass(slots=True)
+class _Verified:
+    """What was found out about one checkpoint, or about a store that could not be looked at."""
+
+    path: str
+    problems: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    bytes_checked: int = 0
+    quarantined: str = ""
+    """Why it is marked as damaged, at the end; empty if it is not."""
+    lifted: bool = False
+    """Whether a mark was taken away."""
+    not_marked: list[str] = field(default_factory=list)
+    """Those of `problems` that it is not marked for; see `VerifyReport.not_marked`."""
+    recorded: list[str] = field(default_factory=list)
+    """Directories on further drives that were read because the manifest names them."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is as it was written."""
+        return not self.problems and not self.unreadable
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {"path": self.path, "ok": self.ok, **dataclasses.asdict(self)}
+
+
+def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
+    """Add the command."""
+
+    @app.command()
+    def verify(
+        path: Annotated[
+            str, typer.Argument(help="A checkpoint, or a store for all of its.", show_default=False)
+        ],
+        below: Annotated[
+            bool, typer.Option("--all", help="Of every store in this directory and below it.")
+        ] = False,
+        quarantine: Annotated[
+            bool,
+            typer.Option(
+                "--quarantine",
+                help="Mark what is damaged, so that nobody uses it, and lift the marks of what is "
+                "whole.",
+            ),
+        ] = False,
+        part: Parts = None,
+        as_json: Json = False,
+    ) -> None:
+        """Read every byte of a checkpoint, or of all in a store, and check it against its digest.
+
+        Of a store on several drives, --part says where the others are. Without it those are read
+        that the manifest names; of a copy, these are the original's. So --quarantine then marks
+        nothing because of damage there, and lifts no mark.
+
+        May run beside training: what is recycled meanwhile is no damage, and is not counted.
+        """
+        work = _Work(part or None, quarantine, as_json, progress_bar)
+        if below:
+            work.verify_below(path)
+        else:
+            work.verify(path, may_be_empty=False)
+        work.results.sort(key=lambda result: result.path)
+        ok = all(result.ok for result in work.results)
+        if as_json:
+            found = [result.to_json() for result in work.results]
+            print_json({"ok": ok, "checkpoints": found, "recycled": work.recycled})
+        else:
+            for result in work.results:
+                _show(result, mark=quarantine)
+            for name in work.recycled:
+                typer.echo(f"{one_line(name)}: recycled meanwhile, and not checked")
+        if not ok:
+            raise typer.Exit(1)
+
+
+class _Work:
+    """Verifies one path after the other, and collects what is found.
+
+    Args:
+        parts: Where the directories on further drives are.
+        mark: Whether to mark what is damaged, and to lift the marks of what is whole.
+        quiet: Whether to show no progress.
+        progress_bar: Shows it otherwise.
+    """
+
+    def __init__(
+        self, parts: list[str] | None, mark: bool, quiet: bool, progress_bar: ProgressBar
+    ) -> None:
+        self._parts = parts
+        self._mark = mark
+        self._quiet = quiet
+        self._progress_bar = progress_bar
+        self.results: list[_Verified] = []
+        self.recycled: list[str] = []
+        """Paths of checkpoints that were recycled before they could be opened."""
+
+    def verify_below(self, directory: str) -> None:
+        """Verify all stores in a directory; what is wrong with one does not stop the others.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        unlisted: list[OSError] = []
+        stores = list(_stores_below(directory, unlisted))
+        if not stores and not unlisted:
+            raise CheckpointError(f"{directory}: there is no store here, nor below")
+        for error in unlisted:
+            name = os.fsdecode(error.filename or directory)
+            self.results.append(_Verified(name, unreadable=[f"{name}: {error.strerror}"]))
+        for store in stores:
+            try:
+                self.verify(store, may_be_empty=True)
+            except (OffloadError, OSError) as error:
+                self.results.append(_Verified(store, unreadable=[str(error)]))
+
+    def verify(self, path: str, *, may_be_empty: bool) -> None:
+        """Verify a checkpoint, or all of a store.
+
+        Raises:
+            CheckpointNotFoundError: There is nothing at `path`.
+            CheckpointError: There is something else.
+            gds.StorageError: It cannot be read.
+        """
+        from offload.format.names import MANIFEST_NAME, is_checkpoint_path
+
+        # What holds a manifest, or is named like a checkpoint, is one; all else may be a store.
+        if is_checkpoint_path(path) or os.path.exists(os.path.join(path, MANIFEST_NAME)):
+            self._verify_checkpoint(path)
+            return
+        names: list[str] = []
+        for _ in range(_MOST_ROUNDS):
+            names = _checkpoints_of(path)
+            # The newest at once: if it is recycled even so, another one has taken its place.
+            if not names or not self._is_recycled_at(names[-1]):
+                break
+        if not names and not may_be_empty:
+            raise CheckpointError(f"{path}: holds no checkpoint")
+        for name in names[:-1]:
+            self._is_recycled_at(name)
+
+    def _is_recycled_at(self, name: str) -> bool:
+        """Verify a checkpoint that was listed; return whether it was recycled before."""
+        before = len(self.recycled)
+        try:
+            self._verify_checkpoint(name)
+        except CheckpointNotFoundError:
+            self.recycled.append(name)
+        return len(self.recycled) > before
+
+    def _verify_checkpoint(self, name: str) -> None:
+        from offload.store.quarantine import verify_and_mark
+
+        try:
+            opened = self._open(name)
+        except RecycledError:
+            self.recycled.append(name)
+            return
+        except StoreBusyError as error:
+            self.results.append(_Verified(name, unreadable=[f"{name}: {error.strerror}"]))
+            return
+        except CheckpointError as error:  # so damaged that it cannot even be opened
+            self.results.append(_Verified(name, [str(error)]))
+            return
+        recorded = opened.parts if opened.parts_are_only_recorded else []
+        with opened, self._progress_bar(name, quiet=self._quiet) as progress:
+            was_quarantined = bool(opened.quarantined)
+            report = verify_and_mark(opened, progress) if self._mark else opened.verify(progress)
+        self.results.append(
+            _Verified(
+                name,
+                list(report.problems),
+                list(report.unreadable),
+                report.bytes_checked,
+                report.quarantined,
+                lifted=was_quarantined and not report.quarantined,
+                not_marked=list(report.not_marked),
+                recorded=[os.path.dirname(part) for part in recorded],
+            )
+        )
+
+    def _open(self, name: str) -> Checkpoint:
+        """Open a checkpoint, waiting for a writer that is about to recycle or to replace it."""
+        from offload.checkpoint.checkpoint import open_checkpoint
+
+        deadline = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                return open_checkpoint(name, parts=self._parts, even_quarantined=True)
+            except RecycledError:
+                raise
+            except StoreBusyError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_BUSY_POLL_S)
+
+
+def _checkpoints_of(store: str) -> list[str]:
+    from gds import PosixBackend
+    from offload.checkpoint.listing import checkpoints_of
+
+    backend = PosixBackend()
+    try:
+        return checkpoints_of(backend, os.path.abspath(store))
+    finally:
+        backend.close()
+
+
+def _stores_below(directory: str, unlisted: list[OSError]) -> Iterator[str]:
+    """Yield every store in a directory, itself included.
+
+    Args:
+        directory: Where to look.
+        unlisted: Gets an error for each directory that cannot be looked into.
+    """
+    from offload.format.names import LOCK_NAME
+
+    for folder, folders, names in os.walk(directory, onerror=unlisted.append):
+        if LOCK_NAME in names or any(name.startswith("step-") for name in folders):
+            yield folder
+        parts_of_a_store = ("step-", ".slot-", "part-")
+        # What a check of the file system has found is root's own, and no store.
+        folders[:] = sorted(
+            f for f in folders if not f.startswith(parts_of_a_store) and f != "lost+found"
+        )
+
+
+def _show(result: _Verified, *, mark: bool) -> None:
+    name = one_line(result.path)
+    for problem in (*result.problems, *result.unreadable):
+        typer.secho(one_line(problem), fg="red", err=True)
+    places = one_line(", ".join(result.recorded))
+    options = one_line(part_options(result.recorded))
+    if result.problems:
+        marked = "; marked, so that nobody uses it" if result.quarantined else ""
+        if mark and not marked and places:
+            marked = (
+                f"; not marked, because only its manifest says that the rest of it is in {places}, "
+                "and of a copy these are the original's directories. If they are its own, add "
+                f"{options}; otherwise say in the same way where its own are"
+            )
+        typer.secho(f"{name}: damaged{marked}", fg="red")
+    elif result.unreadable:
+        typer.secho(f"{name}: not everything could be read", fg="red")
+    elif result.quarantined:
+        lifting = f"offload verify --quarantine {options}".rstrip()
+        typer.secho(
+            f"{name}: {size(result.bytes_checked)}, all as written, and yet quarantined: "
+            f"{lifting} lifts that{', if its own directories are meant' if places else ''}",
+            fg="yellow",
+        )
+    else:
+        lifted = "; its quarantine is lifted" if result.lifted else ""
+        read = f" (read in {places} as well, which its manifest names)" if places else ""
+        typer.secho(
+            f"{name}: {size(result.bytes_checked)}, all as written{read}{lifted}", fg="green"
+        )

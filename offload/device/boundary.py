@@ -1,0 +1,217 @@
+"""The boundary between host memory and a device that holds parameters and gradients.
+
+Nothing else in this package touches what is on a device. Bytes cross on two streams for each
+device, made once: one towards the host, one away from it. They are ordered with the streams of the
+training loop by events alone; no stream is ever synchronised as a whole.
+
+    training stream  ...backward) now |                                    fence| next forward
+    to the host                       |- fetch chunk 0 -|- fetch chunk 1 -|     |
+    host threads                                        |- update chunk 0 -|... |
+    to the device                                                          |- send chunk 0 ...|
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+HOST = torch.device("cpu")
+
+Event: TypeAlias = Any
+"""A point in the work of a device; each boundary has its own class."""
+
+Marks: TypeAlias = Mapping[torch.device, Event]
+"""A point in the work of each of some devices."""
+
+Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Pairs of source and target, of the same dtype and number of elements, both contiguous."""
+
+
+_cuda: Any = torch.cuda  # which is typed in part
+
+
+class Boundary(Protocol):
+    """Moves bytes between one device and host memory. Safe for several threads."""
+
+    def now(self) -> Event:
+        """Return the point that the calling thread's current stream has been given work up to."""
+        ...
+
+    def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
+        """Begin to copy to the host, after these points and everything that has been sent.
+
+        Returns:
+            When it is done. The sources must not be freed before `wait` for it has returned.
+        """
+        ...
+
+    def send(self, copies: Copies, after: Iterable[Event]) -> Event:
+        """Begin to copy to the device, in this order, after these points.
+
+        A source may be on the device, too. The sources must not change before the returned event.
+        """
+        ...
+
+    def flatten(self, tensor: torch.Tensor, after: Iterable[Event]) -> torch.Tensor:
+        """Return a contiguous, flat copy on the device, for `fetch` and `send`."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Let the calling thread wait for a point, in the kernel and without the GIL."""
+        ...
+
+    def fence(self) -> None:
+        """Let the calling thread's current stream wait for everything that has been sent."""
+        ...
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return page-locked host memory, as bytes; it may be let go of while it is being read."""
+        ...
+
+    def lock_pages(self, memory: torch.Tensor) -> object:
+        """Page-lock host memory for as long as what is returned is referred to."""
+        ...
+
+
+class CudaBoundary:
+    """A `Boundary` with a CUDA device (or ROCm's, which torch calls by the same name)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._to_host: torch.cuda.Stream = _cuda.Stream(device)
+        self._to_device: torch.cuda.Stream = _cuda.Stream(device)
+        self._sent: torch.cuda.Event | None = None
+        self._lock = threading.Lock()
+
+    def now(self) -> torch.cuda.Event:
+        """Record an event on the calling thread's current stream."""
+        return _record(torch.cuda.current_stream(self._device))
+
+    def fetch(self, copies: Copies, after: Iterable[Event]) -> torch.cuda.Event:
+        """Copy to the host on the one stream."""
+        with self._lock:
+            sent = self._sent
+            with torch.cuda.stream(self._to_host):
+                self._order(self._to_host, after, sent)
+                for source, into in copies:
+                    into.copy_(source, non_blocking=True)
+                return _record(self._to_host)
+
+    def send(self, copies: Copies, after: Iterable[Event]) -> torch.cuda.Event:
+        """Copy to the device on the other stream."""
+        with self._lock:
+            with torch.cuda.stream(self._to_device):
+                self._order(self._to_device, after, None)
+                for source, into in copies:
+                    into.copy_(source, non_blocking=True)
+                self._sent = event = _record(self._to_device)
+            return event
+
+    def flatten(self, tensor: torch.Tensor, after: Iterable[Event]) -> torch.Tensor:
+        """Copy on the device, on the stream that fetches."""
+        with self._lock, torch.cuda.stream(self._to_host):
+            self._order(self._to_host, after, self._sent)
+            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            flat.record_stream(self._to_device)
+            return flat
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Wait for an event."""
+        event.synchronize()
+
+    def fence(self) -> None:
+        """Let the current stream wait for the newest event of the stream that sends."""
+        sent = self._sent
+        if sent is not None:
+            torch.cuda.current_stream(self._device).wait_event(sent)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Take memory from torch's pool of pinned memory, which minds copies in progress."""
+        with torch.cuda.device(self._device):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def lock_pages(self, memory: torch.Tensor) -> object:
+        """Register memory with the driver; where it refuses, copies are slower and as correct."""
+        with torch.cuda.device(self._device):
+            return _Registered(memory, self._device)
+
+    def _order(
+        self, stream: torch.cuda.Stream, after: Iterable[Event], sent: torch.cuda.Event | None
+    ) -> None:
+        for event in after:
+            stream.wait_event(event)
+        if sent is not None:
+            stream.wait_event(sent)
+
+
+class _Registered:
+    """Host memory that the driver has page-locked; unlocked before it is unmapped."""
+
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        refused = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
+        if refused:  # by some sandboxes; and where it has been locked already, for another device
+            _forget_error(device)
+        else:
+            weakref.finalize(self, _unregister, memory)  # which keeps the memory until then
+
+
+def _forget_error(device: torch.device) -> None:
+    """Take the last error away, which torch would report after this thread's next kernel."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, dtype=torch.uint8, device=device)
+
+
+def _unregister(memory: torch.Tensor) -> None:
+    _cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event: torch.cuda.Event = _cuda.Event(blocking=True)  # waiting for it does not keep a core busy
+    event.record(stream)
+    return event
+
+
+BOUNDARIES: dict[str, Callable[[torch.device], Boundary]] = {"cuda": CudaBoundary}
+"""What makes a boundary, by type of device."""
+
+_made: dict[torch.device, Boundary] = {}
+_making = threading.Lock()
+
+
+def boundary_of(device: torch.device) -> Boundary:
+    """Return the boundary with a device: always the same one, so that streams are made once."""
+    with _making:
+        if device not in _made:
+            _made[device] = BOUNDARIES[device.type](device)
+        return _made[device]
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is anywhere but in host memory."""
+    return tensor.device.type != "cpu"
+
+
+def is_reachable(device: torch.device) -> bool:
+    """Return whether parameters may be there."""
+    return device.type == "cpu" or device.type in BOUNDARIES
+
+
+def marks_of(tensors: Iterable[torch.Tensor | None]) -> Marks:
+    """Return the present point of every device that has one of these tensors."""
+    devices = {t.device for t in tensors if t is not None and is_on_device(t)}
+    return {device: boundary_of(device).now() for device in devices}
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a small tensor as it is now, in host memory; waits for what computes it."""
+    if not is_on_device(tensor):
+        return tensor
+    boundary = boundary_of(tensor.device)
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    boundary.wait(boundary.fetch([(tensor.detach().contiguous(), out)], [boundary.now()]))
+    return out

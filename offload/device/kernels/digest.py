@@ -1,0 +1,92 @@
+"""Digests of bytes in device memory: the leaves of `offload.format.digests`, to the same values."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from offload.device.kernels.loading import Kernel, load
+from offload.device.kernels.sources import digest_source
+from offload.format.digests import LEAF_BYTES
+
+_BLOCK_BYTES = 1024
+_LANES = 8
+_THREADS = 256
+
+
+def workspace_bytes(num_bytes: int) -> int:
+    """Return the device memory that digesting so many bytes works in: 64 B for each KiB."""
+    return -(-num_bytes // _BLOCK_BYTES) * _LANES * 8
+
+
+def num_leaves(num_bytes: int) -> int:
+    """Return how many leaves so many bytes have."""
+    return -(-num_bytes // LEAF_BYTES)
+
+
+def leaf_digests(
+    data: torch.Tensor, workspace: torch.Tensor, out: torch.Tensor, *, stream: int
+) -> None:
+    """Enqueue the digests of the leaves of a tensor's bytes on a stream; returns before they exist.
+
+    The bytes of `out`, copied to the host, are what `offload.format.digests.leaf_digests` returns,
+    and `DigestContext.digest_leaves` makes the digest of a chunk of them.
+
+    Args:
+        data: Contiguous, of any dtype, on the current device; fastest if aligned to 8 bytes.
+        workspace: uint8 or any other dtype, `workspace_bytes` of it, aligned to 8 bytes.
+        out: int64, one value for each leaf.
+        stream: As torch's ``Stream.cuda_stream``.
+
+    Raises:
+        ValueError: A tensor is too small, not contiguous, or on another device.
+    """
+    num_bytes = data.nbytes
+    _check(data, workspace, out)
+    if not num_bytes:
+        return
+    blocks, scan, merge = _kernels(data.device.index or 0)
+    leaves = num_leaves(num_bytes)
+    size = np.uint64(num_bytes)
+    source, sums, results = (np.uint64(t.data_ptr()) for t in (data, workspace, out))
+    num_threads = -(-num_bytes // _BLOCK_BYTES) * _LANES
+    blocks.launch(_grid(num_threads, _THREADS), _THREADS, (source, size, sums), stream=stream)
+    # few threads with long chains: spread over the processors
+    scan.launch(_grid(leaves * _LANES, 32), 32, (size, sums), stream=stream)
+    merge.launch(_grid(leaves, 32), 32, (source, size, sums, results), stream=stream)
+
+
+def compile_kernels(device: int = 0) -> None:
+    """Compile the kernels now rather than in the first step that needs them."""
+    _kernels(device)
+
+
+def _check(data: torch.Tensor, workspace: torch.Tensor, out: torch.Tensor) -> None:
+    if not (data.is_contiguous() and workspace.is_contiguous() and out.is_contiguous()):
+        raise ValueError("what is digested, the workspace and the result must be contiguous")
+    if len({t.device for t in (data, workspace, out)}) > 1:
+        raise ValueError(
+            f"data on {data.device}, workspace on {workspace.device} and result on {out.device} "
+            "must be on one device"
+        )
+    needed = workspace_bytes(data.nbytes)
+    if workspace.nbytes < needed or workspace.data_ptr() % 8:
+        raise ValueError(
+            f"the workspace must have {needed} bytes, aligned to 8: it has {workspace.nbytes}"
+        )
+    if out.dtype != torch.int64 or out.numel() < num_leaves(data.nbytes):
+        raise ValueError(
+            f"the result must have {num_leaves(data.nbytes)} int64: it has {out.numel()} of "
+            f"{out.dtype}"
+        )
+
+
+def _grid(num_threads: int, threads: int) -> int:
+    return -(-num_threads // threads)
+
+
+@cache
+def _kernels(device: int) -> list[Kernel]:
+    return load(digest_source(), ["digest_blocks", "digest_scan", "digest_merge"], device)

@@ -1,0 +1,86 @@
+"""One optimizer step of a block in device memory, in a single pass.
+
+The arithmetic is torch's on CUDA: of its foreach step, or with ``fused=True`` in the group, of its
+fused kernel. `docs/device.md` says to which bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from offload.device.kernels.forms import DeviceBlock, DeviceScalars, Form, Launch, launches
+from offload.device.kernels.loading import Kernel, load
+from offload.device.kernels.sources import defines, update_source
+
+_THREADS = 256
+_LANES = 8
+_BLOCKS_PER_PROCESSOR = 32
+"""Thread blocks at most: a multiprocessor holds 5 or 6, and what a thread computes once, such as
+the corrections of `fused`, should be used more than once."""
+
+
+def update_block(
+    optimizer_class: type[torch.optim.Optimizer],
+    group: Mapping[str, Any],
+    block: DeviceBlock,
+    *,
+    stream: int,
+    step: int,
+    seed: int = 0,
+    rounding_step: int | None = None,
+    scalars: DeviceScalars | None = None,
+) -> None:
+    """Enqueue one step of a block on a stream; returns before it has run.
+
+    The caller keeps the tensors alive until then, and orders the stream after whatever writes them.
+
+    Args:
+        optimizer_class: `torch.optim.Adam`, `AdamW` or `SGD`.
+        group: Hyper-parameters, as in ``param_groups``, numbers of the host; ``fused`` chooses the
+            arithmetic.
+        block: What to step; everything on the current device.
+        stream: As torch's ``Stream.cuda_stream``.
+        step: What torch calls ``step`` once it has counted this one: from 1.
+        seed: Of stochastic rounding.
+        rounding_step: The store's step, for stochastic rounding; `step` if None.
+        scalars: What the gradient is multiplied by, and whether to skip.
+
+    Raises:
+        ValueError: There is no kernel for this, says why; or the tensors do not fit together.
+    """
+    for launch in launches(
+        optimizer_class,
+        group,
+        block,
+        step=step,
+        seed=seed,
+        rounding_step=rounding_step,
+        scalars=scalars,
+    ):
+        _enqueue(launch, block.live.device.index or 0, stream)
+
+
+def compile_form(form: Form, device: int = 0) -> None:
+    """Compile a variant now rather than in the first step that needs it."""
+    _kernel(form, device)
+
+
+def _enqueue(launch: Launch, device: int, stream: int) -> None:
+    num_processors = _num_processors(device)
+    needed = -(-launch.num_groups * _LANES // _THREADS)
+    grid = max(1, min(needed, num_processors * _BLOCKS_PER_PROCESSOR))
+    _kernel(launch.form, device).launch(grid, _THREADS, (launch.arguments,), stream=stream)
+
+
+@cache
+def _kernel(form: Form, device: int) -> Kernel:
+    return load(update_source(), ["update"], device, defines(form.macros))[0]
+
+
+@cache
+def _num_processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

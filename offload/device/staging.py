@@ -1,0 +1,261 @@
+"""Tensors on a device, as flat views in host memory: what the CPU needs of them, chunk by chunk.
+
+What a chunk needs is fetched into page-locked memory while the chunk before is being updated, and
+what has changed is sent back while the next one is. At most `_MAX_SENDING` chunks are on their way
+back, and one on its way here, so the memory that this takes depends on the chunk alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from offload.device.boundary import Boundary, Event, boundary_of, is_on_device, marks_of
+from offload.device.flat_tensors import FlatTensors
+from offload.format.layout import Piece
+
+_MAX_SENDING = 2
+_PIECE_ALIGNMENT = 64
+"""Bytes. Of each parameter's part: what the CPU's widest loads like."""
+
+
+class Traffic:
+    """Counts what crosses between host and devices; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.to_host_bytes = 0
+        self.to_device_bytes = 0
+        self.peak_bytes = 0
+        """Most host memory that was held at once, on the way in one of the directions."""
+        self._held_bytes = 0
+
+    def fetched(self, nbytes: int) -> None:
+        """Count bytes that have been copied to the host."""
+        with self._lock:
+            self.to_host_bytes += nbytes
+
+    def sent(self, nbytes: int) -> None:
+        """Count bytes that have been copied to a device."""
+        with self._lock:
+            self.to_device_bytes += nbytes
+
+    def hold(self, nbytes: int) -> None:
+        """Count memory that is taken, or with a negative number, given back."""
+        with self._lock:
+            self._held_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A range of one tensor, in host memory."""
+
+    index: int
+    start: int
+    stop: int
+    host: torch.Tensor
+    changes: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """What a chunk needs from one device."""
+
+    boundary: Boundary
+    memory: torch.Tensor
+    parts: list[_Part]
+    event: Event
+    """When it has arrived; later, when it has been sent back."""
+
+
+@dataclass(slots=True)
+class _Split:
+    """The parts of a chunk that are on one device, and what is known of them in advance."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    after: list[Event] = field(default_factory=list)
+
+
+class CrossingTensors(FlatTensors):
+    """Flat views of tensors, of which some are on a device.
+
+    For each chunk: `prepare`, `arrive`, then `view` from any thread, then `leave`. Tensors in host
+    memory are viewed as `FlatTensors` does.
+
+    Args:
+        tensors: Parameters or gradients. They are as the calling thread's current streams have
+            been told to leave them: nothing is read before that.
+        writable: Whether changes are sent back.
+        traffic: Counts.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor | None], *, writable: bool, traffic: Traffic
+    ) -> None:
+        super().__init__(tensors, writable=writable)
+        self._traffic = traffic
+        self._batches: dict[int, list[_Batch]] = {}
+        self._sending: deque[_Batch] = deque()
+        self._parts: dict[int, deque[_Part]] = {}
+        self._begun = marks_of(tensors)
+        self._given: dict[int, Event] = {}
+        self._copies: dict[int, torch.Tensor] = {}
+        """Contiguous copies of tensors that are not, on the device."""
+        self._left: dict[int, int] = {}
+        """Elements of each tensor that have been prepared and not been left yet."""
+
+    def __del__(self) -> None:
+        # After a pass that failed, memory is given back with the pass.
+        for batches in self._batches.values():
+            for batch in batches:
+                self._traffic.hold(-batch.memory.nbytes)
+        for batch in self._sending:
+            self._traffic.hold(-batch.memory.nbytes)
+
+    def replace(self, index: int, tensor: torch.Tensor) -> None:
+        """Set a tensor that has not been viewed yet; it is as the current stream leaves it."""
+        super().replace(index, tensor)
+        if is_on_device(tensor):
+            self._given[index] = boundary_of(tensor.device).now()
+
+    def prepare(self, chunk: int, pieces: Sequence[Piece], changes: Callable[[int], bool]) -> None:
+        """Begin to fetch what a chunk needs, unless that has been done.
+
+        Args:
+            chunk: Its index.
+            pieces: The parts of parameters to fetch: no parameter twice.
+            changes: Says of a parameter, by its index, whether it is to be sent back.
+        """
+        if chunk in self._batches:
+            return
+        while len(self._sending) >= _MAX_SENDING:
+            self._end(self._sending.popleft())
+        splits: dict[torch.device, _Split] = {}
+        for piece in pieces:
+            tensor = self._tensors[piece.parameter]
+            if tensor is None or not is_on_device(tensor) or piece.start == piece.stop:
+                continue
+            split = splits.setdefault(tensor.device, _Split())
+            split.pieces.append(piece)
+            if piece.parameter in self._given:
+                split.after.append(self._given[piece.parameter])
+        self._batches[chunk] = [
+            self._fetch(device, split, changes) for device, split in splits.items()
+        ]
+
+    def arrive(self, chunk: int) -> None:
+        """Wait until everything that a chunk needs is in host memory."""
+        for batch in self._batches[chunk]:
+            batch.boundary.wait(batch.event)
+
+    def leave(self, chunk: int) -> None:
+        """Begin to send back what has changed of a chunk; its views must not be used any more."""
+        for batch in self._batches.pop(chunk):
+            copies = []
+            for part in batch.parts:
+                self._parts[part.index].popleft()
+                tensor = self._tensor(part.index)
+                if part.changes and self._writable:
+                    copies.append((part.host, self._flat_of(part.index)[part.start : part.stop]))
+                    self._traffic.sent(part.host.nbytes)
+                self._left[part.index] -= part.stop - part.start
+                if self._left[part.index] == 0:
+                    copy = self._copies.pop(part.index, None)
+                    if copy is not None and part.changes and self._writable:
+                        copies.append((copy.view(tensor.shape), tensor.detach()))
+                    if not self._writable:
+                        self._tensors[part.index] = None  # it has been applied
+            if copies:
+                batch.event = batch.boundary.send(copies, [])
+                self._sending.append(batch)
+            else:
+                self._end(batch, sent=False)
+
+    def fence(self) -> None:
+        """Let the calling thread's current streams wait for everything that has been sent."""
+        for device in self._begun:
+            boundary_of(device).fence()
+
+    def view(self, index: int, start: int, stop: int) -> torch.Tensor:
+        """Return elements `start` to `stop` of a tensor, in host memory."""
+        for part in self._parts.get(index, ()):
+            if part.start <= start and stop <= part.stop:
+                return part.host[start - part.start : stop - part.start]
+        return super().view(index, start, stop)
+
+    def finish(self, index: int, num_elements: int) -> None:
+        """Say that so many more elements of a tensor are done."""
+        if index not in self._left:
+            super().finish(index, num_elements)
+
+    def _fetch(self, device: torch.device, split: _Split, changes: Callable[[int], bool]) -> _Batch:
+        boundary = boundary_of(device)
+        after = split.after
+        if device in self._begun:
+            after = [self._begun[device], *after]
+        sizes = [
+            (piece.stop - piece.start) * self._tensor(piece.parameter).itemsize
+            for piece in split.pieces
+        ]
+        places, total = [], 0
+        for size in sizes:
+            places.append(total)
+            total += -(-size // _PIECE_ALIGNMENT) * _PIECE_ALIGNMENT
+        memory = boundary.allocate(total)
+        self._traffic.hold(memory.nbytes)
+        parts, copies = [], []
+        for piece, place, size in zip(split.pieces, places, sizes, strict=True):
+            index, tensor = piece.parameter, self._tensor(piece.parameter)
+            if index not in self._left:
+                self._left[index] = tensor.numel()
+                if not tensor.is_contiguous():
+                    self._copies[index] = boundary.flatten(tensor, after)
+            host = memory[place : place + size].view(tensor.dtype)
+            part = _Part(index, piece.start, piece.stop, host, changes(index))
+            parts.append(part)
+            self._parts.setdefault(index, deque()).append(part)
+            copies.append((self._flat_of(index)[piece.start : piece.stop], host))
+        self._traffic.fetched(sum(sizes))
+        return _Batch(boundary, memory, parts, boundary.fetch(copies, after))
+
+    def _end(self, batch: _Batch, *, sent: bool = True) -> None:
+        if sent:
+            batch.boundary.wait(batch.event)
+        self._traffic.hold(-batch.memory.nbytes)
+
+    def _tensor(self, index: int) -> torch.Tensor:
+        tensor = self._tensors[index]
+        if tensor is None:
+            raise RuntimeError(f"tensor {index} is asked for, but there is none")
+        return tensor
+
+    def _flat_of(self, index: int) -> torch.Tensor:
+        copy = self._copies.get(index)
+        return self._tensor(index).detach().view(-1) if copy is None else copy
+
+
+def flat_tensors(
+    tensors: Sequence[torch.Tensor | None], *, writable: bool, traffic: Traffic
+) -> FlatTensors:
+    """Return flat views of parameters, wherever they are."""
+    if any(tensor is not None and is_on_device(tensor) for tensor in tensors):
+        return CrossingTensors(tensors, writable=writable, traffic=traffic)
+    return FlatTensors(tensors, writable=writable)
+
+
+@contextmanager
+def on_host(tensors: object, chunk: int, pieces: Sequence[Piece]) -> Iterator[None]:
+    """Have parts of tensors in host memory within the block, and send all of them back after it."""
+    if not isinstance(tensors, CrossingTensors):
+        yield
+        return
+    tensors.prepare(chunk, pieces, lambda _: True)
+    tensors.arrive(chunk)
+    yield
+    tensors.leave(chunk)

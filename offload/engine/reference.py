@@ -1,0 +1,231 @@
+"""What `state_dict()` returns: where the state is, not the state.
+
+A reference names a store, a step and a generation, all by value. It is loaded where it names what
+the optimizer is at already, or a sealed checkpoint of its store. A step number alone would not do:
+after going back to an older checkpoint, a store has another step 5 than the one it had before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.errors import MismatchError
+from offload.store.opening import StoredCheckpoint
+from offload.store.store import Store
+
+REFERENCE_FORMAT = "offload-reference-2"
+_PREFIX = "offload-reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where the state of an optimizer is."""
+
+    store: str
+    """Identity of the store."""
+
+    step: int
+    """Optimizer steps taken."""
+
+    generation: int
+    """Of the slot that holds the state; 0 if no parameter has state yet."""
+
+    run: str
+    """Names the optimizer object: what is not sealed exists for it only."""
+
+    sealed: bool
+    """Whether the state is a checkpoint, or one is being made of it."""
+
+    def is_same_as(self, other: Position) -> bool:
+        """Return whether both are the same state; `self` is what the optimizer is at."""
+        mine = (self.store, self.step, self.generation)
+        if mine != (other.store, other.step, other.generation):
+            return False
+        # Another process may have used this generation for steps that it never sealed.
+        return self.run == other.run or (self.sealed and other.sealed)
+
+    def __str__(self) -> str:
+        state = "sealed" if self.sealed else "not sealed"
+        return f"step {self.step} of store {self.store} (generation {self.generation}, {state})"
+
+
+def is_reference(state_dict: Mapping[str, Any]) -> bool:
+    """Return whether this is a reference, of any version, rather than a torch state dict."""
+    return str(state_dict.get("format", "")).startswith(_PREFIX)
+
+
+def reference_to(position: Position, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn torch's state dict into a reference: builtins only, nothing shared with the optimizer.
+
+    It has no ``state``, so that code which takes it for the state itself fails (`KeyError`), rather
+    than going on with no state at all.
+
+    Args:
+        position: What it refers to.
+        state_dict: With ``param_groups``, and a ``state`` that is left out.
+    """
+    return {
+        **{key: copy.deepcopy(v) for key, v in state_dict.items() if key != "state"},
+        "format": REFERENCE_FORMAT,
+        "store": position.store,
+        "step": position.step,
+        "generation": position.generation,
+        "run": position.run,
+        "sealed": position.sealed,
+        "param_groups": [
+            {key: _by_value(value) for key, value in group.items()}
+            for group in state_dict["param_groups"]
+        ],
+    }
+
+
+def read_reference(
+    state_dict: Mapping[str, Any],
+) -> tuple[Position, list[dict[str, Any]]]:
+    """Return what a reference refers to, and the hyper-parameters of its groups.
+
+    Raises:
+        MismatchError: It is of another version, or not complete.
+    """
+    if state_dict.get("format") != REFERENCE_FORMAT:
+        raise MismatchError(
+            f"load_state_dict() got a reference of format {state_dict.get('format')!r:.60}, "
+            f"expected {REFERENCE_FORMAT!r}: another version of this package made it. Call "
+            "restore() to continue from a checkpoint"
+        )
+    kinds = {"store": str, "step": int, "generation": int, "run": str, "sealed": bool}
+    for key, kind in kinds.items():
+        if type(state_dict.get(key)) is not kind:
+            raise MismatchError(
+                f"load_state_dict() got a reference whose {key!r} is "
+                f"{state_dict.get(key)!r:.60}, expected a {kind.__name__}"
+            )
+    groups = [
+        {key: _from_value(value) for key, value in group.items()}
+        for group in state_dict["param_groups"]
+    ]
+    return Position(**{key: state_dict[key] for key in kinds}), groups
+
+
+def find_referenced(store: Store, wanted: Position, present: Position) -> StoredCheckpoint:
+    """Return the sealed checkpoint that a reference names, which must be the store's newest.
+
+    Args:
+        store: Of the optimizer.
+        wanted: What the reference names.
+        present: What the optimizer is at.
+
+    Raises:
+        MismatchError: As `find_sealed`, or it is not the newest.
+    """
+    checkpoint = find_sealed(store, wanted, present)
+    if checkpoint is not store.newest:
+        raise MismatchError(
+            f"load_state_dict() got a reference to {wanted}, and {store.directory} has newer "
+            f"checkpoints: to give them up, call restore({wanted.step}, discard_newer=True)"
+        )
+    return checkpoint
+
+
+def find_sealed(store: Store, wanted: Position, present: Position) -> StoredCheckpoint:
+    """Return the sealed checkpoint that a reference names, whether or not there are newer ones.
+
+    Args:
+        store: Of the optimizer.
+        wanted: What the reference names.
+        present: What the optimizer is at.
+
+    Raises:
+        MismatchError: It is of another store, has never been sealed, or is not there any more.
+    """
+    usable = [c for c in store.checkpoints if not c.superseded]
+    at = f"load_state_dict() got a reference to {wanted}"
+    if not wanted.step and not wanted.sealed:
+        raise MismatchError(
+            f"{at}, which was taken before the first step of another optimizer: it names no state "
+            f"that there ever was. This optimizer is at {present}, in {store.directory}"
+        )
+    if not wanted.sealed:  # said first: a store without checkpoints has no lasting identity
+        raise MismatchError(_never_sealed(store, wanted, present, usable))
+    if wanted.store != present.store:
+        other = (
+            "has no checkpoint: either the reference was made in another directory, which "
+            "directory= must name, or sealing did not end before that process did"
+            if not usable
+            else f"is store {present.store}: construct the optimizer with directory= of the store "
+            "that the reference was made in, or call restore() to continue from the newest "
+            "checkpoint of this one"
+        )
+        raise MismatchError(f"{at}, and {store.directory} {other}")
+    for checkpoint in usable:
+        manifest = checkpoint.manifest
+        if (manifest.step, manifest.generation) == (wanted.step, wanted.generation):
+            break
+    else:
+        names = [f"step {c.manifest.step} (generation {c.manifest.generation})" for c in usable]
+        raise MismatchError(
+            f"{at}; this optimizer is at {present}, and its store {store.directory} has "
+            f"{', '.join(names) or 'no checkpoint'}. What was referred to has been withdrawn, or "
+            "sealing it failed: call restore() to continue from the newest checkpoint"
+        )
+    return checkpoint
+
+
+def _never_sealed(
+    store: Store, wanted: Position, present: Position, usable: Sequence[StoredCheckpoint]
+) -> str:
+    """Say what has become of a state that was not sealed when a reference to it was made."""
+    named = (wanted.store, wanted.step, wanted.generation)
+    later = [
+        c.path
+        for c in usable
+        if (c.manifest.store_id, c.manifest.step, c.manifest.generation) == named
+    ]
+    if later:
+        fate = f". It cannot be told whether {later[0]}, sealed later, is the same state"
+    elif wanted.run == present.run:
+        fate = f", and the optimizer is at step {present.step} now"
+    else:
+        fate = ", and the state ended with the process that had it"
+    newest = store.newest
+    return (
+        "load_state_dict() got a reference to a state that was never sealed: checkpoint() had not "
+        f"been called when state_dict() was taken at step {wanted.step}{fate}. "
+        + (
+            f"To continue from the newest checkpoint, {newest.path}, call restore()"
+            if newest is not None
+            else f"{store.directory} has no checkpoint to continue from"
+        )
+        + ". For a reference that can be resumed from, call checkpoint() before state_dict(); the "
+        "state itself is full_state_dict()"
+    )
+
+
+def _by_value(value: Any) -> Any:
+    """Return a copy made of builtins: a tensor is tagged, with its dtype."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            return value.detach().clone()
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": value.item(), "dtype": dtype, "shape": list(value.shape)}
+    if isinstance(value, list | tuple):
+        return type(value)([_by_value(v) for v in value]) if type(value) in (list, tuple) else value
+    if type(value).__module__ == "numpy":
+        return value.item()
+    return copy.deepcopy(value)
+
+
+def _from_value(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {"tensor", "dtype", "shape"}:
+        dtype = getattr(torch, str(value["dtype"]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise MismatchError(f"load_state_dict(): {value['dtype']!r:.60} is not a torch dtype")
+        return torch.full(value["shape"], value["tensor"], dtype=dtype, device="cpu")
+    if type(value) in (list, tuple):
+        return type(value)([_from_value(v) for v in value])
+    return value

@@ -1,0 +1,398 @@
+"""Turning the working slot into a checkpoint, behind training.
+
+`Seal` captures by value what the next forward may change (buffers, train state, hyper-parameters)
+and leaves the rest to a thread: write the parameters from the live tensors, make everything
+durable, rename. The parameters do not change until the next step, and that step waits, chunk by
+chunk, until the seal has copied what it is about to overwrite.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, NoReturn
+
+import torch
+
+from gds import StorageError
+from gds.waiting import Monitor, Pending, start
+from offload.ambient import in_neutral
+from offload.checkpoint.checkpoint import Checkpoint, train_state_header
+from offload.device.boundary import Marks, marks_of
+from offload.errors import SealError, reason_of
+from offload.format._manifest_fields import NOT_HYPERPARAMETERS
+from offload.format.layout import Layout
+from offload.format.manifest import Manifest, num_model_blocks
+from offload.format.train_state import EncodedState, pack_encoded
+from offload.model.model_file import BlockBuffers, ModelImage
+from offload.model.model_writing import CloneSource, TensorRanges, write_model
+from offload.model.parameters import Stored
+from offload.model.table import ParameterTable
+from offload.store.slot import Slot
+from offload.store.store import Store
+from offload.stream.meter import Meter
+from offload.stream.streamer import Flush
+
+_NO_DIGEST = "0" * 16
+
+SEAL_THREAD = "offload-seal"
+"""Name of the threads that seal."""
+
+
+class SealHandle:
+    """A checkpoint that is being sealed, or has been.
+
+    It becomes durable by itself; nothing needs to be called. If sealing fails, `result`, the next
+    `step` and the next `checkpoint` raise the error.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        """Optimizer steps that the checkpoint will stand for."""
+        self._future: Pending[Checkpoint] = Pending()
+
+    def done(self) -> bool:
+        """Return whether sealing has ended, well or badly."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Checkpoint:
+        """Wait until the checkpoint is durable and return it.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            SealError: It could not be sealed; older checkpoints are untouched.
+            TimeoutError: It is still being sealed.
+        """
+        return self._future.result(timeout)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "SealHandle cannot be copied or pickled: the checkpoint is being made by this process. "
+            "Call result(), and send result().path"
+        )
+
+    def __repr__(self) -> str:
+        return f"SealHandle(step={self.step}, done={self.done()})"
+
+    def wait(self) -> None:
+        """Wait until sealing has ended, well or badly."""
+        self._future.wait()
+
+    def fail(self, error: SealError) -> None:
+        """Make `result` raise an error: it will never be sealed."""
+        self._future.set_exception(error)
+
+    @classmethod
+    def finished(cls, checkpoint: Checkpoint) -> SealHandle:
+        """Return a handle for a checkpoint that is durable already."""
+        handle = cls(checkpoint.step)
+        handle._future.set_result(checkpoint)
+        return handle
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What a checkpoint is, as of the moment at which it was asked for."""
+
+    manifest: Manifest
+    """Digests are filled in as they become known."""
+
+    train_state: bytes
+    """Packed, of just the size of the slot's file."""
+
+    stored: Sequence[Stored]
+    """The tensors of the model file: copies of those that a forward changes."""
+
+    versions: Mapping[str, int]
+    """By name of each that is not a copy: how often it had been changed in place by then."""
+
+    marks: Marks
+    """Where the streams of devices were at that moment."""
+
+    handle: SealHandle
+    """What the caller has got."""
+
+
+class Seal:
+    """One seal in flight.
+
+    Args:
+        store: Where the slot belongs; `Store.begin_seal` has been called.
+        slot: The working slot.
+        captured: What the checkpoint is.
+        buffers: Memory for copying tensors.
+        flush: What of the state is not in the slot yet.
+        meter: Counts the seconds that others wait for it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        slot: Slot,
+        captured: Captured,
+        buffers: BlockBuffers,
+        flush: Flush,
+        meter: Meter,
+    ) -> None:
+        self._meter = meter
+        self.handle = captured.handle
+        self._store = store
+        self.slot = slot
+        self._manifest = manifest = captured.manifest
+        self._train_state = captured.train_state
+        self._buffers = buffers
+        self._flush = flush
+        self._progress = Monitor()
+        self._copied = 0
+        self._is_claimed = False
+        tensors: dict[str, torch.Tensor] = {}
+        self._versions: list[tuple[str, torch.Tensor, int, int]] = []
+        entries = manifest.layout.model_header.entries
+        for item in captured.stored:
+            name = item.spec.name
+            tensors[name] = item.tensor
+            if not item.by_value and not item.tensor.is_inference():  # those have no version
+                stop = entries[name].stop
+                self._versions.append((name, item.tensor, captured.versions[name], stop))
+        self._versions.sort(key=lambda version: version[3], reverse=True)
+        self._model_bytes = 0
+        """Written to the model file."""
+        header = manifest.layout.model_header
+        trained = {spec.name for spec in manifest.layout.parameters}
+        changing = {s.spec.name for s in captured.stored if s.tensor.requires_grad} & trained
+        self._trained = TensorRanges(header, trained)
+        self._changing = TensorRanges(header, changing)
+        self._image = ModelImage(header, tensors, captured.marks, buffers.traffic)
+
+    def start(self, succeeded: Callable[[int, float], None]) -> None:
+        """Seal on a thread of its own, which the interpreter waits for before it exits.
+
+        Args:
+            succeeded: Called at the end with bytes written and seconds taken, if all went well.
+        """
+        try:
+            target = in_neutral(self.run)
+            start(threading.Thread(target=target, args=(succeeded,), name=SEAL_THREAD))
+        except RuntimeError:
+            # The interpreter is shutting down and starts no more threads: seal before returning.
+            self.run(succeeded)
+
+    def cancel(self) -> bool:
+        """Keep a seal from beginning; False if it has begun."""
+        return self._claim()
+
+    def _claim(self) -> bool:
+        """Return whether the caller is the first to ask: that one runs the seal, or cancels it."""
+        with self._progress:
+            is_first, self._is_claimed = not self._is_claimed, True
+            return is_first
+
+    def run(self, succeeded: Callable[[int, float], None]) -> None:
+        """Seal, if that is not cancelled. Never raises: the outcome is in `handle`."""
+        if not self._claim():
+            return
+        started = time.perf_counter()
+        try:
+            # A step that has begun since waits for this thread, and readers of parameters for it.
+            with torch._C.DisableTorchFunctionSubclass():
+                checkpoint = self._seal()
+        except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
+            failure = SealError(
+                f"sealing step {self.handle.step} failed, so it is not a checkpoint; those made "
+                f"before are untouched: {reason_of(error)}"
+            )
+            failure.__cause__ = error
+            # A write that failed has left the file as it was: nothing of it is known any more, and
+            # what it is read to be may be in a cache only.
+            self.slot.model_leaves.forget(readable=False)
+            self._flush.abandon()
+            self._finish()
+            self.handle.fail(failure)
+        else:
+            succeeded(self._written_bytes(), time.perf_counter() - started)
+            self._finish()
+            # Who hears of it may take as much memory again before this thread has ended.
+            del self._buffers, self._flush
+            self.handle._future.set_result(checkpoint)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the model file's data: what there is to copy."""
+        return self._image.data_bytes
+
+    def wait_copied(self, nbytes: int) -> None:
+        """Wait until that many bytes of the model file's data have been copied from the model."""
+        if self._copied >= nbytes:
+            return
+        with self._meter.timed("wait_seal_s"):
+            self._progress.wait_until(lambda: self._copied >= nbytes)
+
+    def _seal(self) -> Checkpoint:
+        slot, manifest = self.slot, self._manifest
+        self._store.expire()
+        self._flush.start(slot)
+        written = write_model(
+            self._image,
+            slot.model,
+            self._buffers,
+            slot.context,
+            slot.model_leaves,
+            self._publish,
+            changing=self._changing,
+            source=self._clone_source(),
+        )
+        self._model_bytes = written.written_bytes
+        self._flush.wait()
+        slot.train_state.write_bytes(self._train_state, 0)
+        digests: Mapping[str, tuple[str | None, ...]] = {
+            name: tuple(values) for name, values in slot.digests.items()
+        }
+        manifest = replace(
+            manifest,
+            digests=digests,
+            model_digests=tuple(written.digests),
+            parts=slot.part_references,
+        )
+        encoded = manifest.encode(slot.manifest.size_bytes)
+        stored = self._store.commit(slot, manifest, encoded)
+        return Checkpoint(self._store.backend, stored.path, manifest, self._store.directories[1:])
+
+    def _publish(self, copied: int) -> None:
+        while self._versions and self._versions[-1][3] <= copied:
+            name, tensor, version, _ = self._versions.pop()
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{name!r} was changed in place while it was being copied into the checkpoint. "
+                    "Between checkpoint() and the next step(), call .result() on the handle before "
+                    "editing parameters"
+                )
+        with self._progress:
+            self._copied = copied
+            self._progress.notify_all()
+
+    def _finish(self) -> None:
+        self._store.end_seal()
+        with self._progress:
+            self._copied = 1 << 62  # nobody needs to wait any longer, whatever became of it
+            self._progress.notify_all()
+
+    def _clone_source(self) -> CloneSource | None:
+        """Return the newest checkpoint's model file, if it can be cloned from."""
+        newest = self._store.newest  # which stays what it is until this seal has ended
+        source = newest.slot if newest is not None else None
+        header = self._manifest.layout.model_header
+        if newest is None or source is None or not len(source.model_leaves):
+            return None
+        if source.layout.model_header.encoded != header.encoded:
+            return None
+        try:
+            if not self._store.is_usable(newest):
+                return None  # somebody has marked or replaced it, beside the training
+        except StorageError:
+            return None
+        return CloneSource(source.model, source.model_leaves, self._trained)
+
+    def _written_bytes(self) -> int:
+        sizes = (self.slot.train_state.size_bytes, self.slot.manifest.size_bytes)
+        return self._model_bytes + sum(sizes)
+
+
+def capture(
+    groups: Sequence[Mapping[str, Any]],
+    table: ParameterTable,
+    stored: Sequence[Stored],
+    slot: Slot,
+    step: int,
+    train_state: EncodedState,
+    metrics: Mapping[str, float],
+) -> Captured:
+    """Capture by value what a checkpoint of this moment is, apart from its parameters.
+
+    Everything that can be too large fails here, before a checkpoint is withdrawn.
+
+    Args:
+        groups: ``param_groups`` of the optimizer.
+        table: Its parameters, and their scalar state.
+        stored: What ``model.safetensors`` will have.
+        slot: Has the state.
+        step: Optimizer steps taken.
+        train_state: The user's.
+        metrics: The user's, checked.
+
+    Raises:
+        OffloadError: The hyper-parameters do not fit into what the slot reserves.
+        TypeError: A hyper-parameter cannot be stored; names it.
+        offload.format.train_state.TrainStateTooLargeError: The train state does not fit.
+    """
+    manifest = _describe(groups, table, stored, slot, step, metrics)
+    packed = pack_encoded(
+        train_state,
+        capacity_bytes=slot.train_state.size_bytes,
+        header=train_state_header(manifest),
+    )
+    captured = [item.captured() for item in stored]
+    marks = marks_of(item.tensor for item in captured)
+    return Captured(manifest, packed, captured, versions_of(stored), marks, SealHandle(step))
+
+
+def versions_of(stored: Iterable[Stored]) -> dict[str, int]:
+    """Return how often tensors that a seal does not copy at once have been changed in place.
+
+    Those that were made in inference mode do not count their changes, and are left out.
+    """
+    # A step may be changing them beside the model. This does not wait for it.
+    with torch._C.DisableTorchFunctionSubclass():
+        return {
+            item.spec.name: item.tensor._version
+            for item in stored
+            if not item.by_value and not item.tensor.is_inference()
+        }
+
+
+def _describe(
+    groups: Sequence[Mapping[str, Any]],
+    table: ParameterTable,
+    stored: Sequence[Stored],
+    slot: Slot,
+    step: int,
+    metrics: Mapping[str, float],
+) -> Manifest:
+    """Return the manifest of a seal; digests are placeholders yet."""
+    layout = slot.layout
+    manifest = Manifest(
+        store_id=slot.context.store_id,
+        generation=slot.context.generation,
+        step=step,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        torch_version=torch.__version__,
+        optimizer=table.rule.class_name,
+        groups=tuple(
+            {k: copy.deepcopy(v) for k, v in group.items() if k not in NOT_HYPERPARAMETERS}
+            for group in groups
+        ),
+        layout=layout,
+        scalars=tuple(table.scalars),
+        digests=dict.fromkeys(layout.array_names, (_NO_DIGEST,) * layout.num_chunks),
+        model_digests=(_NO_DIGEST,) * num_model_blocks(layout),
+        parts=slot.part_references,
+        metrics=metrics,
+        order=_parameter_order(groups, stored, layout),
+    )
+    manifest.encode(slot.manifest.size_bytes)
+    return manifest
+
+
+def _parameter_order(
+    groups: Sequence[Mapping[str, Any]], stored: Sequence[Stored], layout: Layout
+) -> tuple[tuple[int, ...], ...] | None:
+    positions = {tensor.name: position for position, tensor in enumerate(layout.model)}
+    known = {item.tensor: positions[item.spec.name] for item in stored}
+    if any(p not in known for group in groups for p in group["params"]):
+        return None  # a frozen parameter that is not the model's
+    return tuple(tuple(known[p] for p in group["params"]) for group in groups)

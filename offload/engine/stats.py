@@ -1,0 +1,249 @@
+"""What an optimizer has moved and waited for since it was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from offload.stream.meter import Meter
+from offload.units import count, duration, many, rate, size
+
+if TYPE_CHECKING:
+    from offload.format.layout import Layout
+    from offload.stream.drives import Drives
+    from offload.stream.streamer import Streamer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Stats:
+    """Totals since construction. Bytes are what was transferred; times are seconds."""
+
+    steps: int
+    """Calls of ``step()`` that updated parameters."""
+
+    num_parameters: int
+    """Trainable elements."""
+
+    bytes_read: int
+    """Bytes read from storage: state, parameters at a restore, and what an earlier process has left
+    in a slot, which a seal compares with the model."""
+
+    bytes_written: int
+    """Bytes written to storage: state, and parameters at seals."""
+
+    read_s: float
+    """Seconds during which at least one read was in progress."""
+
+    write_s: float
+    """Seconds during which at least one write was in progress."""
+
+    step_s: float
+    """Seconds inside ``step()``."""
+
+    beside_s: float
+    """With ``Options(overlap=...)``: seconds that steps took beside the model, on their own thread.
+    The computing and the waits below are parts of these and of `step_s`; nothing else counts."""
+
+    compute_s: float
+    """Seconds of updating: gathering gradients, torch's step, casting back."""
+
+    wait_read_s: float
+    """Seconds that the update waited for reads."""
+
+    wait_write_s: float
+    """Seconds that it waited for a free frame of the ring, which writes were holding."""
+
+    wait_seal_s: float
+    """Seconds that it waited for a seal to copy parameters or to free a slot."""
+
+    outside_s: float
+    """Seconds of the same kinds outside of steps: that `checkpoint` and `synchronize` waited for
+    seals, and that other methods took to read or replace the state."""
+
+    wait_update_s: float
+    """With ``Options(overlap=...)``: seconds that the training thread waited for the step that runs
+    beside it."""
+
+    wait_device_s: float
+    """Seconds that the update waited for gradients and parameters that are on a device: for the
+    backward that computes them, mostly, as that has only been queued when ``step()`` is called."""
+
+    moved_gradient_bytes: int
+    """With ``Options(overlap=...)``: most bytes of gradients that such a step has held at once."""
+
+    copied_gradient_bytes: int
+    """With ``Options(overlap="forward")``: most bytes of gradients that one ``step()`` has copied,
+    because somebody else could have written into them: they are in a buffer of yours, or you have
+    kept the tensors."""
+
+    seals: int
+    """Checkpoints sealed."""
+
+    seal_bytes: int
+    """Bytes that the newest seal wrote: of parameters and buffers those that were not in the slot
+    already, train state, manifest."""
+
+    seal_s: float
+    """Seconds that the newest seal took, behind training."""
+
+    restore_bytes: int
+    """Bytes that the last restore read."""
+
+    restore_s: float
+    """Seconds that the last restore took."""
+
+    ring_bytes: int
+    """Memory that state passes through: of the host, or of the device where it is updated there."""
+
+    resident_bytes: int
+    """Memory, of the same place, in which state is kept between steps."""
+
+    to_host_bytes: int
+    """Bytes copied from devices to the host: gradients and parameters, for steps and seals."""
+
+    to_device_bytes: int
+    """Bytes copied from the host to devices: parameters, by steps and restores."""
+
+    crossing_bytes: int
+    """Most page-locked host memory that gradients and parameters have passed through at once."""
+
+    state_bytes: int
+    """Bytes of optimizer state on storage in one slot."""
+
+    drive_read_gbps: float
+    """Gigabytes (1e9) per second that the drive was measured to read; 0 if it was not measured."""
+
+    drive_write_gbps: float
+    """Likewise, to write."""
+
+    drive_mixed_gbps: float
+    """Likewise, to read and write as much at the same time, both together."""
+
+    drive_bytes: int
+    """Size of the file systems that hold the state; 0 if that is not known."""
+
+    @property
+    def read_gbps(self) -> float:
+        """Gigabytes (1e9) read per second of reading; 0 before the first read."""
+        return self.bytes_read / self.read_s / 1e9 if self.read_s else 0.0
+
+    @property
+    def write_gbps(self) -> float:
+        """Gigabytes (1e9) written per second of writing; 0 before the first write."""
+        return self.bytes_written / self.write_s / 1e9 if self.write_s else 0.0
+
+    @property
+    def drive_writes(self) -> float:
+        """How many times the drive's size has been written; 0 if its size is not known.
+
+        Flash drives are sold with the number that they endure: some hundreds for consumer drives
+        (a 1 TB drive rated at 600 TBW endures 600), thousands for data centre ones.
+        """
+        return self.bytes_written / self.drive_bytes if self.drive_bytes else 0.0
+
+    def scalars(self, prefix: str = "offload/") -> dict[str, float]:
+        """Return all of it as a flat dict of finite floats, which is what loggers of metrics take.
+
+        One entry for each field and each rate above. Nearly all are totals since construction:
+        the difference of two calls is what happened between them.
+
+        Args:
+            prefix: Begins every name. Loggers make a group of what stands before a slash.
+        """
+        names = [*(field.name for field in fields(self)), "read_gbps", "write_gbps", "drive_writes"]
+        return {prefix + name: float(getattr(self, name)) for name in names}
+
+    def summary(self) -> str:
+        """Say in a few lines, for people, where the time of the steps went."""
+        steps = max(self.steps, 1)
+        parts = {
+            "updating": self.compute_s,
+            "waiting for reads": self.wait_read_s,
+            "waiting for writes": self.wait_write_s,
+            "waiting for seals": self.wait_seal_s,
+        }
+        if self.wait_device_s:
+            parts["waiting for device"] = self.wait_device_s
+        total = max(self.beside_s or self.step_s, sum(parts.values()))
+        parts["everything else"] = total - sum(parts.values())
+        first = f"{self._steps_taken()}, {duration(total / steps)} each"
+        if self.beside_s:
+            first += f" beside the model, which waited {duration(self.wait_update_s / steps)}"
+        lines = [first]
+        lines += [
+            f"  {name:<19}{duration(seconds / steps):>10} {seconds / max(total, 1e-9):6.1%}"
+            for name, seconds in parts.items()
+        ]
+        if self.outside_s:
+            lines.append(
+                f"outside steps: {duration(self.outside_s)} of waiting for seals, and of reading "
+                "or replacing the state"
+            )
+        rates = {"read": self.read_gbps, "written": self.write_gbps}
+        moved = ", ".join(f"{name} {rate(gbps * 1e9)}" for name, gbps in rates.items() if gbps)
+        measured = (
+            f"(the drive, measured: {self.drive_read_gbps:.2f}, {self.drive_write_gbps:.2f}, "
+            f"and {self.drive_mixed_gbps:.2f} GB/s both at once)"
+            if self.drive_mixed_gbps
+            else ""
+        )
+        # Nothing is read in the first step; what it has written may be on its way yet.
+        lines += [line] if (line := f"{moved} {measured}".strip()) else []
+        lines.append(f"{size(self.bytes_written)} written")
+        if self.drive_writes >= _FEWEST_WRITES:
+            digits = ",.0f" if self.drive_writes >= 10 else ".2g"
+            lines[-1] += f", {self.drive_writes:{digits}} full drive writes"
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """Say in one short line what has been done; `summary` says more."""
+        return (
+            f"<Stats: {self._steps_taken()}, {many(self.seals, 'seal')}, "
+            f"{size(self.bytes_read)} read, {size(self.bytes_written)} written>"
+        )
+
+    def _steps_taken(self) -> str:
+        return f"{many(self.steps, 'step')} of {count(self.num_parameters)} parameters"
+
+
+_FEWEST_WRITES = 1e-4
+"""Full drive writes that are worth a word: a ten-thousandth of what a drive endures for a year."""
+
+
+def collect_stats(
+    meter: Meter,
+    drives: Drives,
+    streamer: Streamer | None,
+    layout: Layout | None,
+) -> Stats:
+    """Put the totals together from all who count them.
+
+    Args:
+        meter: What the engine has counted.
+        drives: What has been moved, and what they can do.
+        streamer: The ring, if there is one.
+        layout: Of the state, if it has been laid out.
+    """
+    traffic = meter.traffic
+    own = {f.name for f in fields(meter)} & {f.name for f in fields(Stats)}
+    totals = {name: getattr(meter, name) for name in own}
+    counters = drives.counters()
+    read_gbps, write_gbps, mixed_gbps = drives.rates()
+    return Stats(
+        **totals,
+        num_parameters=layout.num_elements if layout else 0,
+        bytes_read=counters.bytes_read,
+        bytes_written=counters.bytes_written,
+        read_s=counters.read_s,
+        write_s=counters.write_s,
+        ring_bytes=streamer.ring_bytes if streamer else 0,
+        resident_bytes=streamer.resident_bytes if streamer else 0,
+        state_bytes=layout.state_bytes if layout else 0,
+        to_host_bytes=traffic.to_host_bytes,
+        to_device_bytes=traffic.to_device_bytes,
+        crossing_bytes=traffic.peak_bytes,
+        drive_read_gbps=read_gbps,
+        drive_write_gbps=write_gbps,
+        drive_mixed_gbps=mixed_gbps,
+        drive_bytes=drives.size_bytes(),
+    )

@@ -1,0 +1,17 @@
+"""Other programs' files: torch's state dicts and checkpoints, Hugging Face's, import and export.
+
+This wing may know `stream`, `update`, `store`, `checkpoint`, `model`, `retention` and `options`. It
+never imports `engine` or the optimizer.
+"""
+
+from offload.exchange.exporting import export_checkpoint
+from offload.exchange.foreign import open_foreign
+from offload.exchange.importing import import_checkpoint
+from offload.exchange.read_state import read_state
+
+__all__ = [
+    "export_checkpoint",
+    "import_checkpoint",
+    "open_foreign",
+    "read_state",
+]

@@ -1,0 +1,205 @@
+"""Streaming a checkpoint's state out of its store as FP32, in a bounded ring, digests checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.second_look import look_again
+from offload.format.arrays import MASTER
+from offload.format.digests import DigestContext
+from offload.format.layout import Layout
+from offload.format.manifest import MODEL_BLOCK_BYTES
+from offload.model.model_file import MODEL_ARRAY
+from offload.store.part import open_part
+from offload.store.slot import Slot, open_slot
+from offload.stream.frame import HostFrames
+from offload.stream.meter import Meter
+from offload.stream.streamer import Streamer
+from offload.update.decoder import (
+    Block,
+    StateDecoder,
+    StoredParameters,
+    has_master,
+    kept_arrays,
+)
+from offload.update.rules import Scalars, write_scalars
+
+Progress: TypeAlias = Callable[[int, int], object]
+"""Called with the bytes done so far and the bytes in all."""
+
+_RING_CHUNKS = 3
+
+
+class CheckpointStream:
+    """What an export reads. Made by `open_stream`.
+
+    Args:
+        checkpoint: Open, and locked against recycling.
+        slot: Its files.
+        progress: Called after each block.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, slot: Slot, progress: Progress | None) -> None:
+        self.checkpoint = checkpoint
+        self.manifest = checkpoint.manifest
+        self.layout: Layout = checkpoint.manifest.layout
+        self._slot = slot
+        self._progress = progress
+        self._done_bytes = 0
+        header = self.layout.model_header
+        self._model_bytes = header.file_bytes - header.data_start
+        self.total_bytes: int = self._model_bytes + sum(
+            4 * p.num_elements * len(self.exported_arrays(i))
+            for i, p in enumerate(self.layout.parameters)
+        )
+        """Of the model in its own dtype and the state in FP32: an export takes them at least."""
+
+    def exported_arrays(self, index: int) -> tuple[str, ...]:
+        """Return the FP32 arrays of a parameter that `blocks` gives: the master, then its state."""
+        spec = self.layout.parameters[index]
+        names: tuple[str, ...] = (MASTER,) if has_master(spec) else ()
+        if self.manifest.scalars[index] is not None:
+            names += kept_arrays(spec, self.layout)
+        return names
+
+    def scalars(self, index: int) -> dict[str, Any]:
+        """Return fresh objects for the scalar state of a parameter, as torch has them."""
+        values: Scalars | None = self.manifest.scalars[index]
+        return write_scalars(values) if values is not None else {}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return torch's parameter groups: hyper-parameters, names, and numbers in their order."""
+        layout, out, number = self.layout, [], 0
+        for hyper, members in zip(self.manifest.groups, self._members(), strict=True):
+            group = {k: v for k, v in hyper.items() if k not in ("params", "param_names")}
+            group["params"] = list(range(number, number + len(members)))
+            group["param_names"] = [layout.model[position].name for position in members]
+            number += len(members)
+            out.append(group)
+        return out
+
+    def _members(self) -> list[list[int]]:
+        if self.manifest.order is not None:
+            return [list(group) for group in self.manifest.order]
+        positions = {tensor.name: i for i, tensor in enumerate(self.layout.model)}
+        members: list[list[int]] = [[] for _ in self.manifest.groups]
+        for spec in self.layout.parameters:
+            members[spec.group].append(positions[spec.name])
+        return members
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the FP32 state block by block, as the next step would see it.
+
+        Raises:
+            DamagedError: What was read is not what was written.
+        """
+        streamer = Streamer(
+            HostFrames(self.checkpoint.backend),
+            self.layout,
+            _RING_CHUNKS,
+            Meter(),
+            verify_reads=True,
+        )
+        decoder = StateDecoder(
+            self.layout, self.manifest.scalars, StoredParameters(self._slot.model, self.layout)
+        )
+        chunks = range(self.layout.num_chunks)
+        streamer.begin(self._slot, chunks)
+        try:
+            for chunk in chunks:
+                frame = streamer.take(chunk)
+                try:
+                    for block in decoder.blocks(chunk, frame.tensors()):
+                        yield block
+                        self._advance(sum(values.nbytes for values in block[2].values()))
+                finally:
+                    streamer.discard(frame)
+        finally:
+            streamer.reset()
+
+    def model_blocks(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the data of ``model.safetensors``, each piece with its first byte.
+
+        Raises:
+            DamagedError: What was read is not what was written.
+        """
+        data_start = self.layout.model_header.data_start
+        for index, start in enumerate(range(0, self._model_bytes, MODEL_BLOCK_BYTES)):
+            stop = min(start + MODEL_BLOCK_BYTES, self._model_bytes)
+            data = self._slot.model.read_bytes(data_start + start, stop - start)
+            digest = partial(self._slot.context.digest, MODEL_ARRAY, index)
+            found, expected = digest(memoryview(data)), self.manifest.model_digests[index]
+            if found != expected:
+                again = look_again(
+                    self._slot.model,
+                    data_start + start,
+                    stop - start,
+                    digest,
+                    found=found,
+                    expected=expected,
+                    direct=True,  # the first read went through the page cache
+                )
+                data = bytes(again.memoryview())
+            yield start, data
+            self._advance(len(data))
+
+    def read_model(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return bytes of one tensor of the model; not compared with digests."""
+        header = self.layout.model_header
+        at = header.data_start + header.entries[name].start
+        return _bytes_of(self._slot, at + start, stop - start)
+
+    def _advance(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        if self._progress is not None:
+            self._progress(min(self._done_bytes, self.total_bytes), self.total_bytes)
+
+
+@contextmanager
+def open_stream(
+    checkpoint: Checkpoint, progress: Progress | None = None
+) -> Iterator[CheckpointStream]:
+    """Open the files of a checkpoint for streaming.
+
+    Raises:
+        RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
+        gds.StorageError: One cannot be opened.
+    """
+    with checkpoint.held(), _open_stream(checkpoint, progress) as stream:
+        yield stream
+
+
+@contextmanager
+def _open_stream(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[CheckpointStream]:
+    backend, manifest = checkpoint.backend, checkpoint.manifest
+    slot = open_slot(backend, checkpoint.path, manifest.layout, writable=False)
+    try:
+        slot.parts = tuple(
+            open_part(
+                backend,
+                os.path.dirname(path),
+                os.path.basename(path),
+                manifest.layout,
+                drive,
+                writable=False,
+            )
+            for drive, path in enumerate(checkpoint.parts, 1)
+        )
+        slot.begin_generation(DigestContext(manifest.store_id, manifest.generation))
+        slot.digests = {name: list(digests) for name, digests in manifest.digests.items()}
+        yield CheckpointStream(checkpoint, slot, progress)
+    finally:
+        slot.close()
+
+
+def _bytes_of(slot: Slot, offset: int, nbytes: int) -> torch.Tensor:
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(slot.model.read_bytes(offset, nbytes)), dtype=torch.uint8)

@@ -1,0 +1,275 @@
+"""Directories of `torch.distributed.checkpoint`, read range by range.
+
+Their ``.metadata`` is a pickle, which torch itself loads without restriction. Here it is read by
+`pickle_reading`: the classes that it names stand for records of fields, and nothing is run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from offload.errors import CheckpointError
+from offload.exchange.dcp_writer import boxes
+from offload.exchange.foreign_paths import require_file
+from offload.exchange.pickle_reading import MAX_PICKLE_BYTES, Name, PickleError, Record, read_pickle
+from offload.exchange.stored_tensor import StoredTensor, scratch_tensor
+from offload.exchange.torch_reading import DTYPES, read_structure
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_MAX_DIMS = 64
+_MAX_DEPTH = 64
+"""Of names within names."""
+
+_MAX_NAME_BYTES = 4096
+
+
+def _record(kind: str) -> Name:
+    return Name(kind, lambda *arguments: Record(kind, *arguments))
+
+
+def _same(value: Any = None, *_: Any) -> Any:
+    return value
+
+
+def _path(*parts: Any) -> str:
+    return "/".join(part for part in parts if isinstance(part, str))
+
+
+_NAMES: Final[Mapping[tuple[str, str], Any]] = {
+    **{
+        (_METADATA, kind): _record(kind)
+        for kind in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+        )
+    },
+    (_METADATA, "_MEM_FORMAT_ENCODING"): Name("_MEM_FORMAT_ENCODING", _same),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _record("_StoragePrefix"),
+    ("torch.serialization", "_get_layout"): Name("_get_layout", _same),
+    ("torch", "Size"): Name("torch.Size", tuple, copies=True),
+    ("torch", "device"): Name("torch.device", _same),
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    **{
+        ("pathlib", kind): Name(kind, _path, copies=True)
+        for kind in ("Path", "PosixPath", "PurePosixPath")
+    },
+    ("collections", "OrderedDict"): Name("OrderedDict", dict),
+}
+
+
+def read_dcp(path: str) -> Any:
+    """Return the nested state dict of a distributed checkpoint, with tensors that can be read.
+
+    Raises:
+        CheckpointError: It is damaged, names what would have to be executed, or would take more
+            memory than any such file needs.
+    """
+    metadata = f"{path}/.metadata"
+    require_file(metadata)
+    try:
+        size = os.path.getsize(metadata)
+        if size > MAX_PICKLE_BYTES:
+            raise PickleError(f"{size} bytes, at most {MAX_PICKLE_BYTES} are read")
+        with open(metadata, "rb") as file:
+            found = read_pickle(file.read(size), _NAMES)
+        return _Directory(path).read(_fields(found, "Metadata"))
+    except (PickleError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        what = f"{type(error).__name__} {error}" if isinstance(error, LookupError) else error
+        raise CheckpointError(
+            f"{metadata}: cannot be read as that of a distributed checkpoint ({what})"
+        ) from error
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(value, Record) or value.kind != kind:
+        found = value.kind if isinstance(value, Record) else type(value).__name__
+        raise PickleError(f"a {found}, expected a {kind}")
+    return value.fields
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """Return sizes, or offsets, in each dimension."""
+    if (
+        type(value) is not tuple
+        or len(value) > _MAX_DIMS
+        or any(type(n) is not int or not 0 <= n < 1 << 63 for n in value)
+    ):
+        raise PickleError(f"{str(value)[:80]} are no sizes")
+    return value
+
+
+class _Directory:
+    """The files of a distributed checkpoint.
+
+    Args:
+        path: Of the directory.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._sizes: dict[str, int] = {}
+        self._places: dict[tuple[Any, tuple[int, ...] | None], dict[str, Any]] = {}
+
+    def read(self, metadata: Mapping[str, Any]) -> Any:
+        """Return what is stored, nested as it was."""
+        for index, info in metadata["storage_data"].items():
+            found = _fields(index, "MetadataIndex")
+            offset = found.get("offset")
+            key = found["fqn"], None if offset is None else _sizes(offset)
+            self._places[key] = _fields(info, "_StorageInfo")
+        names = metadata.get("planner_data") or {}
+        root: dict[Any, Any] = {}
+        for key, what in metadata["state_dict_metadata"].items():
+            if not isinstance(key, str) or len(key) > _MAX_NAME_BYTES:
+                raise PickleError(f"a name is {str(key)[:80]!r}")
+            _put(root, names.get(key) or tuple(key.split(".")), self._value(key, what))
+        return _with_lists(root)
+
+    def _value(self, key: str, what: Any) -> Any:
+        kind = what.kind if isinstance(what, Record) else type(what).__name__
+        if kind == "TensorStorageMetadata":
+            return BoxedTensor(self, key, what.fields)
+        if kind != "BytesStorageMetadata":
+            raise CheckpointError(f"{self.path}: {key!r:.80} is a {kind}")
+        return read_structure(*self.region(key, None if (key, None) in self._places else ()))
+
+    def region(self, key: str, offsets: tuple[int, ...] | None) -> tuple[str, int, int]:
+        """Return in which file, and between which bytes, something is stored."""
+        info = self._places[key, offsets]
+        name, begin, length = info["relative_path"], info["offset"], info["length"]
+        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
+            raise CheckpointError(
+                f"{self.path}: names a file outside its directory: {str(name)[:80]!r}"
+            )
+        if info.get("transform_descriptors"):
+            raise CheckpointError(f"{self.path}/{name}: compressed, which cannot be read in ranges")
+        (begin, length) = _sizes((begin, length))
+        if name not in self._sizes:
+            self._sizes[name] = require_file(f"{self.path}/{name}")
+        if begin + length > self._sizes[name]:
+            raise CheckpointError(
+                f"{self.path}/{name}: {self._sizes[name]} bytes, and {key!r:.80} is at {begin} to "
+                f"{begin + length}"
+            )
+        return f"{self.path}/{name}", begin, begin + length
+
+
+def _put(root: dict[Any, Any], names: Any, value: Any) -> None:
+    """Put a value where its names lead."""
+    if type(names) is not tuple or not 0 < len(names) <= _MAX_DEPTH:
+        raise PickleError(f"a name of {len(names)} parts, at most {_MAX_DEPTH} are read")
+    at = root
+    for name in names[:-1]:
+        at = at.setdefault(name, {})
+        if not isinstance(at, dict):
+            raise PickleError(f"{str(name)[:80]!r} is a value, and has others in it")
+    at[names[-1]] = value
+
+
+def _with_lists(value: Any, name: Any = None) -> Any:
+    """Make lists of what the planner flattened as numbered entries; not of state by number."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _with_lists(item, key) for key, item in value.items()}
+    if name != "state" and inner and set(inner) == set(range(len(inner))):
+        return [inner[i] for i in range(len(inner))]
+    return inner
+
+
+class BoxedTensor:
+    """A tensor that is stored as boxes; a `TensorSource`.
+
+    Args:
+        directory: Has the files.
+        key: Its name there.
+        fields: Of its metadata.
+
+    Raises:
+        CheckpointError: Its boxes are not the whole tensor, or are not in the files.
+    """
+
+    def __init__(self, directory: _Directory, key: str, fields: Mapping[str, Any]) -> None:
+        self.shape = _sizes(fields["size"])
+        dtype = _fields(fields["properties"], "TensorProperties")["state"][0]
+        self._key = f"{directory.path}: {key!r:.80}"
+        if not isinstance(dtype, torch.dtype):
+            raise PickleError(f"{key!r:.80} has no dtype")
+        self.dtype = dtype
+        self._boxes = []
+        for chunk in fields["chunks"]:
+            found = _fields(chunk, "ChunkStorageMetadata")
+            offsets, sizes = _sizes(found["offsets"]), _sizes(found["sizes"])
+            region = directory.region(key, offsets)
+            inside = len(offsets) == len(sizes) == len(self.shape) and all(
+                o + n <= m for o, n, m in zip(offsets, sizes, self.shape, strict=True)
+            )
+            if not inside or math.prod(sizes) * dtype.itemsize > region[2] - region[1]:
+                raise CheckpointError(f"{self._key}: a part is not of this tensor")
+            self._boxes.append((offsets, sizes, region))
+        if sum(math.prod(sizes) for _, sizes, _ in self._boxes) != math.prod(self.shape):
+            raise CheckpointError(f"{self._key}: its parts are not the whole tensor")
+        self._opened: tuple[int, StoredTensor] | None = None
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements in row-major order."""
+        if stop > start and len(self._boxes) == 1:
+            return self._tensor(0).read(start, stop)
+        if stop <= start:
+            return torch.empty(0, dtype=self.dtype, device="cpu")
+        out = scratch_tensor(stop - start, self.dtype)
+        at = 0
+        for offsets, sizes in boxes(self.shape, start, stop):
+            length = math.prod(sizes)
+            self._read_box(offsets, out[at : at + length].view(sizes))
+            at += length
+        return out
+
+    def _read_box(self, offsets: tuple[int, ...], out: torch.Tensor) -> None:
+        sizes = tuple(out.shape)
+        for number, (begin, extent, _) in enumerate(self._boxes):
+            first = [max(a, b) for a, b in zip(offsets, begin, strict=True)]
+            last = [
+                min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, begin, extent, strict=True)
+            ]
+            if any(a >= b for a, b in zip(first, last, strict=True)):
+                continue
+            inside = [a - b for a, b in zip(first, begin, strict=True)]
+            common = [b - a for a, b in zip(first, last, strict=True)]
+            strides = _strides(extent)
+            low = sum(i * s for i, s in zip(inside, strides, strict=True))
+            length = 1 + sum((n - 1) * s for n, s in zip(common, strides, strict=True))
+            flat = self._tensor(number).read(low, low + length)
+            target = out
+            for dim, (a, n, o) in enumerate(zip(first, common, offsets, strict=True)):
+                target = target.narrow(dim, a - o, n)
+            target.copy_(flat.as_strided(common, strides))
+
+    def _tensor(self, number: int) -> StoredTensor:
+        if self._opened is None or self._opened[0] != number:
+            _, sizes, (file, start, stop) = self._boxes[number]
+            found = read_structure(file, start, stop)
+            if not isinstance(found, StoredTensor) or (found.shape, found.dtype) != (
+                sizes,
+                self.dtype,
+            ):
+                raise CheckpointError(f"{self._key}: a part is not the tensor that it should be")
+            self._opened = (number, found)
+        return self._opened[1]
+
+
+def _strides(sizes: tuple[int, ...]) -> list[int]:
+    """Return the strides of a contiguous tensor, in elements."""
+    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]

@@ -1,0 +1,294 @@
+"""``offload export``: a checkpoint as the files of other programs, streamed.
+
+Every format has the model in its own dtype, and the optimizer state in FP32, decoded if the store
+keeps it in fewer bits. What is exported appears under its name when it is complete and durable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+
+from gds import Backend, File
+from offload.ambient import called_as_user, in_neutral
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.errors import DamagedError, MismatchError
+from offload.exchange.checkpoint_stream import CheckpointStream, Progress, open_stream
+from offload.exchange.destination import appearing
+from offload.exchange.torch_dicts import MASTERS, NUM_STEPS
+from offload.exchange.torch_file import Room, write_structure, write_tensor
+from offload.format.arrays import MASTER
+from offload.format.header import Header, build_header
+from offload.format.layout import array_file_name
+from offload.format.manifest import encode_group
+from offload.format.names import MODEL_NAME
+from offload.update.dtypes import DTYPES
+
+ExportFormat = Literal["hf", "safetensors", "pt", "dcp"]
+
+OPTIMIZER_PT = "optimizer.pt"
+OPTIMIZER_JSON = "optimizer.json"
+
+_Key = tuple[int, str]
+"""A parameter's index in the layout, and a state array."""
+
+
+@in_neutral
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    destination: str | os.PathLike[str],
+    to: ExportFormat,
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Write a checkpoint in another program's format.
+
+    - ``pt``: one file of `torch.save` with ``model``, ``optimizer`` (torch's state dict, with
+      ``master`` beside it) and ``step``.
+    - ``hf``: a directory with ``model.safetensors`` and ``optimizer.pt`` as the Hugging Face
+      Trainer writes them, and ``master.safetensors`` where parameters have 16 bits.
+    - ``safetensors``: a directory with ``model.safetensors``, one file for each state array, and
+      ``optimizer.json`` for hyper-parameters and scalars.
+    - ``dcp``: a directory of `torch.distributed.checkpoint` with ``model``, ``optim`` and
+      ``master``, by parameter names.
+
+    Memory is three chunks of state and a constant, whatever the size of the state. Everything read
+    is compared with its digest.
+
+    Args:
+        checkpoint: Made by `open_checkpoint`, which keeps it from being recycled.
+        destination: The file or directory to make; its parent must exist.
+        to: The format.
+        progress: Called with the bytes read so far and in all.
+
+    Raises:
+        StoreFullError: There is no room; says how much is needed and how much is free.
+        StoreError: There is something at `destination` already, or it cannot be written.
+        DamagedError: The checkpoint is damaged; nothing is left at `destination`.
+        gds.StorageError: Reading or writing failed otherwise; nothing is left either.
+    """
+    if to not in get_args(ExportFormat):
+        raise ValueError(f"to must be one of {', '.join(get_args(ExportFormat))}, got {to!r}")
+    target = os.path.abspath(os.fspath(destination))
+    backend = checkpoint.backend
+    progress = called_as_user(progress) if progress is not None else None
+    try:
+        _export(checkpoint, backend, target, to, progress)
+    except DamagedError as error:
+        raise DamagedError(
+            f"{error}. Nothing was exported. Run `offload verify --quarantine {checkpoint.path}`, "
+            "which marks this checkpoint as damaged; an export of its store then takes the newest "
+            "of the others"
+        ) from error
+
+
+def _export(
+    checkpoint: Checkpoint,
+    backend: Backend,
+    target: str,
+    to: ExportFormat,
+    progress: Progress | None,
+) -> None:
+    with (
+        open_stream(checkpoint, progress) as stream,
+        appearing(backend, target, stream.total_bytes) as partial,
+    ):
+        if to == "pt":
+            _export_pt(backend, stream, partial)
+        elif to == "hf":
+            backend.make_dir(partial)
+            _export_hf(backend, stream, partial)
+        elif to == "safetensors":
+            backend.make_dir(partial)
+            _export_safetensors(backend, stream, partial)
+        else:
+            from offload.exchange.dcp_writer import write_dcp  # imports torch.distributed
+
+            write_dcp(stream, partial, _state_dict)
+
+
+def _export_pt(backend: Backend, stream: CheckpointStream, path: str) -> None:
+    model = {t.name: Room(t.shape, DTYPES[t.dtype]) for t in stream.layout.model}
+    aliases = {alias: model[t.name] for t in stream.layout.model for alias in t.aliases}
+    rooms: dict[_Key, Room] = {}
+    optimizer = _state_dict(stream, _room_maker(stream, rooms), by_name=False)
+    optimizer[MASTERS] = _masters(stream, rooms)
+    value = {"model": {**model, **aliases}, "optimizer": optimizer, "step": stream.manifest.step}
+    file, offsets = write_structure(path, value)(backend)
+    with _written(file):
+        _write_model(stream, {name: (file, offsets[room]) for name, room in model.items()})
+        _write_state(stream, {key: (file, offsets[room]) for key, room in rooms.items()})
+
+
+def _export_hf(backend: Backend, stream: CheckpointStream, path: str) -> None:
+    rooms: dict[_Key, Room] = {}
+    optimizer = _state_dict(stream, _room_maker(stream, rooms), by_name=False)
+    file, offsets = write_structure(f"{path}/{OPTIMIZER_PT}", optimizer)(backend)
+    places = {key: (file, offsets[room]) for key, room in rooms.items()}
+    with _written(file), _array_files(backend, stream, path, [MASTER]) as masters:
+        _copy_model(backend, stream, f"{path}/{MODEL_NAME}")
+        _write_state(stream, {**places, **masters})
+
+
+def _export_safetensors(backend: Backend, stream: CheckpointStream, path: str) -> None:
+    arrays = dict.fromkeys(
+        name for i in range(len(stream.layout.parameters)) for name in stream.exported_arrays(i)
+    )
+    names = {p.name: stream.scalars(i) for i, p in enumerate(stream.layout.parameters)}
+    document = {
+        "optimizer": stream.manifest.optimizer,
+        "step": stream.manifest.step,
+        "param_groups": [
+            {**encode_group(i, group), "params": group["param_names"]}
+            for i, group in enumerate(stream.groups())
+        ],
+        "state": {
+            name: {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+            for index, (name, values) in enumerate(names.items())
+            if stream.manifest.scalars[index] is not None
+        },
+    }
+    text = json.dumps(document, indent=1).encode()
+    file = backend.create(f"{path}/{OPTIMIZER_JSON}", len(text))
+    with _written(file):
+        file.write_bytes(text, 0)
+    with _array_files(backend, stream, path, list(arrays)) as places:
+        _copy_model(backend, stream, f"{path}/{MODEL_NAME}")
+        _write_state(stream, places)
+
+
+def _state_dict(
+    stream: CheckpointStream, make: Callable[[int, str], Any], *, by_name: bool
+) -> dict[str, Any]:
+    """Return torch's state dict, with what `make` gives for each array of each parameter."""
+    _require_stepped(stream)
+    groups = stream.groups()
+    numbers: dict[str, Any] = {
+        name: name if by_name else number
+        for group in groups
+        for number, name in zip(group["params"], group["param_names"], strict=True)
+    }
+    state = {}
+    for index, spec in enumerate(stream.layout.parameters):
+        if spec.name not in numbers:
+            continue  # it is in no group, as torch's state dict cannot have it
+        entry = stream.scalars(index)
+        entry.update({n: make(index, n) for n in stream.exported_arrays(index) if n != MASTER})
+        if entry:
+            state[numbers[spec.name]] = entry
+    counted = {} if by_name else {NUM_STEPS: stream.manifest.step}
+    if by_name:
+        for group in groups:
+            group["params"] = group.pop("param_names")
+    order = {number: position for position, number in enumerate(numbers.values())}
+    state = {key: state[key] for key in sorted(state, key=order.__getitem__)}
+    return {"state": state, "param_groups": groups, **counted}
+
+
+def _require_stepped(stream: CheckpointStream) -> None:
+    """Refuse what torch's Adagrad could not go on from: it makes all state when constructed."""
+    if not stream.manifest.optimizer.endswith(".Adagrad"):
+        return
+    for spec, scalars in zip(stream.layout.parameters, stream.manifest.scalars, strict=True):
+        if scalars is None:
+            raise MismatchError(
+                f"{spec.name!r} has never been stepped, and torch's Adagrad cannot load a state "
+                "dict without its state: use full_state_dict() of the optimizer"
+            )
+
+
+def _room_maker(stream: CheckpointStream, rooms: dict[_Key, Room]) -> Callable[[int, str], Room]:
+    def make(index: int, name: str) -> Room:
+        room = Room(stream.layout.parameters[index].shape, torch.float32)
+        return rooms.setdefault((index, name), room)
+
+    return make
+
+
+def _masters(stream: CheckpointStream, rooms: dict[_Key, Room]) -> dict[int, Room]:
+    make = _room_maker(stream, rooms)
+    indices = {p.name: i for i, p in enumerate(stream.layout.parameters)}
+    return {
+        number: make(indices[name], MASTER)
+        for group in stream.groups()
+        for number, name in zip(group["params"], group["param_names"], strict=True)
+        if name in indices and MASTER in stream.exported_arrays(indices[name])
+    }
+
+
+@contextmanager
+def _written(*files: File, more: Sequence[File] = ()) -> Iterator[None]:
+    """Make files durable at the end, and close them; `more` may grow meanwhile."""
+    try:
+        yield
+        for file in (*files, *more):
+            file.sync()
+    finally:
+        for file in (*files, *more):
+            file.close()
+
+
+@contextmanager
+def _array_files(
+    backend: Backend, stream: CheckpointStream, path: str, names: list[str]
+) -> Iterator[dict[_Key, tuple[File, int]]]:
+    """Make a safetensors file for each state array; yields where each tensor's data begins."""
+    parameters = stream.layout.parameters
+    places: dict[_Key, tuple[File, int]] = {}
+    files: list[File] = []
+    with _written(more=files):
+        for array in names:
+            have = [i for i in range(len(parameters)) if array in stream.exported_arrays(i)]
+            if not have:
+                continue
+            header = build_header(
+                [(parameters[i].name, "F32", parameters[i].shape) for i in have], {"format": "pt"}
+            )
+            files.append(_create(backend, f"{path}/{array_file_name(array)}", header))
+            for i in have:
+                start = header.data_start + header.entries[parameters[i].name].start
+                places[i, array] = (files[-1], start)
+        yield places
+
+
+def _create(backend: Backend, path: str, header: Header) -> File:
+    file = backend.create(path, header.file_bytes)
+    try:
+        file.write_bytes(header.encoded, 0)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _copy_model(backend: Backend, stream: CheckpointStream, path: str) -> None:
+    header = stream.layout.model_header
+    file = _create(backend, path, header)
+    with _written(file):
+        for start, data in stream.model_blocks():
+            file.write_bytes(data, header.data_start + start)
+
+
+def _write_model(stream: CheckpointStream, places: Mapping[str, tuple[File, int]]) -> None:
+    """Write each tensor of the model where it belongs."""
+    entries = [e for e in stream.layout.model_header.entries.values() if e.nbytes]
+    for start, data in stream.model_blocks():
+        stop = start + len(data)
+        for entry in entries:
+            first, last = max(start, entry.start), min(stop, entry.stop)
+            if first < last:
+                file, at = places[entry.name]
+                file.write_bytes(data[first - start : last - start], at + first - entry.start)
+
+
+def _write_state(stream: CheckpointStream, places: Mapping[_Key, tuple[File, int]]) -> None:
+    for index, start, values in stream.blocks():
+        for name, block in values.items():
+            if (index, name) in places:
+                file, at = places[index, name]
+                write_tensor(file, at + 4 * start, block)

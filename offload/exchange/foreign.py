@@ -1,0 +1,240 @@
+"""Checkpoints of other programs, as `importing.Foreign`: opened, not read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from offload.ambient import in_neutral
+from offload.errors import CheckpointError, MismatchError
+from offload.exchange.foreign_checks import check_optimizer
+from offload.exchange.foreign_paths import read_json, require_file
+from offload.exchange.importing import Foreign
+from offload.exchange.stored_tensor import StoredTensor
+from offload.exchange.torch_dicts import MASTERS, NUM_STEPS
+from offload.exchange.torch_reading import read_structure
+from offload.format.header import MAX_HEADER_BYTES, TensorFileError, read_header
+from offload.format.strict_json import is_text
+from offload.units import seen_from
+from offload.update.dtypes import DTYPES
+
+_MODEL_KEYS = ("model", "model_state_dict", "state_dict")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+_SNIFFED_BYTES = 512
+
+
+@in_neutral
+def open_foreign(path: str, model: str | None = None) -> Foreign:
+    """Find out what a file or directory is, and open it.
+
+    - A file of `torch.save` with a model's and an optimizer's state dicts, or the latter alone.
+    - A directory with ``optimizer.pt`` and ``model.safetensors``, of the Hugging Face Trainer.
+    - A directory of `torch.distributed.checkpoint`.
+
+    Args:
+        path: Where it is.
+        model: A file with the model, where it is in another one: safetensors, or of `torch.save`.
+
+    Raises:
+        CheckpointError: It is none of these, is damaged, or holds what would have to be executed.
+    """
+    if os.path.isdir(path):
+        if os.path.exists(f"{path}/.metadata"):
+            from offload.exchange.dcp_reader import read_dcp
+
+            return _from_structure(path, read_dcp(path), model)
+        if os.path.exists(f"{path}/optimizer.pt"):
+            return _open_hf(path, model)
+        raise CheckpointError(
+            f"{path}: holds neither an optimizer.pt nor the .metadata of a distributed checkpoint"
+        )
+    if not os.path.exists(path):
+        raise CheckpointError(f"{path}: there is nothing here")
+    _require_torch_file(
+        path,
+        "a file of torch.save, a directory of Hugging Face's Trainer (checkpoint-<N>), or one of "
+        "torch.distributed.checkpoint",
+    )
+    return _from_structure(path, read_structure(path), model)
+
+
+def _from_structure(path: str, found: Any, model: str | None) -> Foreign:
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected state dicts")
+    optimizer: Any = found
+    if not {"state", "param_groups"} <= found.keys():
+        optimizer = next((found[k] for k in _OPTIMIZER_KEYS if k in found), None)
+    if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
+        raise CheckpointError(
+            f"{path}: no optimizer's state dict in it: it has {sorted(map(str, found))[:8]}, "
+            f"expected 'state' and 'param_groups', or one of {', '.join(_OPTIMIZER_KEYS)}"
+        )
+    masters = optimizer.get(MASTERS) or found.get(MASTERS) or {}
+    check_optimizer(path, optimizer, masters)
+    out = Foreign(path, {}, optimizer, masters)
+    for holder, key in ((found, "step"), (optimizer, NUM_STEPS)):
+        if key in holder:
+            out.step, out.step_from = holder[key], f"{key!r} in {path}"
+            break
+    if model is not None:
+        return _with_model(out, model)
+    tensors = next((found[k] for k in _MODEL_KEYS if k in found and found is not optimizer), None)
+    if not isinstance(tensors, Mapping):
+        raise CheckpointError(
+            f"{path}: no model's state dict in it (one of {', '.join(_MODEL_KEYS)}): say which "
+            "file has it, with --model (model= in Python)"
+        )
+    return _with_tensors(out, tensors)
+
+
+def _open_hf(path: str, model: str | None) -> Foreign:
+    optimizer = read_structure(f"{path}/optimizer.pt")
+    out = _from_structure(path, optimizer, model or _model_file(path))
+    if os.path.exists(f"{path}/master.safetensors"):
+        masters, _ = open_safetensors(f"{path}/master.safetensors")
+        numbers = {
+            name: number
+            for group in out.optimizer["param_groups"]
+            for number, name in zip(group["params"], group.get("param_names", ()), strict=False)
+        }
+        if masters.keys() - numbers.keys():
+            raise MismatchError(
+                f"{path}: master.safetensors has parameters that optimizer.pt does not name"
+            )
+        out.masters = {numbers[name]: source for name, source in masters.items()}
+    state = f"{path}/trainer_state.json"
+    if os.path.lexists(state):
+        found = read_json(state)
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{state}: a {type(found).__name__}, expected an object")
+        if found.get("global_step") is not None:
+            out.step, out.step_from = found["global_step"], f"'global_step' in {state}"
+    return out
+
+
+def _require_torch_file(path: str, accepted: str) -> None:
+    """Refuse a file that `torch.save` cannot have written, going by how it begins.
+
+    Raises:
+        CheckpointError: It is another one; says what it looks like, and what is accepted.
+    """
+    require_file(path)
+    with open(path, "rb") as file:
+        start = file.read(_SNIFFED_BYTES)
+    looks = _looks_like(start)
+    if looks:
+        raise CheckpointError(f"{path}: {looks}; expected {accepted}")
+
+
+def _looks_like(start: bytes) -> str:
+    """Return what a file is that begins like this; empty if `torch.save` may have written it."""
+    if not start:
+        return "is empty"
+    if start.startswith(b"GGUF"):
+        return "looks like GGUF, which has no optimizer state"
+    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES:
+        return "looks like safetensors, which have tensors, but no optimizer's state dict"
+    text = start.decode("utf-8", errors="ignore")
+    whole = len(text.encode()) > len(start) - 4  # all but a character that has been cut
+    if text and whole and all(c.isprintable() or c.isspace() for c in text):
+        return f"looks like text (it begins with {text.splitlines()[0]!r:.60})"
+    return ""
+
+
+def _model_file(path: str) -> str:
+    names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+    for name in names:
+        if os.path.exists(f"{path}/{name}"):
+            return f"{path}/{name}"
+    raise CheckpointError(f"{path}: has none of {', '.join(names)}")
+
+
+def _with_model(foreign: Foreign, path: str) -> Foreign:
+    if path.endswith(".index.json"):
+        tensors: dict[str, StoredTensor] = {}
+        for shard in _shards(path):
+            tensors.update(open_safetensors(f"{os.path.dirname(path)}/{shard}")[0])
+        foreign.model = tensors
+    elif path.endswith(".safetensors"):
+        foreign.model, foreign.aliases = open_safetensors(path)
+    else:
+        _require_torch_file(
+            path, "a .safetensors file, the .index.json of several, or a file of torch.save"
+        )
+        found = read_structure(path)
+        if isinstance(found, Mapping):
+            found = next((found[k] for k in _MODEL_KEYS if k in found), found)
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected a state dict")
+        return _with_tensors(foreign, found)
+    return foreign
+
+
+def _shards(path: str) -> list[str]:
+    """Return the files that an index of several names, each once."""
+    found = read_json(path)
+    named = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(named, dict) or not all(isinstance(n, str) for n in named.values()):
+        raise CheckpointError(f"{path}: has no 'weight_map' from names of tensors to files")
+    shards = sorted(set(named.values()))
+    for shard in shards:
+        if os.path.basename(shard) != shard or shard in ("", ".", ".."):
+            raise CheckpointError(f"{path}: names a file outside its directory: {shard!r:.80}")
+    return shards
+
+
+def _with_tensors(foreign: Foreign, found: Mapping[str, Any]) -> Foreign:
+    """Take the tensors of a model's state dict, tied ones once."""
+    model: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in found.items():
+        if not hasattr(tensor, "read"):
+            continue  # extra state, which is not a tensor
+        if not is_text(name):
+            raise CheckpointError(
+                f"{foreign.path}: a key of the model's state dict is {name!a:.80}, expected "
+                "Unicode text"
+            )
+        key = getattr(tensor, "place", None)
+        if key is not None and key in first:
+            aliases[name] = first[key]
+            continue
+        if key is not None:
+            first[key] = name
+        model[name] = tensor
+    foreign.model, foreign.aliases, foreign.is_ordered = model, aliases, True
+    return foreign
+
+
+def open_safetensors(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Open a safetensors file: its tensors, and other names of tied ones.
+
+    Raises:
+        CheckpointError: It is not one, or is damaged.
+    """
+    size = require_file(path)
+    try:
+        with open(path, "rb") as file:
+
+            def read(offset: int, length: int) -> bytes:
+                file.seek(offset)
+                return file.read(length)
+
+            header = read_header(read, size, path)
+    except (TensorFileError, OSError) as error:
+        reason = seen_from(path, str(error))
+        raise CheckpointError(f"{path}: cannot be read as safetensors: {reason}") from error
+    tensors = {}
+    for entry in header.entries.values():
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{path}: {entry.name!r} is {entry.dtype}, which torch lacks")
+        offset = header.data_start + entry.start
+        tensors[entry.name] = StoredTensor(path, offset, entry.shape, DTYPES[entry.dtype])
+    aliases = {
+        alias: name
+        for alias, name in header.metadata.items()
+        if name in tensors and alias not in tensors
+    }
+    return tensors, aliases

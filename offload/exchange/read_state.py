@@ -1,0 +1,131 @@
+"""The optimizer state of one parameter of a checkpoint, as FP32, whatever it is stored as."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+
+from gds import File
+from offload.ambient import in_neutral
+from offload.errors import CheckpointNotFoundError
+from offload.format.arrays import MASTER
+from offload.format.layout import Piece, array_file_name
+from offload.format.names import MODEL_NAME
+from offload.update.decoder import (
+    StateDecoder,
+    StoredParameters,
+    cut_pieces,
+    has_master,
+    kept_arrays,
+)
+from offload.update.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from offload.checkpoint.checkpoint import Checkpoint
+
+
+def read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
+    """Read the optimizer state of one parameter of a checkpoint.
+
+    Takes the memory of the result and of one block (`decoder.STATE_BLOCK_ELEMENTS`).
+
+    Args:
+        checkpoint: The checkpoint. If it was not opened by `open_checkpoint`, it is kept from being
+            recycled meanwhile.
+        name: The parameter's name, as in ``model.safetensors``.
+
+    Returns:
+        FP32 tensors of the parameter's shape: ``master`` and every state array, as the next step
+        would compute with them. They are decoded if they are stored in fewer bits, and if a
+        parameter was edited after the last step, ``master`` is the edited value. The arrays of a
+        parameter that has never had a gradient are zeros. Nothing is compared with the digests;
+        `Checkpoint.verify` does that.
+
+    Raises:
+        CheckpointNotFoundError: There is no trainable parameter of that name.
+        RecycledError: It was not opened by `open_checkpoint`, and has been recycled.
+        gds.StorageError: It cannot be read.
+    """
+    with checkpoint.held():
+        return _read_state(checkpoint, name)
+
+
+@in_neutral
+def _read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
+    manifest = checkpoint.manifest
+    layout = manifest.layout
+    index = next((i for i, p in enumerate(layout.parameters) if p.name == name), None)
+    if index is None:
+        names = ", ".join(p.name for p in layout.parameters[:8])
+        raise CheckpointNotFoundError(
+            errno.ENOENT,
+            f"no trainable parameter {name!r} here (it has: {names}, ...)",
+            checkpoint.path,
+        )
+    spec = layout.parameters[index]
+    # Zeros are what a parameter has that was never stepped: of that one no array is read.
+    out = {
+        array: torch.zeros(spec.num_elements, dtype=torch.float32, device="cpu")
+        for array in (MASTER, *kept_arrays(spec, layout))
+    }
+    with _StoredPieces(checkpoint) as stored:
+        live = StoredParameters(stored.file(f"{checkpoint.path}/{MODEL_NAME}"), layout)
+        decoder = StateDecoder(layout, manifest.scalars, live)
+        has_state = manifest.scalars[index] is not None
+        for chunk in layout.chunks_of(index):
+            for piece in cut_pieces(layout, chunk):
+                if piece.parameter != index:
+                    continue
+                arrays = stored.read(chunk, piece) if has_state else {}
+                _, start, values = decoder.block(piece, arrays)
+                if not has_master(spec):  # an FP32 parameter is its own
+                    values[MASTER] = live.view(index, piece.start, piece.stop)
+                for array, block in values.items():
+                    out[array][start : start + len(block)] = block
+    return {array: values.view(spec.shape) for array, values in out.items()}
+
+
+class _StoredPieces:
+    """Reads what is stored of a piece of a chunk, and nothing else."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._layout = checkpoint.manifest.layout
+        self._places = [checkpoint.path, *checkpoint.parts]
+        self._files: dict[str, File] = {}
+        self._opened = ExitStack()
+
+    def __enter__(self) -> _StoredPieces:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def file(self, path: str) -> File:
+        """Return a file, which stays open until the end."""
+        if path not in self._files:
+            self._files[path] = file = self._checkpoint.backend.open(path)
+            self._opened.callback(file.close)
+        return self._files[path]
+
+    def read(self, chunk: int, piece: Piece) -> dict[str, torch.Tensor]:
+        """Return the stored values of each state array that the parameter has."""
+        layout = self._layout
+        origin, _ = layout.chunk_range(chunk)
+        first = origin + piece.at
+        last = first + piece.stop - piece.start
+        place = self._places[layout.drives[chunk]]
+        out = {}
+        for array in layout.parameters[piece.parameter].arrays:
+            form = layout.formats[array]
+            offset, _ = layout.byte_range(array, chunk)
+            before, _ = layout.array_range(array, origin, origin)
+            start, stop = layout.array_range(array, first, last)
+            data = self.file(f"{place}/{array_file_name(array)}").read_bytes(
+                offset + (start - before) * form.nbytes, (stop - start) * form.nbytes
+            )
+            out[array] = torch.frombuffer(bytearray(data), dtype=DTYPES[form.dtype])
+        return out

@@ -1,0 +1,367 @@
+"""torch's own state dict, to and from a store: what other programs read and write.
+
+The dictionary is that of the wrapped class: ``state`` by number, with FP32 arrays and scalars, and
+``param_groups``. Beside them are `MASTERS`, by the same numbers: the FP32 values of parameters that
+are live in 16 bits, and `NUM_STEPS`. torch's `load_state_dict` leaves both alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from offload.errors import MismatchError
+from offload.format._manifest_fields import MAX_COUNT, NOT_HYPERPARAMETERS
+from offload.format.arrays import MASTER
+from offload.model.parameters import Trainable
+from offload.update.decoder import has_master
+from offload.update.filler import HeldTensor, ParameterState, TensorSource
+from offload.update.rules import (
+    Rule,
+    Scalars,
+    UpdateRule,
+    kind_of_tensor,
+    read_scalars,
+    write_scalars,
+)
+
+MASTERS = "master"
+"""Key of a full state dict: FP32 parameters by number."""
+
+NUM_STEPS = "num_steps"
+"""Key of a full state dict: optimizer steps taken. The ``step`` of parameters does not tell it: a
+step in which a parameter has no gradient does not count there."""
+
+NO_ENTRY: Mapping[str, Any] = {}
+"""Stands for the entry of a parameter that has none: it has never been stepped."""
+
+_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class StateElsewhere(defaultdict[torch.Tensor, Any]):
+    """What `torch.optim.Optimizer.state` is while the state is on storage: empty, yet true.
+
+    torch.distributed.checkpoint asks ``if optimizer.state``, and otherwise takes a step with
+    gradients of zero, which is to make the state of an optimizer that has none. Here it would
+    change the state that there is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_OnStorage)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class _OnStorage(dict[str, Any]):
+    """The state of one parameter while it is on storage: empty, and says where the values are."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise KeyError(
+            f"{key}: the state of parameters is on storage, not in optimizer.state. Within `with "
+            "optimizer.materialized():` all of it is here; offload.read_state(checkpoint, name) "
+            "reads that of one parameter from a checkpoint"
+        )
+
+
+class MaterializedState:
+    """The whole state in memory, in torch's own form.
+
+    Args:
+        trainables: In element-space order.
+        scalars: Of each; None for one that has no state yet.
+        arrays: Of each, the names of the state arrays that are kept.
+        initial: Of each parameter group, the state that torch's constructor makes.
+    """
+
+    def __init__(
+        self,
+        trainables: Sequence[Trainable],
+        scalars: Sequence[Scalars | None],
+        arrays: Sequence[Sequence[str]],
+        initial: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+        self.masters: dict[torch.Tensor, torch.Tensor] = {}
+        self._trainables = trainables
+        for trainable, values, names in zip(trainables, scalars, arrays, strict=True):
+            parameter, shape = trainable.tensor, trainable.spec.shape
+            if values is None:
+                state = unstepped_state(initial[trainable.spec.group], shape)
+            else:
+                state = write_scalars(values)
+                state.update({name: _room(shape) for name in names})
+            if state:  # torch has no entry of an SGD without momentum
+                self.state[parameter] = state
+            if has_master(trainable.spec):
+                self.masters[parameter] = _room(shape)
+
+    def copy(self, index: int, start: int, values: Mapping[str, torch.Tensor]) -> None:
+        """Copy a block to where it belongs; see `decoder.Block`."""
+        parameter = self._trainables[index].tensor
+        for name, block in values.items():
+            whole = self.masters if name == MASTER else self.state[parameter]
+            tensor = whole[parameter] if name == MASTER else whole[name]  # type: ignore[index]
+            tensor.view(-1)[start : start + len(block)].copy_(block)
+
+
+def _room(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def number_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
+    """Return torch's number of each parameter: in the order of groups, counted from 0."""
+    numbers: dict[torch.Tensor, int] = {}
+    for group in groups:
+        for parameter in group["params"]:
+            numbers.setdefault(parameter, len(numbers))
+    return numbers
+
+
+MAX_STEPS = 10**18
+"""More than anybody has taken, and fewer than a count on the drive can hold."""
+
+
+def unstepped_state(initial: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return what torch has of a parameter that was never stepped: nothing, or a constant."""
+    return {
+        name: torch.full(shape, value.item(), dtype=value.dtype, device="cpu")
+        if isinstance(value, torch.Tensor) and value.dim()
+        else copy.deepcopy(value)
+        for name, value in initial.items()
+    }
+
+
+def read_state_dict(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    rule: UpdateRule,
+) -> tuple[list[dict[str, Any]], dict[torch.Tensor, ParameterState]]:
+    """Check a torch state dict against an optimizer, and say what is where in it.
+
+    Args:
+        state_dict: Of the wrapped class, or a full one; tensors of any device, also memory-mapped.
+        groups: Of the optimizer, which it is for.
+        rule: Says what the optimizer keeps.
+
+    Returns:
+        The groups with the dict's hyper-parameters, and the state of each parameter that has any.
+
+    Raises:
+        ValueError: torch's own complaints about numbers of groups and parameters.
+        MismatchError: Names, shapes, dtypes or the kind of state differ; names the parameter.
+    """
+    saved = state_dict["param_groups"]
+    check_groups(groups, saved)
+    merged, states = [], {}
+    masters = state_dict.get(MASTERS) or {}
+    known = set()
+    for index, (group, values) in enumerate(zip(groups, saved, strict=True)):
+        _check_names(index, group, values)
+        hyper = {k: v for k, v in values.items() if k not in ("params", "param_names")}
+        own = {k: group[k] for k in ("params", "param_names") if k in group}
+        options = {**rule.defaults, **{k: v for k, v in group.items() if k not in own}, **hyper}
+        merged.append({**options, **own})
+        kept = rule.rule(merged[-1])
+        template = scalar_template(rule, merged[-1], kept)
+        for position, (parameter, number) in enumerate(
+            zip(group["params"], values["params"], strict=True)
+        ):
+            known.add(number)
+            at = f"state of parameter {number} (group {index}, position {position})"
+            found = state_dict["state"].get(number, NO_ENTRY)
+            if not isinstance(found, Mapping):
+                raise MismatchError(f"load_state_dict(): {at} is a {type(found).__name__}")
+            if parameter.requires_grad or found or number in masters:
+                states[parameter] = read_parameter_state(
+                    at,
+                    found,
+                    None if parameter.dtype == torch.float32 else masters.get(number),
+                    tuple(parameter.shape),
+                    kept,
+                    template,
+                )
+    for number in (*state_dict["state"], *masters):
+        if number not in known:
+            raise MismatchError(
+                f"load_state_dict(): there is state of {number!r:.60}, which is in none of the "
+                "dict's param_groups"
+            )
+    return merged, states
+
+
+def read_parameter_state(
+    at: str,
+    found: Mapping[str, Any],
+    master: Any,
+    shape: tuple[int, ...],
+    kept: Rule,
+    template: Scalars,
+) -> ParameterState:
+    """Check what a torch state dict has of one parameter.
+
+    Args:
+        at: Which it is, for messages.
+        found: Its entry in ``state``, with tensors or `TensorSource`s; `NO_ENTRY` if it has none.
+        master: Its FP32 values, likewise; None for an FP32 parameter, or if there are none.
+        shape: Of the parameter.
+        kept: What the optimizer keeps of it.
+        template: Its scalar state after some step, for the kinds of the values.
+
+    Raises:
+        MismatchError: It is not what the optimizer keeps.
+    """
+    present = {name: value for name, value in found.items() if value is not None}
+    expected = {*kept.arrays, *kept.scalars}
+    if not present and found is not NO_ENTRY and expected:
+        raise MismatchError(
+            f"load_state_dict(): {at} is an empty dict, expected {sorted(expected)}. "
+            "torch.distributed.checkpoint makes such dicts of flattened ones "
+            "(flatten_optimizer_state_dict=True), since it looks for the names in optimizer.state: "
+            "call set_optimizer_state_dict() within optimizer.materialized(), or do not flatten"
+        )
+    if present and present.keys() != expected:
+        raise MismatchError(
+            f"load_state_dict(): {at} has {sorted(present)}, and this optimizer keeps "
+            f"{sorted(expected)}: it was made by another class, or with other flags (momentum, "
+            "amsgrad, ...)"
+        )
+    out = ParameterState()
+    if master is not None:
+        out.master = _source(f"the master of {at}", master, shape)
+    if present or (not expected and out.master is not None):
+        kinds = {name: _kind(present[name], kind) for name, kind, _ in template}
+        out.scalars = tuple(
+            (name, kind, _number(f"{name!r} of the {at}", present[name], kind))
+            for name, kind in kinds.items()
+        )
+        _check_steps(at, out.scalars)
+        out.arrays = {n: _source(f"{n!r} of the {at}", present[n], shape) for n in kept.arrays}
+    return out
+
+
+def _check_steps(at: str, scalars: Scalars) -> None:
+    """Refuse what no number of steps can be: a checkpoint would be named for it."""
+    for name, _, value in scalars:
+        if name == "step" and (not 0 <= value <= MAX_STEPS or value != int(value)):
+            raise MismatchError(
+                f"load_state_dict(): {name!r} of the {at} is {value!r:.60}, expected a number of "
+                f"steps from 0 to {MAX_STEPS}"
+            )
+
+
+def scalar_template(rule: UpdateRule, group: Mapping[str, Any], kept: Rule) -> Scalars:
+    """Return the scalar state of a parameter after its first step, for names and kinds."""
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    tiny = torch.zeros(1, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        state = rule.stepper().create(tiny, torch.zeros_like(tiny), options)
+    return read_scalars(state, kept)
+
+
+def said_steps(state_dict: Mapping[str, Any]) -> int | None:
+    """Return the optimizer steps that a state dict says have been taken, if it says so.
+
+    Raises:
+        MismatchError: It says something else than a number of steps.
+    """
+    steps = state_dict.get(NUM_STEPS)
+    if steps is None:
+        return None
+    if type(steps) is not int or not 0 <= steps <= MAX_COUNT:
+        raise MismatchError(
+            f"a state dict whose {NUM_STEPS!r} is {steps!r:.60}, expected a whole number from 0 to "
+            f"{MAX_COUNT}: it counts optimizer steps. Remove it from the dict to have the largest "
+            "'step' of a parameter taken instead"
+        )
+    return steps
+
+
+def num_steps(scalars: Sequence[Scalars | None]) -> int | None:
+    """Return the optimizer steps that state has seen, if its scalars tell: the largest ``step``."""
+    steps = [int(v) for s in scalars if s is not None for name, _, v in s if name == "step"]
+    return max(steps, default=None)
+
+
+def _check_names(index: int, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse a group whose parameters have other names, where both sides say them."""
+    mine, theirs = group.get("param_names"), saved.get("param_names")
+    if mine is None or theirs is None:
+        return
+    for position, (own, other) in enumerate(zip(mine, theirs, strict=False)):
+        if own != other:
+            raise MismatchError(
+                f"load_state_dict(): parameter {position} of group {index} is {other!r} in the "
+                f"dict and {own!r} here. State goes by position, as in torch: construct the "
+                "optimizer with the parameters in the same order, or remove param_names from the "
+                "dict's groups if only the names have changed"
+            )
+
+
+def _source(what: str, value: Any, shape: tuple[int, ...]) -> TensorSource:
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or hasattr(value, "full_tensor"):
+            raise MismatchError(
+                f"load_state_dict(): {what} is a {value.layout} {type(value).__name__}, expected "
+                "a dense tensor: gather shards first"
+            )
+        value = HeldTensor(value)
+    elif not hasattr(value, "read"):
+        raise MismatchError(
+            f"load_state_dict(): {what} is a {type(value).__name__}, expected a tensor"
+        )
+    source: TensorSource = value
+    if source.shape != shape or source.dtype not in _STATE_DTYPES:
+        raise MismatchError(
+            f"load_state_dict(): {what} is {source.dtype} of shape {list(source.shape)}, expected "
+            f"float32 of shape {list(shape)}"
+        )
+    return source
+
+
+def _kind(value: Any, default: str) -> str:
+    # torch makes these of FP32 or FP64 by the default dtype, which may have been another one.
+    dtype = getattr(value, "dtype", None)
+    return kind_of_tensor(dtype, default) if isinstance(dtype, torch.dtype) else default
+
+
+def _number(what: str, value: Any, kind: str) -> float | int:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    elif hasattr(value, "read") and math.prod(value.shape) == 1:
+        value = value.read(0, 1).item()
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise MismatchError(f"load_state_dict(): {what} is {value!r:.60}, expected one number")
+    if kind == "int" and not float(value).is_integer():
+        raise MismatchError(f"load_state_dict(): {what} is {value!r:.60}, expected a whole number")
+    return int(value) if kind == "int" else float(value)
+
+
+def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give parameter groups the hyper-parameters of others, which have been checked."""
+    for group, values in zip(groups, saved, strict=True):
+        group.update(
+            {k: copy.deepcopy(v) for k, v in values.items() if k not in NOT_HYPERPARAMETERS}
+        )
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Compare numbers of groups, and of parameters in each; torch's own errors, and its words.
+
+    Raises:
+        ValueError: They differ.
+    """
+    if len(groups) != len(saved):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        if len(group["params"]) != len(other["params"]):
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of "
+                f"optimizer's group (group {index}: {len(other['params'])} and "
+                f"{len(group['params'])} parameters)"
+            )

@@ -1,0 +1,101 @@
+"""Files of `torch.save`, written without holding their tensors.
+
+torch itself writes the file, with room for the data (`torch.serialization.skip_data`). Where each
+tensor's data is, is then read from the file; the bytes are moved by us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gds import Backend, File
+from offload.exchange.destination import torch_writing
+from offload.exchange.stored_tensor import StoredTensor
+from offload.exchange.torch_reading import read_structure
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """A contiguous tensor of a file, whose data is written later. The same object is tied."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def write_structure(path: str, value: Any) -> Callable[[Backend], tuple[File, dict[Room, int]]]:
+    """Write a file with everything but the data of its `Room`s.
+
+    Args:
+        path: Must not exist.
+        value: Builtins, tensors and `Room`s, nested.
+
+    Returns:
+        What opens the file for writing, and says at which byte each room begins.
+
+    Raises:
+        gds.StorageError: It cannot be written.
+    """
+    rooms: dict[Room, torch.Tensor] = {}
+    small: list[tuple[Room, torch.Tensor]] = []
+
+    def emptied(tensor: torch.Tensor) -> Room:
+        small.append((Room(tuple(tensor.shape), tensor.dtype), tensor.detach().cpu().contiguous()))
+        return small[-1][0]
+
+    def fake(room: Room) -> torch.Tensor:
+        if room not in rooms:
+            rooms[room] = torch.empty(room.shape, dtype=room.dtype, device="cpu")
+        return rooms[room]
+
+    value = _replaced(value, torch.Tensor, emptied)  # before fake tensors become the only ones
+    with FakeTensorMode():
+        imitation = _replaced(value, Room, fake)
+        with torch.serialization.skip_data(materialize_fake_tensors=True), torch_writing(path):
+            torch.save(imitation, path)
+    offsets: dict[Room, int] = {}
+    by_tensor = {id(tensor): room for room, tensor in rooms.items()}
+    stored = _leaves(read_structure(path), StoredTensor)
+    for mine, theirs in zip(_leaves(imitation, torch.Tensor), stored, strict=True):
+        offsets[by_tensor[id(mine)]] = theirs.offset
+
+    def opened(backend: Backend) -> tuple[File, dict[Room, int]]:
+        file = backend.open(path, writable=True)
+        for room, tensor in small:
+            write_tensor(file, offsets[room], tensor)
+        return file, offsets
+
+    return opened
+
+
+def write_tensor(file: File, offset: int, tensor: torch.Tensor) -> None:
+    """Write the data of a contiguous tensor through the page cache."""
+    if tensor.numel():
+        file.write_bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), offset)
+
+
+def _replaced(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    """Return a nested structure with other leaves; dictionaries of any kind become plain ones."""
+    if isinstance(value, kind):
+        return replace(value)
+    if isinstance(value, Mapping):
+        return {key: _replaced(item, kind, replace) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_replaced(item, kind, replace) for item in value])
+    return value
+
+
+def _leaves(value: Any, kind: type) -> Iterator[Any]:
+    """Yield the leaves of a type in a nested structure, in order."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item, kind)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item, kind)

@@ -1,0 +1,23 @@
+"""The bytes on storage: pure descriptions, without a file that is open and without torch.
+
+This wing may know `offload.errors`, `gds.ALIGNMENT` and the errors of `gds`. It never imports torch
+when it is imported, nor any other wing.
+"""
+
+from offload.format.arrays import StateFormat
+from offload.format.digests import ChunkDigests, DigestContext
+from offload.format.header import Header
+from offload.format.layout import Layout, ModelTensor, ParameterSpec, Piece
+from offload.format.manifest import Manifest
+
+__all__ = [
+    "ChunkDigests",
+    "DigestContext",
+    "Header",
+    "Layout",
+    "Manifest",
+    "ModelTensor",
+    "ParameterSpec",
+    "Piece",
+    "StateFormat",
+]

@@ -1,0 +1,367 @@
+"""Headers of safetensors files: built byte-exact, parsed without trust.
+
+A safetensors file is an 8-byte little-endian length N, N bytes of JSON padded with spaces, and
+the data of all tensors end to end. This module handles the first 8 + N bytes only; it never
+reads, holds or moves data. Headers are built so that data begins at a multiple of
+`gds.ALIGNMENT`, which the format allows and direct I/O wants.
+
+Two guarantees. Equal arguments of `build_header` give equal bytes. What `parse_header` accepts
+is a subset of what the safetensors library accepts: it also refuses repeated keys, unknown
+fields, leading white space and a null ``__metadata__``, and dtypes smaller than a byte.
+
+Each way in which a file can be bad has its own subclass of `TensorFileError`. Nothing here
+imports torch or numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from gds import ALIGNMENT
+from offload.format.errors import DtypeError as DtypeError
+from offload.format.errors import DuplicateNameError as DuplicateNameError
+from offload.format.errors import FileSizeError as FileSizeError
+from offload.format.errors import HeaderEncodingError as HeaderEncodingError
+from offload.format.errors import HeaderStructureError as HeaderStructureError
+from offload.format.errors import HeaderTooLargeError as HeaderTooLargeError
+from offload.format.errors import HeaderTruncatedError as HeaderTruncatedError
+from offload.format.errors import MetadataError as MetadataError
+from offload.format.errors import OffsetError as OffsetError
+from offload.format.errors import ReservedNameError as ReservedNameError
+from offload.format.errors import ShapeError as ShapeError
+from offload.format.errors import TensorFileError as TensorFileError
+from offload.format.strict_json import DuplicateKeyError, NestingError, parse_json
+
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "BOOL": 1,
+        "U8": 1,
+        "I8": 1,
+        "F8_E5M2": 1,
+        "F8_E4M3": 1,
+        "F8_E8M0": 1,
+        "F8_E4M3FNUZ": 1,
+        "F8_E5M2FNUZ": 1,
+        "I16": 2,
+        "U16": 2,
+        "F16": 2,
+        "BF16": 2,
+        "I32": 4,
+        "U32": 4,
+        "F32": 4,
+        "C64": 8,
+        "F64": 8,
+        "I64": 8,
+        "U64": 8,
+    }
+)
+"""Bytes per element of every safetensors dtype that has whole bytes (not F4, F6_E2M3, F6_E3M2)."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's limit for N, the length of the JSON with its padding."""
+
+METADATA_KEY = "__metadata__"
+"""The one key of a header that is not a tensor."""
+
+_PREFIX_BYTES = 8
+_MAX_SHAPE_DIMS = 64
+"""As many dimensions as numpy and torch can hold."""
+_MAX_COUNT = 2**63 - 1
+"""Elements and bytes beyond this fit no file offset and no torch stride."""
+_ENTRY_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 200
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies, as its file's header says."""
+
+    name: str
+    dtype: str
+    """A key of `DTYPE_BYTES`."""
+
+    shape: tuple[int, ...]
+    """Elements per dimension; empty for a 0-d tensor."""
+
+    start: int
+    """Bytes from the start of the data to the first byte of the tensor."""
+
+    stop: int
+    """Bytes from the start of the data to the end of the tensor, exclusive."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A whole, valid header. `parse_header` of `encoded` gives an equal one."""
+
+    encoded: bytes
+    """The first `data_start` bytes of the file: length, JSON, padding."""
+
+    data_start: int
+    """Bytes from the start of the file to the data."""
+
+    entries: Mapping[str, TensorEntry]
+    """Tensors by name, in the order of their offsets. Read-only."""
+
+    metadata: Mapping[str, str]
+    """The ``__metadata__`` map, empty if there is none. Read-only."""
+
+    file_bytes: int
+    """Size of the whole file in bytes."""
+
+
+def build_header(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    header_bytes: int | None = None,
+) -> Header:
+    """Lay tensors end to end in the given order and encode the header that says so.
+
+    Equal arguments give equal bytes; the order of `metadata` does not matter, it is sorted.
+
+    Args:
+        tensors: Name, dtype (a key of `DTYPE_BYTES`) and shape of each. Any name is legal but
+            ``__metadata__`` and those with lone surrogates, which are not UTF-8.
+        metadata: Strings by string, stored under ``__metadata__``. None and empty store nothing.
+        header_bytes: Length prefix, JSON and padding together, in bytes. By default the smallest
+            multiple of `ALIGNMENT` that has room.
+
+    Raises:
+        HeaderTooLargeError: `header_bytes` (or the format's limit) is too small; says by how much.
+        DuplicateNameError, ReservedNameError, DtypeError, ShapeError, MetadataError,
+        HeaderEncodingError: The arguments cannot be a safetensors file. All are ValueError.
+    """
+    where = "cannot build a safetensors header"
+    tree: dict[str, object] = {}
+    extra = _checked_metadata(dict(metadata or {}), where)
+    if extra:
+        tree[METADATA_KEY] = dict(sorted(extra.items()))
+    entries: dict[str, TensorEntry] = {}
+    offset = 0
+    for name, dtype, shape in tensors:
+        if name == METADATA_KEY:
+            raise ReservedNameError(
+                f"{where}: a tensor is called {METADATA_KEY!r}, which the format reserves; "
+                "rename the parameter or buffer"
+            )
+        if name in entries:
+            raise DuplicateNameError(f"{where}: two tensors are called {_short(name)}")
+        _check_text(name, where)
+        stop = offset + _shape_bytes(dtype, list(shape), f"{where}: tensor {_short(name)}")
+        entries[name] = TensorEntry(name, dtype, tuple(shape), offset, stop)
+        tree[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(tree, ensure_ascii=False, separators=(",", ":")).encode()
+    needed = _PREFIX_BYTES + len(text)
+    total = -(-needed // ALIGNMENT) * ALIGNMENT if header_bytes is None else header_bytes
+    if needed > total:
+        raise HeaderTooLargeError(
+            f"{where}: {len(entries)} tensors and {len(extra)} metadata entries need {needed} "
+            f"bytes, available are {total}"
+        )
+    if total - _PREFIX_BYTES > MAX_HEADER_BYTES:
+        raise HeaderTooLargeError(
+            f"{where}: it would take {total} bytes, the format allows "
+            f"{MAX_HEADER_BYTES + _PREFIX_BYTES}"
+        )
+    encoded = struct.pack("<Q", total - _PREFIX_BYTES) + text.ljust(total - _PREFIX_BYTES)
+    return Header(encoded, total, MappingProxyType(entries), extra, total + offset)
+
+
+def header_length(prefix: bytes, file_bytes: int, path: str = "<bytes>") -> int:
+    """Return how many bytes the header takes, length prefix included: where the data begins.
+
+    Args:
+        prefix: The first 8 bytes of the file, or more.
+        file_bytes: Size of the whole file in bytes; bounds the header.
+        path: Names the file in messages.
+
+    Raises:
+        HeaderTooLargeError: It claims more than the format allows.
+        HeaderTruncatedError: The file is shorter than that.
+    """
+    if file_bytes < _PREFIX_BYTES or len(prefix) < _PREFIX_BYTES:
+        raise HeaderTruncatedError(
+            f"{path}: no safetensors file: {min(file_bytes, len(prefix))} bytes, expected at "
+            f"least the {_PREFIX_BYTES} bytes of the header's length"
+        )
+    length = int.from_bytes(prefix[:_PREFIX_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        raise HeaderTooLargeError(
+            f"{path}: the first 8 bytes claim a header of {length} bytes, the format allows "
+            f"{MAX_HEADER_BYTES}; not a safetensors file, or damaged"
+        )
+    if length > file_bytes - _PREFIX_BYTES:
+        raise HeaderTruncatedError(
+            f"{path}: claims a header of {length} bytes, but only {file_bytes - _PREFIX_BYTES} "
+            "bytes follow its length; the file was cut short"
+        )
+    return _PREFIX_BYTES + length
+
+
+def parse_header(prefix: bytes, file_bytes: int, path: str = "<bytes>") -> Header:
+    """Validate a header and return what it says.
+
+    Time and memory are bounded by the header's own length, which is bounded by the file's.
+
+    Args:
+        prefix: The start of the file: at least the whole header; what follows it is ignored.
+        file_bytes: Size of the whole file in bytes.
+        path: Names the file in messages.
+
+    Raises:
+        TensorFileError: One subclass per way of being bad; names path and tensor, what was
+            found and what was expected.
+    """
+    data_start = header_length(prefix, file_bytes, path)
+    if len(prefix) < data_start:
+        raise HeaderTruncatedError(
+            f"{path}: the header takes {data_start} bytes, got the first {len(prefix)}"
+        )
+    encoded = bytes(prefix[:data_start])
+    tree = _parse_json(encoded[_PREFIX_BYTES:], path)
+    metadata = _checked_metadata(tree.pop(METADATA_KEY, {}), path)
+    entries = [_parse_entry(name, fields, path) for name, fields in tree.items()]
+    # An empty tensor shares its offset with the one after it, and sorts before it.
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    end = 0
+    for entry in entries:
+        if entry.start != end:
+            kind = "a hole" if entry.start > end else "an overlap"
+            raise OffsetError(
+                f"{path}: tensor {_short(entry.name)}: {kind} before it: its data starts at byte "
+                f"{entry.start}, expected {end}"
+            )
+        end = entry.stop
+    if data_start + end != file_bytes:
+        raise FileSizeError(
+            f"{path}: header and data take {data_start + end} bytes, the file has {file_bytes}"
+        )
+    by_name = MappingProxyType({entry.name: entry for entry in entries})
+    return Header(encoded, data_start, by_name, metadata, file_bytes)
+
+
+def read_header(read: Callable[[int, int], bytes], file_bytes: int, path: str) -> Header:
+    """Read and validate the header of a file: two reads, and not one byte of data.
+
+    Args:
+        read: Returns the bytes at (offset, length), both in bytes.
+        file_bytes: Size of the whole file in bytes.
+        path: Names the file in messages.
+
+    Raises:
+        TensorFileError: As `parse_header`.
+    """
+    prefix = bytes(read(0, min(_PREFIX_BYTES, file_bytes)))
+    rest = header_length(prefix, file_bytes, path) - _PREFIX_BYTES
+    return parse_header(prefix + bytes(read(_PREFIX_BYTES, rest)), file_bytes, path)
+
+
+def _parse_json(text: bytes, path: str) -> dict[str, object]:
+    if text[:1] != b"{":
+        raise HeaderEncodingError(
+            f"{path}: the header begins with {text[:1]!r}, expected b'{{'; not a safetensors file"
+        )
+    try:
+        tree = parse_json(text, max_values=None)
+    except DuplicateKeyError as error:
+        raise DuplicateNameError(f"{path}: the header: {error}") from error
+    except NestingError as error:
+        raise HeaderStructureError(f"{path}: the header is {error}") from error
+    except ValueError as error:
+        raise HeaderEncodingError(f"{path}: the header is not JSON: {error}") from error
+    if not isinstance(tree, dict):  # unreachable while a header must begin with a brace
+        raise HeaderStructureError(f"{path}: the header is a {type(tree).__name__}, not a map")
+    return tree
+
+
+def _parse_entry(name: str, fields: object, path: str) -> TensorEntry:
+    _check_text(name, path)
+    at = f"{path}: tensor {_short(name)}"
+    if not isinstance(fields, dict) or fields.keys() != _ENTRY_FIELDS:
+        got = sorted(fields) if isinstance(fields, dict) else f"a {type(fields).__name__}"
+        raise HeaderStructureError(
+            f"{at}: got {_short(got)}, expected a map of exactly {sorted(_ENTRY_FIELDS)}"
+        )
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    nbytes = _shape_bytes(dtype, shape, at)
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != 2
+        or any(type(offset) is not int for offset in offsets)
+        or not 0 <= offsets[0] <= offsets[1] <= _MAX_COUNT
+    ):
+        raise OffsetError(
+            f"{at}: data_offsets are {_short(offsets)}, expected two integers 0 <= start <= stop"
+        )
+    start, stop = offsets
+    if stop - start != nbytes:
+        raise ShapeError(
+            f"{at}: {dtype} of shape {shape} takes {nbytes} bytes, its "
+            f"data_offsets [{start}, {stop}] span {stop - start}"
+        )
+    return TensorEntry(name, dtype, tuple(shape), start, stop)
+
+
+def _shape_bytes(dtype: object, shape: object, at: str) -> int:
+    """Return the bytes that a tensor takes, after checking dtype and shape."""
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise DtypeError(
+            f"{at}: dtype is {_short(dtype)}, expected one of {', '.join(DTYPE_BYTES)}"
+        )
+    # bool is an int to isinstance, and JSON's true is not a size.
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        raise ShapeError(
+            f"{at}: shape is {_short(shape)}, expected a list of non-negative integers"
+        )
+    if len(shape) > _MAX_SHAPE_DIMS:
+        raise ShapeError(f"{at}: {len(shape)} dimensions, at most {_MAX_SHAPE_DIMS} are supported")
+    extent = DTYPE_BYTES[dtype]
+    for size in shape:
+        # Bounded at each factor, zeros aside: [2**62, 2**62, 0] has strides that overflow.
+        extent *= max(size, 1)
+        if extent > _MAX_COUNT:
+            raise ShapeError(f"{at}: {dtype} of shape {_short(shape)} overflows 63 bits")
+    return 0 if 0 in shape else extent
+
+
+def _checked_metadata(metadata: object, where: str) -> Mapping[str, str]:
+    if not isinstance(metadata, dict):
+        raise MetadataError(
+            f"{where}: {METADATA_KEY} is a {type(metadata).__name__}, expected a map of strings"
+        )
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise MetadataError(
+                f"{where}: {METADATA_KEY} maps {_short(key)} to {_short(value)}, expected a "
+                "string for a string"
+            )
+        _check_text(key, where)
+        _check_text(value, where)
+    return MappingProxyType(metadata)
+
+
+def _check_text(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise HeaderEncodingError(
+            f"{where}: {_short(text)} has a lone surrogate, which UTF-8 cannot express"
+        ) from error
+
+
+def _short(value: object) -> str:
+    """Return a repr that fits a message, however long or deep a hostile file made the value."""
+    return _REPR.repr(value)

@@ -1,0 +1,383 @@
+"""Parameters -> element space -> chunks -> byte ranges in files.
+
+Element space is all trainable elements laid end to end, in an order fixed per store. It is cut
+into chunks of equal length (almost: see `Layout.chunk_range`), and the chunks are dealt out to the
+store's drives, usually one. On
+each drive a state array (``master``, ``exp_avg``, ...) is one file that lists, in element-space
+order, what the drive's chunks hold of the parameters that have that array, so a chunk's share of a
+file is always one contiguous range. A layout is pure arithmetic: no torch, no files.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from offload.format.arrays import (
+    BLOCK_ELEMENTS,
+    MASTER,
+    MASTER_LOW,
+    ArrayFormat,
+    CountsFrom,
+    array_format,
+)
+from offload.format.header import DTYPE_BYTES, Header, build_header
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One trainable parameter, as the files know it."""
+
+    name: str
+    """The model's name for it, or ``group<i>.param<j>``."""
+
+    dtype: str
+    """safetensors code of the live parameter: ``BF16``, ``F16`` or ``F32``."""
+
+    shape: tuple[int, ...]
+
+    group: int
+    """Index of its parameter group."""
+
+    arrays: tuple[str, ...]
+    """The state arrays on storage that it has; a master only where `dtype` is not F32."""
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape; 1 for a 0-d parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """One tensor of ``model.safetensors``: a trainable or frozen parameter, or a buffer."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    """Other names of the same (tied) tensor in the model's state dict."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one parameter that lies in one chunk."""
+
+    parameter: int
+    """Index into `Layout.parameters`."""
+
+    start: int
+    """First element, counted from the parameter's first element."""
+
+    stop: int
+    """One past the last element, counted likewise."""
+
+    at: int
+    """Where `start` lies, in elements from the start of the chunk."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every element of a store's state is.
+
+    Immutable. Two layouts that compare equal put every byte at the same place.
+    """
+
+    parameters: tuple[ParameterSpec, ...]
+    """Trainable parameters in element-space order."""
+
+    model: tuple[ModelTensor, ...]
+    """Tensors of ``model.safetensors``, in file order: by descending dtype size."""
+
+    chunk_elements: int
+    """The grid of chunks: they begin at its multiples, or up to 31 elements after one. A multiple
+    of 1024, so 4096-byte aligned in F32."""
+
+    state_dtype: str = "float32"
+    """How optimizer state other than masters is stored; see `formats.StateFormat`."""
+
+    shares: tuple[int, ...] = (1,)
+    """For each drive, how much of the state it holds, in proportion to the others."""
+
+    counts_from: CountsFrom = "parameter"
+    """Where blocks of 32 elements (of int8 state), and random numbers (of bfloat16 state), are
+    counted from. "parameter", as in all new stores: each parameter's first element alone. "chunk",
+    as in stores of version 2 of the format: blocks also start anew where a chunk does, and random
+    numbers go by the place in element space. Of FP32 state, where neither is counted, it is
+    "parameter"."""
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First element of each parameter in element space, and one past the last of all."""
+        return (0, *accumulate(p.num_elements for p in self.parameters))
+
+    @property
+    def num_elements(self) -> int:
+        """Length of element space."""
+        return self.starts[-1]
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """Number of chunks; 0 for an empty element space."""
+        num = -(-self.num_elements // self.chunk_elements)
+        # The beginning of the last one may have moved to the end of all.
+        return num - 1 if num > 1 and self._chunk_start(num - 1) == self.num_elements else num
+
+    @cached_property
+    def array_names(self) -> tuple[str, ...]:
+        """All state arrays, masters first, then in the order in which parameters have them."""
+        names = dict.fromkeys(name for p in self.parameters for name in p.arrays)
+        return tuple(sorted(names, key=lambda name: name not in (MASTER, MASTER_LOW)))
+
+    @cached_property
+    def formats(self) -> dict[str, ArrayFormat]:
+        """What one stored value of each array is."""
+        return {name: array_format(name, self.state_dtype) for name in self.array_names}
+
+    @cached_property
+    def drives(self) -> tuple[int, ...]:
+        """The drive of each chunk, dealt out so that neighbouring chunks keep all drives busy.
+
+        Adding parameters leaves every earlier chunk where it is.
+        """
+        counts = [0] * len(self.shares)
+        total = sum(self.shares)
+        found = []
+        for chunk in range(self.num_chunks):
+            behind = [(chunk + 1) * s - n * total for s, n in zip(self.shares, counts, strict=True)]
+            drive = behind.index(max(behind))
+            counts[drive] += 1
+            found.append(drive)
+        return tuple(found)
+
+    @cached_property
+    def _array_starts(self) -> dict[str, tuple[int, ...]]:
+        return {
+            name: (
+                0,
+                *accumulate(
+                    self._num_values(name, index, p.num_elements) if name in p.arrays else 0
+                    for index, p in enumerate(self.parameters)
+                ),
+            )
+            for name in self.array_names
+        }
+
+    @cached_property
+    def _file_starts(self) -> dict[str, tuple[int, ...]]:
+        """For each array and chunk: the values before it in its drive's file."""
+        out = {}
+        for name in self.array_names:
+            ends = [0] * len(self.shares)
+            starts = []
+            for chunk, drive in enumerate(self.drives):
+                starts.append(ends[drive])
+                first, last = self.array_range(name, *self.chunk_range(chunk))
+                ends[drive] += last - first
+            out[name] = tuple(starts)
+        return out
+
+    @cached_property
+    def array_headers(self) -> tuple[dict[str, Header], ...]:
+        """For each drive, the safetensors header of each state array's file there.
+
+        A parameter that is not whole on the drive is listed in flat parts, called
+        ``name[start:stop]`` after the elements in them.
+        """
+        return tuple(
+            {name: build_header(self._entries(name, drive)) for name in self.array_names}
+            for drive in range(len(self.shares))
+        )
+
+    def _entries(self, array: str, drive: int) -> list[tuple[str, str, tuple[int, ...]]]:
+        form = self.formats[array]
+        parts: list[list[int]] = []  # parameter, first element, one past the last
+        for chunk, owner in enumerate(self.drives):
+            if owner != drive:
+                continue
+            for piece in self.pieces(chunk):
+                if array not in self.parameters[piece.parameter].arrays:
+                    continue
+                if parts and parts[-1][::2] == [piece.parameter, piece.start]:
+                    parts[-1][2] = piece.stop
+                else:
+                    parts.append([piece.parameter, piece.start, piece.stop])
+        # Empty parameters are in no chunk; the first drive lists them, in their place.
+        if drive == 0:
+            empty = [
+                [index, 0, 0]
+                for index, p in enumerate(self.parameters)
+                if array in p.arrays and not p.num_elements
+            ]
+            parts = sorted(parts + empty, key=lambda part: part[:2])
+        entries: list[tuple[str, str, tuple[int, ...]]] = []
+        for index, start, stop in parts:
+            p = self.parameters[index]
+            num_values = self._num_values(array, index, stop) - self._num_values(
+                array, index, start
+            )
+            if stop - start < p.num_elements:
+                entries.append((f"{p.name}[{start}:{stop}]", form.dtype, (num_values,)))
+            else:
+                entries.append((p.name, form.dtype, p.shape if form.block == 1 else (num_values,)))
+        return entries
+
+    @cached_property
+    def model_header(self) -> Header:
+        """The safetensors header of ``model.safetensors``.
+
+        Carries ``format: pt`` and, for tied tensors, ``alias: stored name``, as the safetensors
+        library's own `save_model` does.
+        """
+        metadata = {"format": "pt"}
+        for tensor in self.model:
+            metadata.update(dict.fromkeys(tensor.aliases, tensor.name))
+        return build_header([(t.name, t.dtype, t.shape) for t in self.model], metadata)
+
+    def array_bytes(self, array: str) -> int:
+        """Return the bytes of one state array on all drives, headers not counted."""
+        return self._array_starts[array][-1] * self.formats[array].nbytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all state arrays together, headers not counted."""
+        return sum(self.array_bytes(name) for name in self.array_names)
+
+    def file_sizes(self, drive: int = 0) -> dict[str, int]:
+        """Return the final size in bytes of each safetensors file of a slot on one drive."""
+        sizes = {"model.safetensors": self.model_header.file_bytes} if drive == 0 else {}
+        for name, header in self.array_headers[drive].items():
+            sizes[array_file_name(name)] = header.file_bytes
+        return sizes
+
+    def chunk_range(self, chunk: int) -> tuple[int, int]:
+        """Return the chunk's first element and one past its last, in element space.
+
+        Of int8 state whose blocks are counted from parameters, no chunk cuts a block: a chunk that
+        would begin inside one begins at its end. So it may have up to 31 elements more or less
+        than `chunk_elements`.
+        """
+        return self._chunk_start(chunk), self._chunk_start(chunk + 1)
+
+    def chunks_of(self, parameter: int) -> range:
+        """Return the chunks that hold elements of a parameter; none of an empty one."""
+        first, last = self.starts[parameter : parameter + 2]
+        if first == last:
+            return range(0)
+        return range(self._chunk_at(first), self._chunk_at(last - 1) + 1)
+
+    def _chunk_start(self, chunk: int) -> int:
+        start = min(chunk * self.chunk_elements, self.num_elements)
+        if start == self.num_elements or not self._has_whole_blocks:
+            return start
+        index = bisect_right(self.starts, start) - 1
+        begin, end = self.starts[index], self.starts[index + 1]
+        return min(start + (begin - start) % BLOCK_ELEMENTS, end)
+
+    def _chunk_at(self, element: int) -> int:
+        """Return the chunk that an element of element space is in."""
+        chunk = element // self.chunk_elements
+        return chunk - 1 if self._chunk_start(chunk) > element else chunk
+
+    @property
+    def _has_whole_blocks(self) -> bool:
+        """Whether no chunk begins inside a block."""
+        return self.state_dtype == "int8" and self.counts_from == "parameter"
+
+    def pieces(self, chunk: int) -> Iterator[Piece]:
+        """Yield the parts of parameters that make up a chunk, in order; empty ones are left out."""
+        first, last = self.chunk_range(chunk)
+        index = bisect_right(self.starts, first) - 1
+        while index < len(self.parameters) and self.starts[index] < last:
+            begin, end = self.starts[index], self.starts[index + 1]
+            start, stop = max(first, begin), min(last, end)
+            if start < stop:
+                yield Piece(index, start - begin, stop - begin, start - first)
+            index += 1
+
+    def array_range(self, array: str, first: int, last: int) -> tuple[int, int]:
+        """Map a range of element space to values of one state array, as if on one drive.
+
+        Returns the first value and one past the last, counted within the array. Elements whose
+        parameter lacks the array take no room. Where values stand for blocks of elements, a range
+        must begin and end where blocks do.
+        """
+        return self._array_position(array, first), self._array_position(array, last)
+
+    def _array_position(self, array: str, element: int) -> int:
+        index = min(bisect_right(self.starts, element) - 1, len(self.parameters))
+        position = self._array_starts[array][index]
+        if index < len(self.parameters) and array in self.parameters[index].arrays:
+            position += self._num_values(array, index, element - self.starts[index])
+        return position
+
+    def _num_values(self, array: str, parameter: int, elements: int) -> int:
+        """Return how many stored values the first elements of a parameter have."""
+        block = self.formats[array].block
+        if block == 1:
+            return elements
+        # Elements before the first place where blocks start anew, and those after it.
+        head = 0
+        if self.counts_from == "chunk":
+            head = min(elements, -self.starts[parameter] % self.chunk_elements)
+        return -(-head // block) - (-(elements - head) // block)
+
+    def byte_range(self, array: str, chunk: int) -> tuple[int, int]:
+        """Return the chunk's offset in the array's file and its length there, both in bytes.
+
+        The file is the one on the chunk's drive.
+        """
+        first, last = self.array_range(array, *self.chunk_range(chunk))
+        data_start = self.array_headers[self.drives[chunk]][array].data_start
+        nbytes = self.formats[array].nbytes
+        return data_start + self._file_starts[array][chunk] * nbytes, (last - first) * nbytes
+
+    def max_chunk_bytes(self, array: str) -> int:
+        """Return the most bytes that one chunk of the array needs."""
+        return max((self.byte_range(array, c)[1] for c in range(self.num_chunks)), default=0)
+
+    @cached_property
+    def model_stops(self) -> tuple[int, ...]:
+        """For each chunk: bytes of ``model.safetensors`` data up to the end of its parameters.
+
+        A seal that has copied that many bytes has copied every parameter of the chunk.
+        """
+        entries = self.model_header.entries
+        stops = [entries[p.name].stop for p in self.parameters]
+        return tuple(
+            max((stops[piece.parameter] for piece in self.pieces(chunk)), default=0)
+            for chunk in range(self.num_chunks)
+        )
+
+
+def array_file_name(array: str) -> str:
+    """Return the name of a state array's file within a slot."""
+    return f"{array}.safetensors"
+
+
+def element_space_order(parameters: Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    """Order parameters for a new store: by descending dtype size, otherwise as given.
+
+    It is the order of ``model.safetensors`` too, so that a seal copies parameters in the order in
+    which the next step wants to overwrite them.
+    """
+    return sorted(parameters, key=lambda p: -DTYPE_BYTES[p.dtype])
+
+
+def model_order(
+    trainable: Sequence[ModelTensor], others: Sequence[ModelTensor]
+) -> tuple[ModelTensor, ...]:
+    """Order the tensors of ``model.safetensors``: by descending dtype size, trainable ones first.
+
+    Without that order an F32 tensor could start at an odd multiple of 2 bytes.
+    """
+    return tuple(sorted((*trainable, *others), key=lambda t: -DTYPE_BYTES[t.dtype]))

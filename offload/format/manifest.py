@@ -1,0 +1,376 @@
+"""The manifest: everything about a checkpoint that its tensor files do not say themselves.
+
+One JSON document, padded with spaces to a size reserved when the slot is made, so that writing it
+never needs space. It is read by people, checked by a digest of its own, and never trusted beyond
+that: every field is validated before anything is allocated from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_args
+
+from gds import ALIGNMENT
+from offload.errors import ManifestError, OffloadError
+from offload.format import _manifest_fields as fields
+from offload.format import document
+from offload.format._manifest_fields import ScalarValue
+from offload.format._manifest_fields import decode_group as decode_group
+from offload.format._manifest_fields import encode_group as encode_group
+from offload.format.arrays import CountsFrom, StateDtype, is_array_name
+from offload.format.layout import Layout, ModelTensor, ParameterSpec
+from offload.format.metrics import check_metrics
+from offload.format.part_file import PartReference, SealedPart, content_digest
+from offload.format.strict_json import MAX_VALUES, num_marks, short
+
+FORMAT_VERSION = 2
+"""Of stores with FP32 state, of older ones with compressed state, and of what is no checkpoint."""
+
+COMPRESSED_VERSION = 3
+"""Of stores with compressed state, whose blocks and random numbers are counted from parameters."""
+
+MAX_MANIFEST_BYTES = 128 << 20
+"""Bytes, padding included. A larger file is refused unread, and none is written."""
+
+MAX_CONTENT_BYTES = 64 << 20
+"""Bytes of a manifest without its padding. With `MAX_VALUES` this is what bounds the memory that
+reading one takes; a model of 100,000 parameters needs a third of either."""
+
+MODEL_BLOCK_BYTES = 16 << 20
+"""Bytes of ``model.safetensors`` data that one digest covers; the last block may be shorter."""
+
+_MAX_SHARES = 1 << 16
+"""Sum of the drives' shares: more would only cost time to deal chunks out."""
+
+MAX_DIRECTORIES = 64
+"""Of a store. Directories times state arrays are headers to be built, of 4096 bytes or more."""
+
+_MAX_ARRAYS = 64
+
+_GROUP_RESERVE_BYTES = 16 << 10
+_SCALAR_RESERVE_BYTES = 40
+_PART_RESERVE_BYTES = 25 << 10
+"""For a path of 4096 bytes, each of which JSON may have to write as six characters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What one checkpoint is. Written last, so that its presence proves the rest."""
+
+    store_id: str
+    """32 hexadecimal digits that name the store, the same in all its checkpoints."""
+
+    generation: int
+    """Counter of the store; the checkpoint with the highest is the newest."""
+
+    step: int
+    """Optimizer steps taken."""
+
+    created: str
+    """ISO 8601 time at which the seal began. Nothing but `EverySeconds` decides by it."""
+
+    torch_version: str
+    optimizer: str
+    """Qualified name of the wrapped optimizer class."""
+
+    groups: tuple[Mapping[str, Any], ...]
+    """Hyper-parameters of each parameter group."""
+
+    layout: Layout
+
+    scalars: tuple[tuple[ScalarValue, ...] | None, ...]
+    """Per parameter in element-space order: its scalar state, or None if it has no state yet."""
+
+    digests: Mapping[str, tuple[str | None, ...]]
+    """Per state array: the digest of each chunk; None for a chunk that holds no state."""
+
+    model_digests: tuple[str, ...]
+    """The digest of each `MODEL_BLOCK_BYTES` of ``model.safetensors`` data."""
+
+    parts: tuple[PartReference, ...] = ()
+    """Where the state on each drive but the first is."""
+
+    order: tuple[tuple[int, ...], ...] | None = None
+    """For each parameter group its parameters, as positions in `Layout.model`, in the order in
+    which the optimizer was given them: torch's state dicts go by it. None where it is not known."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the caller had measured, by name; finite."""
+
+    @property
+    def digest(self) -> str:
+        """The digest of everything above: two that have the same say the same."""
+        return document.digest_of(self._body())
+
+    def encode(self, reserved_bytes: int) -> bytes:
+        """Return the file's content, padded to exactly `reserved_bytes`.
+
+        Raises:
+            OffloadError: The hyper-parameters have grown past what was reserved.
+            TypeError: A hyper-parameter cannot be stored as JSON; names it.
+        """
+        numbers = (self.generation, self.step)
+        if min(numbers) < 0 or max(numbers) > fields.MAX_COUNT:
+            raise OffloadError(
+                f"generation {self.generation}, step {self.step}: a checkpoint's numbers go from 0 "
+                f"to {fields.MAX_COUNT}. Nobody counts that far: an older checkpoint of this store "
+                "says so, and is damaged or forged. Remove it, and go on from another one."
+            )
+        text = document.signed(_version_of(self.layout), self._body(), compact=True)
+        if len(text) > MAX_CONTENT_BYTES or num_marks(text) > MAX_VALUES:
+            raise OffloadError(
+                f"the manifest would have {len(text)} bytes and about {num_marks(text)} values, at "
+                f"most {MAX_CONTENT_BYTES} and {MAX_VALUES} are read: raise Options(chunk_bytes=), "
+                "or train fewer and larger parameters"
+            )
+        if len(text) + 1 > reserved_bytes:
+            raise OffloadError(
+                f"the manifest needs {len(text) + 1} bytes, but {reserved_bytes} were reserved "
+                "when the store was laid out; parameter groups have gained large "
+                "hyper-parameters. Keep such values in train_state instead."
+            )
+        return document.padded(text, reserved_bytes)
+
+    def _body(self) -> dict[str, Any]:
+        layout = self.layout
+        body: dict[str, Any] = {
+            "store_id": self.store_id,
+            "generation": self.generation,
+            "step": self.step,
+            "created": self.created,
+            "torch_version": self.torch_version,
+            "optimizer": self.optimizer,
+            "groups": [encode_group(i, group) for i, group in enumerate(self.groups)],
+            "chunk_elements": layout.chunk_elements,
+            "state_dtype": layout.state_dtype,
+            "shares": list(layout.shares),
+            "arrays": [[name, f.dtype, f.block] for name, f in layout.formats.items()],
+            "parameters": [
+                [p.name, p.dtype, list(p.shape), p.group, list(p.arrays)] for p in layout.parameters
+            ],
+            "model": [[t.name, t.dtype, list(t.shape), list(t.aliases)] for t in layout.model],
+            "scalars": [
+                None if s is None else [[n, k, _written(k, v)] for n, k, v in s]
+                for s in self.scalars
+            ],
+            "model_block_bytes": MODEL_BLOCK_BYTES,
+            "digests": {name: list(values) for name, values in self.digests.items()},
+            "model_digests": list(self.model_digests),
+            "parts": [asdict(part) for part in self.parts],
+        }
+        if _version_of(layout) == COMPRESSED_VERSION:
+            # The digest is of the body alone: it must not fit to the other version.
+            body["counts_from"] = layout.counts_from
+        if self.order is not None:
+            body["order"] = [list(group) for group in self.order]
+        if self.metrics:
+            body["metrics"] = dict(self.metrics)
+        return body
+
+
+def reserved_bytes(layout: Layout, num_groups: int) -> int:
+    """Return the size to reserve for the manifest of a layout, in bytes; a multiple of 4096.
+
+    Raises:
+        OffloadError: It would be larger than any that is read.
+    """
+    names = sum(3 * len(json.dumps(p.name)) + 160 for p in layout.parameters)
+    names += sum(
+        2 * len(json.dumps(t.name)) + 100 + sum(len(json.dumps(a)) for a in t.aliases)
+        for t in layout.model
+    )
+    # A rule keeps at most a handful of scalars (three in torch 2.13's ASGD) per parameter.
+    scalars = 4 * _SCALAR_RESERVE_BYTES * len(layout.parameters)
+    digests = 20 * layout.num_chunks * max(1, len(layout.array_names))
+    digests += 20 * num_model_blocks(layout)
+    parts = _PART_RESERVE_BYTES * (len(layout.shares) - 1)
+    total = names + scalars + digests + parts + _GROUP_RESERVE_BYTES * (num_groups + 1)
+    values = _least_values(layout)
+    if values > MAX_VALUES:
+        raise OffloadError(
+            f"the manifest of {len(layout.parameters)} parameters in {layout.num_chunks} chunks "
+            f"would have {values} values, at most {MAX_VALUES} are read: raise "
+            "Options(chunk_bytes=)"
+        )
+    if total > MAX_MANIFEST_BYTES:
+        raise OffloadError(
+            f"the manifest of {len(layout.parameters)} parameters in {layout.num_chunks} chunks "
+            f"could take {total} bytes, at most {MAX_MANIFEST_BYTES} are read: raise "
+            "Options(chunk_bytes=)"
+        )
+    return -(-total // ALIGNMENT) * ALIGNMENT
+
+
+def _least_values(layout: Layout) -> int:
+    """Return how many values the manifest of a layout has at least, as `num_marks` counts them."""
+    parameters = sum(10 + len(p.shape) + len(p.arrays) for p in layout.parameters)
+    model = sum(7 + len(t.shape) + len(t.aliases) for t in layout.model)
+    return parameters + model + layout.num_chunks * len(layout.array_names)
+
+
+def num_model_blocks(layout: Layout) -> int:
+    """Return how many digests cover the data of ``model.safetensors``."""
+    header = layout.model_header
+    return -(-(header.file_bytes - header.data_start) // MODEL_BLOCK_BYTES)
+
+
+def invalid_manifest(size_bytes: int) -> bytes:
+    """Return content that no reader takes for a manifest, for a slot that is being rewritten."""
+    text = document.invalid(FORMAT_VERSION, "this slot is being rewritten")
+    return document.padded(text, size_bytes)
+
+
+def decode(data: bytes, path: str) -> Manifest:
+    """Read a manifest, trusting nothing in it.
+
+    Raises:
+        ManifestError: Not a manifest, damaged, of another version, or contradictory.
+    """
+    try:
+        version, body = document.read(data, "a manifest", (FORMAT_VERSION, COMPRESSED_VERSION))
+        return _decode_body(body, version)
+    except document.InvalidDocumentError as error:
+        raise ManifestError(f"{path}: withdrawn: {error}") from error
+    except document.DocumentError as error:
+        raise ManifestError(f"{path}: {error}") from error
+    except KeyError as error:
+        raise ManifestError(f"{path}: contradictory content: {error} is missing") from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ManifestError(
+            f"{path}: contradictory content ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _written(kind: str, value: float | int) -> str:
+    return repr(int(value) if kind == "int" else float(value))
+
+
+def _decode_body(body: Mapping[str, Any], version: int) -> Manifest:
+    store_id, generation = fields.store_id(body["store_id"]), fields.count(body["generation"])
+    layout = _decode_layout(body, version)
+    parameters = layout.parameters
+    groups = tuple(decode_group(fields.mapping(group)) for group in fields.items(body["groups"]))
+    if any(p.group >= len(groups) for p in parameters):
+        raise ValueError("a parameter belongs to a group that does not exist")
+    scalars = tuple(
+        None if s is None else tuple(fields.scalar(value) for value in fields.items(s))
+        for s in fields.items(body["scalars"])
+    )
+    if len(scalars) != len(parameters):
+        raise ValueError(f"{len(scalars)} scalar states for {len(parameters)} parameters")
+    digests = {
+        name: tuple(None if d is None else fields.digest(d) for d in fields.items(values))
+        for name, values in fields.mapping(body["digests"]).items()
+    }
+    if digests.keys() != set(layout.array_names) or any(
+        len(values) != layout.num_chunks for values in digests.values()
+    ):
+        raise ValueError("there is not one digest for each chunk of each array")
+    model_digests = tuple(fields.digest(d) for d in fields.items(body["model_digests"]))
+    if len(model_digests) != num_model_blocks(layout):
+        raise ValueError("there is not one digest for each block of the model file")
+    parts = tuple(fields.part(part, generation) for part in fields.items(body.get("parts", [])))
+    if len(parts) != len(layout.shares) - 1:
+        raise ValueError(f"{len(parts)} parts for {len(layout.shares)} directories")
+    # Only now that there is a digest for each chunk: the file's length bounds time and memory.
+    expected = [
+        SealedPart(store_id, generation, drive, content_digest(layout, digests, drive)).digest
+        for drive in range(1, len(layout.shares))
+    ]
+    if [part.digest for part in parts] != expected:
+        raise ValueError("the parts on other drives are not those of its digests")
+    _ = layout.array_headers  # a name that no header can hold is found here, not when it is used
+    order = body.get("order")  # older stores have none
+    if order is not None:
+        order = tuple(
+            tuple(fields.count(position) for position in fields.items(group))
+            for group in fields.items(order)
+        )
+        if len(order) != len(groups) or any(
+            position >= len(layout.model) for group in order for position in group
+        ):
+            raise ValueError("the order of parameters is not that of its groups")
+    return Manifest(
+        store_id=store_id,
+        generation=generation,
+        step=fields.count(body["step"]),
+        created=fields.time(body["created"]),
+        torch_version=fields.label(body["torch_version"]),
+        optimizer=fields.label(body["optimizer"]),
+        groups=groups,
+        layout=layout,
+        scalars=scalars,
+        digests=digests,
+        model_digests=model_digests,
+        parts=parts,
+        metrics=check_metrics(body.get("metrics", {})),
+        order=order,
+    )
+
+
+def _version_of(layout: Layout) -> int:
+    """Return the version of the format that a layout is of."""
+    compressed = layout.state_dtype != "float32" and layout.counts_from == "parameter"
+    return COMPRESSED_VERSION if compressed else FORMAT_VERSION
+
+
+def _decode_counts_from(body: Mapping[str, Any], version: int) -> CountsFrom:
+    expected = "parameter" if version == COMPRESSED_VERSION else None
+    if body.get("counts_from") != expected:
+        raise ValueError(
+            f"counts_from is {short(body.get('counts_from'))}, expected {expected!r} in format "
+            f"version {version}"
+        )
+    if version == FORMAT_VERSION:
+        return "parameter" if body["state_dtype"] == "float32" else "chunk"
+    if body["state_dtype"] == "float32":
+        raise ValueError(f"format version {version} is for compressed state, and this is float32")
+    return "parameter"
+
+
+def _decode_layout(body: Mapping[str, Any], version: int) -> Layout:
+    parameters = tuple(
+        ParameterSpec(
+            fields.text(name),
+            fields.dtype(dtype),
+            fields.shape(shape),
+            fields.count(group),
+            fields.names(arrays),
+        )
+        for name, dtype, shape, group, arrays in map(fields.items, fields.items(body["parameters"]))
+    )
+    model = tuple(
+        ModelTensor(
+            fields.text(name), fields.dtype(dtype), fields.shape(shape), fields.names(aliases)
+        )
+        for name, dtype, shape, aliases in map(fields.items, fields.items(body["model"]))
+    )
+    chunk_elements = fields.count(body["chunk_elements"])
+    if chunk_elements == 0 or chunk_elements % (ALIGNMENT // 4):
+        raise ValueError(f"chunk_elements is {chunk_elements}, not a positive multiple of 1024")
+    if body["state_dtype"] not in get_args(StateDtype):
+        raise ValueError(f"unknown state_dtype {short(body['state_dtype'])}")
+    shares = fields.shape(body["shares"])
+    if not 1 <= len(shares) <= MAX_DIRECTORIES or 0 in shares or sum(shares) > _MAX_SHARES:
+        raise ValueError(f"shares are {short(body['shares'])}")
+    counts_from = _decode_counts_from(body, version)
+    layout = Layout(parameters, model, chunk_elements, body["state_dtype"], shares, counts_from)
+    stored = {t.name: (t.dtype, t.shape) for t in model}
+    for p in parameters:
+        if stored.get(p.name) != (p.dtype, p.shape):
+            raise ValueError(f"parameter {short(p.name)} differs from the model's tensor")
+    if len(layout.array_names) > _MAX_ARRAYS:
+        raise ValueError(f"{len(layout.array_names)} state arrays, at most {_MAX_ARRAYS} are read")
+    for name in layout.array_names:
+        if not is_array_name(name):  # it names a file
+            raise ValueError(f"{short(name)} is not the name of a state array")
+    arrays = [[name, f.dtype, f.block] for name, f in layout.formats.items()]
+    if arrays != body["arrays"]:
+        raise ValueError(f"arrays are {short(body['arrays'])}, parameters have {arrays}")
+    if body["model_block_bytes"] != MODEL_BLOCK_BYTES:
+        raise ValueError(f"model_block_bytes is {short(body['model_block_bytes'])}")
+    if layout.model_header.file_bytes > fields.MAX_COUNT:
+        raise ValueError("the model's tensors take more bytes than any file has")
+    return layout

@@ -1,0 +1,72 @@
+"""The names of files and directories on storage: of a store, a checkpoint, a slot and a part.
+
+The first directory of a store holds ``LOCK``, ``store.json``, ``calibration.json``,
+``placement.json``, ``pins/``, checkpoints ``step-<n>/`` and slots ``.slot-<k>/``. Its other
+directories, on other drives, hold ``LOCK``, ``calibration.json`` and parts ``part-<k>/``.
+docs/format.md says what is in each.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final
+
+# In each directory of a store.
+LOCK_NAME: Final = "LOCK"
+STORE_FILE_NAME: Final = "store.json"
+CALIBRATION_NAME: Final = "calibration.json"
+"""It may be removed at any time, and is then made anew; so may `RATES_NAME`."""
+RATES_NAME: Final = "placement.json"
+PINS_NAME: Final = "pins"
+
+# In a checkpoint, and in a slot that may become one.
+MANIFEST_NAME: Final = "manifest.json"
+MODEL_NAME: Final = "model.safetensors"
+TRAIN_STATE_NAME: Final = "train_state.safetensors"
+QUARANTINE_NAME: Final = "damaged.txt"
+"""Only in a checkpoint that was found damaged."""
+
+# In a part, on a drive that is not the first.
+PART_FILE_NAME: Final = "part.json"
+
+_CHECKPOINT: Final = re.compile(r"step-([0-9]{1,19})")
+_SLOT: Final = re.compile(r"\.slot-([0-9]+)")
+_PART: Final = re.compile(r"part-([1-9][0-9]{0,17})")
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the checkpoint that was taken after a number of optimizer steps."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the number of steps that the name of a checkpoint says; None for any other name."""
+    match = _CHECKPOINT.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def is_checkpoint_path(path: str) -> bool:
+    """Return whether a path ends in a name that a store gives to checkpoints."""
+    return step_of(os.path.basename(os.path.abspath(path))) is not None
+
+
+def slot_name(number: int) -> str:
+    """Return the name of a slot that is not a checkpoint."""
+    return f".slot-{number}"
+
+
+def is_slot_name(name: str) -> bool:
+    """Return whether a name is that of a slot."""
+    return _SLOT.fullmatch(name) is not None
+
+
+def part_name(number: int) -> str:
+    """Return the name of a part; numbers count from 1."""
+    return f"part-{number}"
+
+
+def part_number(name: str) -> int | None:
+    """Return the number that the name of a part says; None for any other name."""
+    match = _PART.fullmatch(name)
+    return None if match is None else int(match[1])

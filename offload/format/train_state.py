@@ -1,0 +1,286 @@
+"""The caller's small training state as one safetensors file: losslessly, and without pickle.
+
+Schedulers, random number generators, samplers and counters are plain Python values that JSON
+would damage: it turns tuples into lists and integer keys into strings, and has no infinity.
+Here they become JSON with tags for what JSON lacks, and the bytes of tensors and arrays beside it.
+
+What comes back is equal, of the same types, and in the same order (dicts; sets have none):
+None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset;
+`collections.Counter`, `OrderedDict`, `deque` and `defaultdict` (factory None or a builtin type);
+numpy arrays and scalars of booleans, integers, floats and complex numbers; `torch.Tensor` of every
+ordinary dtype, `torch.Size`, `torch.dtype`, `torch.device`. Everything else, subclasses of these
+included, is a `TrainStateTypeError` that names its path: restoring it would mean importing code
+that a file names.
+
+Not kept: which objects were one and the same; sign and payload of a Python float's NaN; a tensor's
+device, strides, ``requires_grad`` and Python attributes; an array's memory order.
+
+The file is described by `pack`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gds import ALIGNMENT
+from offload.format._train_state_decode import decode_text
+from offload.format._train_state_encode import MAX_DEPTH as MAX_DEPTH
+from offload.format._train_state_encode import Encoder, dump_json
+from offload.format._train_state_leaves import StoredTensor as StoredTensor
+from offload.format.errors import TrainStateDigestError as TrainStateDigestError
+from offload.format.errors import TrainStateFormatError as TrainStateFormatError
+from offload.format.errors import TrainStateTagError as TrainStateTagError
+from offload.format.errors import TrainStateTooLargeError as TrainStateTooLargeError
+from offload.format.errors import TrainStateTypeError as TrainStateTypeError
+from offload.format.header import (
+    DTYPE_BYTES,
+    MAX_HEADER_BYTES,
+    HeaderTooLargeError,
+    build_header,
+    parse_header,
+)
+
+STATE_KEY = "train_state"
+"""Metadata key of the JSON."""
+
+DIGEST_KEY = "train_state_digest"
+"""Metadata key of the digest, 32 hexadecimal digits."""
+
+FORMAT_KEY = "train_state_format"
+"""Metadata key of the version of this encoding."""
+
+FORMAT_VERSION = "1"
+
+MAX_CAPACITY_BYTES = MAX_HEADER_BYTES + 8
+"""Bytes. Room that is not used is padding of the header, and the format bounds a header."""
+
+_RESERVED_KEYS = (STATE_KEY, DIGEST_KEY, FORMAT_KEY)
+_CAPACITY_MULTIPLE_BYTES = 8
+
+
+@dataclass(frozen=True)
+class EncodedState:
+    """A training state, captured by value. Two are equal exactly if the encodings are.
+
+    Equality sees types (1 and True differ, as do 0.0 and -0.0) and the order of dicts, takes any
+    NaN for any other, and does not see what the module's docstring lists as not kept.
+    """
+
+    json: str
+    """The tagged JSON; valid UTF-8."""
+
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """The bytes that the JSON refers to, by name."""
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(len(tensor.data) for tensor in self.tensors.values())
+
+
+def encode(state: object) -> EncodedState:
+    """Capture `state` by value; later changes to it have no effect.
+
+    Raises:
+        TrainStateTypeError: It holds something that would not come back the same, contains
+            itself, or is nested deeper than `MAX_DEPTH`. Names the path of the culprit.
+    """
+    encoder = Encoder()
+    tree = encoder.encode(state)
+    return EncodedState(dump_json(tree), encoder.tensors)
+
+
+def require_state(state: object) -> None:
+    """Refuse a single value that is meant as something else: a file's name, a step, a flag.
+
+    Raises:
+        TrainStateTypeError: It is a str, bytes, path, int, float or bool.
+    """
+    if not isinstance(state, str | bytes | bytearray | os.PathLike | int | float):
+        return
+    raise TrainStateTypeError(
+        "train_state must be what training needs besides the optimizer to continue, such as "
+        f'{{"epoch": 3}}, got {type(state).__name__} {reprlib.repr(state)}. Nothing needs to be '
+        "named: the step number and the name of a checkpoint are the store's"
+    )
+
+
+def decode(encoded: EncodedState) -> object:
+    """Return a new state with the encoded values.
+
+    Raises:
+        TrainStateTagError: It has a tag that this version does not know.
+        TrainStateFormatError: It is otherwise not what `encode` returns.
+    """
+    return decode_text(encoded.json, encoded.tensors)
+
+
+def pack(state: object, *, capacity_bytes: int, header: Mapping[str, str]) -> bytes:
+    """Encode `state` as one safetensors file of exactly `capacity_bytes` bytes.
+
+    Equivalent to `pack_encoded` of `encode`.
+    """
+    return pack_encoded(encode(state), capacity_bytes=capacity_bytes, header=header)
+
+
+def pack_encoded(encoded: EncodedState, *, capacity_bytes: int, header: Mapping[str, str]) -> bytes:
+    """Put a captured state into one safetensors file of exactly `capacity_bytes` bytes.
+
+    The file's ``__metadata__`` holds `header`, the JSON under ``train_state``, the version under
+    ``train_state_format`` and a digest under ``train_state_digest``. Tensors follow in ascending
+    order of their elements' size. The header is padded with spaces, so that the last tensor ends
+    at `capacity_bytes`; as that is a multiple of 8, each is aligned to its elements.
+
+    The digest is BLAKE2b of 16 bytes, as lower-case hexadecimal, over these fields, each preceded
+    by its length in bytes as a little-endian 64-bit integer, texts in UTF-8 and counts as decimal
+    digits: ``train_state_format``'s value; the JSON; the number of `header`'s items; key and
+    value of each, sorted by key; the number of tensors; and of each in file order its name, its
+    dtype, its shape (sizes joined by commas) and its data.
+
+    Args:
+        encoded: What `encode` returned.
+        capacity_bytes: Size of the file; a multiple of 8, at most `MAX_CAPACITY_BYTES`.
+        header: More metadata, for example the step that this belongs to.
+
+    Raises:
+        TrainStateTooLargeError: It does not fit; says what it needs and which option to raise.
+        ValueError: `capacity_bytes` is out of range, or `header` has a reserved key.
+    """
+    if capacity_bytes % _CAPACITY_MULTIPLE_BYTES or not 0 < capacity_bytes <= MAX_CAPACITY_BYTES:
+        raise ValueError(
+            f"capacity_bytes is {capacity_bytes}, expected a multiple of "
+            f"{_CAPACITY_MULTIPLE_BYTES} from {_CAPACITY_MULTIPLE_BYTES} to {MAX_CAPACITY_BYTES}"
+        )
+    reserved = [key for key in _RESERVED_KEYS if key in header]
+    if reserved:
+        raise ValueError(f"header has the reserved key {reserved[0]!r}; choose another")
+    tensors = dict(sorted(encoded.tensors.items(), key=lambda item: DTYPE_BYTES[item[1].dtype]))
+    specs = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    metadata = {
+        **header,
+        STATE_KEY: encoded.json,
+        FORMAT_KEY: FORMAT_VERSION,
+        DIGEST_KEY: _digest(encoded.json, header, tensors),
+    }
+    data_bytes = encoded.tensor_bytes
+    try:
+        built = build_header(specs, metadata, header_bytes=capacity_bytes - data_bytes)
+    except HeaderTooLargeError as error:
+        raise _too_large(encoded, specs, metadata, capacity_bytes) from error
+    return b"".join([built.encoded, *(tensor.data for tensor in tensors.values())])
+
+
+def unpack(data: bytes, path: str = "<bytes>") -> tuple[object, dict[str, str]]:
+    """Return the state and the header that `pack` was given.
+
+    Args:
+        data: The whole file.
+        path: Names the file in messages.
+
+    Raises:
+        TensorFileError: It is not a safetensors file.
+        TrainStateFormatError: It is one that `pack` did not write, or another version did.
+        TrainStateDigestError: The content is not what was written.
+    """
+    encoded, header = unpack_encoded(data, path)
+    try:
+        return decode(encoded), header
+    except TrainStateFormatError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def unpack_encoded(data: bytes, path: str = "<bytes>") -> tuple[EncodedState, dict[str, str]]:
+    """Verify a packed file and return what it holds, without building the values.
+
+    Any change of any byte is an error, padding included. Raises as `unpack`.
+    """
+    parsed = parse_header(data, len(data), path)
+    metadata = dict(parsed.metadata)
+    missing = [key for key in _RESERVED_KEYS if key not in metadata]
+    if missing:
+        raise TrainStateFormatError(
+            f"{path}: a safetensors file without {missing[0]!r} in its metadata; not a train_state"
+        )
+    if metadata[FORMAT_KEY] != FORMAT_VERSION:
+        raise TrainStateFormatError(
+            f"{path}: {FORMAT_KEY} is {metadata[FORMAT_KEY][:80]!r}, this version of the package "
+            f"reads {FORMAT_VERSION!r}"
+        )
+    entries = parsed.entries.values()
+    # The digest covers what the header means; this covers how it is spelled and padded.
+    specs = [(entry.name, entry.dtype, entry.shape) for entry in entries]
+    if build_header(specs, metadata, header_bytes=parsed.data_start).encoded != parsed.encoded:
+        raise TrainStateFormatError(
+            f"{path}: the header is valid, but not spelled as it was written; damaged, or rewritten"
+        )
+    start = parsed.data_start
+    tensors = {
+        entry.name: StoredTensor(
+            entry.dtype, entry.shape, bytes(data[start + entry.start : start + entry.stop])
+        )
+        for entry in entries
+    }
+    text = metadata.pop(STATE_KEY)
+    stored = metadata.pop(DIGEST_KEY)
+    del metadata[FORMAT_KEY]
+    computed = _digest(text, metadata, tensors)
+    if computed != stored:
+        raise TrainStateDigestError(
+            f"{path}: the content has the digest {computed}, its metadata says {stored[:80]}; the "
+            "file is damaged: use another checkpoint"
+        )
+    return EncodedState(text, tensors), metadata
+
+
+def _too_large(
+    encoded: EncodedState,
+    specs: Sequence[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    capacity_bytes: int,
+) -> TrainStateTooLargeError:
+    size = (
+        f"train_state: {len(encoded.json)} characters of JSON and {encoded.tensor_bytes} bytes of "
+        "tensors"
+    )
+    try:
+        exact = build_header(specs, metadata).data_start + encoded.tensor_bytes
+    except HeaderTooLargeError:
+        exact = MAX_CAPACITY_BYTES + 1
+    if exact > MAX_CAPACITY_BYTES:
+        return TrainStateTooLargeError(
+            f"{size} do not fit {capacity_bytes} bytes, nor any number that can be reserved (at "
+            f"most {MAX_CAPACITY_BYTES}); keep large tensors in the model, as buffers"
+        )
+    # What the option takes: whole blocks, two at least.
+    needed = max(-(-exact // ALIGNMENT), 2) * ALIGNMENT
+    return TrainStateTooLargeError(
+        f"{size} need {needed} bytes of file, the checkpoints reserve {capacity_bytes}; store "
+        f"less, or raise Options(train_state_bytes={needed})"
+    )
+
+
+def _digest(json: str, header: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+
+    add(FORMAT_VERSION)
+    add(json)
+    add(str(len(header)))
+    for key in sorted(header):
+        add(key)
+        add(header[key])
+    add(str(len(tensors)))
+    for name, tensor in tensors.items():
+        add(name)
+        add(tensor.dtype)
+        add(",".join(str(size) for size in tensor.shape))
+        add(tensor.data)
+    return digest.hexdigest()

@@ -1,0 +1,150 @@
+"""Loading a checkpoint's parameters into a model, in a process that has no optimizer."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from gds import Backend
+from offload.ambient import in_neutral
+from offload.checkpoint.checkpoint import open_for_parameters
+from offload.errors import MismatchError
+from offload.format.digests import DigestContext
+from offload.format.layout import ModelTensor
+from offload.format.names import MODEL_NAME
+from offload.format.unreadable import reading
+from offload.model.model_file import BlockBuffers, ModelImage, read_model
+from offload.model.parameters import Stored, describe_model
+
+_NUMBERED = re.compile(r"group\d+\.param\d+")
+"""A parameter's name where nobody has named it."""
+
+
+@in_neutral
+def load_parameters(
+    model: torch.nn.Module,
+    checkpoint: str | os.PathLike[str],
+    *,
+    backend: Backend | None = None,
+) -> int:
+    """Load a checkpoint's parameters and buffers into a model, checking their digests.
+
+    Reads ``model.safetensors`` only, block by block: 2 bytes per bf16 parameter. What a store
+    has on drives other than the first is not needed.
+
+    Args:
+        model: Changed in place; nothing is changed if names, shapes or dtypes differ.
+        checkpoint: A checkpoint directory, or a store, which means its newest. Where that is
+            damaged the one before it is taken, with a warning.
+        backend: Where it is; the local file system by default.
+
+    Returns:
+        The number of optimizer steps that the parameters had seen.
+
+    Raises:
+        MismatchError: The model's state dict differs from the checkpoint's; lists how.
+        CheckpointError: It is damaged.
+        UnreadableError: It could not be read, which says nothing about what it holds; the model
+            may hold parts of it.
+    """
+    with open_for_parameters(checkpoint, backend=backend) as opened:
+        manifest = opened.manifest
+        header = manifest.layout.model_header
+        stored = describe_model(model, [], [])
+        wanted = {t.name: (t.dtype, t.shape) for t in manifest.layout.model}
+        named = _names_in_checkpoint(stored, manifest.layout.model)
+        tensors = {
+            name: (entry.tensor, (entry.spec.dtype, entry.spec.shape))
+            for name, entry in zip(named, stored, strict=True)
+        }
+        live = {n: what for n, (_, what) in tensors.items()}
+        instead = "or name a checkpoint of this model"
+        check_same(wanted, live, opened.path, call="load_parameters()", instead=instead)
+        image = ModelImage(header, {n: tensor for n, (tensor, _) in tensors.items()})
+        source = opened.backend
+        with reading(opened.path):
+            file = source.open(f"{opened.path}/{MODEL_NAME}")
+            try:
+                buffers = BlockBuffers(source, image.data_bytes)
+                context = DigestContext(manifest.store_id, manifest.generation)
+                read_model(image, file, buffers, context, manifest.model_digests)
+            finally:
+                file.close()
+        return manifest.step
+
+
+def _names_in_checkpoint(live: Sequence[Stored], held: Sequence[ModelTensor]) -> list[str]:
+    """Return the name in a checkpoint of each live tensor; its own if the checkpoint has none.
+
+    A tied tensor may be held under another of its names. So may one whose parameter has another
+    name than its entry in the state dict: the latter is an alias in the checkpoint.
+    """
+    own = [(item.spec.name, *item.spec.aliases) for item in live]
+    wanted = {tensor.name for tensor in held}
+    found = [next((name for name in names if name in wanted), None) for names in own]
+    by_alias = {alias: tensor.name for tensor in held for alias in tensor.aliases}
+    taken = set(found)
+    for number, names in enumerate(own):
+        name = next((by_alias[n] for n in names if n in by_alias), None)
+        if found[number] is None and name not in taken:  # else they are tied in the checkpoint only
+            found[number] = name
+            taken.add(name)
+    return [name or names[0] for name, names in zip(found, own, strict=True)]
+
+
+def check_same(
+    stored: Mapping[str, tuple[str, tuple[int, ...]]],
+    live: Mapping[str, tuple[str, tuple[int, ...]]],
+    path: str,
+    *,
+    call: str,
+    instead: str,
+) -> None:
+    """Compare dtype and shape of every tensor by name.
+
+    Args:
+        stored: Those of the checkpoint.
+        live: Those of the model.
+        path: Of the checkpoint.
+        call: What the user has called, for the message.
+        instead: What to do if the checkpoint is of another model: the end of a sentence.
+
+    Raises:
+        MismatchError: They differ; lists the first few differences.
+    """
+    differences = [f"{n!r} is only in the checkpoint" for n in stored if n not in live]
+    differences += [f"{n!r} is only in the model" for n in live if n not in stored]
+    changed = [n for n in stored if n in live and stored[n] != live[n]]
+    differences += [
+        f"{n!r} is {_what(stored[n])} in the checkpoint and {_what(live[n])} in the model"
+        for n in changed
+    ]
+    if not differences:
+        return
+    more = f", and {len(differences) - 5} more" if len(differences) > 5 else ""
+    advice = "Build the model as it was then, with the same configuration"
+    if any(stored[n][0] != live[n][0] for n in changed):
+        advice += f" and dtype, and convert it to another dtype after {call}"
+    advice += f"; {instead}."
+    if all(_NUMBERED.fullmatch(n) for n in stored):
+        advice += (
+            " It was made without model=, so it does not have the model's names: an optimizer that "
+            "is made without model= can restore it."
+        )
+    elif not stored.keys() & live.keys():
+        advice += (
+            " No name is the same on both sides: pass model= as it was passed when the "
+            "checkpoint was made, and the module itself rather than a wrapper of it "
+            "(torch.compile and DistributedDataParallel put a prefix before every name)."
+        )
+    raise MismatchError(
+        f"{path}: the model differs from the one that was saved: "
+        f"{'; '.join(differences[:5])}{more}. {advice}"
+    )
+
+
+def _what(tensor: tuple[str, tuple[int, ...]]) -> str:
+    return f"{tensor[0]} {list(tensor[1])}"

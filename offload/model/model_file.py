@@ -1,0 +1,271 @@
+"""``model.safetensors``: copying between its bytes and live tensors, block by block.
+
+A block is `MODEL_BLOCK_BYTES` of the file's data; one digest covers it. Two buffers of that size
+are all the memory that sealing or restoring a model of any size takes, and a third one where a seal
+reads back what a slot holds; how a seal writes is in `model_writing`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+
+import torch
+
+from gds import ALIGNMENT, Backend, Buffer, File, IOFuture
+from offload.checkpoint.second_look import look_again
+from offload.device.boundary import (
+    Copies,
+    Event,
+    Marks,
+    boundary_of,
+    is_on_device,
+    marks_of,
+)
+from offload.device.staging import Traffic
+from offload.format.digests import DigestContext, leaf_digests
+from offload.format.header import Header
+from offload.format.known_leaves import KnownLeaves
+from offload.format.manifest import MODEL_BLOCK_BYTES
+
+MODEL_ARRAY = "model"
+"""The name that digests of ``model.safetensors`` are computed under."""
+
+
+class BlockBuffers:
+    """Two buffers of one block each, made once and used by seals and restores; a third if need be.
+
+    Args:
+        backend: Allocates them.
+        data_bytes: Of the model file; they need not be larger.
+        traffic: Counts what crosses between them and devices.
+    """
+
+    def __init__(self, backend: Backend, data_bytes: int, traffic: Traffic | None = None) -> None:
+        self.traffic = traffic or Traffic()
+        self._backend = backend
+        self._locked: dict[torch.device, list[object]] = {}
+        nbytes = -(-max(min(MODEL_BLOCK_BYTES, data_bytes), 1) // ALIGNMENT) * ALIGNMENT
+        self._buffers = [backend.allocate(nbytes) for _ in range(2)]
+        self._spare: Buffer | None = None
+        self._tensors = [
+            torch.frombuffer(buffer.memoryview(), dtype=torch.uint8) for buffer in self._buffers
+        ]
+
+    def serve(self, devices: Iterable[torch.device]) -> BlockBuffers:
+        """Make copies from and to these devices fast; returns itself."""
+        for device in devices:
+            if device not in self._locked:
+                lock_pages = boundary_of(device).lock_pages
+                self._locked[device] = [lock_pages(tensor) for tensor in self._tensors]
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        spare = 0 if self._spare is None else self._spare.nbytes
+        return sum(buffer.nbytes for buffer in self._buffers) + spare
+
+    def get(self, index: int, nbytes: int) -> tuple[Buffer, torch.Tensor]:
+        """Return the memory for a block, as a buffer and as bytes; every second block shares it."""
+        return self._buffers[index % 2].slice(0, nbytes), self._tensors[index % 2][:nbytes]
+
+    def spare(self, nbytes: int) -> Buffer:
+        """Return memory of a block that is apart from the others; made when it is first needed.
+
+        Raises:
+            MemoryError: There is none left.
+        """
+        if self._spare is None:
+            self._spare = self._backend.allocate(self._buffers[0].nbytes)
+        return self._spare.slice(0, nbytes)
+
+
+class ModelImage:
+    """The tensors behind the bytes of a model file.
+
+    Args:
+        header: Says which bytes are which tensor.
+        tensors: A live tensor for each name, of the header's dtype and shape. Those on a device are
+            as the streams there have been told to leave them by `marks`.
+        marks: None for what the calling thread's current streams have been told until now.
+        traffic: Counts what crosses.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        tensors: Mapping[str, torch.Tensor],
+        marks: Marks | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        entries = [e for e in header.entries.values() if e.nbytes]
+        self._starts = [e.start for e in entries]
+        self._stops = [e.stop for e in entries]
+        self._tensors = [tensors[e.name] for e in entries]
+        self._staged: dict[int, torch.Tensor] = {}
+        self._marks = marks_of(self._tensors) if marks is None else marks
+        self._traffic = traffic or Traffic()
+        # A tensor that was made in inference mode can be written in inference mode only. Those of
+        # a model that is not trained may be some.
+        self._in_inference = any(t.is_inference() for t in self._tensors)
+        self.data_start = header.data_start
+        self.data_bytes = header.file_bytes - header.data_start
+
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Yield index, first byte and one past the last byte of every block, within the data."""
+        for index, start in enumerate(range(0, self.data_bytes, MODEL_BLOCK_BYTES)):
+            yield index, start, min(start + MODEL_BLOCK_BYTES, self.data_bytes)
+
+    def gather(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Copy the live bytes of a range of the data into `out`."""
+        fetched: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for index, first, last, at in self._overlaps(start, stop):
+            flat, into = self._flat(index), out[at : at + last - first]
+            if is_on_device(flat):
+                fetched.setdefault(flat.device, []).append((flat[first:last], into))
+            else:
+                into.copy_(flat[first:last])
+            if last == flat.numel():
+                self._staged.pop(index, None)
+        if fetched:
+            self._fetch(fetched)
+
+    def scatter(self, start: int, stop: int, data: torch.Tensor) -> None:
+        """Copy the bytes of a range of the data into the live tensors."""
+        with torch.inference_mode(self._in_inference), torch.no_grad():
+            self._scatter(start, stop, data)
+
+    def _scatter(self, start: int, stop: int, data: torch.Tensor) -> None:
+        sent: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for index, first, last, at in self._overlaps(start, stop):
+            flat = self._flat(index)
+            copies = [(data[at : at + last - first], flat[first:last])]
+            if last == flat.numel() and index in self._staged:
+                tensor = self._tensors[index]
+                copies.append((flat.view(tensor.dtype).view(tensor.shape), tensor.detach()))
+                del self._staged[index]
+            if is_on_device(flat):
+                sent.setdefault(flat.device, []).extend(copies)
+            else:
+                for source, into in copies:
+                    into.copy_(source)
+        if sent:
+            self._send(sent)
+
+    def _fetch(self, copies: Mapping[torch.device, Copies]) -> None:
+        """Copy from devices, and wait for it."""
+        events = [
+            (device, boundary_of(device).fetch(pairs, self._after(device)))
+            for device, pairs in copies.items()
+        ]
+        for device, event in events:
+            boundary_of(device).wait(event)
+            self._traffic.fetched(sum(into.nbytes for _, into in copies[device]))
+
+    def _send(self, copies: Mapping[torch.device, Copies]) -> None:
+        """Copy to devices, and wait for it: the sources are about to be used for something else."""
+        events = [
+            (device, boundary_of(device).send(pairs, self._after(device)))
+            for device, pairs in copies.items()
+        ]
+        for device, event in events:
+            boundary_of(device).wait(event)
+            self._traffic.sent(sum(s.nbytes for s, _ in copies[device] if not is_on_device(s)))
+
+    def _after(self, device: torch.device) -> list[Event]:
+        return [self._marks[device]] if device in self._marks else []
+
+    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        index = max(bisect_right(self._starts, start) - 1, 0)
+        while index < len(self._starts) and self._starts[index] < stop:
+            begin, end = self._starts[index], self._stops[index]
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                yield index, first - begin, last - begin, first - start
+            index += 1
+
+    def _flat(self, index: int) -> torch.Tensor:
+        tensor = self._tensors[index].detach()
+        # In the memory of the others are not the values, but their conjugates or negatives.
+        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            return tensor.reshape(-1).view(torch.uint8)
+        if index not in self._staged:
+            if is_on_device(tensor):
+                device = tensor.device
+                flat = boundary_of(device).flatten(tensor, self._after(device))
+            else:
+                flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+            self._staged[index] = flat.view(torch.uint8)
+        return self._staged[index]
+
+
+def digest_model(image: ModelImage, buffers: BlockBuffers, context: DigestContext) -> list[str]:
+    """Return the digests that `write_model` would, without writing."""
+    digests = []
+    for index, start, stop in image.blocks():
+        buffer, data = buffers.get(index, stop - start)
+        image.gather(start, stop, data)
+        digests.append(context.digest(MODEL_ARRAY, index, buffer.memoryview()))
+    return digests
+
+
+def read_model(
+    image: ModelImage,
+    file: File,
+    buffers: BlockBuffers,
+    context: DigestContext,
+    expected: tuple[str, ...],
+    known: KnownLeaves | None = None,
+) -> None:
+    """Read a model file's data into the live tensors, checking every block's digest.
+
+    A block that is wrong is read a second time before anything is said of it: see `second_look`.
+
+    Args:
+        image: The tensors.
+        file: Where from.
+        buffers: Two blocks of memory.
+        context: What the digests speak for.
+        expected: The digest of each block.
+        known: Takes note of what has been read and found to be right.
+
+    Raises:
+        DamagedError: Both reads of a block are wrong; tensors before it have been overwritten.
+        gds.StorageError: The file cannot be read.
+    """
+    blocks = list(image.blocks())
+    reads: dict[int, IOFuture] = {}
+
+    def start_read(index: int) -> None:
+        if index < len(blocks):
+            _, start, stop = blocks[index]
+            buffer, _ = buffers.get(index, stop - start)
+            reads[index] = file.read(buffer, image.data_start + start)
+
+    start_read(0)
+    try:
+        for index, start, stop in blocks:
+            start_read(index + 1)
+            reads.pop(index).result()
+            buffer, data = buffers.get(index, stop - start)
+            leaves = leaf_digests(buffer.memoryview())
+            found = context.digest_leaves(MODEL_ARRAY, index, leaves)
+            if found != expected[index]:
+                offset, nbytes = image.data_start + start, stop - start
+                digest = partial(context.digest, MODEL_ARRAY, index)
+                again = look_again(
+                    file, offset, nbytes, digest, found=found, expected=expected[index]
+                )
+                data = torch.frombuffer(again.memoryview(), dtype=torch.uint8)
+                leaves = leaf_digests(again.memoryview())
+            if known is not None:
+                known.note(index, leaves)
+            image.scatter(start, stop, data)
+    finally:
+        for read in reads.values():
+            try:
+                read.result()
+            except OSError:
+                continue  # already failing, or not needed

@@ -1,0 +1,268 @@
+"""Writing ``model.safetensors`` in a seal: only what the file does not hold already.
+
+Live tensors are copied and digested block by block. Of each block only those leaves (of 1 MiB) are
+written that are not known to be in the file. What an earlier process has left in a slot is not
+known. Leaves there that hold nothing that is trained are worth asking for, in this order:
+
+- They are cloned from the newest checkpoint's file if that holds the same bytes, and if the file
+  system can let two files share space: nothing is read or written.
+- They are read back and compared with the live ones, and written only if they differ.
+- All others are written without asking, as they will have changed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+
+from gds import ALIGNMENT, Buffer, File, IOFuture, StorageError
+from gds.contract import CLONE_REACH_BYTES
+from offload.format.digests import LEAF_BYTES, DigestContext, leaf_digests
+from offload.format.header import Header
+from offload.format.known_leaves import KnownLeaves
+from offload.model.model_file import MODEL_ARRAY, BlockBuffers, ModelImage
+
+_DIGEST_BYTES = 8
+
+
+class TensorRanges:
+    """The bytes that some tensors of a model file take.
+
+    Args:
+        header: Of the file.
+        names: The tensors.
+    """
+
+    def __init__(self, header: Header, names: Container[str]) -> None:
+        entries = [e for e in header.entries.values() if e.nbytes and e.name in names]
+        self._starts = [entry.start for entry in entries]
+        self._stops = [entry.stop for entry in entries]
+
+    def touch(self, start: int, stop: int) -> bool:
+        """Return whether any of them has bytes in a range of the data."""
+        last = bisect_right(self._starts, stop - 1) - 1
+        return last >= 0 and self._stops[last] > start
+
+
+@dataclass(frozen=True, slots=True)
+class CloneSource:
+    """Another slot's model file, of the same layout, to clone from."""
+
+    file: File
+    leaves: KnownLeaves
+    """What is known of it."""
+
+    trained: TensorRanges
+    """What is not cloned, nor anything near it: an overwrite of it must not need new space."""
+
+
+@dataclass(slots=True)
+class Written:
+    """What a seal has made of a model file."""
+
+    digests: list[str]
+    """The digest of each block."""
+
+    written_bytes: int = 0
+    read_bytes: int = 0
+    """Read back, to be compared."""
+
+    cloned_bytes: int = 0
+
+
+def write_model(
+    image: ModelImage,
+    file: File,
+    buffers: BlockBuffers,
+    context: DigestContext,
+    known: KnownLeaves,
+    copied: Callable[[int], None],
+    *,
+    changing: TensorRanges | None = None,
+    source: CloneSource | None = None,
+) -> Written:
+    """Bring a model file's data to what the live tensors are; not synced.
+
+    No transfer is under way any more when this returns or raises.
+
+    Args:
+        image: The tensors.
+        file: Where to.
+        buffers: Two blocks of memory, and a third one if anything is read back.
+        context: What the digests speak for.
+        known: What is known of the file. Updated; if this raises, it is wrong, and the caller must
+            forget it.
+        copied: Called after each block with the bytes copied so far: from then on, live tensors
+            before that byte may change.
+        changing: What is not worth reading back; None for everything.
+        source: Where what does not change may be cloned from.
+    """
+    found = Written([])
+    writer = _Writer(image, file, buffers, known, changing, source, found)
+    try:
+        for index, start, stop in image.blocks():
+            writer.begin(index, start, stop)
+            buffer, data = buffers.get(index, stop - start)
+            image.gather(start, stop, data)
+            copied(stop)
+            leaves = leaf_digests(buffer.memoryview())
+            found.digests.append(context.digest_leaves(MODEL_ARRAY, index, leaves))
+            writer.finish(index, start, buffer, leaves)
+        writer.finish_writes()
+    finally:
+        writer.wait()
+    return found
+
+
+class _Writer:
+    """Moves the leaves of one block after the other, while the next one is copied."""
+
+    def __init__(
+        self,
+        image: ModelImage,
+        file: File,
+        buffers: BlockBuffers,
+        known: KnownLeaves,
+        changing: TensorRanges | None,
+        source: CloneSource | None,
+        found: Written,
+    ) -> None:
+        self._data_start = image.data_start
+        self._file = file
+        self._buffers = buffers
+        self._known = known
+        self._changing = changing
+        self._source = source
+        self._found = found
+        self._writes: dict[int, list[IOFuture]] = {}
+        self._reads: list[tuple[int, int, IOFuture]] = []
+
+    def begin(self, index: int, start: int, stop: int) -> None:
+        """Wait until a block's memory is free, and begin to read back what will be asked for."""
+        for write in self._writes.pop(index - 2, []):
+            write.result()
+        if self._known.of(index) is None and not self._can_clone(index, start, stop):
+            num_leaves = -(-(stop - start) // LEAF_BYTES)
+            self._start_reading(start, stop, range(num_leaves))
+
+    def finish(self, index: int, start: int, buffer: Buffer, leaves: bytes) -> None:
+        """Bring a block of the file to what is in `buffer`; writes go on behind this call."""
+        wanted, known = _split(leaves), self._known.of(index)
+        missing = list(range(len(wanted)))
+        if known is not None:
+            missing = [n for n, held in enumerate(_split(known)) if held != wanted[n]]
+        missing = self._clone(index, start, buffer.nbytes, missing, wanted)
+        if known is None:
+            if not self._reads:
+                self._start_reading(start, start + buffer.nbytes, missing)
+            missing = self._not_held(missing, wanted)
+        writes = self._writes[index] = []
+        for first, last in _spans(missing, buffer.nbytes):
+            part = buffer.slice(first, last - first)
+            writes.append(self._file.write(part, self._data_start + start + first))
+            self._found.written_bytes += last - first
+        self._known.note(index, leaves)
+
+    def finish_writes(self) -> None:
+        """Wait for all writes; raises the error of the first that failed."""
+        for writes in self._writes.values():
+            for write in writes:
+                write.result()
+
+    def wait(self) -> None:
+        """Wait until nothing uses the buffers, or the file, any more; never raises their errors."""
+        reads = [read for _, _, read in self._reads]
+        for transfer in (*reads, *(write for writes in self._writes.values() for write in writes)):
+            _failed(transfer)
+
+    def _can_clone(self, index: int, start: int, stop: int) -> bool:
+        source = self._source
+        return (
+            source is not None
+            and source.leaves.of(index) is not None
+            and not source.trained.touch(start - CLONE_REACH_BYTES, stop + CLONE_REACH_BYTES)
+        )
+
+    def _clone(
+        self, index: int, start: int, nbytes: int, missing: list[int], wanted: Sequence[bytes]
+    ) -> list[int]:
+        """Clone what the source holds of a block; returns the leaves that are still missing."""
+        source = self._source
+        if not missing or source is None or not self._can_clone(index, start, start + nbytes):
+            return missing
+        held = _split(source.leaves.of(index) or b"")
+        # The last leaf of a file may end within a block of the file system.
+        num_whole = nbytes // LEAF_BYTES if nbytes % ALIGNMENT else len(wanted)
+        same = [n for n in missing if held[n] == wanted[n] and n < num_whole]
+        for first, last in _spans(same, nbytes):
+            try:
+                done = self._file.clone(source.file, self._data_start + start + first, last - first)
+            except StorageError:
+                done = False
+                self._known.readable = False  # as after any write that has failed
+            if not done:
+                self._source = None  # the next one would do no better
+                return missing
+            self._found.cloned_bytes += last - first
+        return [n for n in missing if n not in set(same)]
+
+    def _start_reading(self, start: int, stop: int, leaves: Iterable[int]) -> None:
+        """Begin to read leaves of a block back, if they are worth it, to where they are in it."""
+        changing = self._changing
+        if changing is None or not self._known.readable:
+            return
+        asked = [
+            n
+            for n in leaves
+            if not changing.touch(start + n * LEAF_BYTES, min(start + (n + 1) * LEAF_BYTES, stop))
+        ]
+        if not asked:
+            return
+        try:
+            memory = self._buffers.spare(stop - start)
+            for first, last in _spans(asked, stop - start):
+                part = memory.slice(first, last - first)
+                at = self._data_start + start + first
+                # The page cache may hold what the drive has failed to take from an earlier process.
+                read = self._file.read_again(part, at, direct=True)
+                self._reads.append((first, last, read))
+        except (StorageError, MemoryError):
+            return  # what cannot be asked for is written
+
+    def _not_held(self, missing: Sequence[int], wanted: Sequence[bytes]) -> list[int]:
+        """Return those of the leaves that the file does not hold, by what was read back of it."""
+        held: set[int] = set()
+        for first, last, read in self._reads:
+            if _failed(read):
+                continue  # a bad place on the drive: writing it is the best that can be done
+            self._found.read_bytes += last - first
+            found = _split(leaf_digests(self._buffers.spare(last).memoryview()[first:last]))
+            numbers = range(first // LEAF_BYTES, first // LEAF_BYTES + len(found))
+            held |= {n for n, leaf in zip(numbers, found, strict=True) if leaf == wanted[n]}
+        self._reads.clear()
+        return [n for n in missing if n not in held]
+
+
+def _failed(transfer: IOFuture) -> bool:
+    """Wait for a transfer; returns whether it failed."""
+    try:
+        transfer.result()
+    except OSError:
+        return True
+    return False
+
+
+def _split(leaves: bytes) -> list[bytes]:
+    return [leaves[at : at + _DIGEST_BYTES] for at in range(0, len(leaves), _DIGEST_BYTES)]
+
+
+def _spans(leaves: Iterable[int], nbytes: int) -> list[tuple[int, int]]:
+    """Return the ranges of a block of `nbytes` that leaves (ascending) take, neighbours as one."""
+    runs: list[list[int]] = []
+    for leaf in leaves:
+        if runs and runs[-1][1] == leaf:
+            runs[-1][1] += 1
+        else:
+            runs.append([leaf, leaf + 1])
+    return [(first * LEAF_BYTES, min(last * LEAF_BYTES, nbytes)) for first, last in runs]

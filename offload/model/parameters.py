@@ -1,0 +1,294 @@
+"""Live tensors and the names that files know them by."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from offload.ambient import as_user
+from offload.device.boundary import is_reachable
+from offload.errors import MismatchError, UnsupportedParameterError
+from offload.format.arrays import StateFormat
+from offload.format.layout import ModelTensor, ParameterSpec
+from offload.model.memory_overlap import Spans, has_memory
+from offload.model.process_groups import require_whole
+from offload.update.dtypes import DTYPE_CODES
+from offload.update.rules import UpdateRule
+
+_TRAINABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_COPY = (
+    "model= has none of the optimizer's parameters: pass the module whose parameters() you gave, "
+    "not a copy of it"
+)
+
+_REPLACED = (
+    "model= has none of the optimizer's parameters any more: all of them were replaced after the "
+    "optimizer was constructed, as load_state_dict(..., assign=True) does, so that steps train "
+    "tensors that the model does not use. Load without assign=True, which copies the values into "
+    "the parameters; or construct the optimizer after the parameters were replaced"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trainable:
+    """A parameter that the optimizer updates, with what the files say about it."""
+
+    spec: ParameterSpec
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A tensor of ``model.safetensors``, with the live tensor it is copied from and to."""
+
+    spec: ModelTensor
+    tensor: torch.Tensor
+    by_value: bool
+    """Whether a checkpoint copies it at once: a forward pass changes buffers."""
+
+    is_alias: bool = False
+    """Whether a step changes it, since it shares memory with a parameter that is trained."""
+
+    def captured(self) -> Stored:
+        """Return the same, with a copy of the tensor where that is needed."""
+        return replace(self, tensor=self.tensor.detach().clone()) if self.by_value else self
+
+
+def is_stepped(parameter: torch.Tensor) -> bool:
+    """Return whether a step updates a parameter, if it has a gradient by then.
+
+    torch asks for the gradient only: a frozen parameter that has one is stepped as well.
+    """
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def describe_parameters(
+    param_groups: Sequence[Mapping[str, Any]],
+    model: torch.nn.Module | None,
+    rule: UpdateRule,
+    state_format: StateFormat,
+    *,
+    also: Container[str] = (),
+    constructed: bool = False,
+) -> list[Trainable]:
+    """Name and check every parameter of the groups that `is_stepped`, in their order.
+
+    Args:
+        param_groups: Of the optimizer.
+        model: Gives names; None for those of the groups.
+        rule: Says which state arrays a parameter has.
+        state_format: Says how they are stored.
+        also: Names of frozen parameters that are described as well.
+        constructed: Whether the optimizer exists, so that the model had its parameters once.
+
+    Raises:
+        UnsupportedParameterError: One cannot be updated; names it and says why.
+        MismatchError: Two parameters have the same name, one is given twice, or the model is
+            another one.
+    """
+    names: dict[torch.Tensor, str] = {}
+    if model is not None:
+        names.update({parameter: name for name, parameter in model.named_parameters()})
+        given = [p for group in param_groups for p in group["params"]]
+        if given and not any(parameter in names for parameter in given):
+            raise MismatchError(_REPLACED if constructed else _COPY)
+    check_given_once(param_groups, names)
+    found: list[Trainable] = []
+    owners: dict[str, int] = {}
+    for index, group in enumerate(param_groups):
+        kept = rule.rule(group)
+        for position, (name, parameter) in enumerate(_named(index, group, names)):
+            if not (is_stepped(parameter) or name in also):
+                continue
+            check_parameter(name, parameter)
+            if name in owners:
+                raise MismatchError(
+                    f"two parameters are called {name!r} (in parameter groups {owners[name]} and "
+                    f"{index}, position {position}); give them different names"
+                )
+            owners[name] = index
+            dtype = DTYPE_CODES[parameter.dtype]
+            arrays = state_format.stored_arrays(dtype, kept.arrays)
+            spec = ParameterSpec(name, dtype, tuple(parameter.shape), index, arrays)
+            found.append(Trainable(spec, parameter))
+    return found
+
+
+def check_iterable(params: object) -> None:
+    """Refuse what is often given in place of parameters; what else is wrong is torch's to say.
+
+    Raises:
+        TypeError: It is a module, or the method that would return its parameters.
+    """
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"the first argument is a module ({type(params).__name__}), expected its parameters: "
+            "pass model.parameters(), and the module itself as model="
+        )
+    if callable(params):
+        name = getattr(params, "__name__", type(params).__name__)
+        raise TypeError(
+            f"the first argument is {name} itself, expected what it returns: call it, as in "
+            "model.parameters()"
+        )
+
+
+def check_given_once(
+    param_groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]
+) -> None:
+    """Refuse a parameter that is given twice. torch steps it twice, and warns that it will refuse.
+
+    Args:
+        param_groups: Of the optimizer.
+        names: Of the model's parameters; others are called as their group does.
+
+    Raises:
+        MismatchError: One is; names it and says where.
+    """
+    places: dict[torch.Tensor, str] = {}
+    for index, group in enumerate(param_groups):
+        for position, (name, parameter) in enumerate(_named(index, group, names)):
+            place = f"position {position} of parameter group {index}"
+            first = places.setdefault(parameter, place)
+            if first != place:
+                raise MismatchError(
+                    f"parameter {name!r} is given twice, at {first} and at {place}: give it once, "
+                    "also if modules share it (model.parameters() does)"
+                )
+
+
+def check_parameter(name: str, parameter: torch.Tensor) -> None:
+    """Refuse a parameter that cannot be updated on flat FP32 views.
+
+    Raises `UnsupportedParameterError` naming the parameter, what it is and what to do.
+    """
+    require_whole(name, parameter)
+    if parameter.dtype not in _TRAINABLE_DTYPES or parameter.layout != torch.strided:
+        raise UnsupportedParameterError(
+            f"parameter {name!r} is a {parameter.layout} tensor of {parameter.dtype}; only dense "
+            "bfloat16, float16 and float32 parameters can be offloaded. "
+            + (
+                "Store its real and imaginary parts as two real parameters (torch.view_as_real)."
+                if parameter.is_complex()
+                else "Convert it, or give it to another optimizer."
+            )
+        )
+    if not is_reachable(parameter.device):
+        raise UnsupportedParameterError(
+            f"parameter {name!r} is on {parameter.device}; parameters can be in host memory or on "
+            "a CUDA device. Move the model there before constructing the optimizer."
+        )
+    if parameter.is_inference():
+        raise UnsupportedParameterError(
+            f"parameter {name!r} was made in inference mode, outside of which torch lets nobody "
+            "train it: construct the model outside of torch.inference_mode()"
+        )
+
+
+def check_gradient(name: str, gradient: torch.Tensor) -> None:
+    """Refuse a gradient that is sparse or complex, naming its parameter."""
+    if gradient.layout != torch.strided or gradient.is_complex():
+        raise UnsupportedParameterError(
+            f"the gradient of {name!r} is a {gradient.layout} tensor of {gradient.dtype}; only "
+            "dense real gradients can be applied chunk by chunk. For an embedding, pass "
+            "sparse=False."
+        )
+
+
+def describe_model(
+    model: torch.nn.Module | None,
+    param_groups: Sequence[Mapping[str, Any]],
+    trainable: Sequence[Trainable],
+) -> list[Stored]:
+    """List what ``model.safetensors`` holds: trainable parameters first, then everything else.
+
+    With a model that is its complete state dict; tied tensors are listed once, with aliases.
+    Without one it is the parameters of the groups.
+    """
+    entries: dict[torch.Tensor, list[str]] = {t.tensor: [t.spec.name] for t in trainable}
+    if model is None:
+        for index, group in enumerate(param_groups):
+            for name, parameter in _named(index, group, {}):
+                entries.setdefault(parameter, [name])
+    else:
+        # keep_vars: the tensors themselves, so that tied ones are recognised by identity
+        with as_user():  # it may have hooks
+            live = model.state_dict(keep_vars=True)
+        for name, value in live.items():
+            if not isinstance(value, torch.Tensor):
+                warnings.warn(
+                    f"{name!r} in the model's state dict is a {type(value).__name__}, not a "
+                    "tensor: it is not part of checkpoints. Put it into train_state.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            elif name not in entries.setdefault(value, [name]):
+                entries[value].append(name)
+    parameters = {p for g in param_groups for p in g["params"]}
+    if model is not None:
+        parameters.update(model.parameters())
+    stepped = {t.tensor for t in trainable}
+    spans = Spans(stepped)
+    stored = []
+    for tensor, (name, *aliases) in entries.items():
+        _check_stored(name, tensor)
+        spec = ModelTensor(name, DTYPE_CODES[tensor.dtype], tuple(tensor.shape), tuple(aliases))
+        # A seal lets the next step change what is trained as soon as it has copied that.
+        is_alias = tensor not in stepped and spans.touch(tensor)
+        by_value = is_alias or tensor not in parameters
+        stored.append(Stored(spec, tensor, by_value, is_alias))
+    return stored
+
+
+def _check_stored(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what a checkpoint could not be made of, or could not be restored into.
+
+    Raises:
+        UnsupportedParameterError: It is such a tensor; names it, and says why and what to do.
+    """
+    require_whole(name, tensor)
+    if tensor.dtype not in DTYPE_CODES or tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise UnsupportedParameterError(
+            f"{name!r} in the model's state dict is a {kind} tensor of {tensor.dtype}, which "
+            "safetensors cannot hold; register it as non-persistent or keep it in train_state"
+        )
+    if not is_reachable(tensor.device):
+        raise UnsupportedParameterError(
+            f"{name!r} in the model's state dict is on {tensor.device}; a checkpoint is made of "
+            "tensors in host memory or on a CUDA device. Move it there before constructing the "
+            "optimizer, or register it as non-persistent"
+        )
+    if not tensor.numel():
+        return
+    if any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise UnsupportedParameterError(
+            f"{name!r} in the model's state dict has several elements at the same place in memory "
+            f"(shape {list(tensor.shape)}, strides {list(tensor.stride())}; expand() makes such "
+            "tensors), so that no checkpoint can be restored into it. Give it memory of its own "
+            f"with {name.rpartition('.')[2]}.clone(), or register it as non-persistent"
+        )
+    if not has_memory(tensor):
+        raise UnsupportedParameterError(
+            f"{name!r} in the model's state dict is a {type(tensor).__name__} without memory of "
+            "its own, whose bytes cannot be read and written in place. Use a plain tensor, or "
+            "register it as non-persistent and keep it in train_state"
+        )
+
+
+def _named(
+    index: int, group: Mapping[str, Any], names: Mapping[torch.Tensor, str]
+) -> list[tuple[str, torch.Tensor]]:
+    """Name a group's parameters: as the model does, as the user did, or by position."""
+    given = group.get("param_names") or [
+        f"group{index}.param{position}" for position in range(len(group["params"]))
+    ]
+    return [
+        (names.get(parameter, name), parameter)
+        for name, parameter in zip(given, group["params"], strict=True)
+    ]

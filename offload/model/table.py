@@ -1,0 +1,200 @@
+"""Which live parameters there are, where each lies in element space, and its scalar state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offload.errors import MismatchError
+from offload.format.arrays import NEW_STORES_COUNT_FROM, StateFormat
+from offload.format.layout import Layout, element_space_order, model_order
+from offload.model.changed import changed
+from offload.model.memory_overlap import MemoryCheck
+from offload.model.parameters import (
+    Stored,
+    Trainable,
+    check_gradient,
+    describe_model,
+    describe_parameters,
+    is_stepped,
+)
+from offload.model.replacing import describing
+from offload.update.dtypes import DTYPE_CODES
+from offload.update.rules import Scalars, UpdateRule
+
+_log = logging.getLogger("offload")
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class ParameterTable:
+    """Follows ``param_groups``, which libraries rewrite, and keeps every element's place.
+
+    Args:
+        rule: Says which state arrays a group's parameters have.
+        model: Gives names, buffers and frozen parameters; None for the groups' parameters only.
+        chunk_elements: Grid of a new store; a checkpoint that is adopted brings its own.
+        state_format: How the store encodes its state.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        model: torch.nn.Module | None,
+        chunk_elements: int,
+        state_format: StateFormat,
+    ) -> None:
+        self.rule = rule
+        self._chunk_elements = chunk_elements
+        self.state_format = state_format
+        self.model = model
+        self.shares: tuple[int, ...] = (1,)
+        """How much of the state each drive of a new store holds."""
+        self.layout: Layout | None = None
+        """None until the first step, checkpoint or restore: parameters may change until then."""
+        self.trainables: list[Trainable] = []
+        """In element-space order."""
+        self.scalars: list[Scalars | None] = []
+        """Likewise; None for a parameter that has no state yet."""
+        self._memory = MemoryCheck()
+        self._frozen: set[str] | None = None
+        """Names of the model's parameters that were frozen and in no group when it was looked at
+        first; without those that somebody has been told of."""
+        self._has_told_of_names = False
+
+    def describe(self, groups: Groups) -> tuple[Layout, list[Trainable]]:
+        """Lay out what the groups and the model hold now; known parameters keep their place.
+
+        Raises:
+            MismatchError: A known parameter has changed in a way that its files cannot follow.
+            UnsupportedParameterError: A new one cannot be updated, or two share memory.
+        """
+        if self._frozen is None:
+            self._frozen = {n for n, p in self._not_given(groups) if not p.requires_grad}
+        described = describe_parameters(
+            groups, self.model, self.rule, self.state_format, constructed=True
+        )
+        found = {t.tensor: t for t in described}
+        trainables = []
+        for trainable in self.trainables:
+            now = found.pop(trainable.tensor, trainable)  # frozen since: it keeps its state
+            if now.spec != trainable.spec:
+                raise changed(trainable.spec, now.spec, trainable.tensor, self.model)
+            trainables.append(trainable)
+        new = {t.spec.name: t for t in found.values()}
+        names = {t.spec.name for t in trainables}
+        for name in new:
+            if name in names:
+                raise MismatchError(
+                    f"parameter {name!r} is another object than the one that was trained before. "
+                    "Copy values into the old parameter (p.copy_() under no_grad, or p.data = ...) "
+                    "rather than replace it"
+                )
+        if any(t.spec.group >= len(groups) for t in trainables):
+            raise MismatchError(
+                f"there are {len(groups)} parameter groups, and there have been more: a group "
+                "cannot be removed in the middle of a run; remove its parameters from it instead"
+            )
+        specs = [t.spec for t in new.values()]
+        # Added parameters go to the end, so that those that are on disk stay where they are.
+        order = specs if trainables else element_space_order(specs)
+        trainables += [new[spec.name] for spec in order]
+        self._memory.check([(t.spec.name, t.tensor) for t in trainables if is_stepped(t.tensor)])
+        with describing():
+            stored = [item.spec for item in describe_model(self.model, groups, trainables)]
+        model = model_order(stored[: len(trainables)], stored[len(trainables) :])
+        grid = self.layout.chunk_elements if self.layout else self._chunk_elements
+        shares = self.layout.shares if self.layout else self.shares
+        specs = [t.spec for t in trainables]
+        state_dtype = self.state_format.state_dtype
+        counts_from = self.layout.counts_from if self.layout else NEW_STORES_COUNT_FROM
+        layout = Layout(tuple(specs), model, grid, state_dtype, shares, counts_from)
+        return layout, trainables
+
+    def is_current(self, groups: Groups) -> bool:
+        """Return whether the layout still fits the groups; quick, for every step."""
+        if self.layout is None:
+            return False
+        known = {id(t.tensor): t.spec.group for t in self.trainables}
+        for index, group in enumerate(groups):
+            for p in group["params"]:
+                if known.get(id(p), -1 if is_stepped(p) else index) != index:
+                    return False  # it is new, or has moved to another group
+        if any(t.spec.group >= len(groups) for t in self.trainables):
+            return False
+        arrays = [self.rule.rule(group).arrays for group in groups]
+        if not self._memory.is_current(t.tensor for t in self.trainables if is_stepped(t.tensor)):
+            return False  # somebody has moved one, or it is trained from now on
+        return all(
+            DTYPE_CODES.get(t.tensor.dtype) == t.spec.dtype
+            and t.tensor.shape == t.spec.shape
+            and self.state_format.stored_arrays(t.spec.dtype, arrays[t.spec.group]) == t.spec.arrays
+            for t in self.trainables
+        )
+
+    def adopt(
+        self,
+        layout: Layout,
+        trainables: Sequence[Trainable],
+        scalars: Sequence[Scalars | None] | None = None,
+    ) -> None:
+        """Use a layout; without `scalars`, known parameters keep theirs and new ones have none."""
+        self.layout = layout
+        self.trainables = list(trainables)
+        if scalars is not None:
+            self.scalars = list(scalars)
+        self.scalars += [None] * (len(trainables) - len(self.scalars))
+
+    def stored(self, groups: Groups) -> list[Stored]:
+        """List the tensors of ``model.safetensors`` as they are now, for a checkpoint.
+
+        Logs, once each, what a user may not expect: that without a model there are no buffers, and
+        that a parameter which was unfrozen is not trained.
+        """
+        if self.model is None and not self._has_told_of_names:
+            self._has_told_of_names = True
+            _log.info(
+                "checkpoints have the parameters that the optimizer was given, and no buffers "
+                "(such as those of BatchNorm) and no other parameters, because model= was left "
+                "out: pass model=model to the optimizer to have the whole state dict in them"
+            )
+        unfrozen = [n for n, p in self._not_given(groups) if p.requires_grad]
+        if unfrozen := [n for n in unfrozen if n in (self._frozen or ())]:
+            self._frozen = (self._frozen or set()) - set(unfrozen)
+            _log.warning(
+                "%r%s: requires gradients now, was frozen when the optimizer was made, and is in "
+                "none of its parameter groups, so it is not trained by this optimizer: pass it to "
+                "add_param_group()",
+                unfrozen[0],
+                f" (and {len(unfrozen) - 1} more)" if unfrozen[1:] else "",
+            )
+        return describe_model(self.model, groups, self.trainables)
+
+    def _not_given(self, groups: Groups) -> list[tuple[str, torch.nn.Parameter]]:
+        """List the parameters of the model that are in no group, with their names."""
+        if self.model is None:
+            return []
+        given = {id(p) for group in groups for p in group["params"]}
+        return [(n, p) for n, p in self.model.named_parameters() if id(p) not in given]
+
+    def gradients(self, groups: Groups) -> list[torch.Tensor | None]:
+        """Return the gradient of each parameter, in element-space order.
+
+        A parameter that has been taken out of its group has none: it is not stepped any more.
+
+        Raises:
+            UnsupportedParameterError: One is sparse or complex.
+        """
+        present = {id(p) for group in groups for p in group["params"]}
+        gradients = [t.tensor.grad if id(t.tensor) in present else None for t in self.trainables]
+        for trainable, gradient in zip(self.trainables, gradients, strict=True):
+            if gradient is not None:
+                check_gradient(trainable.spec.name, gradient)
+        return gradients
+
+    def clear(self) -> None:
+        """Forget everything but the model, for a restore."""
+        self.layout, self.trainables, self.scalars = None, [], []

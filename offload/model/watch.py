@@ -1,0 +1,335 @@
+"""Watching tensors: whoever is about to use one through torch's Python API has to ask first.
+
+torch looks at the class of each tensor that a function takes, and calls ``__torch_function__`` of a
+class that has one. So a watched tensor gets another class for a while: a subclass of its own,
+whose ``__torch_function__`` asks, gives the tensor its own class back, and runs the function. This
+sees every use on every thread: operators, functions, methods, attributes such as ``.data``, edits
+in place, and tensors in lists. torch itself changes the class of parameters in this way, when it
+gives memory to lazy ones.
+
+It does not see what reads the memory without asking torch (NumPy and DLPack, other tensors that
+share it, or are given it by ``q.data = p`` and ``q.set_(p)``), nor the few functions that never
+call ``__torch_function__``: ``torch.tensor(p)``, ``torch.func.grad(f)(p)``, scripted functions,
+extensions that are bound without torch's dispatcher. Methods of the tensor itself that torch does
+not announce are announced here; a test calls all of them.
+Nor does it see what runs under ``torch._C.DisableTorchFunctionSubclass``, which is for those who
+know what they do: the optimizer's own threads.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+from offload.model.tensors_in import tensors_in
+
+_T: Any = torch.Tensor  # property objects have no __get__ in the eyes of a type checker
+
+_ATTRIBUTES = (
+    "dtype",
+    "device",
+    "shape",
+    "ndim",
+    "layout",
+    "itemsize",
+    "nbytes",
+    "is_leaf",
+    "is_cpu",
+    "is_cuda",
+    "is_meta",
+    "is_sparse",
+    "is_nested",
+    "is_quantized",
+    "output_nr",
+    "requires_grad",
+    "retains_grad",
+    "grad",
+    "grad_fn",
+    "grad_dtype",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+)
+_METHODS = (
+    "size",
+    "numel",
+    "nelement",
+    "element_size",
+    "stride",
+    "storage_offset",
+    "is_contiguous",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_inference",
+    "get_device",
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+)
+_NOT_READING = {
+    *(getattr(_T, name).__get__ for name in _ATTRIBUTES),
+    *(getattr(_T, name).__set__ for name in ("grad", "requires_grad", "grad_dtype")),
+    _T.grad.__delete__,
+    *(getattr(_T, name) for name in _METHODS),
+    torch.numel,
+    torch.is_floating_point,
+    torch.is_complex,
+    *(getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "rand", "randn")),
+    *(getattr(_T, f"new_{name}") for name in ("empty", "zeros", "ones")),
+}
+"""Uses that neither read nor change values, nor lead to memory: nobody is asked.
+
+``dim()`` is missing: it is all that `torch.vmap` calls before it reads.
+"""
+
+_set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_WATCH, _ORIGINAL = "_offload_watch", "_offload_original"
+
+
+_OWN_FRAMES = ("torch_function", "_fn", "inner", "wrapper")
+"""Functions, by name, between a use and `_call`: ours, and those of the compiler around it."""
+
+
+class Watch:
+    """A number of tensors, of which each use is announced.
+
+    Args:
+        before_use: Called on the thread of whoever is about to use a watched tensor, with that
+            tensor; or with None, if somebody uses one or several, and it is not known which. What
+            it raises, the use raises. It returns whether the tensor gets its own class back, for
+            good; otherwise it is used as it is, and stays watched.
+        label: Goes into the name of the classes.
+        after_use: If given, a tensor that has got its own class back for the call of a function is
+            watched again after that, and this is called with the tensor, the function and its
+            result.
+    """
+
+    def __init__(
+        self,
+        before_use: Callable[[torch.Tensor | None], bool],
+        label: str = "watched",
+        after_use: Callable[[torch.Tensor, Callable[..., Any], Any], None] | None = None,
+    ) -> None:
+        self._before_use = before_use
+        self.label = label
+        self.after_use = after_use
+        _watches.add(self)
+        self._watched: dict[int, torch.Tensor] = {}
+        self._classes: dict[type, type | None] = {}
+        """By a tensor's own class: the one that it gets; None if it can get none."""
+
+    def __len__(self) -> int:
+        """Return how many tensors are watched."""
+        return len(self._watched)
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Watch tensors, and return those that cannot be: their class cannot be changed.
+
+        One that another watch has is used here, as by anybody else.
+        """
+        stuck = []
+        classes, watched = self._classes, self._watched
+        for tensor in tensors:
+            if type(tensor) not in classes:
+                if _watch_of(tensor) is self:
+                    watched[id(tensor)] = tensor
+                    continue
+                settle(tensor)
+            kind = classes.get(type(tensor)) or self._class_for(type(tensor))
+            if kind is None:
+                stuck.append(tensor)
+                continue
+            watched[id(tensor)] = tensor  # first: somebody may meet it at once
+            try:
+                _set_class(tensor, kind)
+            except TypeError:
+                classes[type(tensor)] = None
+                del watched[id(tensor)]
+                stuck.append(tensor)
+        return stuck
+
+    def release(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give tensors their own class back; those that are not watched are left alone."""
+        for tensor in tensors:
+            _give_back(tensor)
+            self._watched.pop(id(tensor), None)
+
+    def release_all(self) -> None:
+        """Watch nothing any more."""
+        if self._watched:
+            self.release(list(self._watched.values()))
+
+    def pause(self) -> None:
+        """Give all tensors their own class until `resume`."""
+        for tensor in list(self._watched.values()):
+            _give_back(tensor)
+
+    def resume(self) -> None:
+        """Watch again what has not been released since `pause`."""
+        self.add(list(self._watched.values()))
+
+    def ask(self, tensor: torch.Tensor | None) -> bool:
+        """Announce a use; return whether the function may be called as if nobody watched."""
+        if tensor is None:
+            if self._before_use(None):
+                self.release_all()
+                return True
+            return False
+        # One that is not known is a copy of one that was: it behaves as what it is a copy of.
+        if id(tensor) in self._watched and not self._before_use(tensor):
+            return False
+        self.release([tensor])
+        return True
+
+    def _class_for(self, original: type) -> type | None:
+        """Return the class that tensors of a class get while they are watched."""
+        if original in self._classes:
+            return self._classes[original]
+        watch = weakref.ref(self)
+        own = getattr(original, "__torch_function__", None)
+        is_plain = own is torch._C._disabled_torch_function_impl or (
+            getattr(own, "__func__", None) is _T.__torch_function__.__func__
+        )
+
+        @_disable_dynamo  # what it does is no part of anybody's graph
+        def torch_function(
+            kind: type,
+            func: Callable[..., Any],
+            types: Any,  # noqa: ARG001  (torch's own protocol)
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
+        ) -> Any:
+            if is_plain and func in _NOT_READING:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            return _call(kind, func, args, kwargs or {})
+
+        def new(_kind: type, *args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs)
+
+        def set_class(tensor: torch.Tensor, kind: type) -> None:
+            settle(tensor)
+            _set_class(tensor, kind)
+
+        def as_subclass(tensor: torch.Tensor, kind: type) -> Any:
+            settle(tensor)
+            return _T.as_subclass(tensor, kind)
+
+        def set_(*args: Any, **kwargs: Any) -> Any:
+            for tensor in tensors_in((args, kwargs)):
+                settle(tensor)
+            return _T.set_(*args, **kwargs)
+
+        def set_real(tensor: torch.Tensor, value: Any) -> None:
+            for used in tensors_in((tensor, value)):
+                settle(used)
+            _T.real.__set__(tensor, value)
+
+        namespace: dict[str, Any] = {
+            "__slots__": (),
+            "__module__": original.__module__,
+            "__qualname__": f"{original.__qualname__}, {self.label}",
+            "__doc__": original.__doc__,
+            "__torch_function__": classmethod(torch_function),
+            "__new__": new,  # type(p)(...) makes an ordinary one
+            "__class__": property(lambda _: original, set_class),
+            # These torch does not announce.
+            "as_subclass": as_subclass,
+            "set_": set_,
+            "real": property(_T.real.__get__, set_real),
+            _ORIGINAL: original,
+            _WATCH: watch,
+        }
+        made: type | None = None
+        with suppress(TypeError):  # its metaclass may want something else
+            made = type(original)(original.__name__, (original,), namespace)
+        self._classes[original] = made
+        return made
+
+
+def settle(tensor: torch.Tensor) -> None:
+    """Use a tensor, on the calling thread: whatever it is waiting for is waited for now."""
+    watch = _watch_of(tensor)
+    if watch is not None:
+        watch.ask(tensor)
+    else:
+        _give_back(tensor)
+
+
+def settle_all(tensors: Iterable[torch.Tensor]) -> None:
+    """Settle those that are watched by whomever; quick where nobody watches anything."""
+    if any(map(len, list(_watches))):
+        for tensor in tensors:
+            if is_watched(tensor):
+                settle(tensor)
+
+
+def is_watched(tensor: torch.Tensor) -> bool:
+    """Return whether somebody has to be asked before a tensor is used."""
+    return _ORIGINAL in type(tensor).__dict__
+
+
+def _watch_of(tensor: torch.Tensor) -> Watch | None:
+    reference = type(tensor).__dict__.get(_WATCH)
+    watch: Watch | None = None if reference is None else reference()
+    return watch
+
+
+def _give_back(tensor: torch.Tensor) -> None:
+    original = type(tensor).__dict__.get(_ORIGINAL)
+    if original is not None:
+        _set_class(tensor, original)
+
+
+def _call(
+    kind: type, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a function of which at least one argument is watched, by a class that is `kind`."""
+    found = [tensor for tensor in tensors_in((args, kwargs)) if is_watched(tensor)]
+    is_free = True
+    kept: list[tuple[Watch, torch.Tensor]] = []
+    for tensor in found:
+        watch = _watch_of(tensor)
+        if watch is not None:
+            is_free &= watch.ask(tensor)
+            if watch.after_use is not None:
+                kept.append((watch, tensor))
+        else:
+            _give_back(tensor)
+    if not found:  # it is in something that is not looked into
+        watch = kind.__dict__[_WATCH]()
+        is_free = watch is not None and watch.ask(None)
+    if not is_free:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func is _T.detach and _is_made_a_parameter(args[0]):
+        return _T._make_subclass(type(args[0]), args[0], False)
+    result = func(*args, **kwargs)
+    for watch, tensor in kept:
+        watch.add([tensor])
+        if watch.after_use is not None:
+            watch.after_use(tensor, func, result)
+    return result
+
+
+def _is_made_a_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether ``torch.nn.Parameter(tensor)`` has just asked for its values.
+
+    It has looked at the class before, when that was not the tensor's own, and now takes the tensor
+    for one of a custom type: then it wants ``detach()`` to keep the class.
+    """
+    new: Any = torch.nn.Parameter.__new__
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in _OWN_FRAMES:
+        frame = frame.f_back
+    if frame is None or frame.f_code is not new.__code__:
+        return False
+    return frame.f_locals.get("cls") is type(tensor)

@@ -1,0 +1,215 @@
+"""A pass of the state that runs on a thread of its own, beside the model."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from gds.waiting import Monitor, start
+from offload.ambient import flushes_denormals, on_thread
+from offload.engine.chunk_pass import STEP_THREAD, StatePass
+from offload.errors import OffloadError
+from offload.format.digests import Digests
+from offload.overlap.compiling import compile_lock
+from offload.stream.meter import Meter
+from offload.update.device_updater import DeviceUpdater
+from offload.update.rules import Scalars
+from offload.update.updater import ChunkUpdater
+
+
+class _BesideModel(ChunkUpdater):
+    """An updater that runs beside the model.
+
+    torch's optimizers compute in another way, which differs in the last bit, while a graph is
+    being compiled on any thread; so that takes turns with the update of a chunk.
+    """
+
+    def update(
+        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
+    ) -> None:
+        """Step one chunk."""
+        with compile_lock:
+            super().update(chunk, arrays, digests)
+
+    def finish(self) -> list[Scalars | None]:
+        """Return the scalar state of each parameter after the step."""
+        with compile_lock:
+            return super().finish()
+
+
+class BesideUpdater(_BesideModel):
+    """On the CPU."""
+
+
+class BesideDeviceUpdater(_BesideModel, DeviceUpdater):
+    """On a device."""
+
+
+class RunningPass:
+    """One pass in progress, and what is to be done at its end.
+
+    Its life:
+
+        running -> ended (parameters have their new values, or it failed) -> done
+
+    Between ended and done it does what was asked for meanwhile, such as to begin a seal. Until it
+    is done, everything that the pass works with belongs to its thread; the methods below are all
+    that other threads may call.
+
+    Args:
+        state_pass: What to run.
+        ended: Called on the thread after a pass that went well, with its result.
+        failed: Called on the thread after one that did not.
+        meter: Counts the seconds that others wait.
+    """
+
+    def __init__(
+        self,
+        state_pass: StatePass,
+        ended: Callable[[StatePass, list[Scalars | None]], None],
+        failed: Callable[[StatePass, BaseException], BaseException],
+        meter: Meter,
+    ) -> None:
+        self.state_pass = state_pass
+        self._call_ended = ended
+        self._call_failed = failed
+        self._meter = meter
+        self._pid = os.getpid()
+        self._flushes = flushes_denormals()
+        self._positions = {chunk: n for n, chunk in enumerate(state_pass.chunks, start=1)}
+        self._changed = Monitor()
+        self._claimed = False
+        self._is_launched = False
+        self._num_updated = 0
+        self._has_ended = False
+        self._is_done = False
+        self._error: BaseException | None = None
+        self._next: Callable[[BaseException | None], None] | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, *, daemon: bool = False) -> None:
+        """Run on a thread. If this raises, the pass has either not begun, or goes on.
+
+        Args:
+            daemon: Let the interpreter exit while it is in progress. Otherwise the pass is run
+                even at exit, when no more threads can be started: before this returns.
+        """
+        self._thread = threading.Thread(target=self._go, name=STEP_THREAD, daemon=daemon)
+        try:
+            start(self._thread)
+            self._is_launched = True
+        except RuntimeError:
+            self._thread = None
+            if daemon:
+                raise
+            self._go()
+
+    def cancel(self) -> bool:
+        """Keep a pass from beginning; False if it has begun."""
+        with self._changed:
+            begun, self._claimed = self._claimed, True
+            return not begun
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything may have been changed, or will be while the caller waits.
+
+        A thread that has been started may be a long time in coming to the pass: whoever reads a
+        parameter after that has to wait for it.
+        """
+        return self._is_launched or self._claimed
+
+    @property
+    def ended(self) -> bool:
+        """Whether all parameters have their new values, or the pass has failed."""
+        return self._has_ended
+
+    def wait_for(self, chunks: Iterable[int]) -> None:
+        """Wait until these chunks have been updated; those that are not in the pass count as such.
+
+        Raises:
+            BaseException: The error of a pass that failed, to the first who asks only.
+        """
+        if not self._has_ended:
+            needed = max((self._positions.get(chunk, 0) for chunk in chunks), default=0)
+            self._wait(lambda: self._num_updated >= needed or self._has_ended)
+        self.state_pass.updater.fence()
+        self.raise_error()
+
+    def wait_ended(self) -> None:
+        """Wait until all parameters have their new values, or the pass has failed."""
+        self._wait(lambda: self._has_ended)
+        self.state_pass.updater.fence()
+
+    def join(self) -> None:
+        """Wait until everything that was asked for is done, too, and the thread has ended."""
+        self._wait(lambda: self._is_done)
+        if self._thread is not None:
+            self._thread.join()
+        self.state_pass.updater.fence()
+
+    def raise_error(self) -> None:
+        """Raise the error of a pass that failed, to the first who asks only."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def then(self, action: Callable[[BaseException | None], None]) -> bool:
+        """Have something done on the thread when the pass has ended; False if it is too late.
+
+        There is room for one such action. It is given the error of a pass that failed, and must
+        not raise.
+        """
+        with self._changed:
+            if self._has_ended or self._next is not None:
+                return False
+            self._next = action
+            return True
+
+    def _wait(self, reached: Callable[[], bool]) -> None:
+        if reached():
+            return
+        if os.getpid() != self._pid:
+            raise OffloadError(
+                "a step was running beside the model when this process was forked, and its result "
+                "is in the parent only: call synchronize() before forking"
+            )
+        with self._meter.timed("wait_update_s"):
+            self._changed.wait_until(reached)
+
+    def _go(self) -> None:
+        with on_thread(flushes=self._flushes):
+            self._run()
+
+    def _run(self) -> None:
+        with self._changed:
+            if self._claimed:
+                return
+            self._claimed = True
+        failure: BaseException | None = None
+        try:
+            with self._meter.timed("beside_s"):
+                scalars = self.state_pass.run(self._updated)
+            self._call_ended(self.state_pass, scalars)
+        except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
+            failure = self._call_failed(self.state_pass, error)
+            if failure is not error:
+                failure.__cause__ = error
+        with self._changed:
+            self._error = failure
+            self._has_ended = True
+            action, self._next = self._next, None
+            self._changed.notify_all()
+        if action is not None:
+            action(failure)
+        with self._changed:
+            self._is_done = True
+            self._changed.notify_all()
+
+    def _updated(self, _chunk: int) -> None:
+        with self._changed:
+            self._num_updated += 1
+            self._changed.notify_all()

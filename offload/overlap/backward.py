@@ -1,0 +1,389 @@
+"""``Options(overlap="backward")``: chunks are stepped while backward computes the next gradients.
+
+A pass is opened by the first gradient after a step. A hook on each parameter takes its gradient the
+moment it is final, and leaves an `AppliedGradient` in its place, which refuses to be read, clipped
+or added to. `step` says that no more gradients will come, and waits. In between the state is half
+stepped, so that nothing but `step` and `restore` makes sense, and everything else is refused. A
+parameter whose gradient has been taken is watched, as its value before the step is lost: a use of
+it through torch is refused.
+
+A backward that is not meant as a step opens no pass: see `BackwardHooks`. It leaves gradients in
+``.grad``, as plain torch does, and they are applied by `step`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from offload.ambient import neutral
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.engine.chunk_pass import StatePass
+from offload.engine.engine import Groups, Metrics
+from offload.engine.seal import SealHandle
+from offload.engine.state_dict import ExchangingEngine
+from offload.errors import OverlapError
+from offload.model.parameters import check_gradient
+from offload.model.watch import Watch
+from offload.overlap import compiling
+from offload.overlap.applied_gradient import REMEDY, AppliedGradient, second_backward
+from offload.overlap.autograd_context import backward_id
+from offload.overlap.background_pass import BesideDeviceUpdater, BesideUpdater, RunningPass
+from offload.overlap.backward_hooks import BackwardHooks, TakeGradient
+from offload.overlap.gradient_schedule import GradientSchedule
+from offload.update.rules import Scalars
+
+
+class BackwardEngine(ExchangingEngine):
+    """An engine whose steps overlap with the backward before them.
+
+    Args:
+        model: The module that is called.
+        arguments: Those of `Engine`.
+    """
+
+    _updater_class = BesideUpdater
+    _device_updater_class = BesideDeviceUpdater
+
+    def __init__(self, *arguments: Any, model: torch.nn.Module, **options: Any) -> None:
+        super().__init__(*arguments, model=model, **options)
+        self._hooks = BackwardHooks(self, model)
+        self._groups: Callable[[], Groups | None] = lambda: None
+        self._handles: dict[int, RemovableHandle] = {}
+        """By id of a parameter: the hook that takes its gradient."""
+        self._hooked: dict[int, torch.Tensor] = {}
+        self._stepped = Watch(partial(_refuse_use, weakref.ref(self)), "stepped in backward")
+        """Parameters whose gradients the open pass has been given."""
+        self._opening = False
+        self._giving = threading.RLock()
+        """Held by the thread that hands over a gradient: each device's come on one of its own."""
+        self._running: RunningPass | None = None
+        self._schedule: GradientSchedule | None = None
+        self._numbers: dict[int, int] = {}
+        """By id of each parameter that the open pass may step: its number."""
+        self._taken: dict[int, AppliedGradient] = {}
+        """By number of a parameter: what stands for its gradient until the step."""
+        self._opened_by: set[int] = set()
+        """Numbers of the backward that has opened the pass, and of the one that it is nested in."""
+        self._chunk_order: list[int] = []
+
+    def attach(self, groups: Callable[[], Groups | None]) -> None:
+        """Put hooks on the parameters, and on the model's modules."""
+        self._groups = groups
+        self._hooks.attach()
+        self._hook_parameters(groups() or ())
+
+    def join(self) -> None:
+        """Refuse to look at a state that is half stepped."""
+        self.require_at_rest("state_dict()")
+
+    def require_at_rest(self, what: str) -> None:
+        """Raise `OverlapError` if there are gradients that `step` has not been called for."""
+        if self._opening or self._running is not None:
+            raise OverlapError(
+                f"{what} was called between backward() and step(), when the parameters are half "
+                f'stepped (overlap="backward"): call step() first, or {REMEDY}. After an error in '
+                "backward() call restore()"
+            )
+
+    def require_closures(self) -> None:
+        """Refuse a closure: a step begins before `step` is called."""
+        raise OverlapError(
+            'step(closure) is not possible with overlap="backward", which steps while gradients '
+            f"are computed: call backward() and then step(), or {REMEDY}"
+        )
+
+    def require_unscaled(self) -> None:
+        """Refuse a GradScaler that comes too late."""
+        if self._running is not None:
+            raise self._broken_by("GradScaler.step() found that scaled gradients had been applied")
+
+    def step(self, groups: Groups) -> None:
+        """Step what is left, and wait for everything."""
+        running, schedule = self._running, self._schedule
+        if running is None or schedule is None:
+            super().step(groups)
+            self._drop_gradients(groups)
+            self._hook_parameters(groups)
+            self._hooks.step_ended()
+            return
+        with self._meter.timed("step_s"):
+            for number, gradient in self._taken.items():
+                parameter = self._table.trainables[number].tensor
+                if parameter.grad is not gradient or gradient.cleared:
+                    raise self._broken_by(
+                        f"the gradient of {gradient.parameter_name!r} was cleared or replaced "
+                        "between backward() and step(), after it had been applied"
+                    )
+            for number, found in enumerate(self._table.gradients(groups)):
+                if found is not None and number not in self._taken:
+                    self._take(schedule, number, found)  # it is not from backward()
+            schedule.complete()
+            self._finish()
+            self._step_others(groups)
+            self._meter.steps += 1
+            self.num_steps += 1
+        self._hook_parameters(groups)
+        self._hooks.step_ended()
+
+    def _step_others(self, groups: Groups) -> None:
+        """Step what the pass did not know: frozen parameters that were given gradients since."""
+        if self._table.is_current(groups):
+            return
+        self._relayout(groups)
+        gradients = self._table.gradients(groups)
+        if any(gradient is not None for gradient in gradients):
+            self._stream(groups, gradients)
+            self._drop_gradients(groups)
+
+    def checkpoint(
+        self, groups: Groups, train_state: object, metrics: Metrics = None
+    ) -> SealHandle:
+        """Seal the present state; see `OffloadedOptimizer.checkpoint`."""
+        self.require_at_rest("checkpoint()")
+        return super().checkpoint(groups, train_state, metrics)
+
+    def restore(
+        self,
+        groups: Groups,
+        which: int | str | None,
+        *,
+        discard_newer: bool,
+        verify: bool | None = None,
+    ) -> Checkpoint | None:
+        """Continue from a checkpoint; gradients that have been applied in part are given up."""
+        self._require_alive()
+        self._abandon()
+        restored = super().restore(groups, which, discard_newer=discard_newer, verify=verify)
+        self._drop_applied()
+        self._hooks.look_again()
+        return restored
+
+    def add_parameters(self, groups: Groups) -> None:
+        """Lay out parameters that were added to the groups, and hook them."""
+        self.require_at_rest("add_param_group()")
+        super().add_parameters(groups)
+        self._hook_parameters(groups)
+
+    def synchronize(self) -> None:
+        """Wait until every transfer and seal that was started has ended; raises their errors."""
+        self.require_at_rest("synchronize()")
+        super().synchronize()
+
+    def close(self) -> None:
+        """Wait for what is in flight and let go of everything; a half-taken step is given up."""
+        if not self._closed and os.getpid() == self._pid:
+            self._abandon()
+            for handle in self._handles.values():
+                handle.remove()
+            self._handles.clear()
+            self._hooks.remove()
+        super().close()
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """Take the gradient of a parameter; called by autograd when it has been computed."""
+        with self._giving:
+            self._give(parameter)
+
+    def _give(self, parameter: torch.Tensor) -> None:
+        groups = self._groups()
+        if groups is None or self._closed or parameter.grad is None:
+            return
+        self._hooks.gradients_begin()
+        if not self._is_last_hook(parameter):
+            return  # others look at the parameter and its gradient after this: step() takes it
+        if self._running is None:
+            if self._hooks.holds:
+                return
+            with neutral(keep_denormals=True):
+                self._open(groups)
+        running, schedule = self._running, self._schedule
+        number = self._numbers.get(id(parameter))
+        if running is None or schedule is None or number is None:
+            return  # it is not in a group any more, or joins with the next step
+        if running.ended:
+            self._finish()
+        if number in self._taken:
+            raise self._broken_by(second_backward(self._taken[number].parameter_name))
+        gradient = parameter.grad.detach()
+        self._stepped.add([parameter])  # first: its chunk may be stepped at once
+        self._take(schedule, number, gradient)
+
+    def refuse_use(self, parameter: torch.Tensor | None) -> bool:
+        """Refuse a use of a parameter whose gradient has been taken.
+
+        Within a backward it is no use to go on: what is computed there is lost.
+
+        Returns:
+            True if there is nothing to refuse, as no pass is open; False while a graph is being
+            compiled, which looks at tensors and not at their values.
+
+        Raises:
+            OverlapError: A pass is open.
+        """
+        if self._running is None:
+            return True
+        if compiling.is_compiling_here():
+            return False
+        number = self._numbers.get(id(parameter))
+        name = "" if number is None else f" {self._table.trainables[number].spec.name!r}"
+        if backward_id() == -1:
+            raise OverlapError(
+                f"the parameter{name} was used between backward() and step(), when it may have "
+                'been stepped already (overlap="backward"), so that nobody can tell its value '
+                "before the step or edit it: use it before backward() or after step(). After an "
+                f"error in backward() call restore(). Otherwise, {REMEDY}"
+            )
+        with self._giving:
+            self._hooks.needed_in_backward()
+            raise self._broken_by(
+                f"the parameter{name} was used within backward() after its gradient had been "
+                "applied: by a hook, a function of autograd, or activation checkpointing, which "
+                "computes again. After restore() each backward() is applied at step()"
+            )
+
+    def is_first_backward(self) -> bool:
+        """Refuse the backward that is beginning, if another one has opened a pass.
+
+        Without this torch would say that a variable "has been modified by an inplace operation".
+
+        Returns:
+            Whether no pass is open.
+        """
+        if self._running is None:
+            return True
+        if self._taken and not self._opened_by & self._hooks.backward_ids:
+            raise self._broken_by(second_backward(next(iter(self._taken.values())).parameter_name))
+        return False
+
+    def is_trained(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is one of the parameters that are stepped here."""
+        return id(tensor) in self._hooked
+
+    def trained(self) -> Iterable[torch.Tensor]:
+        """Return the parameters that are stepped here."""
+        return self._hooked.values()
+
+    def _open(self, groups: Groups) -> None:
+        """Begin a pass; its gradients are still to come."""
+        self._opening = True
+        try:
+            self._require_usable()
+            self._collect_seal()
+            if not self._table.is_current(groups):
+                self._relayout(groups)
+            trainables = self._table.trainables
+            state_pass = self._begin_pass(groups, [None] * len(trainables))
+            state_pass.chunks = self._order()
+            state_pass.schedule = schedule = GradientSchedule(self._layout(), state_pass)
+            running = RunningPass(state_pass, self._pass_ended, self._pass_failed, self._meter)
+            present = {id(p) for group in groups for p in group["params"]}
+            self._numbers = {
+                id(t.tensor): n for n, t in enumerate(trainables) if id(t.tensor) in present
+            }
+            self._taken = {}
+            self._opened_by = self._hooks.backward_ids
+            self._running, self._schedule = running, schedule
+            try:
+                running.start(daemon=True)  # half a step need not outlive the program
+            except BaseException as error:
+                if running.cancel():
+                    self._running = self._schedule = None
+                    self._pass_failed(state_pass, error)
+                raise
+        finally:
+            self._opening = False
+
+    def _finish(self) -> None:
+        """Wait for the pass, which will get no more gradients; raises its error."""
+        running, schedule = self._running, self._schedule
+        if running is not None and schedule is not None:
+            running.join()
+            held = max(self._meter.moved_gradient_bytes, schedule.peak_bytes)
+            self._meter.moved_gradient_bytes = held
+            self._running = self._schedule = None
+            self._stepped.release_all()
+            self._drop_applied()
+            running.raise_error()
+
+    def _abandon(self) -> None:
+        """Give up the pass, if one is open: the state is torn."""
+        if self._running is not None and self._schedule is not None:
+            self._schedule.abandon()
+            self._running.join()
+            self._running = self._schedule = None
+            self._stepped.release_all()
+
+    def _broken_by(self, reason: str) -> OverlapError:
+        """Give up the pass for a reason, and return the error that says so."""
+        self._abandon()
+        self._broken = reason
+        return OverlapError(
+            f'{reason} (overlap="backward"), so the state is half stepped: {self._remedy()}. To do '
+            f"this, {REMEDY}"
+        )
+
+    def _take(self, schedule: GradientSchedule, number: int, gradient: torch.Tensor) -> None:
+        """Move a gradient from its parameter to the pass."""
+        trainable = self._table.trainables[number]
+        check_gradient(trainable.spec.name, gradient)
+        stand_in = AppliedGradient(gradient, trainable.spec.name, self._broken_by)
+        self._taken[number] = trainable.tensor.grad = stand_in
+        schedule.give(number, gradient)
+
+    def _drop_gradients(self, groups: Groups) -> None:
+        """Clear what `step` has applied; what is in no group belongs to somebody else."""
+        for group in groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _drop_applied(self) -> None:
+        for trainable in self._table.trainables:
+            if isinstance(trainable.tensor.grad, AppliedGradient):
+                trainable.tensor.grad = None
+
+    def _hook_parameters(self, groups: Groups) -> None:
+        """Put hooks on parameters that have none yet, and behind those of others."""
+        has_new = False
+        for group in groups:
+            for parameter in group["params"]:
+                if not parameter.requires_grad:
+                    continue
+                if id(parameter) not in self._hooked:
+                    self._hooked[id(parameter)] = parameter
+                    has_new = True
+                    handle = parameter.register_post_accumulate_grad_hook(TakeGradient(self))
+                    self._handles[id(parameter)] = handle
+                elif not self._is_last_hook(parameter):
+                    hooks, key = parameter._post_accumulate_grad_hooks, self._handles[id(parameter)]
+                    if key.id in hooks:
+                        hooks[key.id] = hooks.pop(key.id)
+        if has_new:
+            self._hooks.look_again()
+
+    def _is_last_hook(self, parameter: torch.Tensor) -> bool:
+        """Return whether no hook that somebody put on a parameter is called after ours."""
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        return not hooks or next(reversed(hooks)) == self._handles[id(parameter)].id
+
+    def _order(self) -> Sequence[int]:
+        chunks = super()._order()
+        return self._chunk_order if len(self._chunk_order) == len(chunks) else chunks[::-1]
+
+    def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
+        if isinstance(state_pass.schedule, GradientSchedule):
+            self._chunk_order = state_pass.schedule.order()
+        super()._pass_ended(state_pass, scalars)
+
+
+def _refuse_use(engine: weakref.ref[BackwardEngine], parameter: torch.Tensor | None) -> bool:
+    """Refuse a use of a stepped parameter, as long as there is an engine."""
+    found = engine()
+    return found is None or found.refuse_use(parameter)

@@ -1,0 +1,396 @@
+"""Which backwards are meant as a step, where chunks are stepped while backward runs.
+
+A backward that reaches the model on its way to something else must change no parameter: that of a
+generator's loss through the discriminator, or one that asks for the gradient of an input. Its
+gradients, and those of parameters that get several in one backward, are left in ``.grad``, where
+`step` finds them. So are those of a backward that needs the values of parameters whose gradients
+are final already. Such a backward is *held*. This has to be known before the first parameter gets
+its gradient. So hooks on modules look at what the model is called with, and put hooks on what it
+returns, which autograd calls first.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from offload.errors import OverlapError
+from offload.model.replacing import is_describing, is_replacing
+from offload.model.tensors_in import tensors_in
+from offload.overlap.autograd_context import backward_id, is_in_function, is_recomputed_later
+from offload.overlap.constant_uses import ConstantUses
+
+if TYPE_CHECKING:
+    from offload.overlap.backward import BackwardEngine
+
+_keys = itertools.count()
+
+_DDP = (
+    'overlap="backward" steps each parameter with the gradient of this process alone, before '
+    "DistributedDataParallel has averaged it with those of the others, and {of}: use "
+    'Options(overlap="forward"), or None'
+)
+
+_INPUT = "the model was called with an input that requires a gradient itself"
+_RERUN = (
+    "reentrant activation checkpointing runs a module whose parameters are used elsewhere in the "
+    "same step (use_reentrant=False hides it)"
+)
+_HOOKED = "a backward hook of a module may read parameters whose gradients are final"
+_CONSTANT = (
+    "a parameter that is trained was used without a gradient in a forward (p.data, p.detach(), "
+    "requires_grad_(False), no_grad() within activation checkpointing, or twice in reentrant "
+    "activation checkpointing, where use_reentrant=False hides it), so that backward may need its "
+    "value"
+)
+_LATE = "a parameter was used within an earlier backward() after its gradient was final"
+
+_log = logging.getLogger("offload")
+
+
+class _Calls(threading.local):
+    """Which call of the model one thread is in."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        """The number of steps since which the rest is so."""
+        self.outermost: int | None = None
+        """The module whose call contains all others, by number."""
+        self.has_gradients = False
+        """Whether that call records a graph."""
+        self.leads_elsewhere = False
+        """Whether a backward through that call goes on to something that is not trained here."""
+
+
+class BackwardHooks:
+    """Hooks on modules that tell which backwards are held.
+
+    Args:
+        engine: Not kept alive.
+        model: The module that is called.
+    """
+
+    def __init__(self, engine: BackwardEngine, model: torch.nn.Module) -> None:
+        self._engine = weakref.ref(engine)
+        self._model = model
+        self._key = f"offload.leads_to_trained_{next(_keys)}"
+        """A mark in the metadata of nodes whose graph leads to nothing that is not trained."""
+        self._handles: list[RemovableHandle] = []
+        self._calls = _Calls()
+        self._num_steps = 0
+        self._backward: int | None = None
+        """The backward that is in progress, if it has come through what the model returned."""
+        self._is_held = False
+        self._is_hooked = False
+        """Whether modules that have run since the last step have backward hooks."""
+        self._is_needed_later = False
+        """Whether backwards need the values of parameters whose gradients are final."""
+        self._constant_uses = ConstantUses(_Found(self))
+        self._kinds: set[tuple[object, ...]] = set()
+        """Kinds of calls of modules of which it has been looked at what they use."""
+        self._has_said = False
+        self._used: set[int] = set()
+        """By id: parameters whose modules have run since the last step."""
+        self._rerun: set[int] = set()
+        """By id: those whose modules will run again in backward."""
+        self._is_used_again = False
+        """Whether one of the latter has been used elsewhere, so that it gets several gradients."""
+
+    def attach(self) -> None:
+        """Put hooks on the modules."""
+        for number, module in enumerate(self._model.modules()):
+            hooked: Any = module  # torch does not say what its hooks are
+            self._handles += [
+                hooked.register_forward_pre_hook(
+                    _Before(self, number), prepend=True, with_kwargs=True
+                ),
+                hooked.register_forward_hook(_After(self, number), always_call=True),
+                hooked.register_state_dict_pre_hook(_Refusal(self, "model.state_dict()")),
+                hooked.register_load_state_dict_pre_hook(_Refusal(self, "model.load_state_dict()")),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._constant_uses.end()
+
+    @property
+    def holds(self) -> bool:
+        """Whether the gradients of the backward that is in progress are to be left alone."""
+        return self._is_held or self._is_hooked or self._is_needed_later
+
+    @property
+    def backward_ids(self) -> set[int]:
+        """Numbers of the backward that calls this, and of the one that it is nested in."""
+        return {backward_id(), *([] if self._backward is None else [self._backward])}
+
+    def step_ended(self) -> None:
+        """Forget what was called for the step that has been taken."""
+        self._num_steps += 1
+        self._used.clear()
+        self._rerun.clear()
+        self._is_used_again = self._is_hooked = False
+        self._backward, self._is_held = None, False
+
+    def gradients_begin(self) -> None:
+        """Note that there is a gradient: what the forward used is known by now."""
+        self._constant_uses.end()
+
+    def look_again(self) -> None:
+        """Look at what the next forward uses, as at the first one."""
+        self._kinds.clear()
+
+    def needed_in_forward(self) -> None:
+        """Hold every backward from now on: a forward uses a parameter as a constant."""
+        self._is_needed_later = True
+        self._say(_CONSTANT)
+
+    def needed_in_backward(self) -> None:
+        """Hold every backward from now on: one has used a parameter that had been stepped."""
+        self._is_needed_later = True
+        self._say(_LATE)
+
+    def require_at_rest(self, what: str) -> None:
+        """Refuse what makes no sense while the state is half stepped."""
+        engine = self._engine()
+        # Within backward, activation checkpointing calls modules again.
+        if engine is not None and backward_id() == -1:
+            engine.require_at_rest(what)
+
+    def before(self, number: int, module: torch.nn.Module, inputs: object) -> None:
+        """Note a call of a module."""
+        self.require_at_rest("the model's forward()")
+        engine = self._engine()
+        if engine is None or backward_id() != -1:
+            return
+        calls = self._calls
+        if calls.step != self._num_steps:
+            calls.step, calls.outermost = self._num_steps, None
+        if calls.outermost in (None, number):  # if interrupted, a call did not say that it ended
+            calls.outermost, calls.has_gradients = number, torch.is_grad_enabled()
+            calls.leads_elsewhere = calls.has_gradients and any(
+                self._leads_elsewhere(tensor, engine) for tensor in tensors_in(inputs)
+            )
+            _require_no_active_ddp(engine)
+        if calls.has_gradients:
+            self._look(number, module, engine)
+            self._note(module)
+            if not self._is_hooked and _has_backward_hooks(module):
+                self._is_hooked = True
+                self._say(_HOOKED)
+
+    def after(self, number: int, output: object) -> None:
+        """Put hooks on what a module returned, if the backward through it must be known."""
+        calls = self._calls
+        if backward_id() != -1 or calls.outermost is None or not calls.has_gradients:
+            return
+        is_outermost = number == calls.outermost
+        if is_outermost:
+            calls.outermost = None
+        # Others than the outermost matter: losses may be computed of what they return.
+        if (is_outermost or calls.leads_elsewhere) and torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(_Begins(self, leads_elsewhere=calls.leads_elsewhere))  # type: ignore[no-untyped-call]
+                    node: Any = tensor.grad_fn
+                    if is_outermost and not calls.leads_elsewhere:
+                        node.metadata[self._key] = True
+
+    def begins(self, *, leads_elsewhere: bool) -> None:
+        """Note that a backward has come to what the model returned; hold it if need be."""
+        if self._backward != backward_id():  # one before that failed has not said that it ended
+            self._backward, self._is_held = backward_id(), False
+            autograd: Any = torch.autograd.Variable
+            autograd._execution_engine.queue_callback(partial(self._ended, self._backward))
+        engine = self._engine()
+        if engine is None or not engine.is_first_backward():
+            return
+        if not self._is_held and (leads_elsewhere or self._is_used_again):
+            self._is_held = True
+            self._say(_INPUT if leads_elsewhere else _RERUN)
+
+    def _say(self, reason: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            _log.warning(
+                "a backward() is not applied while it runs, but at step(), which waits for it "
+                '(overlap="backward"): %s. This is said once',
+                reason,
+            )
+
+    def _ended(self, backward: int) -> None:
+        if self._backward == backward:
+            self._backward, self._is_held = None, False
+
+    def _leads_elsewhere(self, tensor: torch.Tensor, engine: BackwardEngine) -> bool:
+        """Return whether a backward goes on from an input to something that is not trained."""
+        if not tensor.requires_grad:
+            return False
+        if tensor.grad_fn is None:
+            return not engine.is_trained(tensor)
+        found: list[Any] = [tensor.grad_fn]
+        seen: set[Any] = set()  # holds them, so that no other gets the id of one
+        while found:
+            node = found.pop()
+            if node in seen or self._key in node.metadata:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, torch.Tensor) and not engine.is_trained(leaf):
+                return True
+            found += [following for following, _ in node.next_functions if following is not None]
+        return False
+
+    def _look(self, number: int, module: torch.nn.Module, engine: BackwardEngine) -> None:
+        """Look at what is used from here to the first gradient, if this call is of a new kind."""
+        kind = (number, module.training, torch.is_grad_enabled(), is_recomputed_later())
+        if kind not in self._kinds and not self._is_needed_later:
+            self._kinds.add(kind)
+            self._constant_uses.begin(self._model.modules(), engine.trained())
+
+    def _note(self, module: torch.nn.Module) -> None:
+        """Note that a module's parameters are used."""
+        is_rerun = not torch.is_grad_enabled()
+        if is_rerun and not is_in_function():
+            return  # under no_grad: they get no gradient by it
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                key = id(parameter)
+                self._is_used_again |= key in (self._used if is_rerun else self._rerun)
+                self._used.add(key)
+                if is_rerun:
+                    self._rerun.add(key)
+
+
+class _Hook:
+    """A hook that does not keep its owner alive; a copy of it does nothing."""
+
+    def __init__(self, owner: BackwardHooks) -> None:
+        self._owner = weakref.ref(owner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Inert, ()
+
+
+class _Inert:
+    """What a hook becomes in a copy of the model."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+class _Found(_Hook):
+    def __call__(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.needed_in_forward()
+
+
+class _Before(_Hook):
+    def __init__(self, owner: BackwardHooks, number: int) -> None:
+        super().__init__(owner)
+        self._number = number
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            owner = self._owner()
+            if owner is not None:
+                owner.before(self._number, module, (args, kwargs))
+
+
+class _After(_Hook):
+    def __init__(self, owner: BackwardHooks, number: int) -> None:
+        super().__init__(owner)
+        self._number = number
+
+    def __call__(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            owner = self._owner()
+            if owner is not None:
+                owner.after(self._number, output)
+
+
+class _Refusal(_Hook):
+    def __init__(self, owner: BackwardHooks, what: str) -> None:
+        super().__init__(owner)
+        self._what = what
+
+    def __call__(self, *_: Any) -> None:
+        owner = self._owner()
+        if owner is None or is_replacing() or is_describing():
+            return
+        if not torch.compiler.is_compiling():
+            owner.require_at_rest(self._what)
+
+
+class _Begins(_Hook):
+    def __init__(self, owner: BackwardHooks, *, leads_elsewhere: bool) -> None:
+        super().__init__(owner)
+        self._leads_elsewhere = leads_elsewhere
+
+    def __call__(self, _gradient: torch.Tensor) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.begins(leads_elsewhere=self._leads_elsewhere)
+
+
+class TakeGradient:
+    """A hook on a parameter. It does not keep the engine alive; a copy of it does nothing."""
+
+    def __init__(self, engine: BackwardEngine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Inert, ()
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Hand over a gradient that is final."""
+        engine = self._engine()
+        if engine is not None:
+            engine.ready(parameter)
+
+
+def require_no_ddp(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters that belong to a DistributedDataParallel of this process.
+
+    Raises:
+        OverlapError: They do.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return  # there can be none
+    trained = set(map(id, tensors))
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.nn.parallel.DistributedDataParallel):
+            for name, parameter in candidate.named_parameters():
+                if id(parameter) in trained:
+                    raise OverlapError(_DDP.format(of=f"one holds the parameter {name!r}"))
+
+
+def _has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Return whether code of the user runs when a backward has come through a module."""
+    of_all: Any = torch.nn.modules.module
+    return bool(
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or of_all._global_backward_hooks
+        or of_all._global_backward_pre_hooks
+    )
+
+
+def _require_no_active_ddp(engine: BackwardEngine) -> None:
+    """Refuse a forward that is part of a DistributedDataParallel's, which was made after all."""
+    kind: Any = torch.nn.parallel.DistributedDataParallel
+    active = getattr(kind, "_active_ddp_module", None)
+    if active is not None and any(map(engine.is_trained, active.parameters())):
+        raise OverlapError(_DDP.format(of="the model is called by one"))

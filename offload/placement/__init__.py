@@ -1,0 +1,16 @@
+"""Where chunks are updated: measured rates, a model of the time that a step takes, and the choice.
+
+This wing may know `stream.drives`, `update`, `device`, `model`, `format`, `options` and `gds`. It
+never imports `engine`.
+"""
+
+from offload.placement.choose import StateDevice, device_of
+from offload.placement.model import decide
+from offload.placement.rates import find_rates
+
+__all__ = [
+    "StateDevice",
+    "decide",
+    "device_of",
+    "find_rates",
+]

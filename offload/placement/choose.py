@@ -1,0 +1,115 @@
+"""Where state is while it is updated: in host memory, or on the parameters' device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offload.device.boundary import is_on_device
+from offload.device.compute import COMPUTES, Compute, compute_on
+from offload.errors import UnsupportedParameterError
+from offload.format.layout import Layout
+from offload.model.parameters import Trainable
+from offload.options import Options
+from offload.placement.model import decide
+from offload.placement.rates import Site, find_rates, step_bytes
+from offload.stream.drives import Drives
+from offload.update.device_updater import require_steps, why_not_stepped
+from offload.update.pool import UpdatePool
+from offload.update.rules import UpdateRule
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class StateDevice:
+    """Chooses for one optimizer; with ``placement="auto"`` once, for all of its life.
+
+    Args:
+        options: The user's.
+        rule: The optimizer's.
+        pool: Updates on the CPU; measured.
+        drives: Of the store; measured.
+    """
+
+    def __init__(
+        self, options: Options, rule: UpdateRule, pool: UpdatePool, drives: Drives
+    ) -> None:
+        self._options = options
+        self._rule = rule
+        self._pool = pool
+        self._drives = drives
+        self._chosen: str | None = None
+
+    def choose(
+        self, groups: Groups, layout: Layout, trainables: Sequence[Trainable]
+    ) -> Compute | None:
+        """Return what updates state on the parameters' device; None if the CPU does.
+
+        Raises:
+            UnsupportedParameterError: ``placement="device"``, and a parameter is elsewhere.
+            UnsupportedOptimizerError: Likewise, and the step is not possible there.
+        """
+        placement = self._options.placement
+        if placement == "host" or not trainables:
+            return None
+        split = self._options.master == "split"
+        if placement == "device":
+            require_steps(self._rule, groups, layout.state_dtype, split=split)
+            if reason := why_not_there(trainables):
+                raise UnsupportedParameterError(
+                    f'placement="device" updates parameters on the device that they are on, and '
+                    f'{reason}: move the model to one device, or use placement="host"'
+                )
+        elif (
+            why_not_there(trainables)
+            or why_not_stepped(self._rule, groups, layout.state_dtype, split=split)
+            or self._choose(groups, layout, trainables[0].tensor.device) == "host"
+        ):
+            return None
+        return compute_on(trainables[0].tensor.device)
+
+    def _choose(self, groups: Groups, layout: Layout, device: torch.device) -> str:
+        if self._chosen is None:
+            options, drives = self._options, self._drives
+            drives.calibrate(layout.state_bytes)
+            site = Site(
+                backends=drives.transports,
+                directories=drives.directories,
+                drive_gbps=drives.rates()[2],
+                device=device,
+                pool=self._pool,
+                rule=self._rule,
+                groups=groups,
+                layout=layout,
+            )
+            step = step_bytes(
+                layout,
+                kept_on_host=options.host_memory_bytes,
+                kept_on_device=options.device_memory_bytes,
+            )
+            self._chosen, reason = decide(step, find_rates(site))
+            logging.getLogger("offload").info("%s", reason)
+        return self._chosen
+
+
+def device_of(groups: Groups) -> torch.device | None:
+    """Return the device that a parameter is on, or None if all are in host memory."""
+    parameters = (p for group in groups for p in group["params"])
+    return next((p.device for p in parameters if is_on_device(p)), None)
+
+
+def why_not_there(trainables: Sequence[Trainable]) -> str:
+    """Return why parameters are not all on one device that computes, or an empty string."""
+    first = trainables[0]
+    for trainable in trainables:
+        name, device = trainable.spec.name, trainable.tensor.device
+        if not is_on_device(trainable.tensor):
+            return f"parameter {name!r} is in host memory"
+        if device != first.tensor.device:
+            return f"{name!r} is on {device}, but {first.spec.name!r} on {first.tensor.device}"
+        if device.type not in COMPUTES:
+            return f"parameter {name!r} is on {device}, which has no kernels"
+    return ""

@@ -1,0 +1,25 @@
+"""Which checkpoints a store keeps: policies, and pins that users have given names.
+
+This wing may know `format` and the files of `gds`. It never imports torch, nor a wing above it.
+"""
+
+from offload.retention.pins import Pin, read_pins
+from offload.retention.policy import (
+    BestBy,
+    EverySeconds,
+    EverySteps,
+    LastK,
+    Retention,
+    as_retention,
+)
+
+__all__ = [
+    "BestBy",
+    "EverySeconds",
+    "EverySteps",
+    "LastK",
+    "Pin",
+    "Retention",
+    "as_retention",
+    "read_pins",
+]

@@ -1,0 +1,274 @@
+"""Which checkpoints a store keeps: small policies, put together with ``|``.
+
+    keep=LastK(2) | EverySteps(1000) | BestBy("val_loss")
+
+A policy looks at records of the checkpoints there are and says which of them it keeps; what no
+part of it keeps may be recycled. Beside what it says, two kinds are always kept: the newest, and
+those that have a pin. Nothing here reads a drive or a clock: the same records give the same answer.
+
+Every policy is such that what it has let go of is never missed: asked again and again as
+checkpoints come, and shown only what it has kept, it keeps what it would have kept of all that
+there ever was.
+Records count in the order of their generations, which never goes back, whatever clocks do.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal, get_args
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a policy is told of one complete checkpoint."""
+
+    step: int
+    """Optimizer steps taken."""
+
+    generation: int
+    """Counter of the store, different in every record."""
+
+    created: str = ""
+    """ISO 8601 time at which the seal began, as the clock then said."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was measured, by name; finite."""
+
+    pins: tuple[str, ...] = ()
+    """Names that it has been pinned by."""
+
+
+class Retention(ABC):
+    """What to keep. ``a | b`` keeps what `a` keeps, and what `b` keeps."""
+
+    @property
+    def most(self) -> int | None:
+        """Most checkpoints that it keeps at a time; None if their number grows with training."""
+        return None
+
+    @abstractmethod
+    def kept(self, records: Sequence[Record]) -> set[int]:
+        """Return the generations that it keeps.
+
+        Args:
+            records: Of complete checkpoints, by rising generation.
+        """
+
+    @property
+    def parts(self) -> tuple[Retention, ...]:
+        """The policies that it is put together from."""
+        return (self,)
+
+    def __or__(self, other: Retention) -> Retention:
+        if not isinstance(other, Retention):
+            return NotImplemented
+        return AnyOf(*self.parts, *other.parts)
+
+
+@dataclass(frozen=True)
+class LastK(Retention):
+    """Keep the newest `k` checkpoints; ``keep=2`` means ``keep=LastK(2)``."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        """Refuse a number of checkpoints that is none."""
+        if not _is_count(self.k):
+            raise ValueError(
+                f"keep must be at least 1, got {self.k!r}: with 0 there would be no checkpoint "
+                "while the next one is being sealed"
+            )
+
+    @property
+    def most(self) -> int:
+        """`k`."""
+        return self.k
+
+    def kept(self, records: Sequence[Record]) -> set[int]:
+        """Return the last few generations."""
+        return {record.generation for record in records[-self.k :]}
+
+
+@dataclass(frozen=True)
+class EverySteps(Retention):
+    """Keep the first checkpoint at or after each multiple of `steps` optimizer steps, for good."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        """Refuse a distance that is none."""
+        if not _is_count(self.steps):
+            raise ValueError(f"steps must be a whole number of at least 1, got {self.steps!r}")
+
+    def kept(self, records: Sequence[Record]) -> set[int]:
+        """Return the first generation of each interval, but for that before the first multiple."""
+        found: dict[int, int] = {}
+        for record in records:
+            if record.step >= self.steps:
+                found.setdefault(record.step // self.steps, record.generation)
+        return set(found.values())
+
+
+@dataclass(frozen=True)
+class EverySeconds(Retention):
+    """Keep a checkpoint every so many seconds of the clock, for good.
+
+    The first is kept, and then each that is at least `seconds` younger than the one kept before it.
+    Where the clock has been set back, counting begins anew. A checkpoint whose time cannot be read
+    is not kept by this.
+    """
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        """Refuse a distance that is none."""
+        if not _is_number(self.seconds) or not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds must be a finite number above 0, got {self.seconds!r}")
+
+    def kept(self, records: Sequence[Record]) -> set[int]:
+        """Return the generations that are far enough from the one kept before."""
+        found = set()
+        last_s: float | None = None
+        for record in records:
+            now_s = _seconds(record.created)
+            if now_s is None:
+                continue
+            if last_s is None or now_s < last_s or now_s - last_s >= self.seconds:
+                found.add(record.generation)
+                last_s = now_s
+        return found
+
+
+@dataclass(frozen=True)
+class BestBy(Retention):
+    """Keep the `k` checkpoints with the smallest (``"min"``) or largest (``"max"``) metric.
+
+    Those sealed without this metric do not take part. Of two that are equal the older is better.
+    """
+
+    metric: str
+    k: int = 1
+    mode: Mode = "min"
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be ranked."""
+        if not self.metric:
+            raise ValueError(f"metric must be the name of one, got {self.metric!r}")
+        if not _is_count(self.k):
+            raise ValueError(f"k must be a whole number of at least 1, got {self.k!r}")
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}")
+
+    @property
+    def most(self) -> int:
+        """`k`."""
+        return self.k
+
+    def kept(self, records: Sequence[Record]) -> set[int]:
+        """Return the generations of the best."""
+        sign = 1 if self.mode == "min" else -1
+        ranked = sorted(
+            (sign * record.metrics[self.metric], record.generation)
+            for record in records
+            if self.metric in record.metrics
+        )
+        return {generation for _, generation in ranked[: self.k]}
+
+
+class AnyOf(Retention):
+    """Keep what any of several policies keeps; made by ``|``."""
+
+    def __init__(self, *parts: Retention) -> None:
+        self._parts = tuple(dict.fromkeys(parts))
+
+    def kept(self, records: Sequence[Record]) -> set[int]:
+        """Return what any of them keeps."""
+        return set[int]().union(*(part.kept(records) for part in self._parts))
+
+    @property
+    def parts(self) -> tuple[Retention, ...]:
+        """The policies that it is put together from."""
+        return self._parts
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AnyOf) and set(self._parts) == set(other._parts)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._parts))
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self._parts))
+
+
+def as_retention(keep: int | Retention) -> Retention:
+    """Return a policy for what a user passes as ``keep=``: a number of checkpoints, or a policy.
+
+    Raises `ValueError` for a number below 1, `TypeError` for something else.
+    """
+    if isinstance(keep, Retention):
+        return keep
+    if isinstance(keep, int):
+        return LastK(keep)
+    raise TypeError(
+        f"keep must be a number of checkpoints or a policy such as LastK(2) | EverySteps(1000), "
+        f"got {keep!r}: leave it out to keep the newest 2"
+    )
+
+
+def kept_generations(policy: Retention, records: Iterable[Record]) -> set[int]:
+    """Return what a store keeps: what its policy says, what is pinned, and the newest.
+
+    Args:
+        policy: Of the store.
+        records: Of its complete checkpoints, in any order.
+    """
+    ordered = sorted(records, key=lambda record: record.generation)
+    pinned = {record.generation for record in ordered if record.pins}
+    newest = {record.generation for record in ordered[-1:]}
+    return policy.kept(ordered) | pinned | newest
+
+
+def num_wanted(policy: Retention, records: Collection[Record]) -> int:
+    """Return for how many checkpoints a store needs room, apart from the slot it works in.
+
+    That is as many as the policies that have a limit may ever keep, and those there are now that
+    are kept for good or by a pin. For ``LastK(k)`` without pins it is `k`.
+
+    Args:
+        policy: Of the store.
+        records: Of its complete checkpoints, in any order.
+    """
+    newest = max((part.k for part in policy.parts if isinstance(part, LastK)), default=1)
+    limited = [part for part in policy.parts if part.most is not None]
+    others = sum(part.most or 0 for part in limited if not isinstance(part, LastK))
+    ordered = sorted(records, key=lambda record: record.generation)
+    within = LastK(newest).kept(ordered).union(*(part.kept(ordered) for part in limited))
+    return newest + others + len(kept_generations(policy, ordered) - within)
+
+
+def describe(policy: Retention) -> str:
+    """Return what is kept, in words that go after "keeping"."""
+    return f"{policy.k} checkpoints" if isinstance(policy, LastK) else repr(policy)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _seconds(created: str) -> float | None:
+    """Return a time in seconds; None if it is not one. Without a zone it is taken for UTC."""
+    try:
+        moment = datetime.fromisoformat(created)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return None

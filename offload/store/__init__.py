@@ -1,0 +1,25 @@
+"""The one writer of a store: its slots and parts, what they become, and what is recycled.
+
+This wing may know `checkpoint`, `retention`, `format` and `gds`. It never imports torch, nor a wing
+above it.
+"""
+
+from offload.store.opening import StoredCheckpoint
+from offload.store.pinning import pin, unpin
+from offload.store.poison import Poison
+from offload.store.pruning import PruneReport, prune
+from offload.store.quarantine import verify_and_mark
+from offload.store.slot import Slot
+from offload.store.store import Store
+
+__all__ = [
+    "Poison",
+    "PruneReport",
+    "Slot",
+    "Store",
+    "StoredCheckpoint",
+    "pin",
+    "prune",
+    "unpin",
+    "verify_and_mark",
+]

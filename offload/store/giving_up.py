@@ -1,0 +1,79 @@
+"""Giving up a checkpoint that two reads have found damaged: one, and not one after the other.
+
+A machine with bad memory finds damage in whatever it reads. So `restore` and the steps after it
+mark one checkpoint, and go on from the one before. If that one is found damaged as well, they stop:
+it is not marked, and a person has to look. What the person then asks for, `offload verify
+--quarantine`, reads every checkpoint, marks what is damaged and lifts the marks of what is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gds import Backend, StorageError
+from offload.checkpoint.quarantine_mark import read_quarantine
+from offload.checkpoint.reading import decode_manifest
+from offload.errors import CheckpointError, DamagedError
+from offload.store.opening import StoredCheckpoint
+from offload.store.store import Store
+from offload.units import part_options
+
+
+def give_up(store: Store, damaged: StoredCheckpoint, error: DamagedError) -> str:
+    """Quarantine a checkpoint, unless one that was made after it is quarantined already.
+
+    Args:
+        store: Has the checkpoint.
+        damaged: The checkpoint.
+        error: What is wrong with it.
+
+    Returns:
+        Empty if it has been quarantined; otherwise why it has not, and what to do.
+    """
+    refused = [path for path, _ in store.refused]
+    newer = quarantined_after(store.backend, refused, damaged.manifest.generation)
+    if newer is None:
+        store.quarantine(damaged, str(error))
+        return ""
+    return two_in_a_row(damaged.path, newer, store.directories)
+
+
+def two_in_a_row(damaged: str, newer: str, directories: Sequence[str]) -> str:
+    """Say why a checkpoint is not given up, and what to do.
+
+    Args:
+        damaged: Its path.
+        newer: Path of the one that was given up already.
+        directories: Of their store, the first one first.
+    """
+    first, *parts = directories
+    command = f"offload verify {first} --quarantine {part_options(parts)}".rstrip()
+    return (
+        f"{damaged} is not quarantined and not passed over, because {newer}, which was made after "
+        "it, is quarantined already: two in a row speak for the memory, a cable or the drive of "
+        "this machine rather than for the checkpoints. Look at those first (dmesg, a memory test). "
+        f"Then run `{command}`, on another machine if you can: it reads all "
+        "checkpoints, marks what is damaged and lifts the marks of what is whole. After that "
+        "start the program again: it goes on from the newest that is not marked"
+    )
+
+
+def quarantined_after(backend: Backend, paths: Iterable[str], generation: int) -> str | None:
+    """Return the path of a quarantined checkpoint that is newer than another one, if any is.
+
+    Args:
+        backend: Where they are.
+        paths: Of those of the store that are not usable, for whatever reason.
+        generation: Of the other one.
+    """
+    for path in paths:
+        try:
+            if read_quarantine(backend, path) is None:
+                continue
+            if decode_manifest(backend, path).generation > generation:
+                return path
+        except CheckpointError:
+            continue  # nothing is known of it but that it is not usable
+        except StorageError:
+            return path  # nobody knows: nothing more is marked
+    return None

@@ -1,0 +1,81 @@
+"""``store.json``: which store a directory is, where no checkpoint in it says so yet.
+
+Only a store on several drives needs it. A power cut in its first seal may leave a sealed part on
+another drive and no checkpoint in the first directory; the part must then be known as this store's
+own. So the file is durable before any part is written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from gds import Backend, File
+from offload.checkpoint.second_look import read_document
+from offload.format.names import STORE_FILE_NAME
+from offload.format.strict_json import parse_json
+from offload.store.poison import Poison
+
+_FORMAT = 1
+_BYTES = 512
+
+
+def read_store_id(backend: Backend, directory: str, *, durable: bool) -> str | None:
+    """Return the identity that a store's directory was given; None if it has none that is whole.
+
+    Args:
+        backend: Where it is.
+        directory: Of the store, the first one.
+        durable: Whether to make what is read durable: a process that wrote it may have died before
+            it was. The directory has been synced. Without it nothing is opened for writing.
+
+    Raises:
+        gds.StorageError: It cannot be read, or not be made durable.
+    """
+    path = f"{directory}/{STORE_FILE_NAME}"
+    stat = backend.stat(path)
+    if stat is None or stat.kind != "file" or stat.size_bytes != _BYTES:
+        return None
+    file = backend.open(path, writable=durable)
+    try:
+        store_id = _read(file)
+        if durable:
+            file.sync()
+    finally:
+        file.close()
+    return store_id
+
+
+def _read(file: File) -> str | None:
+    try:
+        return read_document(file, _BYTES, _decode, ValueError)
+    except ValueError:
+        return None
+
+
+def _decode(data: bytes) -> str:
+    document = parse_json(data)
+    store_id = document.get("store_id") if isinstance(document, dict) else None
+    if not isinstance(store_id, str) or not re.fullmatch(r"[0-9a-f]{32}", store_id):
+        raise ValueError("not the identity of a store")
+    return store_id
+
+
+def write_store_id(backend: Backend, directory: str, store_id: str, poison: Poison) -> None:
+    """Give a store's directory its identity; durable on return.
+
+    Raises:
+        gds.StorageError: No space, or it could not be made durable.
+    """
+    path = f"{directory}/{STORE_FILE_NAME}"
+    text = json.dumps({"format": _FORMAT, "store_id": store_id})
+    if backend.stat(path) is not None:
+        backend.remove(path)  # not whole, or of a store whose checkpoints are all gone
+    file = backend.create(path, _BYTES)
+    try:
+        file.write_bytes(text.encode().ljust(_BYTES - 1) + b"\n", 0)
+        with poison.on_error("a store's identity could not be made durable"):
+            file.sync()
+            backend.sync_dir(directory)
+    finally:
+        file.close()

@@ -1,0 +1,414 @@
+"""The directories that were given for a store: what they are, before anything is made or locked.
+
+Only names, manifests and the small files by which stores and parts are known are read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from gds import Backend, LockHeldError, StorageError
+from gds.probe import describe_remote
+from offload.checkpoint.reading import checkpoint_paths, decode_manifest, given_directory, read_part
+from offload.errors import (
+    CheckpointError,
+    RemoteStoreError,
+    StoreError,
+    StoreFullError,
+    StoreLockedError,
+    UnreadableError,
+    VolatileStoreError,
+)
+from offload.format.layout import array_file_name
+from offload.format.manifest import Manifest
+from offload.format.names import (
+    CALIBRATION_NAME,
+    LOCK_NAME,
+    MANIFEST_NAME,
+    PART_FILE_NAME,
+    STORE_FILE_NAME,
+    is_slot_name,
+    part_number,
+    step_of,
+)
+from offload.format.unreadable import unreadable
+from offload.store.full_disk import FULL
+from offload.store.identity import read_store_id
+from offload.store.writer_lock import is_held_here
+
+_NOTHING = frozenset({"lost+found", CALIBRATION_NAME})
+"""What an empty directory may hold, besides names that begin with a dot."""
+
+_ARRAY_SUFFIX = array_file_name("")
+"""How the names of files of state arrays end."""
+
+_MOST_SHOWN = 3
+
+_UNSUITABLE = frozenset(
+    {
+        errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EEXIST,
+        errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EOPNOTSUPP,
+        errno.ENOSYS, errno.ENODEV, errno.ENXIO,
+    }
+)  # fmt: skip
+"""What says that a directory cannot hold a store, rather than that something is wrong now."""
+
+NOTHING_CHANGED = "No checkpoint has been changed"
+
+
+@dataclass(slots=True)
+class _Place:
+    """One of the directories, as it was found."""
+
+    directory: str
+    exists: bool
+    names: list[str]
+    store_id: str | None = None
+    """What its ``store.json`` says, if it has one that is whole."""
+
+    parts: list[str] = field(default_factory=list)
+    """The names of the parts in it, sealed or not."""
+
+    unfinished: set[str] = field(default_factory=set)
+    """The names of what a process that was stopped had begun to make a part of."""
+
+    drives: dict[str, set[int]] = field(default_factory=dict)
+    """Of the sealed parts in it: by the store that each is of, their positions in that store."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first directory of a store."""
+        return self.store_id is not None or any(
+            step_of(name) is not None or is_slot_name(name) for name in self.names
+        )
+
+    @property
+    def is_store(self) -> bool:
+        """Whether it belongs to a store, as the first directory or another one."""
+        return LOCK_NAME in self.names or self.is_first or bool(self.parts)
+
+    @property
+    def others(self) -> list[str]:
+        """The names in it that no store needs, but for those that count as nothing."""
+        nothing = _NOTHING | self.unfinished
+        return [n for n in self.names if n not in nothing and not n.startswith(".")]
+
+
+def survey(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
+    """Refuse directories that are not what they were given for. Reads only.
+
+    Args:
+        drives: Backend and absolute path of each directory, the store's first one first.
+        fresh: Whether the checkpoints in it are to be given up.
+
+    Raises:
+        StoreError: One holds other things, belongs to another store or to another place in this
+            one, is missing although the store exists, or is a checkpoint.
+        UnreadableError: Something could not be read, so that nothing is known of it.
+    """
+    places = []
+    for backend, directory in drives:
+        with using(backend, directory):
+            places.append(_look_at(backend, directory))
+    for place in places:
+        if place.exists and not place.is_store and place.others:
+            raise StoreError(errno.ENOTEMPTY, _holds_other_things(place), place.directory)
+    first, *others = places
+    with using(*drives[0]):
+        paths = checkpoint_paths(*drives[0]) if others and first.exists else []
+        manifests = _manifests(drives[0][0], paths)
+    for manifest in manifests:
+        require_number(manifest, first.directory, len(drives))
+    known = {manifest.store_id for manifest in manifests} | {first.store_id or ""}
+    _require_all(places)
+    if first.parts and not first.is_first:
+        raise _misplaced(places, first, known)
+    for position, place in enumerate(others, 1):
+        if place.is_first:
+            raise _misplaced(places, place, known)
+        _check_parts(places, position, known, all_known=len(manifests) == len(paths))
+        if manifests and not fresh and not place.is_store:
+            raise StoreError(
+                errno.ENOENT,
+                "this directory is empty, and the checkpoints of the store in "
+                f"{first.directory} have parts of their state there. Is the drive mounted? If what "
+                "was on it is lost, load_parameters() still loads the parameters of a checkpoint, "
+                "and fresh=True starts over",
+                place.directory,
+            )
+
+
+def require_number(manifest: Manifest, directory: str, num_given: int) -> None:
+    """Check that a store was given as many directories as one of its checkpoints is spread over.
+
+    Raises:
+        StoreError: It was not; says which there are.
+    """
+    if len(manifest.layout.shares) == num_given:
+        return
+    sealed = [directory, *(part.directory for part in manifest.parts)]
+    raise StoreError(
+        errno.EINVAL,
+        f"step {manifest.step} of this store is spread over {len(sealed)} directories, and "
+        f"{num_given} were given: pass directory={sealed!r}, or where they are now, in this "
+        "order. To begin anew with other directories, let another one be the first",
+        directory,
+    )
+
+
+def make_directories(
+    drives: Sequence[tuple[Backend, str]], *, allow_volatile: bool, allow_remote: bool
+) -> None:
+    """Make the directories that are missing, and their parents, durably.
+
+    Args:
+        drives: As for `survey`, which has found nothing wrong with them.
+        allow_volatile: Accept a file system that forgets at power-off.
+        allow_remote: Accept a file system that another machine or a program serves.
+
+    Raises:
+        VolatileStoreError: One would not survive a power-off. Nothing has been made.
+        RemoteStoreError: One is served from elsewhere. Nothing has been made.
+        StoreError: One cannot be made.
+    """
+    for backend, directory in drives:
+        with using(backend, directory):
+            # What is made in a directory is on the file system of that.
+            capabilities = backend.capabilities(_nearest(backend, directory))
+        if capabilities.volatile and not allow_volatile:
+            raise VolatileStoreError(
+                errno.EINVAL,
+                f"the file system ({capabilities.filesystem}) loses its content at power-off, so "
+                "checkpoints there would not survive; choose a directory on a drive, or pass "
+                "options=Options(allow_volatile=True) if that is what you want",
+                directory,
+            )
+        if capabilities.remote and not allow_remote:
+            raise RemoteStoreError(
+                errno.EINVAL,
+                f"{describe_remote(capabilities.filesystem)}, so nothing is promised for "
+                "checkpoints there; choose a directory on a local drive, or pass "
+                "options=Options(allow_remote=True) if that is what you want",
+                directory,
+            )
+    for backend, directory in drives:
+        with using(backend, directory):
+            _make(backend, directory)
+
+
+@contextmanager
+def using(backend: Backend, directory: str) -> Iterator[None]:
+    """Say of an error in the body what it means for a store in a directory.
+
+    Raises:
+        StoreLockedError: Somebody else is writing to it.
+        StoreFullError: There is no space.
+        UnreadableError: Something is wrong at this moment, which says nothing about the store.
+        StoreError: The directory cannot hold one.
+    """
+    try:
+        yield
+    except LockHeldError as error:
+        raise StoreLockedError(error.errno, _who_writes(directory), directory) from None
+    except UnreadableError as error:
+        raise unreadable(error, then=NOTHING_CHANGED) from error
+    except StorageError as error:
+        if error.errno in FULL:
+            raise StoreFullError(
+                error.errno,
+                f"there is no space, not even for an empty store ({error.strerror}): "
+                f"{backend.free_bytes(_nearest(backend, directory))} bytes are free; free some, or "
+                "choose another directory",
+                directory,
+            ) from error
+        if error.errno not in _UNSUITABLE:
+            raise unreadable(error, then=NOTHING_CHANGED) from error
+        raise StoreError(
+            error.errno,
+            f"cannot keep a store here ({error.strerror}); choose a directory that you can create "
+            "files in",
+            directory,
+        ) from error
+
+
+def _who_writes(directory: str) -> str:
+    if is_held_here(directory):
+        return (
+            "another optimizer of this process is writing to this store (a cell of a notebook that "
+            "is run twice makes a second one): call close() of that optimizer first, or use "
+            "another directory"
+        )
+    return (
+        "another process is writing to this store: close it first, or use another directory. "
+        f"`fuser -v {directory}/{LOCK_NAME}` says which process it is"
+    )
+
+
+def _look_at(backend: Backend, directory: str) -> _Place:
+    stat = given_directory(backend, directory)
+    if stat is None:
+        return _Place(directory, exists=False, names=[])
+    if stat.kind != "directory":
+        raise StorageError(errno.ENOTDIR, "looking for a store", directory)
+    place = _Place(directory, exists=True, names=backend.list_dir(directory))
+    if MANIFEST_NAME in place.names:
+        raise StoreError(
+            errno.EINVAL,
+            "this is a checkpoint, not a store: pass the directory that it is in, "
+            f"{os.path.dirname(directory)!r}, and name the checkpoint to restore()",
+            directory,
+        )
+    if STORE_FILE_NAME in place.names:
+        place.store_id = read_store_id(backend, directory, durable=False)
+    for name in place.names:
+        path = f"{directory}/{name}"
+        if part_number(name) is None or not _is_directory(backend, path):
+            continue
+        if backend.stat(f"{path}/{PART_FILE_NAME}") is None:
+            if all(inside.endswith(_ARRAY_SUFFIX) for inside in backend.list_dir(path)):
+                place.unfinished.add(name)
+            continue
+        place.parts.append(name)
+        try:
+            part = read_part(backend, path)
+        except CheckpointError:
+            continue  # not sealed: it belongs to nobody
+        place.drives.setdefault(part.store_id, set()).add(part.drive)
+    return place
+
+
+def _is_directory(backend: Backend, path: str) -> bool:
+    stat = backend.stat(path)
+    return stat is not None and stat.kind == "directory"
+
+
+def _holds_other_things(place: _Place) -> str:
+    shown = ", ".join(map(repr, place.others[:_MOST_SHOWN]))
+    more = len(place.others) - _MOST_SHOWN
+    return (
+        f"this directory is no store, and holds other things: {shown}"
+        f"{f' and {more} more' if more > 0 else ''}. Give the store a directory of its own, such "
+        f"as {os.path.join(place.directory, 'store')!r}"
+    )
+
+
+def _manifests(backend: Backend, paths: Sequence[str]) -> list[Manifest]:
+    """Return the manifests of those of these checkpoints that have one."""
+    found = []
+    for path in paths:
+        try:
+            found.append(decode_manifest(backend, path))
+        except CheckpointError:
+            continue  # who opens the store says so
+    return found
+
+
+def _require_all(places: Sequence[_Place]) -> None:
+    """Refuse a directory that is missing beside others that belong to a store."""
+    stores = [place for place in places if place.is_store]
+    missing = [place.directory for place in places if not place.exists]
+    if stores and missing:
+        raise StoreError(
+            errno.ENOENT,
+            f"this directory does not exist, and {stores[0].directory} is "
+            f"{_role(stores[0], set())}. Is the drive mounted? If you mean a new directory, make "
+            "it first",
+            missing[0],
+        )
+
+
+def _check_parts(
+    places: Sequence[_Place], position: int, known: set[str], *, all_known: bool
+) -> None:
+    """Refuse a directory whose parts all are of another store, or of another place in this one.
+
+    Args:
+        places: All of them.
+        position: Of the one that is looked at.
+        known: The identities that the store has, or has had.
+        all_known: Whether every checkpoint in the first directory says which store it is of. If
+            not, parts of an unknown store may be its own, and are left alone.
+    """
+    place = places[position]
+    own = set[int]().union(*(drives for store, drives in place.drives.items() if store in known))
+    if own and position not in own:
+        raise _misplaced(places, place, known)
+    if not own and place.drives and all_known:
+        raise _misplaced(places, place, known)
+
+
+def _misplaced(places: Sequence[_Place], place: _Place, known: set[str]) -> StoreError:
+    """Say where a directory belongs, and which order is right if that can be told."""
+    what = f"this directory is {_role(place, known)}, and was given as number "
+    what += str(places.index(place) + 1)
+    order = _order(places)
+    advice = (
+        f"pass directory={order!r}"
+        if order is not None
+        else "pass the directories of that store in their order; for a new store pass others. If "
+        "that store is gone, remove its part-<k> and step-<N> directories first"
+    )
+    return StoreError(errno.EINVAL, f"{what}: {advice}", place.directory)
+
+
+def _role(place: _Place, known: set[str]) -> str:
+    """Say what a directory that belongs to a store is in it."""
+    if place.is_first:
+        return "the first directory of a store"
+    if not place.parts:
+        return "a directory of a store"
+    if not place.drives:
+        return "one of several of a store, and not the first"
+    store = next((s for s in place.drives if s in known), next(iter(place.drives)))
+    numbers = " and ".join(str(drive + 1) for drive in sorted(place.drives[store]))
+    return f"number {numbers} of {'this store' if store in known else f'the store {store}'}"
+
+
+def _order(places: Sequence[_Place]) -> list[str] | None:
+    """Return the directories in the order of their one store; None if they are not all of one."""
+    first = [place for place in places if place.is_first]
+    others = [place for place in places if not place.is_first]
+    if len(first) != 1 or not others:
+        return None
+    for store in set(others[0].drives).intersection(*(place.drives for place in others)):
+        by_drive = {drive: place for place in others for drive in place.drives[store]}
+        is_its = first[0].store_id in (store, None)
+        if is_its and sorted(by_drive) == list(range(1, len(places))):
+            return [first[0].directory, *(by_drive[d].directory for d in sorted(by_drive))]
+    return None
+
+
+def _nearest(backend: Backend, directory: str) -> str:
+    """Return a directory, or the nearest above it that exists."""
+    while (stat := backend.stat(directory)) is None:
+        directory = os.path.dirname(directory)
+    if stat.kind == "file":
+        raise StorageError(errno.ENOTDIR, "making the store's directory", directory)
+    return directory
+
+
+def _make(backend: Backend, directory: str) -> None:
+    """Make a directory and its parents, durably; others may be making the same ones."""
+    missing: list[str] = []
+    path = directory
+    while backend.stat(path) is None:
+        missing.insert(0, path)
+        path = os.path.dirname(path)
+    try:
+        # A process that made it may have died before it could sync the name.
+        backend.sync_dir(os.path.dirname(path))
+    except StorageError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):
+            raise
+    for new in missing:
+        try:
+            backend.make_dir(new)
+        except StorageError as error:
+            made = backend.stat(new)
+            if error.errno != errno.EEXIST or made is None or made.kind != "directory":
+                raise
+        backend.sync_dir(os.path.dirname(new))

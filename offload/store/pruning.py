@@ -1,0 +1,297 @@
+"""Giving back the space of what nobody needs, where no process trains. Does not import torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gds import Backend, PosixBackend
+from offload.checkpoint.checkpoint import open_checkpoint
+from offload.checkpoint.listing import checkpoints_of
+from offload.checkpoint.reading import (
+    PartDirectories,
+    are_only_recorded,
+    decode_manifest,
+)
+from offload.errors import (
+    CheckpointError,
+    DamagedError,
+    MetricError,
+    PinError,
+    StoreError,
+    StoreLockedError,
+    UnreadableError,
+)
+from offload.format.manifest import Manifest
+from offload.format.names import LOCK_NAME
+from offload.format.unreadable import stopping
+from offload.format.unwritable import writing
+from offload.retention.pins import read_pins
+from offload.retention.policy import BestBy, Record, Retention
+from offload.store.store import Store
+from offload.store.unnamed_parts import left_alone
+from offload.units import part_options, seen_from
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """One directory, and what becomes of it."""
+
+    path: str
+    bytes: int
+    """Size on disk of the files in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """What was removed, or would be."""
+
+    checkpoints: tuple[Pruned, ...]
+    """That neither the policy nor a pin keeps; with what they have on other drives."""
+
+    leftovers: tuple[Pruned, ...]
+    """Slots and parts that are no checkpoints: of a process that has ended."""
+
+    kept: tuple[str, ...]
+    """Paths of the checkpoints that stay."""
+
+    being_read: tuple[str, ...]
+    """Paths of those that stay only because somebody reads them."""
+
+    refused: tuple[tuple[str, str], ...]
+    """Directories named like checkpoints that are not usable, and why. They are left alone."""
+
+    verified: bool = False
+    """Whether every byte of `kept` was read, and compared with its digest, before the rest went."""
+
+    unnamed: tuple[tuple[str, str], ...] = ()
+    """Sealed parts on other drives that no checkpoint here names. They are left alone."""
+
+    @property
+    def bytes(self) -> int:
+        """What was given back, or would be."""
+        return sum(removed.bytes for removed in (*self.checkpoints, *self.leftovers))
+
+
+class _Everything(Retention):
+    """Keep all."""
+
+    def kept(self, records: Sequence[Record]) -> set[int]:
+        return {record.generation for record in records}
+
+
+def prune(
+    store: str | os.PathLike[str],
+    policy: Retention | None = None,
+    *,
+    dry_run: bool = False,
+    verify: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    parts: PartDirectories = None,
+    backend: Backend | None = None,
+) -> PruneReport:
+    """Remove what a policy does not keep, and the slots that no process works in any more.
+
+    Checkpoints are withdrawn as training does it, durably, before anything of them is removed:
+    power may be lost at any moment. The newest and those that are pinned always stay, and so does
+    what is not usable as it is.
+
+    Args:
+        store: The directory; the first one, if there are several.
+        policy: What to keep; None keeps all checkpoints and removes leftovers only.
+        dry_run: Change nothing, only say what would be done.
+        verify: Read every byte of the checkpoints that are kept before anything is removed, and
+            remove nothing if one of them is damaged.
+        progress: Called, while a checkpoint is verified, with its bytes checked so far and in all.
+        parts: The directories on further drives, in the store's order. They have to be given: those
+            that the manifests name may belong to the store that this one is a copy of.
+        backend: Where all of them are; the local file system by default.
+
+    Raises:
+        StoreLockedError: A process is training in the store.
+        CheckpointNotFoundError: There is nothing at `store`.
+        CheckpointError: It is something else than a store.
+        PinError: A pin cannot be read.
+        MetricError: The policy ranks by a metric that none of the store's checkpoints has.
+        DamagedError: With `verify`: a checkpoint that is kept is damaged.
+        UnreadableError: With `verify`: one could not be read, which says nothing about it.
+        UnwritableError: This user may not write to the store.
+        StoreError: The store has further directories, and they were not given; one of them is not
+            there; or one belongs to a store that has gone on, of which this one is a copy.
+        gds.StorageError: Something could not be read, withdrawn or removed.
+    """
+    directory = os.path.abspath(store)
+    inner = backend or PosixBackend()
+    try:
+        others, newest = _others(inner, directory, parts)
+        opened = _open(inner, directory, others, policy or _Everything())
+        try:
+            _require_metrics(opened, policy)
+            if verify:
+                _require_whole(inner, opened, others, progress)
+            return _prune(inner, opened, others, newest, dry_run=dry_run, verified=verify)
+        finally:
+            opened.close()
+    finally:
+        if backend is None:
+            inner.close()
+
+
+def _others(
+    backend: Backend, directory: str, parts: PartDirectories
+) -> tuple[list[str], Manifest | None]:
+    """Return the store's directories on further drives, and the newest manifest, if there is one.
+
+    Raises as `prune`.
+    """
+    paths = checkpoints_of(backend, directory)
+    manifests = []
+    for path in paths:
+        try:
+            manifests.append(decode_manifest(backend, path))
+        except CheckpointError:
+            continue  # the store says so itself
+    newest = max(manifests, key=lambda manifest: manifest.generation, default=None)
+    if newest is not None and are_only_recorded(newest, parts):
+        recorded = [part.directory for part in newest.parts]
+        raise StoreError(
+            errno.EINVAL,
+            "this store has more directories, and what is to be pruned in them has to be named. "
+            f"When its newest checkpoint was made they were: {part_options(recorded)}. Pass these "
+            "options if the store is still there. If this is a copy, they name the original's "
+            "directories: pass --part with each of the copy's own, in the same order",
+            directory,
+        )
+    others = [os.path.abspath(part) for part in parts or ()]
+    for other in others:
+        if backend.stat(other) is None:
+            raise StoreError(
+                errno.ENOENT,
+                "this directory, given with --part, is not there; mount the drive, or say where it "
+                "is now",
+                other,
+            )
+    if unreadable := read_pins(backend, directory).unreadable:
+        raise PinError(f"nothing is removed, since nobody knows what is pinned: {unreadable[0]}")
+    return others, newest
+
+
+def _open(backend: Backend, directory: str, others: list[str], policy: Retention) -> Store:
+    try:
+        return Store(
+            backend,
+            directory,
+            [(backend, other) for other in others],
+            keep=policy,
+            train_state_bytes=0,
+            allow_volatile=True,
+            allow_remote=True,
+        )
+    except StoreLockedError as error:
+        raise StoreLockedError(
+            error.errno,
+            "a process is training in this store. It recycles what its own retention does not "
+            f"keep; to prune, stop it first (`fuser -v {directory}/{LOCK_NAME}` says which it is)",
+            error.filename,
+        ) from None
+
+
+def _require_metrics(store: Store, policy: Retention | None) -> None:
+    """Refuse a metric that nothing has: a name that is misspelt would keep nothing by it."""
+    given = {name for checkpoint in store.keeping.current for name in checkpoint.manifest.metrics}
+    for part in policy.parts if policy is not None and store.keeping.current else ():
+        if isinstance(part, BestBy) and part.metric not in given:
+            names = ", ".join(map(repr, sorted(given)))
+            have = f"{'these have' if len(given) > 1 else 'theirs is'} {names}"
+            raise MetricError(
+                f"{store.directory}: no checkpoint has the metric {part.metric!r}; "
+                f"{have if given else 'they have none'}. Nothing was removed: rank by a metric "
+                "that there is, or by none"
+            )
+
+
+def _require_whole(
+    backend: Backend,
+    store: Store,
+    others: list[str],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Read every byte of what is kept; the lock of the store keeps it from changing meanwhile."""
+    expired = {checkpoint.path for checkpoint in store.keeping.expired()}
+    damaged: list[str] = []
+    with stopping("Nothing was removed"):
+        for path in [c.path for c in store.checkpoints if c.path not in expired]:
+            with open_checkpoint(path, parts=others, backend=backend) as opened:
+                report = opened.verify(progress)
+            if report.problems:
+                damaged.append(f"{path}: damaged: {seen_from(path, report.problems[0])}")
+            elif report.unreadable:
+                raise UnreadableError(
+                    errno.EIO,
+                    f"could not be read ({seen_from(path, report.unreadable[0])}), which says "
+                    "nothing about what it holds: look at the drive (dmesg), and try again",
+                    path,
+                )
+    if damaged:
+        raise DamagedError(
+            f"{'; '.join(damaged)}. {'It' if len(damaged) == 1 else 'They'} would be kept, so "
+            f"nothing was removed: run `offload verify --quarantine {store.directory}`, and prune "
+            "again. What is damaged then does not count as kept"
+        )
+
+
+def _prune(
+    backend: Backend,
+    store: Store,
+    others: list[str],
+    newest: Manifest | None,
+    *,
+    dry_run: bool,
+    verified: bool,
+) -> PruneReport:
+    slots, parts = store.leftovers()
+    unnamed = left_alone(parts, newest, store.directory)
+    expired = {
+        checkpoint.path: Pruned(
+            checkpoint.path,
+            _bytes_in(
+                backend,
+                checkpoint.path,
+                *(
+                    f"{other}/{part.name}"
+                    for other, part in zip(others, checkpoint.manifest.parts, strict=True)
+                ),
+            ),
+        )
+        for checkpoint in store.keeping.expired()
+    }
+    removable = [*slots, *(path for _, path in parts.removable)]
+    leftovers = [Pruned(path, _bytes_in(backend, path)) for path in removable]
+    being_read: tuple[str, ...] = ()
+    if not dry_run:
+        with writing(store.directory):
+            store.prune()
+        being_read = tuple(c.path for c in store.checkpoints if c.path in expired)
+        leftovers = [removed for removed in leftovers if backend.stat(removed.path) is None]
+    return PruneReport(
+        checkpoints=tuple(p for path, p in expired.items() if path not in being_read),
+        leftovers=tuple(leftovers),
+        kept=tuple(
+            c.path for c in store.checkpoints if c.path not in expired or c.path in being_read
+        ),
+        being_read=being_read,
+        refused=tuple(store.refused),
+        verified=verified,
+        unnamed=unnamed,
+    )
+
+
+def _bytes_in(backend: Backend, *directories: str) -> int:
+    total = 0
+    for directory in directories:
+        for name in backend.list_dir(directory) if backend.stat(directory) else ():
+            stat = backend.stat(f"{directory}/{name}")
+            total += stat.size_bytes if stat else 0
+    return total

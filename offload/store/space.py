@@ -1,0 +1,100 @@
+"""Whether a store's drives have room for what it will need."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gds import Backend, StorageError
+from offload.errors import SlotFullError, StoreFullError
+from offload.store.expiry import Keeping
+from offload.store.opening import StoredCheckpoint
+from offload.units import many, size
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What there is, and what is wanted, in one of a store's directories."""
+
+    backend: Backend
+    directory: str
+
+    num_free: int
+    """Slots, or parts of them, that may be rewritten."""
+
+    slot_bytes: int
+    """What one of them takes."""
+
+
+def require_room(
+    rooms: Sequence[Room], keeping: Keeping, checkpoints: Sequence[StoredCheckpoint]
+) -> None:
+    """Check that all slots that retention is sure to need will fit into a store's directories.
+
+    Policies that keep more and more are counted with what they keep now, and pins likewise.
+
+    Args:
+        rooms: The directories.
+        keeping: Retention and pins of the store.
+        checkpoints: Those there are.
+
+    Raises:
+        StoreFullError: They will not fit; says how much is missing.
+    """
+    superseded = any(c.superseded for c in checkpoints)
+    num_slots = keeping.num_slots()
+    for room in rooms:
+        missing = max(num_slots - len(checkpoints) - room.num_free, 0)
+        if superseded:
+            missing = max(missing, 2 - room.num_free)
+        free = room.backend.free_bytes(room.directory)
+        if missing * room.slot_bytes > free:
+            advice = keeping.advice()
+            raise StoreFullError(
+                errno.ENOSPC,
+                f"keeping {keeping.describe()} needs {many(missing, 'more slot')} of "
+                f"{size(room.slot_bytes)}, {size(missing * room.slot_bytes)} in all "
+                f"({size(free)} free): make room, choose another directory, or pass a smaller keep="
+                f"{'; or ' + advice if advice else ''}",
+                room.directory,
+            )
+
+
+def has_room(rooms: Sequence[Room]) -> bool:
+    """Return whether there is space for one slot more in each of a store's directories.
+
+    Free slots of the first directory do not help: readers hold them. Free parts are taken.
+    """
+    return all(
+        (drive and room.num_free) or room.backend.free_bytes(room.directory) >= room.slot_bytes
+        for drive, room in enumerate(rooms)
+    )
+
+
+def no_room(error: StorageError, rooms: Sequence[Room], keeping: Keeping) -> SlotFullError:
+    """Return what to tell a user of whom a step needs a slot that there is no space for.
+
+    Args:
+        error: Of the attempt to make it; what had been made is removed.
+        rooms: The directories.
+        keeping: Retention and pins of the store.
+    """
+    free = {room.directory: room.backend.free_bytes(room.directory) for room in rooms}
+    short = [r for r in rooms if free[r.directory] < r.slot_bytes] or rooms
+    needs = " and ".join(
+        f"{size(room.slot_bytes)}{f' in {room.directory}' if len(short) > 1 else ''} "
+        f"({size(free[room.directory])} free)"
+        for room in short
+    )
+    number = error.errno or errno.ENOSPC
+    advice = keeping.advice()
+    return SlotFullError(
+        number,
+        f"{os.strerror(number)}: the slot that the next step writes to needs {needs}. Nothing has "
+        f"been changed: free some space, and call again. The store keeps {keeping.describe()}"
+        f"{': ' + advice if advice else ''}. What retention keeps is given up by `offload prune "
+        f"{rooms[0].directory}`, once this process has ended",
+        short[0].directory,
+    )

@@ -1,0 +1,48 @@
+"""Sealed parts that no checkpoint names, as somebody finds them who prunes a store.
+
+Most often a checkpoint was removed by hand, and the directories on further drives were forgotten.
+But the parts may also be those of the store that this one is a copy of. So nobody removes them who
+does not train in the store.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from offload.errors import StoreError
+from offload.format.manifest import Manifest
+from offload.store.part_pool import PartLeftovers
+
+_REASON = (
+    "it is sealed for this store, and no checkpoint here names it. If one was removed by hand, "
+    "remove this part as well; training in this store uses it again"
+)
+
+
+def left_alone(
+    parts: PartLeftovers, newest: Manifest | None, directory: str
+) -> tuple[tuple[str, str], ...]:
+    """Return the paths of such parts, and why they are left alone.
+
+    Args:
+        parts: What there is on the further drives.
+        newest: Of the manifests in the store, those of checkpoints included that are not usable.
+        directory: The store.
+
+    Raises:
+        StoreError: A part is newer than all checkpoints. So the directory that it is in probably
+            belongs to another store, whose checkpoints must not be withdrawn from here.
+    """
+    for path, generation in parts.generations.items():
+        if newest is not None and generation > newest.generation:
+            raise StoreError(
+                errno.EINVAL,
+                f"this part is of generation {generation}, and the newest checkpoint in "
+                f"{directory} is of generation {newest.generation}. If {directory} is a copy, this "
+                "is a directory of the original, which has gone on: pass --part with the copy's "
+                "own directories. If this is the right directory, a newer checkpoint was removed "
+                "by hand, or was never finished: then remove this part as well. Nothing has been "
+                "changed",
+                path,
+            )
+    return tuple((path, _REASON) for path in parts.unnamed)

@@ -1,0 +1,158 @@
+"""What keeps a second writer out of a store: a lock on each of its directories, and on its LOCK.
+
+A file can be removed by anybody, and whoever makes it anew does not meet the lock on the old one.
+The lock on the directory itself stays, through that and through a rename. ``LOCK`` is locked as
+well, because earlier versions lock nothing else.
+
+Neither helps if the path comes to name something else: if the directory is moved away and another
+one made in its place. So the writer looks before each commit and each withdrawal whether what it
+holds still is what its paths name.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import warnings
+import weakref
+from dataclasses import dataclass
+
+from gds import Backend, LockHeldError, StorageError
+from gds.contract import Lock
+from offload.errors import StoreError, StoreLockedError
+from offload.format.names import LOCK_NAME
+
+
+@dataclass(slots=True)
+class _Held:
+    """The locks on one directory."""
+
+    backend: Backend
+    directory: str
+    of_directory: Lock
+    of_file: Lock
+
+
+_of_this_process: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+
+
+def is_held_here(directory: str) -> bool:
+    """Return whether this process itself holds the locks on a directory, as far as it knows."""
+    path = os.path.realpath(directory)
+    return any(
+        os.path.realpath(held.directory) == path
+        for lock in list(_of_this_process)
+        if lock._pid == os.getpid()  # a forked child has copies of its parent's
+        for held in list(lock._held)
+    )
+
+
+class WriterLock:
+    """The right to write to the directories of a store; nobody else has it meanwhile.
+
+    It may be used from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[_Held] = []
+        self._pid = os.getpid()
+        self._guard = threading.Lock()
+        self._lost: StoreLockedError | None = None
+        self._replaced: list[str] = []
+        """Of LOCK files that were gone and have been made again: of whom nobody has been told."""
+        self._told = False
+        _of_this_process.add(self)
+
+    def take(self, backend: Backend, directory: str) -> None:
+        """Lock one directory more, which exists.
+
+        Raises:
+            gds.LockHeldError: Somebody else writes to it.
+            gds.StorageError: It cannot be locked.
+        """
+        # The last component is resolved where the path of the store is a link.
+        of_directory = backend.lock(f"{directory}/.")
+        try:
+            of_file = backend.lock(f"{directory}/{LOCK_NAME}", create=True)
+        except BaseException:
+            of_directory.release()
+            raise
+        self._held.append(_Held(backend, directory, of_directory, of_file))
+
+    def require(self) -> None:
+        """Check that nobody else can have written since, or can be writing now.
+
+        A ``LOCK`` that is gone is made and locked again: the lock on the directory has kept others
+        out meanwhile.
+
+        Raises:
+            StoreLockedError: Another process has locked a directory, or may have; this one must
+                write nothing more, also if it is asked again.
+            StoreError: A path of the store names another directory, or nothing, at this moment.
+            gds.StorageError: It cannot be told at this moment.
+        """
+        with self._guard:
+            if self._lost is not None:
+                raise self._lost
+            for held in self._held:
+                if not held.of_directory.is_current():
+                    raise StoreError(
+                        errno.ESTALE,
+                        "this is not the directory that was opened: that one was moved, removed, "
+                        "or hidden by a mount. Nothing is committed or withdrawn until it is back; "
+                        "or start a new process where it is now",
+                        held.directory,
+                    )
+                if not held.of_file.is_current():
+                    self._renew(held)
+
+    def is_held(self) -> bool:
+        """Return whether `require` finds nothing wrong."""
+        try:
+            self.require()
+        except (StorageError, StoreError):
+            return False
+        return True
+
+    def warn_once(self) -> None:
+        """Say, the first time, that a LOCK was gone; for a caller that a user's call has led to."""
+        if self._replaced and not self._told:
+            self._told = True
+            warnings.warn(
+                f"{self._replaced[0]}: was removed, and has been made and locked again. It keeps "
+                "other processes out while this one trains; a process that has ended leaves no "
+                "lock behind, so that it need never be removed",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def release(self) -> None:
+        """Let others write. Idempotent."""
+        held, self._held = self._held, []
+        for one in held:
+            one.of_file.release()
+            one.of_directory.release()
+
+    def _renew(self, held: _Held) -> None:
+        path = f"{held.directory}/{LOCK_NAME}"
+        if held.backend.stat(path) is not None:
+            self._lose(path)
+        try:
+            again = held.backend.lock(path, create=True)
+        except LockHeldError:
+            self._lose(path)
+        held.of_file.release()
+        held.of_file = again
+        self._replaced.append(path)
+
+    def _lose(self, path: str) -> None:
+        self._lost = StoreLockedError(
+            errno.EWOULDBLOCK,
+            "this is not the file that was locked: it was removed, and another process has made "
+            "and locked it, or may have. It may have written to the store, so that this process "
+            "commits and withdraws nothing more. See that only one process trains in the store, "
+            "and start it anew",
+            path,
+        )
+        raise self._lost

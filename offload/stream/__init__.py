@@ -1,0 +1,26 @@
+"""Memory and motion: chunks of state on their way from the drives through the ring and back.
+
+This wing may know `model`, `update`, `device`, `store.slot`, `format`, `options` and `gds`. It
+never imports `engine` or `exchange`.
+"""
+
+from offload.stream.drives import Directory, Drives, as_directories
+from offload.stream.frame import Frame, HostFrames
+from offload.stream.memory import WorkingMemory
+from offload.stream.meter import Meter
+from offload.stream.state_check import check_state
+from offload.stream.streamer import Streamer
+from offload.stream.trace import Trace
+
+__all__ = [
+    "Directory",
+    "Drives",
+    "Frame",
+    "HostFrames",
+    "Meter",
+    "Streamer",
+    "Trace",
+    "WorkingMemory",
+    "as_directories",
+    "check_state",
+]

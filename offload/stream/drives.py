@@ -1,0 +1,228 @@
+"""The directories of a store on several drives, and how much of the state each of them takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from gds import Backend, PosixBackend, probe
+from gds.buffers.cuda import REMEDY
+from gds.calibration import Calibration
+from gds.contract import Counters
+from gds.errors import RefusedError
+from offload.device.compute import COMPUTES
+from offload.format.manifest import MAX_DIRECTORIES
+from offload.options import Options
+from offload.stream.trace import Trace, TracedBackend
+from offload.stream.tuning import MIN_STATE_BYTES, apply_calibration, find_calibration
+
+_MAX_SUM = 64
+"""Of measured shares: finer ones would say more than a measurement does."""
+
+Directory: TypeAlias = str | os.PathLike[str]
+
+
+def as_directories(directory: Directory | Sequence[Directory]) -> tuple[str, ...]:
+    """Return the absolute paths that a ``directory=`` argument means, the first one first.
+
+    Raises:
+        ValueError: There is none, there are too many, or two are the same directory.
+    """
+    given = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
+    paths = tuple(os.path.abspath(os.fspath(path)) for path in given)
+    if not paths:
+        raise ValueError("directory must be a path, or a list of at least one")
+    if len(paths) > MAX_DIRECTORIES:
+        raise ValueError(f"a store has at most {MAX_DIRECTORIES} directories, got {len(paths)}")
+    seen: dict[str, str] = {}
+    for path in paths:
+        real = os.path.realpath(path)
+        if real in seen:
+            raise ValueError(
+                f"directory names the same directory twice, {seen[real]!r} and {path!r}: give one "
+                "on each drive, or only one"
+            )
+        seen[real] = path
+    return paths
+
+
+class Drives:
+    """The drives of a store, each with a backend that is fitted to it.
+
+    Each backend has threads of its own, so that a slow drive does not keep the others waiting; one
+    that the user passed in serves all.
+
+    Args:
+        directories: One on each drive.
+        options: The user's.
+        trace: Notes all transfers.
+        device: That the parameters are on; None for host memory.
+
+    Raises:
+        gds.RefusedError: State is to be on a device, and what moves it there is missing.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str],
+        options: Options,
+        trace: Trace | None,
+        device: torch.device | None = None,
+    ) -> None:
+        if options.shares is not None and len(options.shares) != len(directories):
+            raise ValueError(
+                f"Options(shares=...) needs one number for each directory, got "
+                f"{len(options.shares)} for {len(directories)}: {', '.join(directories)}"
+            )
+        self.directories = directories
+        """One on each drive."""
+        self._options = options
+        self._calibrations: list[Calibration | None] = [None] * len(directories)
+        self.transports: list[Backend] = (
+            [options.backend]
+            if options.backend
+            else [new_backend(options, device) for _ in directories]
+        )
+        """What moves the bytes, untraced: for each directory, or one for all."""
+        traced = self.transports
+        if trace is not None:
+            traced = [TracedBackend(backend, trace) for backend in traced]
+        self.backends = traced * len(directories) if options.backend else traced
+        """One for each directory."""
+
+    def shares(self) -> tuple[int, ...]:
+        """Return how much of a new store's state each drive is to hold.
+
+        In proportion to bandwidth, which is measured if there is more than one and none is known.
+        """
+        if self._options.shares is not None:
+            return tuple(self._options.shares)
+        if len(self.directories) > 1:
+            self.calibrate(MIN_STATE_BYTES)
+        speeds = [found.mixed_gbps if found else 0.0 for found in self._calibrations]
+        return proportional_shares(speeds if all(speeds) else [1.0] * len(speeds))
+
+    def tune(self, state_bytes: int, frame_bytes: int) -> int:
+        """Fit threads and request sizes to the drives; returns how many chunks the ring is to have.
+
+        Args:
+            state_bytes: Of all state; a small one is not worth measuring for.
+            frame_bytes: What one chunk takes in the ring.
+        """
+        self.calibrate(state_bytes)
+        pairs = zip(self.transports, self._calibrations, strict=False)
+        chunks = [apply_calibration(b, self._options, c, frame_bytes) for b, c in pairs]
+        if self._options.ring_chunks is not None:
+            return self._options.ring_chunks
+        return sum(chunks)  # chunks take turns on the drives, and each wants so many
+
+    def counters(self) -> Counters:
+        """Add up what all have moved; seconds are those of the busiest one."""
+        found = [backend.counters() for backend in self.transports]
+        return Counters(
+            bytes_read=sum(c.bytes_read for c in found),
+            bytes_written=sum(c.bytes_written for c in found),
+            num_reads=sum(c.num_reads for c in found),
+            num_writes=sum(c.num_writes for c in found),
+            num_syncs=sum(c.num_syncs for c in found),
+            read_s=max(c.read_s for c in found),
+            write_s=max(c.write_s for c in found),
+        )
+
+    def rates(self) -> tuple[float, float, float]:
+        """Return GB/s of reads, of writes, and both at once, of all drives; 0 if not measured."""
+        known = [c for c in self._calibrations if c is not None]
+        if len(known) < len(self._calibrations):
+            return 0.0, 0.0, 0.0
+        return (
+            sum(c.read_gbps for c in known),
+            sum(c.write_gbps for c in known),
+            sum(c.mixed_gbps for c in known),
+        )
+
+    def size_bytes(self) -> int:
+        """Return the size of the file systems; 0 if that is not known."""
+        return sum(map(probe.size_bytes, self.directories))
+
+    def close(self) -> None:
+        """Close the backends, unless the user passed one in."""
+        if self._options.backend is None:
+            for backend in self.transports:
+                backend.close()
+
+    def calibrate(self, state_bytes: int) -> None:
+        """Measure the drives, where that has not been done and so much state is worth it."""
+        for index, directory in enumerate(self.directories):
+            if self._calibrations[index] is None and index < len(self.transports):
+                self._calibrations[index] = find_calibration(
+                    self.transports[index], directory, self._options, state_bytes
+                )
+
+
+def new_backend(options: Options, device: torch.device | None) -> Backend:
+    """Return a backend that moves host memory, and device memory where state may be there.
+
+    Args:
+        options: The user's.
+        device: That the parameters are on now; None for host memory.
+
+    Raises:
+        gds.RefusedError: State is to be on a device, and a library or the driver is missing; names
+            the remedy.
+    """
+    if options.placement == "device" or (options.placement == "auto" and _may_be_on(device)):
+        from gds.kvikio import KvikioBackend  # needs a driver and libraries that few have
+
+        number = device.index if device is not None else None
+        try:
+            return KvikioBackend(memory="host", device=number, direct=options.direct)
+        except RefusedError as error:
+            if options.placement == "device":
+                raise
+            logging.getLogger("offload").info("state is updated on the CPU: %s", error)
+    return PosixBackend(direct=options.direct)
+
+
+def _may_be_on(device: torch.device | None) -> bool:
+    """Return whether a device can be given state, as far as that is known without trying."""
+    if device is None or device.type not in COMPUTES:
+        return False
+    missing = [name for name in ("kvikio", "cupy") if importlib.util.find_spec(name) is None]
+    if missing:
+        logging.getLogger("offload").info(
+            "state is updated on the CPU: without %s it cannot be in device memory (%s)",
+            " and ".join(missing),
+            REMEDY,
+        )
+    return not missing
+
+
+def proportional_shares(speeds: Sequence[float]) -> tuple[int, ...]:
+    """Turn bandwidths into small whole numbers in nearly the same proportion, each at least 1.
+
+    Args:
+        speeds: Positive, in any unit.
+    """
+    if min(speeds) <= 0:
+        raise ValueError(f"speeds must be positive, got {list(speeds)}")
+    total = sum(speeds)
+    # The first sum at which no share is off by more than a twentieth, or the best there is.
+    best = math.inf, (1,) * len(speeds)
+    for size in range(len(speeds), max(_MAX_SUM, len(speeds)) + 1):
+        shares = tuple(max(1, round(speed * size / total)) for speed in speeds)
+        error = max(
+            abs(share / sum(shares) * total / speed - 1)
+            for share, speed in zip(shares, speeds, strict=True)
+        )
+        if error < best[0]:
+            best = error, shares
+        if error <= 0.05:
+            break
+    divisor = math.gcd(*best[1])
+    return tuple(share // divisor for share in best[1])

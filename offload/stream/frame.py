@@ -1,0 +1,159 @@
+"""Memory for one chunk of every state array, in host memory or on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from gds import ALIGNMENT, Backend, Buffer, IOFuture
+from offload.device.boundary import HOST
+from offload.format.digests import ChunkDigests, Digests
+from offload.format.layout import Layout
+from offload.update.dtypes import DTYPES
+
+
+class FrameMemory(Protocol):
+    """Where frames are."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors."""
+        ...
+
+    def allocate(self, nbytes: int) -> tuple[Buffer, torch.Tensor]:
+        """Return memory as a backend takes it, and the same memory as bytes."""
+        ...
+
+    def digests(self, arrays: Mapping[str, torch.Tensor]) -> Digests:
+        """Return what digests bytes that are here: those of a chunk, by array."""
+        ...
+
+    def fetch(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors that are here in host memory: the same ones, or copies."""
+        ...
+
+    def send(
+        self, fetched: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Copy what `fetch` has returned back to where it came from; done on return."""
+        ...
+
+
+class HostFrames:
+    """Frames in host memory, page-locked or not, as the backend allocates it."""
+
+    device = HOST
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def allocate(self, nbytes: int) -> tuple[Buffer, torch.Tensor]:
+        """Return memory of the backend.
+
+        Raises:
+            ValueError: The backend allocates memory that the host cannot address.
+        """
+        buffer = self._backend.allocate(nbytes)
+        if buffer.kind == "device":
+            raise ValueError(
+                f"the {self._backend.name} backend that was passed in allocates device memory, and "
+                "memory of the host is needed, too: make it allocate that, pinned or not "
+                '(KvikioBackend(memory="pinned")). Options(placement="device") asks it for device '
+                "memory where state is to be there"
+            )
+        return buffer, torch.frombuffer(buffer.memoryview(), dtype=torch.uint8)
+
+    def digests(self, arrays: Mapping[str, torch.Tensor]) -> ChunkDigests:
+        """Return digests that the CPU computes."""
+        return ChunkDigests({name: data.numpy().data for name, data in arrays.items()})
+
+    def fetch(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the same tensors."""
+        return dict(tensors)
+
+    def send(
+        self, fetched: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Do nothing: they are the same."""
+
+
+class Frame:
+    """Memory for one chunk of every state array, and the transfers that use it.
+
+    Args:
+        memory: Where.
+        layout: How much.
+    """
+
+    def __init__(self, memory: FrameMemory, layout: Layout) -> None:
+        self.device = memory.device
+        self._memory = memory
+        self._layout = layout
+        self._buffers: dict[str, Buffer] = {}
+        self._bytes: dict[str, torch.Tensor] = {}
+        for name, nbytes in frame_sizes(layout).items():
+            self._buffers[name], self._bytes[name] = memory.allocate(nbytes)
+        self.chunk = -1
+        self.futures: list[IOFuture] = []
+        self.digests: Digests | None = None
+        """Of what is being written to the present chunk, if it is to be stored after that."""
+
+    def buffer(self, layout: Layout, array: str, chunk: int) -> tuple[Buffer, int]:
+        """Return the memory for a chunk of an array, and its offset in the array's file."""
+        offset, nbytes = layout.byte_range(array, chunk)
+        return self._buffers[array].slice(offset % ALIGNMENT, nbytes), offset
+
+    def bytes_of(self, layout: Layout, array: str, chunk: int) -> torch.Tensor:
+        """Return the same memory as bytes."""
+        offset, nbytes = layout.byte_range(array, chunk)
+        pad = offset % ALIGNMENT
+        return self._bytes[array][pad : pad + nbytes]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the present chunk as one flat tensor per state array, as it is stored."""
+        return {
+            name: self.bytes_of(self._layout, name, self.chunk).view(
+                DTYPES[self._layout.formats[name].dtype]
+            )
+            for name in self._bytes
+        }
+
+    @contextmanager
+    def tensors_on(
+        self, device: torch.device, *, changes: bool
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Have the same tensors where they are, or copies of them in host memory.
+
+        Args:
+            device: The one that the frame is on, or the CPU.
+            changes: Whether they are changed within the block.
+        """
+        tensors = self.tensors()
+        if device == self.device:
+            yield tensors
+            return
+        fetched = self._memory.fetch(tensors)
+        yield fetched
+        if changes:
+            self._memory.send(fetched, tensors)
+
+    def new_digests(self) -> Digests:
+        """Return digests of the present chunk, of which nothing has been written yet."""
+        return self._memory.digests(
+            {name: self.bytes_of(self._layout, name, self.chunk) for name in self._bytes}
+        )
+
+
+def frame_bytes(layout: Layout) -> int:
+    """Return the bytes of a frame: what one chunk takes in memory."""
+    return sum(frame_sizes(layout).values())
+
+
+def frame_sizes(layout: Layout) -> dict[str, int]:
+    """Return the bytes that a frame needs for each state array."""
+    # A range that starts inside a 4 KiB block is kept at the same position inside a block of
+    # memory, so that its aligned part can still be transferred directly.
+    return {name: layout.max_chunk_bytes(name) + ALIGNMENT for name in layout.array_names}

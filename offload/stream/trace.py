@@ -1,0 +1,167 @@
+"""Where a step's time goes, as a Chrome trace: open the file in Perfetto or chrome://tracing.
+
+Lanes: what the training thread does, updating, and every transfer from its submission to its end,
+reads and writes apart. Transfers that overlap are drawn beside each other.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gds import Backend, Buffer, File, IOFuture, StorageError, WrapperBackend
+from gds.backends.wrapper import WrapperFile
+
+MAX_EVENTS = 1_000_000
+"""Events that a trace keeps, the first ones: some 200 bytes of memory each."""
+
+_LANES = ("training", "update", "read", "write", "seal")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that took time."""
+
+    lane: str
+    name: str
+    start_s: float
+    """Since the trace began."""
+
+    stop_s: float
+    """Likewise."""
+
+    details: dict[str, Any]
+
+
+class Trace:
+    """Collects events of any thread, and writes them to a file.
+
+    Args:
+        path: The file; checked now, written by `write`.
+
+    Raises:
+        StorageError: Its directory does not exist or cannot be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        folder = os.path.dirname(os.path.abspath(path))
+        if not os.access(folder, os.W_OK):
+            raise StorageError(
+                errno.EACCES, "trace: no directory to write to; make it, or change trace=", folder
+            )
+        self.num_dropped = 0
+        self._events: list[Event] = []
+        self._lock = threading.Lock()
+        self._began = time.perf_counter()
+
+    def add(self, lane: str, name: str, start: float, stop: float, **details: Any) -> None:
+        """Note what began and ended at two readings of `time.perf_counter`."""
+        event = Event(lane, name, start - self._began, stop - self._began, details)
+        with self._lock:
+            if len(self._events) < MAX_EVENTS:
+                self._events.append(event)
+            else:
+                self.num_dropped += 1
+
+    def write(self) -> None:
+        """Write everything so far, replacing what was written before.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
+        with self._lock:
+            events = sorted(self._events, key=lambda event: event.start_s)
+        document = {
+            "traceEvents": [*_names(), *_placed(events)],
+            "displayTimeUnit": "ms",
+            "otherData": {"dropped_events": self.num_dropped},
+        }
+        temporary = f"{self.path}.new"
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(document, file, separators=(",", ":"))
+            os.replace(temporary, self.path)
+        except OSError as error:
+            raise StorageError(error.errno or errno.EIO, "writing the trace", self.path) from error
+
+
+class TracedBackend(WrapperBackend):
+    """Notes every transfer in a trace."""
+
+    def __init__(self, inner: Backend, trace: Trace) -> None:
+        super().__init__(inner)
+        self._trace = trace
+
+    def wrap_file(self, file: File) -> File:
+        """Note the transfers of a file."""
+        return _TracedFile(file, self._trace)
+
+
+class _TracedFile(WrapperFile):
+    def __init__(self, inner: File, trace: Trace) -> None:
+        super().__init__(inner)
+        self._trace = trace
+
+    def read(self, into: Buffer, offset: int) -> IOFuture:
+        started = time.perf_counter()
+        return self._watched("read", started, self.inner.read(into, offset), offset, into.nbytes)
+
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        started = time.perf_counter()
+        future = self.inner.read_again(into, offset, direct=direct)
+        return self._watched("read", started, future, offset, into.nbytes)
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        started = time.perf_counter()
+        future = self.inner.write(source, offset)
+        return self._watched("write", started, future, offset, source.nbytes)
+
+    def _watched(
+        self, lane: str, started: float, future: IOFuture, offset: int, nbytes: int
+    ) -> IOFuture:
+        name = os.path.basename(self.path).removesuffix(".safetensors")
+
+        def ended(_: object) -> None:
+            self._trace.add(lane, name, started, time.perf_counter(), offset=offset, nbytes=nbytes)
+
+        future.add_done_callback(ended)
+        return future
+
+
+def _names() -> Iterator[dict[str, Any]]:
+    for number, lane in enumerate(_LANES):
+        yield {"ph": "M", "pid": number, "name": "process_name", "args": {"name": lane}}
+        yield {
+            "ph": "M",
+            "pid": number,
+            "name": "process_sort_index",
+            "args": {"sort_index": number},
+        }
+
+
+def _placed(events: list[Event]) -> Iterator[dict[str, Any]]:
+    """Yield events, each in a row of its lane where no other is at the same time."""
+    rows: dict[str, list[float]] = {}
+    for event in events:
+        ends = rows.setdefault(event.lane, [])
+        nested = event.lane == "training"  # a wait is part of a step, and is drawn inside it
+        row = next((i for i, end in enumerate(ends) if nested or end <= event.start_s), len(ends))
+        if row == len(ends):
+            ends.append(0.0)
+        ends[row] = event.stop_s
+        yield {
+            "ph": "X",
+            "pid": _LANES.index(event.lane),
+            "tid": row,
+            "name": event.name,
+            "ts": round(event.start_s * 1e6, 1),
+            "dur": round((event.stop_s - event.start_s) * 1e6, 1),
+            "args": event.details,
+        }

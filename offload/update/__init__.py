@@ -1,0 +1,25 @@
+"""The arithmetic of a chunk: update rules, what runs them, and the forms in which state is stored.
+
+This wing may know torch, `device` and `format`. It knows nothing of files, of stores or of the
+ring.
+"""
+
+from offload.update.decoder import StateDecoder
+from offload.update.device_updater import DeviceUpdater
+from offload.update.dtypes import DTYPE_CODES, DTYPES
+from offload.update.filler import StateFiller
+from offload.update.pool import UpdatePool
+from offload.update.rules import Scalars, UpdateRule
+from offload.update.updater import ChunkUpdater
+
+__all__ = [
+    "DTYPES",
+    "DTYPE_CODES",
+    "ChunkUpdater",
+    "DeviceUpdater",
+    "Scalars",
+    "StateDecoder",
+    "StateFiller",
+    "UpdatePool",
+    "UpdateRule",
+]

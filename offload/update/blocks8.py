@@ -1,0 +1,214 @@
+"""8-bit moments: one byte per element, and one bfloat16 scale per block of 32.
+
+The companded formats of "FlashOptim: Optimizers for Memory Efficient Training" (Databricks, the
+flashoptim repository), with two differences: scales are bfloat16, because second moments are often
+far below what FP16 can hold; and a second moment that is not zero never becomes zero. Every
+operation is correctly rounded, element by element, or the maximum of a block: the bytes depend
+neither on threads nor on where a tensor is cut, as long as cuts are multiples of 32 from its start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from offload.format.arrays import BLOCK_ELEMENTS
+from offload.update.scratch import Scratch, constant
+
+TOO_LARGE = 2.0**120
+"""A signed moment of this magnitude is treated like an infinity: 254 times it may be one."""
+
+_NAN_BITS = 0x7FC0
+_TO_SCALE = constant(0x7FFD)
+_DOUBLE_LARGEST_CODE = constant(254, torch.uint8)
+_ONE_255TH = constant(1 / 255, torch.float32)  # 255 times it is 1.0
+_ONE = constant(1)
+_ONE_BYTE = constant(1, torch.uint8)
+_TINY = constant(2.0**-149, torch.float32)
+_TINY_ROOT = constant(2.0**-100, torch.float32)
+
+
+def encode_blocks(
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, scratch: Scratch
+) -> None:
+    """Encode FP32 moments.
+
+    - int8, for signed moments: the scale s is the block's largest magnitude, rounded up to
+      bfloat16, and the code 127 f(v / s) to the nearest integer, where f(x) = 2x / (1 + |x|).
+    - uint8, for second moments: s is the largest square root, rounded up, and the code
+      255 sqrt(v) / s to the nearest integer, but 1 where that would make 0 of a v > 0. A second
+      moment of zero under a first moment that is not would make a huge update; one that is too
+      large makes a small one.
+
+    Zeros stay zeros. A block with a NaN, an infinity, a magnitude of `TOO_LARGE` (int8) or a
+    negative value (uint8) gets a NaN for a scale, and decodes to NaN; all its codes are 0. Signed
+    values below 1/500 of their block's largest, or below 2e-43, may become zeros; second moments
+    above 3.37e38, infinite.
+
+    Args:
+        values: FP32, shape (n,); unchanged.
+        codes: int8 or uint8, which chooses; shape (n,); overwritten.
+        scales: bfloat16, shape (ceil(n / 32),); overwritten.
+        scratch: To work in.
+    """
+    encode = _encode_signed if codes.dtype == torch.int8 else _encode_unsigned
+    for shape, (v, c, s) in _rows(values, codes, scales):
+        encode(v, c, s, shape, scratch)
+
+
+def decode_blocks(
+    codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, *, scratch: Scratch
+) -> None:
+    """Decode what `encode_blocks` wrote.
+
+    Greater codes decode to greater values, the greatest to the scale (uint8: to its square). A
+    uint8 code that is not 0 decodes to a value that is not, where the square of the scale is a
+    normal FP32 number (1.2e-38 or more).
+
+    Encoding the result again gives the same bytes for int8, if the scale is a normal number. For
+    uint8 it does where a block has the code 255; elsewhere the scale may go down to the next
+    bfloat16, once, and codes change with it.
+
+    Args:
+        codes: int8 or uint8, which chooses; shape (n,).
+        scales: bfloat16, shape (ceil(n / 32),).
+        out: FP32, shape (n,); overwritten.
+        scratch: To work in.
+    """
+    decode = _decode_signed if codes.dtype == torch.int8 else _decode_unsigned
+    for shape, (v, c, s) in _rows(out, codes, scales):
+        decode(c, s.float().unsqueeze_(1), v, shape, scratch)
+
+
+_Shape = tuple[int, int]
+_Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _rows(
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> Iterator[tuple[_Shape, _Rows]]:
+    """Yield the whole blocks as rows, with their scales, and the short one after them."""
+    num_whole, rest = divmod(values.numel(), BLOCK_ELEMENTS)
+    end = values.numel() - rest
+    if num_whole:
+        shape = (num_whole, BLOCK_ELEMENTS)
+        if rest:
+            yield shape, (values[:end].view(shape), codes[:end].view(shape), scales[:num_whole])
+        else:
+            yield shape, (values.view(shape), codes.view(shape), scales)
+    if rest:
+        shape = (1, rest)
+        yield shape, (values[end:].view(shape), codes[end:].view(shape), scales[num_whole:])
+
+
+def _encode_signed(
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    shape: _Shape,
+    scratch: Scratch,
+) -> None:
+    work = scratch.view("a", torch.float32, shape)
+    bits = scratch.view("a", torch.int32, shape)
+    torch.abs(values, out=work)
+    # 127 f(v / s) = 254 v / (s + |v|). Adding the rounder and taking low bytes is far faster than
+    # torch.round and a conversion from float.
+    rounded, has_nan = _round_scales(_largest(bits), scales)
+    work.add_(rounded.clamp_min_(_TINY))  # no 0 / 0
+    torch.addcdiv(scratch.rounders(shape), values, work, value=254, out=work)
+    codes.copy_(bits)
+    if has_nan:
+        _clear_codes(codes, scales)
+
+
+def _decode_signed(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    shape: _Shape,
+    scratch: Scratch,
+) -> None:
+    # The inverse of f, times s, is s c / (254 - |c|).
+    divisors = scratch.view("a", torch.float32, shape)
+    small = scratch.view("b", torch.uint8, shape)
+    torch.abs(codes, out=scratch.view("b", torch.int8, shape))
+    torch.sub(_DOUBLE_LARGEST_CODE, small, out=small)
+    divisors.copy_(small)
+    out.copy_(codes).div_(divisors).mul_(scales)
+
+
+def _encode_unsigned(
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    shape: _Shape,
+    scratch: Scratch,
+) -> None:
+    # Positive floats are ordered as integers are; whatever has a sign bit is below.
+    value_bits = values.view(torch.int32)
+    smallest = value_bits.amin().item()
+    if smallest < 0:
+        values = torch.where(values >= 0, values.abs(), math.nan)
+        value_bits, smallest = values.view(torch.int32), 0
+    work = scratch.view("a", torch.float32, shape)
+    bits = scratch.view("a", torch.int32, shape)
+    largest = _largest(value_bits).rsqrt_().reciprocal_()
+    # 1 / sqrt(v): torch's sqrt is slow, very slow for zeros, and not correctly rounded everywhere.
+    torch.rsqrt(values, out=work)
+    rounded, has_nan = _round_scales(largest, scales)
+    factors = rounded.clamp_min_(_TINY_ROOT).reciprocal_()  # no inf / inf
+    torch.addcdiv(scratch.rounders(shape), factors, work, value=255, out=work)
+    codes.copy_(bits)
+    if smallest > 0:
+        codes.clamp_min_(_ONE_BYTE)
+    else:
+        present = scratch.view("b", torch.uint8, shape)
+        torch.minimum(value_bits, _ONE, out=bits)
+        present.copy_(bits)
+        torch.maximum(codes, present, out=codes)
+    if has_nan:
+        _clear_codes(codes, scales)
+
+
+def _decode_unsigned(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    shape: _Shape,  # noqa: ARG001
+    scratch: Scratch,  # noqa: ARG001
+) -> None:
+    # Fractions first, so that 255 decodes to exactly the square of the scale.
+    out.copy_(codes).mul_(_ONE_255TH).mul_(scales)
+    torch.mul(out, out, out=out)
+
+
+def _largest(bits: torch.Tensor) -> torch.Tensor:
+    """Return the largest of each row of values without a sign bit; NaN is larger than infinity."""
+    return torch.amax(bits, 1).view(torch.float32)
+
+
+def _clear_codes(codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Set the codes of blocks whose scale is NaN to 0.
+
+    They mean nothing, and what the arithmetic leaves there depends on the width of vectors.
+    """
+    codes.masked_fill_(scales.isnan().unsqueeze_(1), 0)
+
+
+def _round_scales(largest: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Round up to bfloat16 in `scales`; return those as a column, and whether one is NaN.
+
+    Down from up to 3 units of FP32 above: three roundings may have made a root as much too large,
+    and then the scale must still be the one that it came of.
+    """
+    has_nan = not largest.amax().item() < TOO_LARGE
+    if has_nan:
+        largest = torch.where(largest < TOO_LARGE, largest, math.nan)
+    # Half a bfloat16, less 3, before torch rounds to nearest.
+    largest.view(torch.int32).add_(_TO_SCALE)
+    scales.copy_(largest)
+    if has_nan:  # always the same one: torch's vector and scalar code make different ones
+        scales.view(torch.int16).masked_fill_(scales.isnan(), _NAN_BITS)
+    return largest.copy_(scales).unsqueeze_(1), has_nan

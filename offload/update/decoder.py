@@ -1,0 +1,158 @@
+"""The state as the next step would see it: FP32, block by block, whatever it is stored as."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+
+from gds import File
+from offload.device.staging import on_host
+from offload.format.arrays import MASTER, MASTER_LOW
+from offload.format.layout import Layout, ParameterSpec, Piece
+from offload.update.codecs import join_master
+from offload.update.coder import StateCoder
+from offload.update.dtypes import DTYPES
+from offload.update.pool import BlockMemory
+from offload.update.rules import Scalars
+
+STATE_BLOCK_ELEMENTS = 512 << 10
+"""Elements that are decoded or encoded at a time: 2 MiB of each array. A multiple of 32."""
+
+Block: TypeAlias = tuple[int, int, dict[str, torch.Tensor]]
+"""The index of a parameter in the layout, the first element of a block of it, and the block: flat
+FP32 values of each state array and of the master, to be used before the next block is asked for. Of
+a parameter that has no state there is only the master; of an FP32 one, which is its own, none."""
+
+
+class Live(Protocol):
+    """Parameters, flat; `FlatTensors` is one."""
+
+    def view(self, index: int, start: int, stop: int) -> torch.Tensor:
+        """Return elements `start` to `stop` of a parameter, in the order of the layout."""
+        ...
+
+    def finish(self, index: int, num_elements: int) -> None:
+        """Say that so many more elements, which have been viewed, are done."""
+        ...
+
+
+class StoredParameters:
+    """The parameters as a checkpoint's ``model.safetensors`` has them; `Live`.
+
+    Args:
+        file: That one, open.
+        layout: Of the checkpoint.
+    """
+
+    def __init__(self, file: File, layout: Layout) -> None:
+        self._file = file
+        self._layout = layout
+
+    def view(self, index: int, start: int, stop: int) -> torch.Tensor:
+        """Read elements of a parameter."""
+        spec, header = self._layout.parameters[index], self._layout.model_header
+        dtype = DTYPES[spec.dtype]
+        if start == stop:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        at = header.data_start + header.entries[spec.name].start + start * dtype.itemsize
+        data = self._file.read_bytes(at, (stop - start) * dtype.itemsize)
+        return torch.frombuffer(bytearray(data), dtype=dtype)
+
+    def finish(self, index: int, num_elements: int) -> None:
+        """Nothing is kept."""
+
+
+def kept_arrays(spec: ParameterSpec, layout: Layout) -> tuple[str, ...]:
+    """Return the state arrays that the optimizer keeps of a parameter, by torch's names."""
+    return tuple(
+        name
+        for name in spec.arrays
+        if name not in (MASTER, MASTER_LOW) and layout.formats[name].block == 1
+    )
+
+
+def has_master(spec: ParameterSpec) -> bool:
+    """Return whether there is an FP32 value beside the parameter itself."""
+    return spec.dtype != "F32"
+
+
+def cut_pieces(layout: Layout, chunk: int) -> list[Piece]:
+    """Cut a chunk into blocks, each of one parameter, which 8-bit state can be cut at."""
+    blocks = []
+    for piece in layout.pieces(chunk):
+        for start in range(piece.start, piece.stop, STATE_BLOCK_ELEMENTS):
+            stop = min(start + STATE_BLOCK_ELEMENTS, piece.stop)
+            blocks.append(Piece(piece.parameter, start, stop, piece.at + start - piece.start))
+    return blocks
+
+
+def stored_block(
+    layout: Layout, chunk: int, piece: Piece, arrays: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return what is stored of a block, given what is of its chunk: views of each array."""
+    origin = layout.chunk_range(chunk)[0]
+    first = origin + piece.at
+    last = first + piece.stop - piece.start
+    out = {}
+    for name in layout.parameters[piece.parameter].arrays:
+        base, _ = layout.array_range(name, origin, origin)
+        start, stop = layout.array_range(name, first, last)
+        out[name] = arrays[name][start - base : stop - base]
+    return out
+
+
+class StateDecoder:
+    """Decodes stored state. Whoever reads state as FP32 does it with this.
+
+    Args:
+        layout: Of the store.
+        scalars: Of each parameter; None for one that has no state yet.
+        live: The parameters. Where one is not what its master rounds to, it counts, as in a step.
+    """
+
+    def __init__(self, layout: Layout, scalars: Sequence[Scalars | None], live: Live) -> None:
+        self._layout = layout
+        self._scalars = scalars
+        self._live = live
+        self._memory = BlockMemory()
+        self._coder = StateCoder(layout)
+
+    def blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[Block]:
+        """Decode one chunk, given just its range of each state array, as it is stored."""
+        with on_host(self._live, chunk, [*self._layout.pieces(chunk)]):
+            for piece in cut_pieces(self._layout, chunk):
+                stored = stored_block(self._layout, chunk, piece, arrays)
+                yield self.block(piece, stored)
+
+    def block(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> Block:
+        """Decode one of a chunk's `cut_pieces`, given what is stored of it in each state array."""
+        return piece.parameter, piece.start, self._decode(piece, stored)
+
+    def _decode(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        spec = self._layout.parameters[piece.parameter]
+        new = self._scalars[piece.parameter] is None
+        out = {}
+        if has_master(spec):
+            live = self._live.view(piece.parameter, piece.start, piece.stop)
+            out[MASTER] = self._master(live, stored, new=new)
+            self._live.finish(piece.parameter, piece.stop - piece.start)
+        if not new:
+            for name in kept_arrays(spec, self._layout):
+                out[name] = self._coder.load(self._memory, name, stored, [piece], new=False)
+        return out
+
+    def _master(
+        self, live: torch.Tensor, stored: Mapping[str, torch.Tensor], *, new: bool
+    ) -> torch.Tensor:
+        out = self._memory.buffer(MASTER, torch.float32, len(live))
+        if new:
+            return out.copy_(live)
+        if MASTER_LOW in stored:
+            join_master(live, stored[MASTER_LOW], out, scratch=self._memory.scratch)
+            return out
+        master = stored[MASTER]
+        rounded = self._memory.buffer("rounded", live.dtype, len(live)).copy_(master)
+        edited = rounded.view(torch.int16) != live.view(torch.int16)
+        return torch.where(edited, live.float(), master, out=out)

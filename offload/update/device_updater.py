@@ -1,0 +1,275 @@
+"""The arithmetic of one chunk where it is: in the memory of the device that the parameters are on.
+
+AdamW, Adam and SGD have kernels that step a parameter in one pass over its state, in every form of
+it. Other classes run torch's own step on flat views of whole runs, as `offload.update.updater` does
+on the
+CPU: for state that is stored as FP32, since the codecs are exact on a CPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from offload.device.boundary import Event, boundary_of, marks_of
+from offload.device.compute import Compute
+from offload.device.flat_tensors import FlatTensors
+from offload.device.kernels.forms import (
+    KERNEL_DTYPES,
+    DeviceBlock,
+    DeviceScalars,
+    form_for,
+    why_not,
+)
+from offload.device.staging import Traffic
+from offload.errors import UnsupportedOptimizerError, UnsupportedParameterError
+from offload.format.arrays import MASTER_LOW
+from offload.format.digests import Digests
+from offload.format.layout import Layout, Piece
+from offload.update.dtypes import DTYPES
+from offload.update.pool import BlockContext, UpdatePool
+from offload.update.rules import Scalars, UpdateRule
+from offload.update.updater import Block, ChunkUpdater
+
+_RUN_ELEMENTS = 16 << 20
+"""Elements that torch's own step is given at once: as few calls as possible, of bounded memory."""
+
+_MAX_FACTORS = 2
+"""That the kernels multiply a gradient by."""
+
+
+class DeviceUpdater(ChunkUpdater):
+    """Updates the chunks of one step in device memory; as `ChunkUpdater` but for `compute`.
+
+    An update has ended when it returns: what it used may be used for something else, and work that
+    is launched from then on, on whatever stream, sees the new parameters.
+
+    Args:
+        compute: Of the device that parameters, gradients and frames are on.
+        arguments: Those of `ChunkUpdater`.
+
+    Raises:
+        UnsupportedOptimizerError: A parameter group cannot be stepped on a device; says why.
+        UnsupportedParameterError: A parameter or gradient is not there any more; names it.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        pool: UpdatePool,
+        layout: Layout,
+        groups: Sequence[Mapping[str, Any]],
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        scalars: Sequence[Scalars | None],
+        *,
+        step: int,
+        compute: Compute,
+        seed: int = 0,
+        factors: Sequence[float] = (),
+        traffic: Traffic | None = None,
+    ) -> None:
+        super().__init__(
+            rule,
+            pool,
+            layout,
+            groups,
+            parameters,
+            gradients,
+            scalars,
+            step=step,
+            seed=seed,
+            factors=factors,
+            traffic=traffic,
+        )
+        self.device = compute.device
+        for spec, *tensors in zip(layout.parameters, parameters, gradients, strict=True):
+            for tensor in tensors:
+                if tensor is not None and tensor.device != self.device:
+                    raise UnsupportedParameterError(
+                        f"parameter {spec.name!r}, or its gradient, is on {tensor.device} now, and "
+                        f"its state has been updated on {self.device} before: move it back"
+                    )
+        self._compute = compute
+        self._class = rule.optimizer_class
+        self._parameters = parameters
+        self._live = FlatTensors(parameters, writable=True)
+        self._gradients = FlatTensors(gradients, writable=False)
+        self._crossing = []
+        self._fused = [None] * len(self._fused)
+        self._begun = list(marks_of([*parameters, *gradients]).values())
+        self._given: dict[int, Event] = {}
+        self._context = BlockContext(rule, compute.empty)
+        split = MASTER_LOW in layout.array_names
+        require_steps(rule, self._hyper, layout.state_dtype, split=split)
+        self._has_kernel = [not why_not_by_kernel(rule, group, factors) for group in self._hyper]
+        for spec, live, gradient in zip(layout.parameters, parameters, gradients, strict=True):
+            if self._has_kernel[spec.group]:
+                # Now: what cannot be compiled must not be found out in the middle of a step.
+                self._compute.prepare(
+                    form_for(
+                        self._class,
+                        self._hyper[spec.group],
+                        live=live.dtype,
+                        gradient=_kernel_dtype(live if gradient is None else gradient),
+                        arrays={n: DTYPES[layout.formats[n].dtype] for n in spec.arrays},
+                    )
+                )
+        self._seed, self._rounding_step = seed, step
+        self._scalars: DeviceScalars | None = None
+
+    def give(self, index: int, gradient: torch.Tensor) -> None:
+        """Set the gradient of a parameter that had none; it is as the current stream leaves it."""
+        super().give(index, gradient)
+        self._given[index] = boundary_of(gradient.device).now()
+
+    def prepare(self, chunk: int) -> bool:  # noqa: ARG002
+        """Return False: nothing has to be brought."""
+        return False
+
+    def update(
+        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
+    ) -> None:
+        """Step one chunk, digest it, and wait until that is done."""
+        compute = self._compute
+        numbers = {piece.parameter for piece in self._layout.pieces(chunk)}
+        given = numbers & self._given.keys()
+        # torch gives memory that is freed to whoever asks next, on the training's stream.
+        held = [self._gradients.tensor(number) for number in numbers]
+        with compute.queue([*self._begun, *(self._given[index] for index in given)]):
+            try:
+                for block in self._blocks(chunk, arrays):
+                    self._update(self._context, block)
+                if digests is not None:
+                    for name, array in arrays.items():
+                        digests.written(name, 0, array.nbytes)
+            finally:  # also of a part: its memory is about to be used otherwise
+                done = compute.mark()
+                compute.wait(done)
+                held.clear()
+
+    def _block_elements(self) -> int:
+        return _RUN_ELEMENTS
+
+    def _update(self, context: BlockContext, block: Block) -> None:
+        key = block.key
+        if not (key.has_gradient and self._has_kernel[key.group]):
+            super()._update(context, block)
+            return
+        if key not in self._stepped:
+            self._update_nothing(context, block)  # torch counts the step
+        count = next((int(v) for name, _, v in self._stepped[key] if name == "step"), 1)
+        for piece in block.pieces:
+            self._compute.update(
+                self._class,
+                self._hyper[key.group],
+                self._device_block(block, piece),
+                step=count,
+                seed=self._seed,
+                rounding_step=self._rounding_step,
+                scalars=self._device_scalars(),
+            )
+            increment_version(self._parameters[piece.parameter])
+            self._live.finish(piece.parameter, piece.stop - piece.start)
+            self._gradients.finish(piece.parameter, piece.stop - piece.start)
+
+    def _device_block(self, block: Block, piece: Piece) -> DeviceBlock:
+        layout = self._layout
+        first = block.first + piece.at - block.pieces[0].at
+        arrays = {}
+        for name, stored in block.stored.items():
+            base = layout.array_range(name, block.first, block.first)[0]
+            start, stop = layout.array_range(name, first, first + piece.stop - piece.start)
+            arrays[name] = stored[start - base : stop - base]
+        gradient = self._gradients.view(piece.parameter, piece.start, piece.stop)
+        gradient = gradient.to(_kernel_dtype(gradient))
+        in_element_space = layout.counts_from == "chunk"
+        return DeviceBlock(
+            live=self._live.view(piece.parameter, piece.start, piece.stop),
+            gradient=gradient.contiguous(),
+            arrays=arrays,
+            first_element=first if in_element_space else piece.start,
+            parameter=None if in_element_space else layout.parameters[piece.parameter].name,
+            is_new=block.key.scalars is None,
+        )
+
+    def _device_scalars(self) -> DeviceScalars:
+        if self._scalars is None:
+            factors = [self._compute.number(factor) for factor in self._factors]
+            self._scalars = DeviceScalars(
+                inverse_scale=factors[0] if factors else None,
+                clip=factors[1] if len(factors) == _MAX_FACTORS else None,
+            )
+        return self._scalars
+
+
+def require_steps(
+    rule: UpdateRule, groups: Sequence[Mapping[str, Any]], state_dtype: str, *, split: bool
+) -> None:
+    """Check that every parameter group can be stepped on a device.
+
+    Raises:
+        UnsupportedOptimizerError: One cannot; says why, and what to do.
+    """
+    if reason := why_not_stepped(rule, groups, state_dtype, split=split):
+        raise UnsupportedOptimizerError(
+            f'placement="device" is not possible: {reason}. Use placement="host"'
+        )
+
+
+def why_not_stepped(
+    rule: UpdateRule, groups: Sequence[Mapping[str, Any]], state_dtype: str, *, split: bool
+) -> str:
+    """Return why a parameter group cannot be stepped on a device, or an empty string."""
+    for given in groups:
+        # As the updater has them: by value, in host memory.
+        group = {k: _host_like(v) for k, v in given.items()}
+        reason = why_not_by_kernel(rule, group)
+        refusal = why_not_by_torch(rule, group, state_dtype, split=split) if reason else ""
+        if refusal:
+            return f"{reason}, and {refusal}"
+    return ""
+
+
+def why_not_by_kernel(
+    rule: UpdateRule, group: Mapping[str, Any], factors: Sequence[float] = ()
+) -> str:
+    """Return why there is no kernel for a parameter group, or an empty string.
+
+    Args:
+        rule: Of the optimizer.
+        group: Hyper-parameters.
+        factors: That gradients are multiplied by.
+    """
+    if len(factors) > _MAX_FACTORS:
+        return f"gradients are multiplied {len(factors)} times"
+    return why_not(rule.optimizer_class, group)
+
+
+def why_not_by_torch(
+    rule: UpdateRule, group: Mapping[str, Any], state_dtype: str, *, split: bool
+) -> str:
+    """Return why torch's own step cannot update state on a device, or an empty string."""
+    if issubclass(rule.optimizer_class, torch.optim.ASGD):
+        return "torch's own step keeps its numbers on the device"
+    if state_dtype != "float32":
+        return f"torch's own step needs FP32 state, and it is stored as {state_dtype}"
+    if split:
+        return "torch's own step needs FP32 masters, and they are split"
+    if group.get("fused"):
+        return "torch's own fused step keeps its count on the device"
+    return ""
+
+
+def _kernel_dtype(gradient: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which the kernels are given a gradient."""
+    return gradient.dtype if gradient.dtype in KERNEL_DTYPES else torch.float32
+
+
+def _host_like(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return torch.empty((), dtype=torch.float32, device="cpu")
+    return value

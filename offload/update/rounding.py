@@ -1,0 +1,219 @@
+"""Stochastic rounding to bfloat16, and the random numbers that it takes.
+
+The rounding is that of Zamirai et al., "Revisiting BFloat16 Training" (2020). Its random numbers
+follow from the keys of `offload.format.rounding_keys`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.format.rounding_keys import WINDOW_BITS, Key, KeyOf, ParameterKeys, Run
+from offload.update.scratch import Scratch, constant
+
+LONG_ELEMENTS = 16 << 10
+"""Runs of so many elements are rounded one by one, shorter ones together: of those, what the calls
+of torch cost beside the work would be the greater part."""
+
+_MOST_TOGETHER = 64 << 10
+"""Elements that are rounded together, so that what is worked on stays in a cache."""
+
+
+def _wrapped(value: int) -> int:
+    """Return the signed 32-bit number with the same low bits."""
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+_SIXTEEN, _FIFTEEN = constant(16), constant(15)
+_LOW_16, _LOW_17 = constant((1 << 16) - 1), constant((1 << 17) - 1)
+_GOLDEN_RATIO_32 = 0x9E3779B9
+_GOLDEN_RATIO = _wrapped(_GOLDEN_RATIO_32)
+_FIRST_MULTIPLIER = 0x7FEB352D
+_MULTIPLIER = constant(_wrapped(0x846CA68B))
+
+
+def round_stochastic(
+    values: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    key: KeyOf,
+    first_element: int,
+    scratch: Scratch,
+) -> None:
+    """Round FP32 to bfloat16, up or down at random, so that the expected result is the value.
+
+    What an element gets depends on the key and its own index only, never on how a tensor is cut
+    into calls. Values that bfloat16 holds exactly do not change, nor do infinities; a NaN becomes
+    the quiet NaN of its sign. Values beyond the largest finite bfloat16 (3.39e38) become that or
+    infinite, as if it were the next number.
+
+    Args:
+        values: FP32, shape (n,); unchanged.
+        out: bfloat16, shape (n,); overwritten.
+        key: Of each window of elements.
+        first_element: Index of ``values[0]``; 64 bits.
+        scratch: To work in.
+    """
+    done = 0
+    while done < values.numel():
+        # One 32-bit hash serves two elements, and one key 2**32 hashes.
+        element = first_element + done
+        window, pair = divmod(element >> 1, 1 << 32)
+        num = min(values.numel() - done, (((window + 1) << WINDOW_BITS) - element))
+        num_pairs = ((element & 1) + num + 1) >> 1
+        random = _hash(pair, num_pairs, key(window), scratch)
+        halves = random.view(torch.uint16)[element & 1 :][:num]
+        _add(values[done : done + num], halves, out[done : done + num], scratch)
+        done += num
+
+
+def round_runs(
+    values: torch.Tensor,
+    out: torch.Tensor,
+    runs: Sequence[Run],
+    *,
+    keys: ParameterKeys,
+    scratch: Scratch,
+) -> None:
+    """Round runs of values that lie end to end; each as `round_stochastic` does.
+
+    Many short runs take as many operations as one.
+
+    Args:
+        values: FP32, shape (n,); unchanged.
+        out: bfloat16, shape (n,); overwritten.
+        runs: Of n elements together, none of them empty.
+        keys: Of all parameters.
+        scratch: To work in.
+    """
+    if len(runs) == 1:
+        (run,) = runs
+        key = keys.of(run.parameter)
+        round_stochastic(values, out, key=key, first_element=run.start, scratch=scratch)
+        return
+    table = np.array([(run.parameter, run.start, run.stop) for run in runs], dtype=np.int64)
+    ends = np.cumsum(table[:, 2] - table[:, 1])
+    for first, last in _groups(table, ends):
+        begin, end = int(ends[first - 1]) if first else 0, int(ends[last - 1])
+        if last - first > 1:
+            random = _hash_runs(table[first:last], keys, scratch)
+            _add(values[begin:end], random, out[begin:end], scratch)
+            continue
+        parameter, start, _ = table[first].tolist()
+        round_stochastic(
+            values[begin:end],
+            out[begin:end],
+            key=keys.of(parameter),
+            first_element=start,
+            scratch=scratch,
+        )
+
+
+def _groups(table: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Iterator[tuple[int, int]]:
+    """Cut runs into groups that are rounded together; yields first run and one past the last.
+
+    What has more than one run has only short ones, with one key each.
+    """
+    alone = table[:, 2] - table[:, 1] >= LONG_ELEMENTS
+    alone |= table[:, 1] >> WINDOW_BITS != (table[:, 2] - 1) >> WINDOW_BITS
+    edges = {
+        0,
+        len(table),
+        *(np.flatnonzero(alone)).tolist(),
+        *(np.flatnonzero(alone) + 1).tolist(),
+    }
+    for first, last in pairwise(sorted(edges)):
+        while first < last:
+            begin = ends[first - 1] if first else 0
+            stop = int(np.searchsorted(ends[:last], begin + _MOST_TOGETHER, "right"))
+            stop = max(stop, first + 1)
+            yield first, stop
+            first = stop
+
+
+def without_odd_nans(values: torch.Tensor) -> torch.Tensor:
+    """Return FP32 values in which a NaN is the quiet one of its sign: a copy only if needed."""
+    if not has_nan(values):
+        return values
+    bits = values.view(torch.int32)
+    quiet = (bits & -(1 << 31)) | 0x7FC00000
+    return torch.where(values.isnan(), quiet, bits).view(torch.float32)
+
+
+def has_nan(values: torch.Tensor) -> bool:
+    """Return whether any of at least one value is NaN."""
+    # The maximum is NaN if anything is: one pass, and nothing to write.
+    return math.isnan(values.amax().item())
+
+
+def _add(values: torch.Tensor, random: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> None:
+    """Add 16 random bits to each value, and keep its upper half."""
+    bits = without_odd_nans(values).view(torch.int32)
+    sums = scratch.view("a", torch.int32, tuple(bits.shape))
+    sums.copy_(random)
+    sums.add_(bits).bitwise_right_shift_(_SIXTEEN)
+    out.view(torch.int16).copy_(sums)
+
+
+def _hash(first: int, num: int, key: Key, scratch: Scratch) -> torch.Tensor:
+    """Return 32 random bits for each of `num` indexes, as int32.
+
+    This is lowbias32 (C. Wellons, hash-prospector) of a Weyl sequence: indexes times the golden
+    ratio. Of plain indexes it gives numbers whose differences are far from uniform. Half of the key
+    is added before, half inside, lest two keys give the same numbers in another order.
+    """
+    before, inside = key
+    x = scratch.view("b", torch.int32, (num,))
+    start = constant(_wrapped(first * _GOLDEN_RATIO + before))
+    torch.add(start, scratch.counter(num), alpha=_GOLDEN_RATIO, out=x)
+    return _finish(x, constant(_wrapped(inside)), scratch)
+
+
+def _hash_runs(table: np.ndarray[Any, Any], keys: ParameterKeys, scratch: Scratch) -> torch.Tensor:
+    """Return 16 random bits for each element of several runs; the numbers of `_hash`."""
+    key = keys.of_runs(table)
+    odd = table[:, 1] & 1
+    lengths = table[:, 2] - table[:, 1]
+    num_pairs = (odd + lengths + 1) >> 1
+    pair_ends = np.cumsum(num_pairs)
+    first_pairs = (table[:, 1] >> 1) - (pair_ends - num_pairs)  # less that of the counter
+    before = key + first_pairs.astype(np.uint64) * np.uint64(_GOLDEN_RATIO_32)
+    starts = _repeated(before.astype(np.uint32), num_pairs)
+    insides = _repeated((key >> np.uint64(32)).astype(np.uint32), num_pairs)
+    x = scratch.view("b", torch.int32, (len(starts),))
+    torch.add(starts, scratch.counter(len(starts)), alpha=_GOLDEN_RATIO, out=x)
+    halves = _finish(x, insides, scratch).view(torch.int16)
+    num = int(lengths.sum())
+    if odd.any() or (lengths[:-1] & 1).any():  # some halves are left out
+        ends = np.cumsum(lengths)
+        places = 2 * (pair_ends - num_pairs) + odd - (ends - lengths)
+        index = _repeated(places.astype(np.uint32), lengths).add_(scratch.counter(num))
+        halves = halves.index_select(0, index)
+    return halves[:num].view(torch.uint16)
+
+
+def _repeated(values: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return each 32-bit value as often as its count says, as int32."""
+    return torch.from_numpy(np.repeat(values.view(np.int32), counts))
+
+
+def _finish(x: torch.Tensor, inside: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    shifted = scratch.view("a", torch.int32, tuple(x.shape))
+
+    def xor_shift(bits: torch.Tensor, mask: torch.Tensor) -> None:
+        # int32 shifts copy the sign; torch has no shifts of uint32
+        torch.bitwise_right_shift(x, bits, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_(mask))
+
+    xor_shift(_SIXTEEN, _LOW_16)
+    torch.add(inside, x, alpha=_FIRST_MULTIPLIER, out=x)
+    xor_shift(_FIFTEEN, _LOW_17)
+    x.mul_(_MULTIPLIER)
+    xor_shift(_SIXTEEN, _LOW_16)
+    return x

@@ -1,0 +1,196 @@
+"""Errors of the command line say what to do next: what was meant, who may write, what is whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from gds import StorageError
+from offload.errors import StoreError, UnwritableError
+from offload.store.pinning import pin
+from tests.command_line import Run
+from tests.kernel import loop_devices
+from tests.kernel.loop_devices import mounted
+
+NOBODY = 65534
+OPTIONS = offload.Options(allow_volatile=True, calibrate=False)
+
+
+def optimizer_in(directory: Path) -> offload.AdamW:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 40).bfloat16()
+    return offload.AdamW(model.parameters(), directory=directory, model=model, options=OPTIONS)
+
+
+def step(optimizer: offload.AdamW) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the checkpoints of steps 1 and 2, and a pin."""
+    store = tmp_path_factory.mktemp("trained") / "store"
+    with optimizer_in(store) as optimizer:
+        for _ in range(2):
+            step(optimizer)
+            optimizer.checkpoint({"epoch": 1}).result()
+        optimizer.pin("mine")
+    return store
+
+
+@pytest.fixture
+def read_only(trained: Path, tmp_path: Path) -> Iterator[Path]:
+    """The store on a file system that is mounted read-only."""
+    if reason := loop_devices.why_not():
+        pytest.skip(reason)
+    with mounted("ext4", tmp_path) as drive:
+        store = shutil.copytree(trained, drive.path / "store")
+        (store / ".slot-1").mkdir()
+        subprocess.run(["mount", "-o", "remount,ro", drive.path], check=True)
+        yield Path(store)
+
+
+@pytest.fixture
+def of_another_user(trained: Path) -> Iterator[Path]:
+    """The store in a directory that everybody may read."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        yield Path(shutil.copytree(trained, Path(directory) / "store"))
+
+
+WRITING = (["pin", "{}/step-00000001", "best"], ["unpin", "{}", "mine"], ["prune", "{}"])
+
+
+@pytest.mark.parametrize("arguments", WRITING, ids=lambda value: value[0])
+def test_a_store_of_another_user_says_who_may_write(
+    run: Run, of_another_user: Path, arguments: list[str]
+) -> None:
+    (of_another_user / ".slot-9").mkdir()
+    command = [argument.format(of_another_user) for argument in arguments]
+    assert run(*command, "--help")[0] == 0
+    assert run("verify", of_another_user)[0] == 0  # imports what the other user may not read
+    os.seteuid(NOBODY)
+    try:
+        code, out, err = run(*command)
+    finally:
+        os.seteuid(0)
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert err.startswith(
+        f"error: {of_another_user}: this store cannot be written (Permission denied, at "
+    )
+    assert f"see who may write there (ls -l {of_another_user}), and do it as that user" in err
+
+
+@pytest.mark.parametrize("arguments", WRITING, ids=lambda value: value[0])
+def test_a_store_that_is_mounted_read_only_says_so(
+    run: Run, read_only: Path, arguments: list[str]
+) -> None:
+    code, out, err = run(*(a.format(read_only) for a in arguments))
+    assert (code, out) == (1, "")
+    assert f"{read_only}: this store cannot be written (Read-only file system" in err
+    assert "mount it for writing" in err
+
+
+def test_a_step_in_a_store_that_cannot_be_written_says_so_and_changes_nothing(
+    read_only: Path,
+) -> None:
+    with optimizer_in(read_only) as optimizer:
+        assert optimizer.restore().step == 2
+        with pytest.raises(UnwritableError, match="this store cannot be written") as caught:
+            step(optimizer)
+        assert isinstance(caught.value, StorageError)
+        assert isinstance(caught.value, StoreError)
+        assert optimizer.num_steps == 2
+    with pytest.raises(UnwritableError, match="mount it for writing"):
+        pin(read_only, "best")
+
+
+def test_what_is_above_stores_names_them(run: Run, trained: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name in ("a", "b", "c", "d"):
+        shutil.copytree(trained, runs / name)
+    (runs / "other").mkdir()
+    (runs / "file").write_text("")
+    for command in (["ls"], ["verify"], ["show"], ["prune"], ["export", "--to", "pt", "out"]):
+        code, out, err = run(command[0], runs, *command[3:], *command[1:3])
+        assert (code, out) == (1, "")
+        assert "stores below it: a, b, c and 1 more" in err
+        assert f"offload verify --all {runs}" in err
+        assert err.count("\n") == 1
+
+
+def test_what_has_no_store_in_it_says_how_one_is_looked_for(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "deep" / "down").mkdir(parents=True)
+    for command in ("ls", "verify", "show", "prune"):
+        code, _, err = run(command, tmp_path / "deep")
+        assert code == 1
+        assert f"`offload verify --all {tmp_path}/deep` looks for stores below it" in err
+
+
+def test_a_path_that_is_not_there_says_which_directory_is_meant(run: Run, tmp_path: Path) -> None:
+    for command in (["ls"], ["verify"], ["prune"], ["unpin", "name"]):
+        code, _, err = run(command[0], tmp_path / "none", *command[1:])
+        assert code == 1
+        assert "there is no store here; give the directory= that the training was given" in err
+
+
+@pytest.mark.parametrize("name", ["step-00000099", "step-99", "step-x"])
+def test_a_step_that_is_not_there_names_those_that_are(
+    run: Run, trained: Path, tmp_path: Path, name: str
+) -> None:
+    for command in (["show"], ["pin", "best"], ["export", tmp_path / "out", "--to", "pt"]):
+        code, _, err = run(command[0], trained / name, *command[1:])
+        assert code == 1
+        assert "its store has step-00000001, step-00000002" in err
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "exp_avg.safetensors"])
+def test_an_export_of_a_damaged_checkpoint_says_how_to_export_another(
+    run: Run, trained: Path, tmp_path: Path, file: str
+) -> None:
+    store = Path(shutil.copytree(trained, tmp_path / "store"))
+    damaged = store / "step-00000002" / file
+    data = bytearray(damaged.read_bytes())
+    data[4500] ^= 1
+    damaged.write_bytes(data)
+    target = tmp_path / "out"
+    code, _, err = run("export", store, target, "--to", "pt", "--quiet")
+    assert code == 1
+    said = re.search(r"Nothing was exported\. Run `offload ([^`]*)`", err)
+    assert said is not None, err
+    run(*said[1].split())
+    code, out, _ = run("export", store, target, "--to", "pt", "--quiet")
+    assert (code, out) == (0, f"{target}: step 1 of {store}/step-00000001\n")
+
+
+def test_a_damaged_train_state_names_its_path_once(run: Run, trained: Path, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(trained, tmp_path / "store"))
+    path = store / "step-00000002" / "train_state.safetensors"
+    whole = path.read_bytes()
+    for at in (0, 20, len(whole.rstrip(b" \0")) - 1):
+        data = bytearray(whole)
+        data[at] ^= 1
+        path.write_bytes(data)
+        code, _, err = run("verify", store / "step-00000002")
+        assert code == 1
+        assert err.count("train_state.safetensors") == 1, err
+
+
+def test_unpin_says_what_it_did(run: Run, trained: Path, tmp_path: Path) -> None:
+    store = shutil.copytree(trained, tmp_path / "store")
+    assert run("unpin", store, "mine")[:2] == (0, f"{store}: removed the pin mine\n")

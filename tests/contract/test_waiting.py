@@ -1,0 +1,235 @@
+"""Ctrl-C at each moment of a wait: no other thread ever waits for the one that it came to."""
+
+import itertools
+import threading
+import time
+from queue import SimpleQueue
+
+import pytest
+
+from gds import PosixBackend
+from gds.backends.threads import TransferPool
+from gds.buffers.pool import BufferPool
+from gds.waiting import Monitor, Pending, start, wait
+from tests.eventually import TIMEOUT_S
+from tests.fuzz.interrupts import interrupted
+
+
+def each_moment(prepare, action, *, at_least):
+    """Interrupt `action` at each moment in turn; yields what `prepare` has returned, after each.
+
+    The last time no interrupt comes.
+    """
+    for at in itertools.count(1):
+        prepared = prepare()
+        try:
+            with interrupted(at, __file__) as fired:
+                action(prepared)
+            assert not fired, "the interrupt was swallowed"
+        except KeyboardInterrupt:
+            pass
+        yield prepared
+        if not fired:
+            break
+    assert at > at_least, f"only {at - 1} moments"
+
+
+def elsewhere(action):
+    """Run something on another thread, which must not be kept waiting; return what it returns."""
+    outcome = []
+    thread = threading.Thread(target=lambda: outcome.append(action()), daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    assert outcome, "a lock that it needs is held by nobody"
+    return outcome[0]
+
+
+class Helper:
+    """A thread that does something when it is told to, by a call that cannot be interrupted."""
+
+    def __init__(self, action):
+        self.told = SimpleQueue()
+        self.thread = threading.Thread(target=lambda: (self.told.get(), action()), daemon=True)
+        self.thread.start()
+
+    def acts(self):
+        self.told.put(None)
+
+
+def passes(monitor):
+    with monitor:
+        monitor.notify_all()
+    return True
+
+
+def test_a_monitor_is_free_after_an_interrupt():
+    def monitor_and_helper():
+        monitor = Monitor()
+        return monitor, Helper(lambda: passes(monitor))
+
+    def enter(prepared):
+        monitor, _ = prepared
+        with monitor, monitor:
+            passes(monitor)
+
+    def wait_for_a_change(prepared):
+        monitor, helper = prepared
+        turns = iter([False, True])
+        monitor.wait_until(lambda: next(turns) or helper.acts())
+
+    for action, at_least in ((enter, 3), (wait_for_a_change, 6)):
+        for monitor, helper in each_moment(monitor_and_helper, action, at_least=at_least):
+            assert not monitor._is_owned()
+            assert elsewhere(lambda monitor=monitor: passes(monitor))
+            helper.acts()
+            helper.thread.join(TIMEOUT_S)
+            assert not helper.thread.is_alive()
+
+
+def test_a_monitor_waits_for_what_is_true_and_returns_it():
+    monitor, values = Monitor(), []
+
+    def add(value):
+        with monitor:
+            values.append(value)
+            monitor.notify_all()
+
+    thread = threading.Thread(target=lambda: [add(value) for value in range(100)])
+    thread.start()
+    found = [monitor.wait_until(lambda: values and [values.pop(0)])[0] for _ in range(100)]
+    thread.join()
+    assert found == [*range(100)]
+    assert not monitor._tickets or len(monitor._tickets) == 1
+    with monitor, pytest.raises(RuntimeError, match="must be free"):
+        monitor.wait_until(lambda: True)
+
+
+def test_a_change_that_nobody_was_told_of_is_seen():
+    """An interrupt may come between the two."""
+    monitor, reached = Monitor(), []
+    threading.Timer(0.01, reached.append, [1]).start()
+    assert elsewhere(lambda: monitor.wait_until(lambda: reached)) == [1]
+
+
+def test_an_outcome_can_be_waited_for_and_told_after_an_interrupt():
+    def outcome_and_helper():
+        pending = Pending()
+        return pending, Helper(lambda: pending.set_result(7))
+
+    def wait_for_it(prepared):
+        pending, helper = prepared
+        pending.add_done_callback(lambda _: None)
+        helper.acts()
+        wait([pending])
+        assert pending.result() == 7
+        pending.add_done_callback(lambda _: None)
+
+    for pending, helper in each_moment(outcome_and_helper, wait_for_it, at_least=10):
+        helper.acts()
+        assert pending.wait(TIMEOUT_S)
+        told = SimpleQueue()
+        pending.add_done_callback(told.put)
+        assert told.get_nowait().result(0) == pending.result() == 7
+
+
+def test_an_outcome_is_known_once():
+    pending, failed = Pending(), Pending()
+    assert not pending.wait(0)
+    assert not pending.wait(-1)
+    with pytest.raises(TimeoutError):
+        pending.result(0.001)
+    told = []
+    pending.add_done_callback(told.append)
+    pending.add_done_callback(lambda _: 1 / 0)  # which is logged
+    pending.add_done_callback(told.append)
+    pending.set_result(None)
+    assert told == [pending, pending]
+    with pytest.raises(RuntimeError, match="resolved before"):
+        pending.set_exception(OSError())
+    assert pending.result() is None
+    assert pending.exception() is None
+    failed.set_exception(OSError("disk"))
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk"):
+            failed.result()
+    assert str(failed.exception()) == "disk"
+
+
+def test_a_transfer_that_an_interrupt_keeps_from_being_begun_does_not_run_later():
+    """Its memory is used for something else by then."""
+
+    def pool_and_parts():
+        pool, running, ran = TransferPool("test", 2), set(), []
+
+        def part():
+            running.add(threading.get_ident())
+            time.sleep(0.002)
+            running.discard(threading.get_ident())
+            ran.append(1)
+            return 1
+
+        pool.submit(lambda: 0).result()
+        return pool, part, running, ran, []
+
+    def submit(prepared):
+        pool, part, _, _, begun = prepared
+        begun.append(pool.submit(part, part, part))
+
+    for pool, _, running, ran, begun in each_moment(pool_and_parts, submit, at_least=8):
+        if begun:
+            assert begun[0].result(TIMEOUT_S) == 3
+        assert not running
+        num_ran = len(ran)
+        assert [pool.submit(lambda n=n: n).result(TIMEOUT_S) for n in range(3)] == [0, 1, 2]
+        assert len(ran) == num_ran, "one ran that nobody waits for"
+        pool.close()
+
+
+def test_threads_that_an_interrupt_comes_to_while_they_start_come_to_their_work():
+    def submit(pool):
+        pool.submit(lambda: 0).result()
+
+    for pool in each_moment(lambda: TransferPool("test", 3), submit, at_least=20):
+        barrier = threading.Barrier(3)
+        waits = [pool.submit(lambda barrier=barrier: barrier.wait(TIMEOUT_S)) for _ in range(3)]
+        assert sorted(wait.result(TIMEOUT_S) for wait in waits) == [0, 1, 2], "all three are there"
+        pool.close()
+
+
+def test_a_thread_that_cannot_be_started_is_named_by_its_error(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        start(threading.Thread())
+
+
+def test_a_buffer_pool_lends_to_others_after_an_interrupt():
+    def lend(pool):
+        with pool.borrowed():
+            pass
+
+    for pool in each_moment(lambda: BufferPool(bytearray, 1, 100), lend, at_least=8):
+        assert elsewhere(lambda pool=pool: lend(pool) or True)
+
+
+def test_small_writes_take_their_turn_on_a_thread_that_is_not_interrupted(tmp_path):
+    """A turn that is never given back would keep all writes of the other kind waiting."""
+    backend = PosixBackend(hybrid=True)
+    large = backend.allocate(1 << 20)
+
+    def opened():
+        return backend.create(f"{tmp_path}/{time.monotonic_ns()}", 16 << 20)
+
+    def write(file):
+        file.write_bytes(b"header", 0)
+
+    for file in each_moment(opened, write, at_least=20):
+        assert file._descriptors.takes_turns
+        written = [file.write(large, 4096 + number * large.nbytes) for number in range(2)]
+        small = elsewhere(lambda file=file: file.write_bytes(b"later", 0) or True)
+        assert [one.result(TIMEOUT_S) for one in written] == [large.nbytes] * 2
+        assert small
+        file.close()
+    backend.close()

@@ -1,0 +1,557 @@
+"""Who needs the value of a parameter that backward has stepped gets torch's bits, or an error.
+
+Each loop is run twice: with an optimizer whose steps overlap backward, and with torch's own. Where
+it can be foreseen that the value is needed again, the backward is held and the bits are the same.
+Elsewhere the use is refused by name, whether its chunk has been stepped by then or not.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as recompute
+
+from offload.errors import BrokenOptimizerError, OverlapError
+from tests.eventually import TIMEOUT_S
+from tests.numerics.test_held_backwards import (
+    STEPS,
+    Loop,
+    Net,
+    batch,
+    check,
+    copies,
+    is_open,
+    optimizer_for,
+)
+
+REMEDY = r'use Options\(overlap="forward"\)'
+
+
+class Deep(nn.Module):
+    """The head's gradient is the first that is final; `how` names what else needs its weight."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.inner = nn.Linear(24, 24)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
+        self.head = nn.Linear(24, 24, bias=False)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how:
+            x = EARLY[self.how](self, x)
+        x = self.inner(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+def constant_in_recomputation(model: Deep, x: torch.Tensor) -> torch.Tensor:
+    return recompute(
+        lambda x: (model.inner(x) * model.head.weight.detach().norm()).tanh(),
+        x,
+        use_reentrant=False,
+    )
+
+
+def target_in_recomputation(model: Deep, x: torch.Tensor) -> torch.Tensor:
+    def compared(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = model.head(x).softmax(-1)
+        return target * model.inner(x).log_softmax(-1)
+
+    return recompute(compared, x, use_reentrant=False)
+
+
+def norm_without_gradient(reentrant: bool) -> Callable[[Deep, torch.Tensor], torch.Tensor]:
+    def early(model: Deep, x: torch.Tensor) -> torch.Tensor:
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                norm = model.head.weight.norm()
+            return (x * norm).sin()
+
+        return recompute(scaled, model.inner(x), use_reentrant=reentrant)
+
+    return early
+
+
+class Times(torch.autograd.Function):
+    """Keeps the weight where autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return x @ weight.detach().t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] @ ctx.weight.detach(), None
+
+
+def while_frozen(model: Deep, x: torch.Tensor) -> torch.Tensor:
+    x = model.inner(x)
+    model.head.requires_grad_(False)
+    x = model.head(x)
+    model.head.requires_grad_(True)
+    return x
+
+
+EARLY: dict[str, Callable[[Deep, torch.Tensor], torch.Tensor]] = {
+    "detach in recomputation": constant_in_recomputation,
+    "module without gradients in recomputation": target_in_recomputation,
+    "no_grad in recomputation": norm_without_gradient(reentrant=False),
+    "no_grad in reentrant recomputation": norm_without_gradient(reentrant=True),
+    "data": lambda model, x: functional.linear(model.inner(x), model.head.weight.data),
+    "detach": lambda model, x: functional.linear(model.inner(x), model.head.weight.detach()),
+    "a function": lambda model, x: Times.apply(model.inner(x), model.head.weight),
+    "frozen for a while": while_frozen,
+}
+
+
+def train(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+    (net,), (optimizer,) = nets, optimizers
+    for step in range(STEPS):
+        loss = net(batch(step)).square().mean()
+        loss.backward()
+        assert not is_open(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+
+
+@pytest.mark.parametrize("how", EARLY)
+def test_a_value_that_is_a_constant_of_the_graph_too(how: str) -> None:
+    check(train, lambda: [Deep(how)])
+
+
+def scale_by_norm(module: nn.Module, inputs: Any, _outputs: Any) -> Any:
+    weight: Any = module.weight
+    return (inputs[0] * weight.detach().norm(),)
+
+
+def hooked(kind: str) -> Loop:
+    """Backward hooks of modules scale the gradient by the norm of a weight."""
+
+    def loop(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+        net = nets[0]
+        if kind == "full":
+            handles = [layer.register_full_backward_hook(scale_by_norm) for layer in net.layers]
+        elif kind == "pre":
+            handles = [
+                net.inner.register_full_backward_pre_hook(
+                    lambda _, gradients: (gradients[0] * net.head.weight.detach().norm(),)
+                )
+            ]
+        else:
+            handles = [
+                nn.modules.module.register_module_full_backward_hook(  # type: ignore[no-untyped-call]
+                    lambda module, *args: (
+                        scale_by_norm(module, *args) if module in net.layers else None
+                    )
+                )
+            ]
+        try:
+            yield from train(nets, optimizers)
+        finally:
+            for handle in handles:
+                handle.remove()
+        net(batch(9)).square().mean().backward()
+        assert isinstance(optimizers[0], torch.optim.AdamW) or is_open(optimizers[0])
+        optimizers[0].step()
+
+    return loop
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.parametrize("kind", ["full", "pre", "global"])
+def test_backward_hooks_of_modules_that_read_weights(kind: str) -> None:
+    check(hooked(kind), lambda: [Deep()])
+
+
+def test_it_is_said_once_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    for net, why in (
+        (Deep("detach"), "parameter that is trained was used without a gradient"),
+        (Deep(), "a backward hook"),
+    ):
+        if not net.how:
+            net.head.register_full_backward_hook(lambda *_: None)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "offload"), optimizer_for(net) as optimizer:
+            for step in range(3):
+                net(batch(step)).sum().backward()
+                optimizer.step()
+            optimizer.checkpoint().result()
+        (record,) = caplog.records
+        assert "step(), which waits for it" in record.message
+        assert why in record.message
+
+
+def test_uses_that_are_harmless_do_not_hold() -> None:
+    """Values that are computed without a graph in an ordinary forward are not needed again."""
+
+    class Harmless(Deep):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                scale = self.head.weight.norm() + self.head(x).mean()
+            assert self.head.weight.dim() == 2
+            x = recompute(self.inner, x, use_reentrant=False)
+            x = functional.linear(x * scale, self.inner.weight, self.inner.bias)
+            return super().forward(x)
+
+    def loop(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+        (net,), (optimizer,) = nets, optimizers
+        for step in range(STEPS):
+            loss = net(batch(step)).square().mean()
+            loss.backward()
+            assert isinstance(optimizer, torch.optim.AdamW) or is_open(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss
+
+    check(loop, lambda: [Harmless()])
+
+
+def hooks_on_parameters(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Hooks that look at a parameter and its gradient when that has been accumulated."""
+    (net,), (optimizer,) = nets, optimizers
+    seen: list[torch.Tensor] = []
+
+    def look(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.detach().norm() + parameter.grad.norm())
+        if len(seen) % 2:
+            parameter.grad.mul_(0.5)
+
+    handles = []
+    for step in range(STEPS):
+        if step % 3 == 0:
+            handles = [p.register_post_accumulate_grad_hook(look) for p in net.parameters()]
+        loss = net(batch(step)).square().mean()
+        loss.backward()
+        if not isinstance(optimizer, torch.optim.AdamW):
+            assert is_open(optimizer) == (step % 3 != 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 3 == 2:
+            for handle in handles:
+                handle.remove()
+        yield loss
+        yield torch.stack(seen)
+
+
+def test_hooks_on_parameters_run_before_their_gradient_is_taken() -> None:
+    check(hooks_on_parameters, lambda: [Deep()])
+
+
+def saved(parameter: torch.Tensor) -> None:
+    torch.save(parameter, io.BytesIO())
+
+
+USES: dict[str, Callable[[nn.Parameter], object]] = {
+    "norm": lambda p: p.norm(),
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "an element": lambda p: p[0, 0].item(),
+    "foreach": lambda p: torch._foreach_norm([p]),
+    "clamp_": lambda p: p.clamp_(-0.05, 0.05),
+    "edit of the data": lambda p: p.data.mul_(0.9),
+    "copy_": lambda p: p.copy_(torch.ones(24, 24)),
+    "a row": lambda p: p[0].zero_(),
+    "assigned data": lambda p: setattr(p, "data", torch.ones(24, 24)),
+    "deepcopy": copy.deepcopy,
+    "torch.save": saved,
+    "numpy": lambda p: p.numpy(force=True),
+    "vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "text": repr,
+}
+
+
+@pytest.mark.parametrize("thread", ["same", "another"])
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_between_backward_and_step(use: Callable[[nn.Parameter], object], thread: str) -> None:
+    def refused(net: Any) -> None:
+        with (
+            torch.no_grad(),
+            pytest.raises(
+                OverlapError,
+                match=rf"'head.weight' was used between backward\(\) and step\(\).*{REMEDY}",
+            ),
+        ):
+            use(net.head.weight)
+
+    def loop(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+        (net,), (optimizer,) = nets, optimizers
+        for step in range(STEPS):
+            loss = net(batch(step)).square().mean()
+            loss.backward()
+            if not isinstance(optimizer, torch.optim.AdamW):
+                assert is_open(optimizer)
+                if thread == "same":
+                    refused(net)
+                else:
+                    errors: list[BaseException] = []
+                    reader = threading.Thread(target=collect, args=(errors, refused, net))
+                    reader.start()
+                    reader.join(TIMEOUT_S)
+                    assert not errors
+            optimizer.step()  # as nothing has been lost or changed
+            optimizer.zero_grad()
+            yield loss
+            yield from copies(net)
+
+    check(loop, lambda: [Deep()])
+
+
+def collect(
+    errors: list[BaseException], function: Callable[..., object], *arguments: object
+) -> None:
+    try:
+        function(*arguments)
+    except BaseException as error:  # noqa: BLE001  (of a thread)
+        errors.append(error)
+
+
+def test_what_does_not_read_is_not_refused() -> None:
+    def loop(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+        (net,), (optimizer,) = nets, optimizers
+        for step in range(STEPS):
+            loss = net(batch(step)).square().mean()
+            loss.backward()
+            assert sum(p.numel() for p in net.parameters()) == sum(map(len, map(flat, net_sizes)))
+            assert all(p.requires_grad and p.dtype == torch.float32 for p in net.parameters())
+            assert all(isinstance(p, nn.Parameter) for p in net.parameters())
+            assert all(torch.zeros_like(p).sum() == 0 for p in net.parameters())
+            net.train()
+            optimizer.step()
+            net.zero_grad()
+            yield loss
+
+    net_sizes = [tuple(p.shape) for p in Deep().parameters()]
+    check(loop, lambda: [Deep()])
+
+
+def flat(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape).flatten()
+
+
+def test_a_step_pre_hook_that_reads_is_refused_and_the_step_can_be_repeated() -> None:
+    net = Deep()
+    with optimizer_for(net) as optimizer:
+        handle = optimizer.register_step_pre_hook(lambda *_: net.head.weight.norm() and None)
+        net(batch(0)).square().mean().backward()
+        with pytest.raises(OverlapError, match=r"'head.weight' was used between"):
+            optimizer.step()
+        handle.remove()
+        optimizer.step()
+        optimizer.checkpoint().result()
+
+
+def edited(parameter: torch.Tensor) -> None:
+    parameter.data.mul_(0.9)
+
+
+LATE: dict[str, Callable[[Deep], Callable[[torch.Tensor], torch.Tensor | None]]] = {
+    "reads": lambda model: lambda gradient: gradient * model.head.weight.detach().norm(),
+    "edits": lambda model: lambda _: edited(model.head.weight),
+}
+
+
+@pytest.mark.parametrize("how", LATE)
+def test_a_hook_on_an_activation_that_uses_a_weight_is_refused_and_held_after_restore(
+    how: str,
+) -> None:
+    torch.manual_seed(3)
+    net = Deep()
+    plain = copy.deepcopy(net)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+    with optimizer_for(net) as optimizer:
+
+        def step(number: int) -> None:
+            net(batch(number)).square().mean().backward()
+            optimizer.step()
+            plain(batch(number)).square().mean().backward()
+            reference.step()
+            reference.zero_grad()
+
+        def compare() -> None:
+            assert all(map(torch.equal, net.parameters(), plain.parameters()))
+
+        step(0)
+        optimizer.checkpoint().result()
+        for model in (net, plain):
+            model.inner.register_forward_hook(
+                lambda _module, _inputs, output, model=model: (
+                    output.register_hook(LATE[how](model)) and None
+                )
+            )
+        with pytest.raises(
+            OverlapError,
+            match=rf"'head.weight' was used within backward\(\).*call restore\(\).*{REMEDY}",
+        ):
+            net(batch(1)).square().mean().backward()
+        with pytest.raises(BrokenOptimizerError, match=r"call restore\(\)"):
+            optimizer.step()
+        restored = optimizer.restore()
+        assert restored is not None
+        assert restored.step == 1
+        net.zero_grad()
+        compare()
+        for number in range(1, 4):
+            step(number)
+            compare()
+
+
+def test_what_appears_in_a_later_step_only_is_refused() -> None:
+    net = Deep()
+    with optimizer_for(net) as optimizer:
+        net(batch(0)).square().mean().backward()
+        assert is_open(optimizer)
+        optimizer.step()
+        optimizer.checkpoint().result()
+        net.how = "no_grad in recomputation"
+        with pytest.raises(OverlapError, match=r"'head.weight' was used within backward\(\)"):
+            net(batch(1)).square().mean().backward()
+        optimizer.restore()
+        net.zero_grad()
+        net(batch(1)).square().mean().backward()
+        assert not is_open(optimizer)
+        optimizer.step()
+        optimizer.checkpoint().result()
+
+
+AGAIN = [
+    "torch's own error and restore()",
+    "a parameter that joins",
+    "a module that is new in recomputation",
+]
+
+
+@pytest.mark.parametrize("after", AGAIN)
+def test_the_forward_is_looked_at_again(after: str) -> None:
+    torch.manual_seed(3)
+    net: Any = Deep()
+    net.extra = nn.Linear(2, 2).requires_grad_(False)
+    with optimizer_for(net) as optimizer:
+        net(batch(0)).square().mean().backward()
+        if "joins" in after:
+            net.extra.requires_grad_(True)
+        optimizer.step()
+        optimizer.checkpoint().result()
+        net.how = "detach" if "new" not in after else "module without gradients in recomputation"
+        if "error" in after:
+            handle = net.inner.register_forward_hook(
+                lambda _module, _inputs, output: (
+                    output.register_hook(lambda _: stepped_chunks(optimizer)) and None
+                )
+            )
+            loss = net(batch(1)).square().mean()
+            handle.remove()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            with pytest.raises(OverlapError, match=r"After an error in backward\(\) call restore"):
+                net(batch(1))
+            optimizer.restore()
+            net.zero_grad()
+        plain = copy.deepcopy(net)
+        net(batch(1)).square().mean().backward()
+        assert not is_open(optimizer)
+        plain(batch(1)).square().mean().backward()
+        for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is other.grad or (
+                mine.grad is not None
+                and other.grad is not None
+                and torch.equal(mine.grad, other.grad)
+            )
+        optimizer.step()
+        optimizer.checkpoint().result()
+
+
+def stepped_chunks(optimizer: Any) -> None:
+    """Wait until the pass has stepped the first chunk, which is the head's."""
+    engine = optimizer._engine
+    engine._running.wait_for(engine._running.state_pass.chunks[:1])
+
+
+SHARED: dict[str, Callable[[nn.Parameter], Any]] = {
+    "numpy": lambda p: p.detach().numpy(),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).numpy(),  # type: ignore[attr-defined]
+    "detached": lambda p: p.detach(),
+    "data": lambda p: p.data,
+}
+
+
+@pytest.mark.parametrize("share", SHARED.values(), ids=SHARED)
+def test_memory_that_was_shared_before_is_not_seen_but_is_right_after_the_step(
+    share: Callable[[nn.Parameter], Any],
+) -> None:
+    torch.manual_seed(3)
+    net = Deep()
+    plain = copy.deepcopy(net)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+    shared = share(net.head.weight)
+    with optimizer_for(net) as optimizer:
+        for step in range(3):
+            before = torch.as_tensor(shared).clone()
+            net(batch(step)).square().mean().backward()
+            stepped_chunks(optimizer)
+            assert not torch.equal(torch.as_tensor(shared), before)
+            optimizer.step()
+            plain(batch(step)).square().mean().backward()
+            reference.step()
+            reference.zero_grad()
+            assert torch.equal(torch.as_tensor(shared), plain.head.weight)
+        optimizer.checkpoint().result()
+
+
+@pytest.mark.parametrize("when", ["waited for", "dropped", "closed"])
+def test_parameters_are_ordinary_again(when: str) -> None:
+    net = Net()
+    optimizer = optimizer_for(net)
+    net(batch(0)).square().mean().backward()
+    assert is_open(optimizer)
+    if when == "waited for":
+        optimizer.step()
+    elif when == "closed":
+        optimizer.close()
+    if when == "dropped":
+        del optimizer
+    else:
+        assert all(type(p) is nn.Parameter for p in net.parameters())
+        optimizer.close()
+    assert all(torch.isfinite(p).all() for p in net.parameters())
+    assert all(type(p) is nn.Parameter for p in net.parameters())
+
+
+@pytest.mark.parametrize("other_first", [False, True])
+def test_a_parameter_that_another_optimizer_trains_now_keeps_its_gradient(
+    other_first: bool,
+) -> None:
+    def loop(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+        (net,), (optimizer,) = nets, optimizers
+        head = set(net.last.parameters())
+        other = torch.optim.SGD(net.last.parameters(), lr=0.1)
+        for step in range(STEPS):
+            taking = [optimizer]
+            if step >= 2:
+                group = optimizer.param_groups[0]
+                group["params"] = [p for p in group["params"] if p not in head]
+                taking = [other, optimizer] if other_first else [optimizer, other]
+            x = batch(step).requires_grad_(step == 3)  # one that is held
+            loss = net(x).square().mean()
+            loss.backward()
+            for each in taking:
+                each.step()
+            net.zero_grad()
+            yield loss
+            yield from copies(net)
+
+    check(loop, lambda: [Net()])

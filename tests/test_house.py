@@ -1,0 +1,51 @@
+"""Imports between the wings of a package run one way, and a wing knows no more than it may."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from tests.wings import PAGE, ROOT, TABLES, drawn, files, imported, wing_of
+
+ALL = [(package, wing) for package, table in TABLES.items() for wing in table]
+FOLDERS = [(package, wing) for package, wing in ALL if (ROOT / package / wing).is_dir()]
+
+
+@pytest.mark.parametrize(("package", "wing"), ALL)
+def test_a_wing_imports_only_what_it_may_know(package: str, wing: str) -> None:
+    table = TABLES[package]
+    watched = {"torch", "offload", "gds", *table} - {wing}
+    known = {package, *table[wing]}
+    found = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files(package)
+        if wing_of(path) == wing
+        for name in imported(path)
+        if name in watched - known
+    }
+    assert not found
+
+
+@pytest.mark.parametrize("package", TABLES)
+def test_every_file_belongs_to_a_wing(package: str) -> None:
+    assert {wing_of(path) for path in files(package)} == {*TABLES[package]}
+
+
+@pytest.mark.parametrize("package", TABLES)
+def test_the_table_has_no_circle(package: str) -> None:
+    below = {"torch", "gds"} if package == "offload" else set[str]()
+    for wing, known in TABLES[package].items():
+        assert known <= below, f"{wing} may know {known - below}, which is above it"
+        below.add(wing)
+
+
+@pytest.mark.parametrize(("package", "wing"), FOLDERS)
+def test_a_wing_has_a_face_of_at_most_ten_names(package: str, wing: str) -> None:
+    face = importlib.import_module(f"{package}.{wing}")
+    assert "may know" in (face.__doc__ or "").partition("\n\n")[2]
+    assert len(getattr(face, "__all__", ())) <= 10
+
+
+def test_the_picture_is_that_of_the_imports() -> None:
+    assert drawn() in PAGE.read_text(), "draw it anew: python -m tests.wings"

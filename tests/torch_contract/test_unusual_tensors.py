@@ -1,0 +1,258 @@
+"""Unusual tensors in a model's state dict: each is restored exactly, or refused at construction.
+
+None is found out by a restore only: until then checkpoints would be acknowledged that cannot be
+restored.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import offload
+from gds import MemoryBackend
+from offload.errors import MismatchError, UnsupportedParameterError
+from tests.numerics.reference import assert_same_bits
+
+Make = Callable[[], torch.Tensor]
+
+
+class Plain(torch.Tensor):
+    """A subclass that has memory, as other tensors have."""
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that only stands for another tensor, as quantised weights of libraries do."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(func)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=dtype)
+
+
+def quantized(of: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(of, 0.1, 0, torch.qint8)
+
+
+EXACT: dict[str, Make] = {
+    "conjugate": lambda: numbers(9, dtype=torch.complex64).conj(),
+    "conjugate, transposed": lambda: numbers(3, 5, dtype=torch.complex64).conj().t(),
+    "negative": lambda: torch._neg_view(numbers(9)),
+    "negative, strided": lambda: numbers(9, dtype=torch.complex64).conj().imag,
+    "overlapping as_strided": lambda: numbers(20).as_strided((4, 4), (2, 1)),
+    "strided": lambda: numbers(20).as_strided((4, 4), (5, 1)),
+    "expanded to one": lambda: numbers(1).expand(1, 1),
+    "expanded to nothing": lambda: numbers(1).expand(0),
+    "subclass": lambda: numbers(9).as_subclass(Plain),
+    "bool": lambda: numbers(9) > 0,
+    "0-d": numbers,
+}
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "expanded": (lambda: numbers(1).expand(8), r"shape \[8\], strides \[0\].*\bb\.clone\(\)"),
+    "expanded rows": (lambda: numbers(3).expand(4, 3), "several elements at the same place"),
+    "meta": (lambda: torch.ones(3, device="meta"), "is on meta"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "a torch.sparse_coo tensor"),
+    "quantised": (lambda: quantized(numbers(3)), "of torch.qint8"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([numbers(2), numbers(3)], layout=torch.jagged),
+        "a nested tensor",
+    ),
+    "half complex": (lambda: numbers(3).to(torch.complex32), "of torch.complex32"),
+    "wrapper": (lambda: Wrapper(numbers(3)), "Wrapper without memory of its own"),
+    "zeros": (lambda: torch._efficientzerotensor((3,)), "without memory of its own"),
+}
+
+
+def make_model(make: Make, how: str) -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    if how == "buffer":
+        model[0].register_buffer("b", make())
+    else:
+        model[0].b = torch.nn.Parameter(make(), requires_grad=False)
+    return model
+
+
+def offloaded(model: torch.nn.Module, backend: MemoryBackend) -> offload.OffloadedOptimizer:
+    options = offload.Options(backend=backend, allow_volatile=True, train_state_bytes=8192)
+    return offload.AdamW(
+        model.parameters(), lr=0.01, directory="/run", model=model, options=options
+    )
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["buffer", "frozen"])
+@pytest.mark.parametrize("kind", EXACT)
+def test_what_is_taken_is_restored_exactly(kind: str, how: str) -> None:
+    if how == "frozen" and kind == "subclass":
+        how = "buffer"  # torch.nn.Parameter is a subclass itself
+    model, backend = make_model(EXACT[kind], how), MemoryBackend()
+    expected = EXACT[kind]().resolve_conj().resolve_neg()
+    with offloaded(model, backend) as optimizer:
+        step(model, optimizer)
+        optimizer.checkpoint().result()
+    with offload.open_checkpoint("/run", backend=backend) as checkpoint:
+        assert checkpoint.verify().ok
+    for load in ("restore", "load_parameters"):
+        model = make_model(EXACT[kind], how)
+        with torch.no_grad():
+            model[0].b.copy_(torch.zeros_like(expected))
+        if load == "restore":
+            with offloaded(model, backend) as optimizer:
+                optimizer.restore()
+                step(model, optimizer)
+        else:
+            offload.load_parameters(model, "/run", backend=backend)
+        found = model[0].b.detach().resolve_conj().resolve_neg()
+        assert_same_bits(found.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor), kind)
+
+
+def test_a_parameter_that_is_a_negative_view_is_trained_and_restored() -> None:
+    def make() -> torch.nn.Module:
+        model = make_model(lambda: numbers(1), "buffer")
+        model[0].weight = torch.nn.Parameter(torch._neg_view(numbers(8, 8)))
+        return model
+
+    plain, model, backend = make(), make(), MemoryBackend()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    with offloaded(model, backend) as optimizer:
+        for _ in range(3):
+            step(model, optimizer)
+            step(plain, reference)
+        optimizer.checkpoint().result()
+    restored = make()
+    with offloaded(restored, backend) as optimizer:
+        optimizer.restore()
+        for found in (model, restored):
+            assert_same_bits(
+                found[0].weight.detach().resolve_neg(),
+                plain[0].weight.detach().resolve_neg(),
+                "weight",
+            )
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_restored_is_refused_by_name_at_construction(kind: str) -> None:
+    make, why = REFUSED[kind]
+    model, backend = make_model(make, "buffer"), MemoryBackend()
+    with pytest.raises(UnsupportedParameterError, match=rf"'0\.b' in .*{why}"):
+        offloaded(model, backend)
+    other = make_model(lambda: numbers(3), "buffer")
+    with offloaded(other, backend) as optimizer:
+        step(other, optimizer)
+        optimizer.checkpoint().result()
+    with pytest.raises(UnsupportedParameterError, match=rf"'0\.b' in .*{why}"):
+        offload.load_parameters(model, "/run", backend=backend)
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_an_expanded_parameter_that_is_frozen_is_refused(with_model: bool) -> None:
+    model, backend = make_model(lambda: numbers(1).expand(8), "frozen"), MemoryBackend()
+    options = offload.Options(backend=backend, allow_volatile=True)
+    with pytest.raises(UnsupportedParameterError, match="several elements at the same place"):
+        offload.AdamW(
+            model.parameters(),
+            directory="/run",
+            model=model if with_model else None,
+            options=options,
+        )
+
+
+def test_one_that_appears_later_is_refused_before_a_checkpoint_is_acknowledged() -> None:
+    model, backend = make_model(lambda: numbers(8), "buffer"), MemoryBackend()
+    with offloaded(model, backend) as optimizer:
+        step(model, optimizer)
+        good = optimizer.checkpoint().result()
+        model[0].b = numbers(1).expand(8)
+        step(model, optimizer)
+        with pytest.raises(UnsupportedParameterError, match=r"'0\.b' in the model's state dict"):
+            optimizer.checkpoint()
+        model[0].b = model[0].b.clone()
+        assert optimizer.checkpoint().result().step == good.step + 1
+
+
+def test_a_buffer_that_is_not_in_the_state_dict_may_be_anything() -> None:
+    model, backend = make_model(lambda: numbers(8), "buffer"), MemoryBackend()
+    model[0].register_buffer("mask", numbers(1).expand(8), persistent=False)
+    with offloaded(model, backend) as optimizer:
+        step(model, optimizer)
+        optimizer.checkpoint().result()
+
+
+@pytest.mark.parametrize("trained", ["all", "some"])
+def test_a_model_whose_state_dict_has_other_names_loads_what_it_wrote(trained: str) -> None:
+    """torch's checkpoint_wrapper renames in a hook of the state dict."""
+
+    def make() -> torch.nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(
+                checkpoint_wrapper(torch.nn.Linear(8, 8)), torch.nn.BatchNorm1d(8)
+            )
+        model[1].requires_grad_(trained == "all")
+        return model
+
+    model, backend = make(), MemoryBackend()
+    with offloaded(model, backend) as optimizer:
+        step(model, optimizer)
+        optimizer.checkpoint().result()
+    loaded = make()
+    assert offload.load_parameters(loaded, "/run", backend=backend) == 1
+    for name, tensor in model.state_dict().items():
+        assert_same_bits(loaded.state_dict()[name], tensor, name)
+    # The same layers without the wrapper have the names of the state dict.
+    bare = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    assert offload.load_parameters(bare, "/run", backend=backend) == 1
+    for name, tensor in model.state_dict().items():
+        assert_same_bits(bare.state_dict()[name], tensor, name)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_model_that_does_not_tie_what_the_checkpoint_ties_is_refused(order: str) -> None:
+    """Whichever of the two names the checkpoint has for both."""
+
+    def make(names: str) -> torch.nn.ModuleDict:
+        return torch.nn.ModuleDict({name: torch.nn.Linear(8, 8) for name in names})
+
+    tied, backend = make(order), MemoryBackend()
+    tied["b"].weight = tied["a"].weight
+    with offloaded(tied, backend) as optimizer:
+        tied["b"](tied["a"](torch.ones(2, 8))).sum().backward()
+        optimizer.step()
+        optimizer.checkpoint().result()
+    untied = make("ab")
+    before = {name: tensor.clone() for name, tensor in untied.state_dict().items()}
+    with pytest.raises(MismatchError, match=rf"'{order[1]}\.weight' is only in the model"):
+        offload.load_parameters(untied, "/run", backend=backend)
+    for name, tensor in untied.state_dict().items():
+        assert_same_bits(tensor, before[name], name)

@@ -1,0 +1,166 @@
+"""The wings of `offload` and `gds`: what each may import, read from its files and drawn from them.
+
+python -m tests.wings      # draws docs/architecture.md anew
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- drawn by python -m tests.wings -->", "<!-- end of what is drawn -->"
+
+
+_FORMAT = {"gds", "errors", "ambient"}
+_READERS = {"gds", "errors", "units", "format", "retention"}
+_ARITHMETIC = {"torch", "gds", "errors", "ambient", "format", "device"}
+
+MAY_KNOW = {
+    "units": set(),
+    "errors": {"gds"},
+    "ambient": {"torch"},
+    "format": _FORMAT | {"torch"},  # within functions that are given a tensor
+    "options": {"gds", "format"},
+    "retention": {"gds", "errors", "format"},
+    "checkpoint": _READERS,
+    "store": _READERS | {"checkpoint"},
+    "device": {"torch", "gds", "format"},
+    "update": _ARITHMETIC,
+    "model": _ARITHMETIC | {"update", "checkpoint"},
+    "stream": _ARITHMETIC | {"update", "model", "options", "checkpoint", "store"},
+    "placement": _ARITHMETIC | {"update", "model", "options", "stream"},
+    "exchange": _ARITHMETIC
+    | _READERS
+    | {"update", "model", "options", "checkpoint", "store", "stream"},
+}
+"""Every wing may import itself and these; from the ground up."""
+
+BELOW_ENGINE = {*MAY_KNOW} | {"torch", "gds"}
+MAY_KNOW["engine"] = BELOW_ENGINE
+MAY_KNOW["overlap"] = BELOW_ENGINE | {"engine"}
+MAY_KNOW["optimizer"] = BELOW_ENGINE | {"engine", "overlap"}
+MAY_KNOW["classes"] = MAY_KNOW["grad_scaler"] = BELOW_ENGINE | {"optimizer"}
+MAY_KNOW["integrations"] = BELOW_ENGINE | {"engine", "optimizer"}
+MAY_KNOW["__init__"] = BELOW_ENGINE | {"engine", "optimizer", "classes", "grad_scaler"}
+MAY_KNOW["demo"] = {"torch", "errors", "units", "__init__"}
+MAY_KNOW["cli"] = BELOW_ENGINE - {"device", "update", "model", "stream"} | {"demo", "__init__"}
+
+GDS_MAY_KNOW: dict[str, set[str]] = {
+    "libc": set(),
+    "waiting": set(),
+    "paths": set(),
+    "errors": set(),
+    "contract": set(),
+    "buffers": {"contract", "errors", "waiting"},
+    "probe": {"buffers", "contract", "libc"},
+    "places": {"errors", "probe"},
+    "check": {"buffers", "contract", "libc", "paths", "places", "probe"},
+    "backends": {"buffers", "check", "contract", "errors", "libc", "paths", "probe", "waiting"},
+    "small_files": {"backends"},
+    "calibration": {"backends", "contract", "errors", "probe", "small_files"},
+    "opening": {"backends", "contract", "errors", "paths"},
+}
+"""The same for `gds`, which knows nothing of `offload`, and imports no torch."""
+
+GDS_MAY_KNOW["bench"] = {*GDS_MAY_KNOW}
+GDS_MAY_KNOW["testing"] = {"buffers", "contract", "errors"}
+GDS_MAY_KNOW["kvikio"] = {"backends", "buffers"}
+GDS_MAY_KNOW["cli"] = {"bench", "check", "errors"}
+GDS_MAY_KNOW["_platform"] = set()
+GDS_MAY_KNOW["__init__"] = {*GDS_MAY_KNOW}
+
+TABLES = {"offload": MAY_KNOW, "gds": GDS_MAY_KNOW}
+
+
+def files(package: str) -> list[Path]:
+    """Return the files of a package."""
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def wing_of(path: Path) -> str:
+    """Return the wing that a file is in; a single file is one of its own."""
+    return path.relative_to(ROOT).parts[1].removesuffix(".py")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield what a file imports, anywhere in it: wings by name, and other packages."""
+    own = path.relative_to(ROOT).parts[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, rest = name.partition(".")
+            wing = rest.partition(".")[0]
+            if package != own:
+                yield package
+            else:
+                yield wing if wing in TABLES[own] else "__init__"
+
+
+def arrows() -> dict[str, set[str]]:
+    """Return which wings each wing imports."""
+    found: dict[str, set[str]] = {wing: set() for wing in MAY_KNOW}
+    for path in files("offload"):
+        wing = wing_of(path)
+        found[wing] |= {name for name in imported(path) if name in MAY_KNOW and name != wing}
+    return found
+
+
+def drawn() -> str:
+    """Return the picture, and a table of the wings, as Markdown."""
+    every = arrows()
+    lines = ["```mermaid", "flowchart TD"]
+    shown = [wing for wing in reversed(MAY_KNOW) if wing not in _GROUND]
+    lines += [f"    {_node(wing)}[{_title(wing)}]" for wing in shown]
+    for wing in shown:
+        below = every[wing] - _GROUND
+        # What is reached by way of another wing needs no arrow of its own.
+        implied = {far for near in below for far in _reached(near, every)}
+        names = [name for name in shown if name in below - implied]
+        lines += [f"    {_node(wing)} --> {_node(name)}" for name in names]
+    lines += ["```", "", "| wing | modules | its role |", "|---|---|---|"]
+    for wing in reversed(MAY_KNOW):
+        num_files = sum(wing_of(path) == wing for path in files("offload"))
+        lines.append(f"| `{_title(wing)}` | {num_files} | {_role(wing)} |")
+    return "\n".join([BEGIN, *lines, END])
+
+
+_GROUND = {"errors", "units", "ambient"}
+"""Known nearly everywhere: their arrows would hide the others."""
+
+
+def _node(wing: str) -> str:
+    return wing.strip("_")
+
+
+def _title(wing: str) -> str:
+    return "offload" if wing == "__init__" else wing
+
+
+def _reached(wing: str, every: dict[str, set[str]]) -> set[str]:
+    return every[wing] | {far for near in every[wing] for far in _reached(near, every)}
+
+
+def _role(wing: str) -> str:
+    folder, file = ROOT / "offload" / wing / "__init__.py", ROOT / "offload" / f"{wing}.py"
+    text = ast.get_docstring(ast.parse((folder if folder.exists() else file).read_text())) or ""
+    return text.partition("\n\n")[0].replace("\n", " ").replace("``", "`")
+
+
+def main() -> None:
+    """Draw the page anew."""
+    text = PAGE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    PAGE.write_text(before + drawn() + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()
