@@ -188,6 +188,24 @@ def test_parts_that_were_removed_by_hand_do_not_stop_the_training(drive: int) ->
     assert_newest(backend, 5)
 
 
+@pytest.mark.parametrize("drive", [1, 2])
+def test_missing_parts_of_a_checkpoint_that_was_given_up_do_not_keep_its_slot(
+    drive: int,
+) -> None:
+    backend = MemoryBackend()
+    trained(backend, 3, THREE)
+    with open_checkpoint(f"{STORE}/step-00000003", backend=backend) as newest:
+        part = newest.parts[drive - 1]
+    training = Training(backend, THREE, keep=1, fresh=True)
+    for name in backend.list_dir(part):
+        backend.remove(f"{part}/{name}")
+    backend.remove_dir(part)
+    training.steps(1, 2)
+    training.optimizer.close()
+    assert_newest(backend, 2)
+    assert backend.stat(f"{STORE}/step-00000003") is None
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_parts_that_were_made_for_a_slot_that_could_not_be_made_are_removed(nth: int) -> None:
     inner = MemoryBackend()

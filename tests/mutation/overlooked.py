@@ -73,7 +73,7 @@ OVERLOOKED = (
                 "            if True:",
             ),
         ),
-        (f"{_TESTS}::test_parts_that_were_removed_by_hand_do_not_stop_the_training",),
+        (f"{_TESTS}::test_missing_parts_of_a_checkpoint_that_was_given_up_do_not_keep_its_slot",),
     ),
     Mutation(
         "take-leaks-made-parts",
