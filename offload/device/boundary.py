@@ -1,8 +1,8 @@
 """The boundary between host memory and a device that holds parameters and gradients.
 
-No other code in this package touches memory of a device. Bytes cross on two streams for each
-device, created once: one towards the host, one towards the device. Only events order them with the
-streams of the training loop. No stream is ever synchronised as a whole.
+Apart from `compute`, no other code in this package touches memory of a device. Bytes cross on two
+streams for each device, created once: one towards the host, one towards the device. Only events
+order them with the streams of the training loop. No stream is ever synchronised as a whole.
 
     training stream  ...backward) now |                                    fence| next forward
     to the host                       |- fetch chunk 0 -|- fetch chunk 1 -|     |
@@ -46,8 +46,8 @@ class Boundary(Protocol):
         """Begin to copy to the host, after some points and after everything that was sent.
 
         Args:
-            copies: Pairs of source and target. The sources must not be freed before `wait` for the
-                returned event has returned.
+            copies: Pairs of source and target. The sources must not be freed before a `wait`
+                for the returned event is over.
             after: Points that the copies wait for.
 
         Returns:
@@ -93,7 +93,7 @@ class CudaBoundary:
     """`Boundary` of a CUDA device, or of a ROCm device, which torch calls by the same name.
 
     Args:
-        device: The device, with its number.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
