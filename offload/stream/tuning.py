@@ -34,7 +34,7 @@ def find_calibration(
         state_bytes: Bytes of all state.
 
     Returns:
-        The calibration; None if there is none, or it gives a reason against its use.
+        The calibration; None if there is none, or if nothing could be measured.
     """
     if options.backend is not None or not isinstance(backend, PosixBackend):
         return None
