@@ -211,7 +211,7 @@ class _Writer:
                 done = False
                 self._known.readable = False  # as after any failed write
             if not done:
-                self._source = None  # other ranges would not succeed either
+                self._source = None  # the next one would do no better
                 return missing
             self._found.cloned_bytes += last - first
         return [n for n in missing if n not in set(same)]

@@ -398,7 +398,7 @@ class Streamer:
         while self._queue and self._error is None:
             chunk = self._queue[0]
             if chunk in self._writing:
-                break  # the end of that write calls this method again
+                break  # the end of that write comes back here
             if chunk not in self._resident and not self._free:
                 break
             self._queue.popleft()
@@ -410,7 +410,7 @@ class Streamer:
             except BaseException as error:
                 self._drop_frame(frame)
                 if not isinstance(error, Exception):
-                    raise  # an interrupt of this thread's caller
+                    raise  # an interrupt, of this thread's caller
                 self._error = error
                 break
         self._changed.notify_all()
