@@ -107,7 +107,7 @@ def _require_unwrapped(model: torch.nn.Module) -> None:
 
 
 def _several() -> str:
-    """Return a description of the sign that there are several ranks; empty if there is none."""
+    """Return how several ranks were detected, for a message; empty if they were not."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()

@@ -159,7 +159,7 @@ class Watch:
         return stuck
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Restore the own class of tensors and stop watching them. Ignores unwatched tensors."""
+        """Stop watching tensors and give them their own class back. Ignores unwatched tensors."""
         for tensor in tensors:
             _give_back(tensor)
             self._watched.pop(id(tensor), None)
@@ -170,7 +170,7 @@ class Watch:
             self.release(list(self._watched.values()))
 
     def pause(self) -> None:
-        """Restore the own class of all tensors until `resume`."""
+        """Give all tensors their own class back until `resume`."""
         for tensor in list(self._watched.values()):
             _give_back(tensor)
 
@@ -280,7 +280,7 @@ def settle(tensor: torch.Tensor) -> None:
 
 
 def settle_all(tensors: Iterable[torch.Tensor]) -> None:
-    """Settle those of the tensors that any watch has. Fast if nothing is watched."""
+    """Settle the tensors that are watched by any watch. Fast if nothing is watched."""
     if any(map(len, list(_watches))):
         for tensor in tensors:
             if is_watched(tensor):

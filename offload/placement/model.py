@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, TypeAlias
 Place: TypeAlias = Literal["host", "device"]
 
 _WORTH = 0.95
-"""Maximal ratio of a step's times, on the device to on the CPU, for state in device memory. It is
-below 1 because the ring then takes device memory that the model could use."""
+"""Maximal ratio of a step's time on the device to its time on the CPU, for state to be placed in
+device memory. It is below 1 because the ring takes device memory that the model could use."""
 
 _MOST_GBPS = 1e6
 

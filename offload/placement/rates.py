@@ -1,9 +1,9 @@
 """Measured rates of moving and updating state, from which `placement.model` decides.
 
-If `find_rates` measures, it takes under half a second. It stores the result beside the data, as
-``placement.json``. A device's results differ from a CPU's in the last bits (`docs/device.md`), so
-the placement of a run should not vary with other load on the machine during a measurement. The
-file may be removed at any time; everything is then measured again.
+If `find_rates` measures, its timed copies and updates take under half a second. It stores the
+result beside the data, as ``placement.json``. A device's results differ from a CPU's in the last
+bits (`docs/device.md`), so the placement of a run should not vary with other load on the machine
+during a measurement. The file may be removed at any time; everything is then measured again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Clock: TypeAlias = Callable[[], float]
 
 @runtime_checkable
 class MovesDeviceMemory(Protocol):
-    """A backend that moves device memory and knows its paths, as `gds.kvikio.KvikioBackend`."""
+    """A backend that moves device memory and knows its paths: `gds.kvikio.KvikioBackend`."""
 
     def paths_in(self, directory: str) -> Mapping[Any, Any]:
         """Return the path of device memory for ``"read"`` and for ``"write"`` in a directory."""

@@ -79,7 +79,7 @@ class WorkingMemory:
             self.streamer.reset()
 
     def drop(self) -> None:
-        """Release all memory, to be used with another layout.
+        """Release all memory, before another layout is used.
 
         Raises:
             gds.StorageError: A write failed.

@@ -1,7 +1,7 @@
 """Streamer of chunks: from the drives through memory and back.
 
-A fixed ring of frames has room for one chunk of every state array in each frame. The life of a
-frame:
+The ring has a fixed number of frames, each with room for one chunk of every state array. The life
+of a frame:
 
     free -> loading (reads in progress) -> taken (being updated) -> writing -> free
 
@@ -214,10 +214,10 @@ class Streamer:
                 self._look_again(frame, source, name, found, expected)
 
     def _look_again(self, frame: Frame, source: Slot, name: str, found: str, expected: str) -> None:
-        """Read an array's chunk again if its digest was wrong, and continue if it is right now.
+        """Read an array's chunk again if its digest was wrong, and continue if it is right then.
 
         The second read goes into other host memory, and tells whether the drive has the right
-        bytes. Only if so, the frame is read once more.
+        bytes. The frame is read once more only if it has.
 
         Raises:
             DamagedError: The second read is wrong, too.
@@ -471,7 +471,7 @@ class Flush:
 
 
 def _spread(num: int, layout: Layout) -> list[int]:
-    """Return so many chunks of a layout, or all, evenly spread."""
+    """Return the given number of chunks of a layout, or all, evenly spread."""
     total = layout.num_chunks
     num = min(num, total)
     return [c for c in range(total) if (c + 1) * num // total > c * num // total]

@@ -86,10 +86,10 @@ def default_num_threads() -> int:
 class UpdateThreads:
     """Chooses the number of threads for the next pass: all threads, or one if one is as fast.
 
-    One thread is as fast if the update still waits for storage. In a pass on one thread, the waits
-    are measured. In a pass on all threads, they are predicted: the measured waits must exceed the
-    additional time that an update took on one thread when that was last measured. This memory fades
-    from pass to pass, so that one thread is tried again after a while.
+    One thread is as fast if the update still waits for storage. Passes on one thread show this by
+    their waits. Passes on all threads predict it, if their waits are longer than the additional
+    time that updates took when one thread was last tried. The memory of that time fades from pass
+    to pass, so that one thread is tried again after a while.
 
     A decision is based on `_WINDOW` passes, because a pass that begins with a full ring, or after a
     seal, says little about the next pass. Therefore the number of threads of the first passes

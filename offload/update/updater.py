@@ -213,7 +213,7 @@ class ChunkUpdater:
         # Only empty parameters have these keys. torch counts their steps all the same.
         self._pool.run(self._update_nothing, [Block(key, [], 0, {}, {}) for key in missing])
         if all(key.scalars is not None for key in self._keys if key.has_gradient):
-            # Otherwise torch has created state and nothing was read: no measure for other passes.
+            # If not, torch has created state and nothing was read: such a pass is not typical.
             self._pool.threads.passed(self._num_updated, self._updating_s, self._waiting_s)
         return [self._stepped.get(key, key.scalars) for key in self._keys]
 
@@ -407,7 +407,7 @@ def _is_used(key: Key) -> bool:
 
 
 def _by_value(value: object) -> object:
-    # Every block reads the hyper-parameters, which would synchronise if they were on a device.
+    # Every block reads the hyper-parameters. A read from a device would wait for its work.
     if isinstance(value, torch.Tensor) and is_on_device(value):
         return to_host(value)
     return copy.deepcopy(value)
