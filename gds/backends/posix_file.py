@@ -11,6 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from gds import libc, probe
+from gds.backends.closing import Closing
 from gds.backends.hybrid import Mode
 from gds.backends.names import reporting
 from gds.backends.threads import Meter, Part, Transfer
@@ -45,7 +46,7 @@ class Transfers(Protocol):
         ...
 
 
-class PosixFile:
+class PosixFile(Closing):
     """An open file of a `PosixBackend`; see `gds.File` for what each operation promises.
 
     Collected without `close` it releases its descriptors, after transfers in flight.

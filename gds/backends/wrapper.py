@@ -6,6 +6,7 @@ overrides `WrapperBackend.wrap_file` to return its own.
 
 from __future__ import annotations
 
+from gds.backends.closing import Closing
 from gds.contract import (
     Backend,
     Buffer,
@@ -19,7 +20,7 @@ from gds.contract import (
 )
 
 
-class WrapperFile:
+class WrapperFile(Closing):
     """Forwards everything to `inner`."""
 
     def __init__(self, inner: File) -> None:
@@ -88,7 +89,7 @@ class WrapperFile:
         self.inner.close()
 
 
-class WrapperBackend:
+class WrapperBackend(Closing):
     """Forwards everything to `inner`; files come back wrapped by `wrap_file`."""
 
     def __init__(self, inner: Backend) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gds import Backend, PosixBackend, StorageError
+from gds import Backend, StorageError
+from gds.opening import given_or_local
 from offload.checkpoint.quarantine_mark import read_quarantine
 from offload.checkpoint.reader_lock import held, is_another, lock_for_reading, recycled
 from offload.checkpoint.reading import (
@@ -74,11 +75,12 @@ class Checkpoint:
         parts: PartDirectories = None,
         *,
         lock: Lock | None = None,
-        owns_backend: bool = False,
+        resources: ExitStack | None = None,
     ) -> None:
         self._backend = backend
         self._lock = lock
-        self._owns_backend = owns_backend
+        self._resources = resources or ExitStack()
+        """What is closed with the checkpoint: the backend, unless it belongs to somebody else."""
         self._train_state: object = _UNREAD
         self._part_directories = parts
         self.manifest = manifest
@@ -274,8 +276,7 @@ class Checkpoint:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-        if self._owns_backend:
-            self._backend.close()
+        self._resources.close()
 
     def __del__(self) -> None:
         # The lock and its backend refer to each other. Without this method the lock would be held
@@ -356,42 +357,52 @@ def _open(
     need_parts: bool,
     even_quarantined: bool = False,
 ) -> Checkpoint:
-    owns_backend = backend is None
-    backend = backend or PosixBackend()
-    looks_left = _MOST_LOOKS
+    with ExitStack() as resources:
+        storage = resources.enter_context(given_or_local(backend))
+        found, manifest, lock = _find_and_lock(
+            storage, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
+        )
+        opened = Checkpoint(
+            storage, found.path, manifest, parts, lock=lock, resources=resources.pop_all()
+        )
     try:
-        while True:
-            present = _checkpoints_at(backend, path)
-            looks_left -= 1
-            try:
-                found, manifest, lock = _open_found(
-                    backend, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
-                )
-                break
-            except (
-                CheckpointError,
-                CheckpointNotFoundError,
-                StoreBusyError,
-                StorageError,
-            ) as error:
-                # A store in training always has a newest checkpoint. If it was recycled during the
-                # search, another one has taken its place, and the search starts again.
-                now = _checkpoints_at(backend, path)
-                if not looks_left or present == now:
-                    raise
-                if is_checkpoint_path(path) and not now:
-                    raise recycled(os.path.abspath(path)) from error
-    except BaseException:
-        if owns_backend:
-            backend.close()
-        raise
-    opened = Checkpoint(backend, found.path, manifest, parts, lock=lock, owns_backend=owns_backend)
-    try:
-        _warn_passed_over(backend, found, parts, need_parts=need_parts)
+        _warn_passed_over(storage, found, parts, need_parts=need_parts)
     except BaseException:  # filters may turn warnings into errors
         opened.close()
         raise
     return opened
+
+
+def _find_and_lock(
+    backend: Backend,
+    path: str,
+    parts: PartDirectories,
+    *,
+    need_parts: bool,
+    even_quarantined: bool,
+) -> tuple[Found, Manifest, Lock]:
+    """Find, lock and read the checkpoint that a path means, and start again if it is recycled."""
+    looks_left = _MOST_LOOKS
+    while True:
+        present = _checkpoints_at(backend, path)
+        looks_left -= 1
+        try:
+            return _open_found(
+                backend, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
+            )
+        except (
+            CheckpointError,
+            CheckpointNotFoundError,
+            StoreBusyError,
+            StorageError,
+        ) as error:
+            # A store in training always has a newest checkpoint. If it was recycled during the
+            # search, another one has taken its place, and the search starts again.
+            now = _checkpoints_at(backend, path)
+            if not looks_left or present == now:
+                raise
+            if is_checkpoint_path(path) and not now:
+                raise recycled(os.path.abspath(path)) from error
 
 
 def _warn_passed_over(

@@ -102,8 +102,7 @@ def _decode_manifest(backend: Backend, path: str) -> Manifest:
             f"{manifest_path}: {kind_of(stat)} of {stat.size_bytes} bytes, expected a file of at "
             f"most {MAX_MANIFEST_BYTES}"
         )
-    file = backend.open(manifest_path)
-    try:
+    with backend.open(manifest_path) as file:
         read_document(
             file,
             min(_FIRST_BYTES, file.size_bytes),
@@ -116,8 +115,6 @@ def _decode_manifest(backend: Backend, path: str) -> Manifest:
             lambda data: decode(_without_padding(data, manifest_path), manifest_path),
             ManifestError,
         )
-    finally:
-        file.close()
 
 
 def _without_padding(data: bytes, path: str) -> bytes:
@@ -284,13 +281,10 @@ def _read_part(backend: Backend, path: str) -> SealedPart:
     if stat is None or stat.kind != "file" or stat.size_bytes != PART_FILE_BYTES:
         found = f"{kind_of(stat)} of {stat.size_bytes} bytes" if stat else "nothing"
         raise CheckpointError(f"{own}: {found}, expected a file of {PART_FILE_BYTES} bytes")
-    file = backend.open(own)
-    try:
+    with backend.open(own) as file:
         return read_document(
             file, PART_FILE_BYTES, lambda data: decode_part(data, own), CheckpointError
         )
-    finally:
-        file.close()
 
 
 def _check_part(
@@ -339,16 +333,13 @@ def check_header(backend: Backend, path: str, expected: Header) -> None:
             f"{path}: {kind_of(stat)} of {stat.size_bytes} bytes, expected a file of "
             f"{expected.file_bytes}"
         )
-    file = backend.open(path)
-    try:
+    with backend.open(path) as file:
         read_document(
             file,
             expected.data_start,
             lambda found: _compare_header(found, file.size_bytes, expected, path),
             CheckpointError,
         )
-    finally:
-        file.close()
 
 
 def _compare_header(found: bytes, file_bytes: int, expected: Header, path: str) -> None:

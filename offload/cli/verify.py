@@ -243,11 +243,8 @@ def _checkpoints_of(store: str) -> list[str]:
     from gds import PosixBackend
     from offload.checkpoint.listing import checkpoints_of
 
-    backend = PosixBackend()
-    try:
+    with PosixBackend() as backend:
         return checkpoints_of(backend, os.path.abspath(store))
-    finally:
-        backend.close()
 
 
 def _stores_below(directory: str, unlisted: list[OSError]) -> Iterator[str]:

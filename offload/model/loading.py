@@ -65,14 +65,10 @@ def load_parameters(
         check_same(wanted, live, opened.path, call="load_parameters()", instead=instead)
         image = ModelImage(header, {n: tensor for n, (tensor, _) in tensors.items()})
         source = opened.backend
-        with reading(opened.path):
-            file = source.open(f"{opened.path}/{MODEL_NAME}")
-            try:
-                buffers = BlockBuffers(source, image.data_bytes)
-                context = DigestContext(manifest.store_id, manifest.generation)
-                read_model(image, file, buffers, context, manifest.model_digests)
-            finally:
-                file.close()
+        with reading(opened.path), source.open(f"{opened.path}/{MODEL_NAME}") as file:
+            buffers = BlockBuffers(source, image.data_bytes)
+            context = DigestContext(manifest.store_id, manifest.generation)
+            read_model(image, file, buffers, context, manifest.model_digests)
         return manifest.step
 
 

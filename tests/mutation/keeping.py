@@ -42,11 +42,11 @@ _REPLACEMENT_SYNC = """\
         found = self.pins()
         if names := found.at(path)"""
 _WRITTEN = """\
-        with guard:
-            file.sync()
-            backend.rename(new, f"{directory}/{pin.name}")
-            backend.sync_dir(directory)
-            backend.sync_dir(store)
+            with guard:
+                file.sync()
+                backend.rename(new, f"{directory}/{pin.name}")
+                backend.sync_dir(directory)
+                backend.sync_dir(store)
 """
 _REMOVED = """\
     with writing(store), guard or nullcontext():
@@ -142,19 +142,25 @@ KEEPING = (
     Mutation(
         "pin-no-sync",
         "sync of a pin before it takes its name",
-        (Edit(_PINS, _WRITTEN, _WRITTEN.replace("            file.sync()\n", "")),),
+        (Edit(_PINS, _WRITTEN, _WRITTEN.replace("                file.sync()\n", "")),),
         _PINNED,
     ),
     Mutation(
         "pin-no-dir-sync",
         "sync of the name of a pin",
-        (Edit(_PINS, _WRITTEN, _WRITTEN.replace("            backend.sync_dir(directory)\n", "")),),
+        (
+            Edit(
+                _PINS,
+                _WRITTEN,
+                _WRITTEN.replace("                backend.sync_dir(directory)\n", ""),
+            ),
+        ),
         _PINNED,
     ),
     Mutation(
         "pin-no-store-sync",
         "sync of the name of the directory of pins",
-        (Edit(_PINS, _WRITTEN, _WRITTEN.replace("            backend.sync_dir(store)\n", "")),),
+        (Edit(_PINS, _WRITTEN, _WRITTEN.replace("                backend.sync_dir(store)\n", "")),),
         _PINNED,
     ),
     Mutation(
@@ -165,10 +171,10 @@ KEEPING = (
                 _PINS,
                 _WRITTEN,
                 _WRITTEN.replace(
-                    "            backend.rename(new",
-                    '            if backend.stat(f"{directory}/{pin.name}") is not None:\n'
-                    '                backend.remove(f"{directory}/{pin.name}")\n'
-                    "            backend.rename(new",
+                    "                backend.rename(new",
+                    '                if backend.stat(f"{directory}/{pin.name}") is not None:\n'
+                    '                    backend.remove(f"{directory}/{pin.name}")\n'
+                    "                backend.rename(new",
                 ),
             ),
         ),
@@ -204,9 +210,9 @@ KEEPING = (
         (
             Edit(
                 _PINS,
-                "            if backend.stat(new) is not None:\n"
-                "                backend.remove(new)\n        raise\n",
-                "            pass\n        raise\n",
+                "                if backend.stat(new) is not None:\n"
+                "                    backend.remove(new)\n            raise\n",
+                "                pass\n            raise\n",
             ),
         ),
         (f"{_PIN_FAULTS}[moved]",),

@@ -405,7 +405,7 @@ LOCKING = (
         (
             Edit(
                 _CHECKPOINT,
-                "        _warn_passed_over(backend, found, parts, need_parts=need_parts)\n",
+                "        _warn_passed_over(storage, found, parts, need_parts=need_parts)\n",
                 "        pass\n",
             ),
         ),
