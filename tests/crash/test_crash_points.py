@@ -18,7 +18,15 @@ import torch
 
 import offload
 from gds import Backend
-from offload import AdamW, Checkpoint, EverySteps, LastK, Retention, list_checkpoints, open_checkpoint
+from offload import (
+    AdamW,
+    Checkpoint,
+    EverySteps,
+    LastK,
+    Retention,
+    list_checkpoints,
+    open_checkpoint,
+)
 from tests.crash.crash_backend import CrashBackend, Disk, Image, Operation
 from tests.crash.training import (
     Model,
