@@ -95,7 +95,9 @@ class Keeping:
         if found.unreadable:
             return []
         current = self.current
-        if incoming is not None:  # it takes the place of a checkpoint of its own step
+        if (
+            incoming is not None
+        ):  # the incoming checkpoint takes the place of one of its own step, if there is one
             current = [c for c in current if c.manifest.step != incoming.step]
         records = _records(current, found)
         if incoming is not None:

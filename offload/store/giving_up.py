@@ -62,7 +62,7 @@ def two_in_a_row(damaged: str, newer: str, directories: Sequence[str]) -> str:
 def quarantined_after(backend: Backend, paths: Iterable[str], generation: int) -> str | None:
     """Return the path of a quarantined checkpoint that is newer than a generation, or None.
 
-    A checkpoint that cannot be read at this moment counts as such a checkpoint.
+    A checkpoint that cannot be read at this moment counts as quarantined and newer.
 
     Args:
         backend: Backend of the checkpoints.
