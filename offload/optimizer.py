@@ -163,7 +163,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Take one optimizer step: stream the state through torch's own update.
 
         The call returns when the parameters are updated (with ``overlap="forward"``, earlier). The
-                last writes may still be in flight, which is safe, since no resume reads them.
+        last writes may still be in flight, which is safe, since no resume reads them.
 
         Args:
             closure: Function that re-evaluates the model and returns the loss, as in torch.
@@ -225,9 +225,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             MetricError: A metric is not a number. The message names it. Nothing has been done.
             PinError: Another checkpoint of this step is pinned, and would be replaced.
             SlotFullError: The disk is full, because of pins or checkpoints that are kept for good.
+                Make room as the message says, and call this again.
             TrainStateTypeError: `train_state` cannot be stored losslessly, or is a bare text, path
-                or number.
-            TrainStateTooLargeError: `train_state` is larger than the space reserved for it.
+                or number. The class is that of `offload.format`.
+            TrainStateTooLargeError: `train_state` is larger than the space reserved for it. The
+                class is that of `offload.format`.
             OverlapError: With ``overlap="backward"``, a backward has begun since the last step.
         """
         checked = None if metrics is None else take_metrics(metrics)
@@ -293,9 +295,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             discard_newer: Withdraw checkpoints that are newer than the chosen one. Without it,
                 choosing a checkpoint that is not the newest is refused.
             verify: True reads all optimizer state in this call, before any training with it: 12
-                bytes per parameter with Adam. Damage of the state is then treated like damage of
-                parameters. False leaves the check to the first step, which fails at damage. None
-                follows `Options.verify`.
+                bytes per parameter with Adam, which takes as long as the drive needs. Damage of the
+                state is then treated like damage of parameters. False leaves the check to the first
+                step, which fails at damage. None follows `Options.verify`.
 
         Returns:
             The checkpoint, with ``.step``, ``.train_state`` and ``.path``. None if the store has
@@ -469,11 +471,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Marker of torch's GradScaler for optimizers that unscale; must seem to be missing.
+        """Attribute that torch's GradScaler looks for if an optimizer unscales; it must be missing.
 
         Raises:
-            AttributeError: Always, so that GradScaler unscales the gradients itself.
             OverlapError: A pass beside backward has applied scaled gradients already.
+            AttributeError: In all other cases, so that GradScaler unscales the gradients itself.
         """
         self._live_engine().require_unscaled()
         raise AttributeError("_step_supports_amp_scaling")
