@@ -125,7 +125,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             from offload.overlap.backward_hooks import require_no_ddp  # slow, see `_engine_class`
 
             require_no_ddp(p for group in self.param_groups for p in group["params"])
-        for group in self.param_groups:  # refuse what cannot be streamed before making a directory
+        for group in self.param_groups:  # refuse unsupported formats before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
         with neutral():
             describe_parameters(self.param_groups, model, rule, options.state_format)
