@@ -30,7 +30,7 @@ _TRUE: Final = frozenset({"1", "true", "on", "yes"})
 """Values of an environment variable that mean true."""
 
 _settings = threading.RLock()
-"""Lock that is held while a setting of KvikIO, which belongs to the process, must not change."""
+"""Lock held while a setting of KvikIO must not change; the settings belong to the process."""
 
 _ERRORS: Final = sorted(
     ((os.strerror(number), number) for number in errno.errorcode),
@@ -41,7 +41,7 @@ _ERRORS: Final = sorted(
 
 
 class Moved(Protocol):
-    """A transfer of KvikIO in progress; the caller keeps buffer and file alive until `get` returns."""
+    """A transfer in progress. The caller keeps buffer and file alive until `get` returns."""
 
     def get(self) -> int:
         """Wait for the transfer and return the bytes moved, which may be too few; call it once."""
