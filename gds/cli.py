@@ -39,7 +39,7 @@ def _print_version(wanted: bool) -> None:
 
         try:
             version = importlib.metadata.version("ssd-offload")
-        except importlib.metadata.PackageNotFoundError:  # run from its sources
+        except importlib.metadata.PackageNotFoundError:  # the package runs from its sources
             version = "(not installed)"
         typer.echo(f"gds {version}")
         raise typer.Exit

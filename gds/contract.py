@@ -250,7 +250,7 @@ class Lock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do in one directory."""
+    """Capabilities of a backend in one directory."""
 
     backend: str
     """Name of the backend for people: ``posix``, ``memory``, ``kvikio``."""

@@ -34,6 +34,7 @@ class Monitor(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
     """A reentrant lock, taken by ``with``, and a way to wait for a change of the guarded state."""
 
     def __init__(self) -> None:
+        """Make a free lock."""
         super().__init__()
         self._tickets: list[threading.Lock] = []
 

@@ -309,7 +309,7 @@ class HybridFile:
             self._granule_bytes *= 2
         self._read_before = bytearray(-(-size_bytes // self._granule_bytes))
         self._last_end = 0
-        self._num_cached = 0  # reads in a row
+        self._num_cached = 0  # cached reads in a row
 
     def mode(self, direction: Direction, fd: int, offset: int, nbytes: int) -> Mode:
         """Return the mode for a request that could be direct, and count the decision.

@@ -97,7 +97,7 @@ class MemoryFile:
 
     @property
     def size_bytes(self) -> int:
-        """Size in bytes."""
+        """Size of the file, in bytes."""
         return len(self._node.data)
 
     @property
@@ -132,7 +132,7 @@ class MemoryFile:
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
         """Read a small range."""
         self._check("read", nbytes, offset)
-        if nbytes < 0 or offset + nbytes > self.size_bytes:  # before anything is allocated
+        if nbytes < 0 or offset + nbytes > self.size_bytes:  # checked before the allocation
             raise self._short(nbytes, offset)
         data = bytearray(nbytes)
         self._read(memoryview(data), offset)

@@ -130,7 +130,7 @@ class PosixFile:
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
         """Read a small range through the page cache; blocks until it is read."""
         self._check("read", offset)
-        if nbytes < 0 or offset + nbytes > self._size_bytes:  # before anything is allocated
+        if nbytes < 0 or offset + nbytes > self._size_bytes:  # checked before the allocation
             raise ShortReadError(
                 errno.ENODATA,
                 f"read of {nbytes} bytes from a file of {self._size_bytes}",

@@ -309,6 +309,15 @@ class _Request:
     def __init__(
         self, direction: Direction, view: memoryview, offset: int, first: int, last: int
     ) -> None:
+        """Describe a transfer of the bytes `first` to `last` of `view`.
+
+        Args:
+            direction: Direction of the transfer.
+            view: Memory of the whole request.
+            offset: Position of the first byte of `view` in the file, in bytes.
+            first: Start of the transfer, in bytes from the start of `view`.
+            last: End of the transfer, in bytes from the start of `view`.
+        """
         self.direction = direction
         self.view = view
         self.offset = offset

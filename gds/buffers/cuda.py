@@ -75,6 +75,7 @@ class _Handle:
     """A stream given by its raw handle, with the one attribute that CuPy reads."""
 
     def __init__(self, ptr: int) -> None:
+        """Keep the handle."""
         self.ptr = ptr
 
 

@@ -112,7 +112,7 @@ class DeviceBuffer(DeviceBytes):
 
     @property
     def kind(self) -> BufferKind:
-        """Always ``"device"``."""
+        """Kind of the memory, which is always ``"device"``."""
         return "device"
 
     def slice(self, start: int, nbytes: int) -> DeviceBuffer:
@@ -199,7 +199,7 @@ class PinnedBuffer(HostBuffer):
 
     @property
     def kind(self) -> BufferKind:
-        """Always ``"pinned"``."""
+        """Kind of the memory, which is always ``"pinned"``."""
         return "pinned"
 
 

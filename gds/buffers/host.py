@@ -72,7 +72,7 @@ class HostBuffer:
 
     @property
     def kind(self) -> BufferKind:
-        """Always ``"host"``."""
+        """Kind of the memory, which is always ``"host"``."""
         return "host"
 
     def slice(self, start: int, nbytes: int) -> Self:

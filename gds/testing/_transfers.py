@@ -99,7 +99,7 @@ class TransferContract(Harness):
             if draw.random() < 0.5:
                 nbytes = nbytes // step * step
             if draw.random() < 0.3:
-                nbytes = FILE_BYTES - offset  # up to the end
+                nbytes = FILE_BYTES - offset  # up to the end of the file
             same_phase = offset % ALIGNMENT
             misaligned_by = draw.choice([0, 0, same_phase, 1, 512])
             memory = filled(backend, nbytes, number, misaligned_by=misaligned_by)
