@@ -62,7 +62,7 @@ class WrongDataError(StorageError):
 def _rebuild(
     kind: type[StorageError], errno: int, message: str, path: str, offset: int | None
 ) -> StorageError:
-    """Return a pickled error again, with the message that it had."""
+    """Rebuild a pickled error with its original message."""
     error = kind(errno, "", path, offset=offset)
     error.strerror = message
     return error

@@ -162,8 +162,7 @@ def find_mount(table: str, path: str, mount_id: int | None = None) -> Mount:
         point, filesystem = _unescape(fields[4]), tail[0]
         options = tail[2].split(",") if len(tail) > 2 else []
         volatile = filesystem in MEMORY_FILESYSTEMS or (
-            filesystem == "overlay"
-            and "volatile" in options  # with this option, every sync is ignored
+            filesystem == "overlay" and "volatile" in options  # this option ignores every sync
         )
         everything = (*fields[5].split(","), *options) if len(fields) > 5 else tuple(options)
         remote = is_remote(filesystem)

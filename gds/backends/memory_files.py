@@ -107,12 +107,12 @@ class MemoryFile:
 
     @property
     def alignment(self) -> int:
-        """1 (byte), because no transfer is direct."""
+        """Alignment of the fast path: always 1 (byte), because no transfer is direct."""
         return 1
 
     @property
     def direct(self) -> bool:
-        """False, because there is no device."""
+        """Whether requests bypass the page cache: always False, because there is no device."""
         return False
 
     def read(self, into: Buffer, offset: int) -> Pending[int]:

@@ -97,7 +97,7 @@ class PosixFile:
 
     @property
     def alignment(self) -> int:
-        """`gds.ALIGNMENT` if transfers can be direct; otherwise 1 (byte)."""
+        """Alignment of the fast path, in bytes: `gds.ALIGNMENT`, or 1 if no transfer is direct."""
         return ALIGNMENT if self.direct else 1
 
     @property

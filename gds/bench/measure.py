@@ -339,7 +339,7 @@ def _slots(backend: Backend, workload: Workload, target: Target) -> list[Buffer]
 
 
 def _fill(buffer: Buffer, target: Target, offset: int, generations: Words) -> None:
-    """Fill a buffer with the data that belongs at `offset`; device memory is filled by a copy."""
+    """Fill a buffer with the data that belongs at `offset`; device memory gets a copy."""
     if isinstance(buffer, DeviceBuffer):
         data = bytearray(buffer.nbytes)
         target.stamps.fill(memoryview(data), offset, generations)

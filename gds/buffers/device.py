@@ -33,7 +33,7 @@ class DeviceBytes:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The interface, version 3, contiguous and without a stream: the caller orders the work."""
+        """Array interface, version 3: contiguous bytes, no stream; the caller orders the work."""
         return {
             "shape": (self.nbytes,),
             "typestr": "|u1",
@@ -218,7 +218,7 @@ class _TensorMemory(HostBuffer):
 
     @property
     def kind(self) -> BufferKind:
-        """``"pinned"`` if the memory was page-locked when this object was made, else ``"host"``."""
+        """Kind of the memory when this object was made: ``"pinned"`` or ``"host"``."""
         return "pinned" if self._is_pinned else "host"
 
     def slice(self, start: int, nbytes: int) -> _TensorMemory:

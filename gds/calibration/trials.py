@@ -53,7 +53,7 @@ _MOST_ROUNDS: Final = 8
 class Trials:
     """Trials on one file: reads from its first half, and writes to its second half.
 
-    Call `fill` first. A trial must not begin before the previous one has ended.
+    Call `fill` first.
     """
 
     def __init__(self, backend: PosixBackend, file: PosixFile) -> None:
