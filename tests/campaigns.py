@@ -1,7 +1,8 @@
 """Which tests run at every change, and which only where there is time for all of them.
 
-``make test`` runs a sample of the long enumerations below and everything else. ``make test-full``,
-and so CI, sets ``FULL_TESTS=1`` and runs all. A test or file that is named on the command line always runs.
+``make test`` runs a sample of the long enumerations below, and everything else. ``make test-full``,
+and so CI, sets ``FULL_TESTS=1`` and runs all. A test or file that is named on the command line
+always runs.
 """
 
 from __future__ import annotations
