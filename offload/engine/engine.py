@@ -221,7 +221,7 @@ class Engine(Usable):
         ):
             return replace_train_state(self.store, sealed, encoded, metrics)
         self.store.warn_of_lost()  # `is_usable` may just have found a loss
-        self.store.keeping.require_replaceable(self.store.path_of(self.num_steps))
+        self.store.keeping.require_replaceable(self.store.sealing.path_of(self.num_steps))
         if self._slots.present is None:
             slot = self._slots.begin(self._layout(), len(groups))
         else:
@@ -372,7 +372,7 @@ class Engine(Usable):
         ring, buffers, seal = self._ring(), self._block_buffers(), None
         try:
             seal = Seal(self.store, slot, captured, buffers, ring.flush(), self._meter)
-            self.store.begin_seal(captured.manifest)
+            self.store.sealing.begin(captured.manifest)
             self._slots.froze()
             self._steps_in_seal = self._meter.steps
             self._seal = seal  # set before the seal begins, as the start may be interrupted
@@ -381,7 +381,7 @@ class Engine(Usable):
             if seal is None or seal.cancel():  # else it goes on
                 self._seal = None
                 ring.thaw()
-                self.store.end_seal()
+                self.store.sealing.end()
                 self._slots.is_working = True
             raise
         return seal.handle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone, killed, power
 
+_SEALING = "offload/store/sealing.py"
 _KEEPING = "offload/store/expiry.py"
 _RETENTION = "offload/retention/policy.py"
 _PINS = "offload/retention/pins.py"
@@ -93,9 +94,9 @@ KEEPING = (
         "what is sealed displaces nobody by its metrics before it is durable",
         (
             Edit(
-                _STORE,
-                "        incoming = self._incoming and replace(self._incoming, metrics={})\n",
-                "        incoming = self._incoming\n",
+                _WITHDRAWAL,
+                "        incoming = sealing and replace(sealing, metrics={})\n",
+                "        incoming = sealing\n",
             ),
         ),
         (f"{_POLICIES}::test_the_best_stays_until_a_better_one_is_durable",),
@@ -132,9 +133,9 @@ KEEPING = (
         "slots that retention has no room for are removed",
         (
             Edit(
-                _STORE,
-                "        most = self.keeping.num_slots()\n",
-                "        most = self.keeping.num_slots() + 1\n",
+                _WITHDRAWAL,
+                "        most = self._keeping.num_slots()\n",
+                "        most = self._keeping.num_slots() + 1\n",
             ),
         ),
         (f"{_POLICIES}::test_a_narrower_policy_gives_slots_back",),
@@ -422,9 +423,9 @@ KEEPING = (
         "a pinned checkpoint is not replaced by another of its step",
         (
             gone(
-                _STORE,
+                _SEALING,
                 "            if replaced is not None:\n"
-                "                self.keeping.require_replaceable(path)\n",
+                "                self._keeping.require_replaceable(path)\n",
             ),
         ),
         (f"{_RACES}::test_while_a_seal_wants_its_place",),
@@ -436,7 +437,7 @@ KEEPING = (
             gone(
                 _ENGINE,
                 "        self.store.keeping.require_replaceable("
-                "self.store.path_of(self.num_steps))\n",
+                "self.store.sealing.path_of(self.num_steps))\n",
             ),
         ),
         (_REPLACED, f"{_OF_PINS}::test_an_unusable_one_is_not_replaced_either"),

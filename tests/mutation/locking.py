@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
+_SUPPLY = "offload/store/slot_supply.py"
+_SEALING = "offload/store/sealing.py"
 _LOCK = "offload/store/writer_lock.py"
 _STORE = "offload/store/store.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
@@ -101,7 +103,7 @@ LOCKING = (
         "the lock is looked at before a slot is made or taken",
         (
             gone(
-                _STORE,
+                _SUPPLY,
                 _EACH_TURN,
             ),
         ),
@@ -112,13 +114,13 @@ LOCKING = (
         "the lock is looked at again when a slot has been waited for",
         (
             Edit(
-                _STORE,
+                _SUPPLY,
                 "        look = partial(self._next_slot, layout, num_groups, patience)\n",
                 "        self._lock.require()\n"
                 "        look = partial(self._next_slot, layout, num_groups, patience)\n",
             ),
             gone(
-                _STORE,
+                _SUPPLY,
                 _EACH_TURN,
             ),
         ),
@@ -127,7 +129,7 @@ LOCKING = (
     Mutation(
         "lock-not-looked-at-behind-a-slot",
         "a slot that was made by its path is used only if the path still is the store's",
-        (gone(_STORE, "        self._require_place_of(slot)\n"),),
+        (gone(_SUPPLY, "        self._require_place_of(slot)\n"),),
         (f"{_MOVED}::test_a_slot_that_came_to_lie_in_another_directory_is_not_written_to",),
     ),
     Mutation(
@@ -135,7 +137,7 @@ LOCKING = (
         "spare slots are not removed by paths that may be another store's by now",
         (
             gone(
-                _STORE,
+                _WITHDRAWAL,
                 "        if not self._lock.is_held():\n"
                 "            return  # by their paths they may be somebody else's\n",
             ),
@@ -162,7 +164,7 @@ LOCKING = (
         "the lock is looked at again just before the rename that commits",
         (
             gone(
-                _STORE,
+                _SEALING,
                 "                self._lock.require()\n",
             ),
         ),

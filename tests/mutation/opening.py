@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone, killed, power
 
+_SUPPLY = "offload/store/slot_supply.py"
+_EXPIRY = "offload/store/expiry.py"
 _STORE = "offload/store/store.py"
 _OPENING = "offload/store/opening.py"
 _PLACES = "offload/store/places.py"
@@ -121,7 +123,7 @@ OPENING = (
         "order: the newest checkpoint is that of the highest generation",
         (
             Edit(
-                _STORE,
+                _EXPIRY,
                 "key=lambda c: c.manifest.generation, default=None)",
                 "key=lambda c: c.manifest.step, default=None)",
             ),
@@ -175,9 +177,9 @@ OPENING = (
         "a store on several drives is named before a part of it is written",
         (
             gone(
-                _STORE,
+                _SUPPLY,
                 "            write_store_id("
-                "self.backend, self.directory, self.store_id, self._poison)\n",
+                "self._backend, self._directory, self._store_id, self._poison)\n",
             ),
         ),
         (f"{_DRIVES}::TestOrder",),

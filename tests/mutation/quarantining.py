@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
+_SEALING = "offload/store/sealing.py"
 _QUARANTINE = "offload/store/quarantine.py"
 _STORE = "offload/store/store.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
@@ -154,7 +155,7 @@ QUARANTINING = (
     Mutation(
         "quarantine-claim-never-released",
         "parts of a damaged checkpoint are free when its place has been taken",
-        (gone(_STORE, "        self._parts.release_claim(path)\n"),),
+        (gone(_SEALING, "        self._parts.release_claim(path)\n"),),
         (
             f"{_TESTS}::test_its_place_is_taken_when_training_comes_to_its_step_again",
             "tests/crash/test_drives.py::TestUnreadableManifest",

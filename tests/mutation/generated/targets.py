@@ -13,6 +13,8 @@ MODULES: Final[dict[str, str]] = {
     "seal": "offload/engine/seal.py",
     "reseal": "offload/engine/reseal.py",
     "store": "offload/store/store.py",
+    "sealing": "offload/store/sealing.py",
+    "slot_supply": "offload/store/slot_supply.py",
     "slot": "offload/store/slot.py",
     "state_slots": "offload/engine/working_slot.py",
     "model_file": "offload/model/model_file.py",
