@@ -28,6 +28,7 @@ from offload.checkpoint.reading import (
     read_in_store,
     read_manifest,
 )
+from offload.checkpoint.sealed_slot import SealedSlot
 from offload.checkpoint.train_state_reading import StoredTrainState, read_train_state_file
 from offload.checkpoint.train_state_reading import train_state_header as train_state_header
 from offload.checkpoint.verify import Findings, verify_tensors
@@ -205,6 +206,10 @@ class Checkpoint:
                 raise recycled(self.path) from error
             raise
 
+    def open_slot(self) -> SealedSlot:
+        """Return the tensor files, to be read in a ``with`` block; opened when they are needed."""
+        return SealedSlot(self._backend, self.path, self.parts, self.manifest)
+
     def held(self) -> AbstractContextManager[None]:
         """Keep the checkpoint from being recycled within a block, even if it was opened unlocked.
 
@@ -254,15 +259,10 @@ class Checkpoint:
                 check_parts(self._backend, self.path, self.manifest, self._part_directories)
             except (CheckpointError, StorageError) as error:
                 findings.add(error, marks=marks_parts)
-            checked = verify_tensors(
-                self._backend,
-                self.path,
-                self.parts,
-                self.manifest,
-                progress,
-                findings,
-                marks_parts=marks_parts,
-            )
+            with self.open_slot() as slot:
+                checked = verify_tensors(
+                    self._backend, slot, progress, findings, marks_parts=marks_parts
+                )
             return VerifyReport(
                 tuple(findings.problems),
                 checked,

@@ -300,7 +300,7 @@ class Engine(Usable):
             self._meter.restore_bytes = load_checkpoint(
                 found, slot, stored, self._block_buffers(), groups
             )
-        slot.unchecked = True  # the first pass checks the state, even if this process wrote it
+        slot.distrust()  # the first pass checks the state, even if this process wrote it
         if self._options.verify == "at_restore" if verify is None else verify:
             self._meter.restore_bytes += check_state(self._ring(), slot, self._order(), self._meter)
         self.store.withdraw_newer(found)  # now that the older one has proved to be readable
@@ -373,7 +373,7 @@ class Engine(Usable):
         try:
             seal = Seal(self.store, slot, captured, buffers, ring.flush(), self._meter)
             self.store.sealing.begin(captured.manifest)
-            self._slots.froze()
+            self._slots.sealed_now()
             self._steps_in_seal = self._meter.steps
             self._seal = seal  # set before the seal begins, as the start may be interrupted
             seal.start(self._meter.count_seal)

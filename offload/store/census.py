@@ -95,7 +95,7 @@ class Census:
             if path not in spoken_of:
                 warnings.warn(message, RuntimeWarning, stacklevel=5)
 
-    def let_go(self, slot: Slot) -> bool:
+    def release(self, slot: Slot) -> bool:
         """Close the old files of a removed or changed checkpoint, once no state is read from them.
 
         Returns:
@@ -162,7 +162,7 @@ class Census:
         slot, checkpoint.slot, checkpoint.model_leaves = checkpoint.slot, None, None
         newest = max(self._checkpoints, key=lambda c: c.manifest.generation)
         if slot is not None and checkpoint is newest:
-            slot.unchecked = True  # the next step reads files that others may have changed
+            slot.distrust()  # the next step reads files that others may have changed
             self._left.append((slot, free))
         else:
             self._close(slot, free)

@@ -172,7 +172,7 @@ class Keeping:
         Raises:
             gds.StorageError: The pins could not be synced or read.
         """
-        with self._poison.on_error("the pins could not be made durable"):
+        with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         found = self.pins()
         return bool(found.unreadable or found.of(checkpoint.path, checkpoint.manifest))
@@ -201,7 +201,7 @@ class Keeping:
                 raise CheckpointNotFoundError(
                     errno.ENOENT, "there is no checkpoint in this store yet", self._directory
                 )
-            guard = self._poison.on_error("a pin could not be made durable")
+            guard = self._poison.fatal("a pin could not be made durable")
             pin = pin_of(name, checkpoint.path, checkpoint.manifest)
             write_pin(self._backend, self._directory, pin, guard)
 
@@ -216,7 +216,7 @@ class Keeping:
         """
         with self._changed:
             self._lock.require()
-            guard = self._poison.on_error("a pin could not be removed")
+            guard = self._poison.fatal("a pin could not be removed")
             remove_pin(self._backend, self._directory, name, guard)
 
     def require_none(self, what: str) -> None:
@@ -257,7 +257,7 @@ class Keeping:
         """
         if self._backend.stat(path) is None:
             return
-        with self._poison.on_error("the pins could not be made durable"):
+        with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         found = self.pins()
         if names := found.at(path):

@@ -81,7 +81,7 @@ def write_store_id(backend: Backend, directory: str, store_id: str, poison: Pois
     file = backend.create(path, _BYTES)
     try:
         file.write_bytes(text.encode().ljust(_BYTES - 1) + b"\n", 0)
-        with poison.on_error("a store's identity could not be made durable"):
+        with poison.fatal("a store's identity could not be made durable"):
             file.sync()
             backend.sync_dir(directory)
     finally:

@@ -46,11 +46,11 @@ def write_quarantine(backend: Backend, path: str, reason: str, poison: Poison) -
         if file is not None:
             try:
                 file.write_bytes(data, 0)
-                with poison.on_error(_NOT_MARKED):
+                with poison.fatal(_NOT_MARKED):
                     file.sync()
             finally:
                 file.close()
-    with poison.on_error(_NOT_MARKED):
+    with poison.fatal(_NOT_MARKED):
         backend.sync_dir(path)
 
 

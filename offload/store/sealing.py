@@ -246,7 +246,7 @@ class Sealing:
         try:
             if replaced is not None:
                 self._keeping.require_replaceable(path)
-            with self._poison.on_error(_NOT_DURABLE):
+            with self._poison.fatal(_NOT_DURABLE):
                 slot.sync()
                 slot.manifest.write_bytes(encoded, 0)
                 slot.manifest.sync()
@@ -270,7 +270,7 @@ class Sealing:
             with self._changed:
                 self._lock.require()
                 slot.require_in_place()
-                with self._poison.on_error(_NOT_DURABLE):
+                with self._poison.fatal(_NOT_DURABLE):
                     in_the_way = self._backend.stat(path) is not None
                     self._rename_into_place(slot, path, exchange=in_the_way)
         finally:
@@ -295,12 +295,12 @@ class Sealing:
             exchange: Whether another checkpoint has this path. Its directory becomes a free slot.
         """
         working = slot.path
-        slot.in_doubt = True
+        slot.begin_publication()
         if not exchange:
             self._backend.rename(working, path)
             slot.renamed(path)
             self._backend.sync_dir(self._directory)
-            slot.in_doubt = False
+            slot.published()
             return
         # A checkpoint of the same step exists: it belongs to an abandoned history, has an older
         # layout, or is damaged. Exchanging the two names leaves no instant without a checkpoint.
@@ -310,7 +310,7 @@ class Sealing:
         for old in replaced:
             old.path = working
         self._backend.sync_dir(self._directory)
-        slot.in_doubt = False
+        slot.published()
         for old in replaced:
             self._checkpoints.remove(old)
             self._withdrawal.gone(old)

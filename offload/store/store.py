@@ -230,7 +230,7 @@ class Store:
             if self._quarantine.has(slot) or not self._lock.is_held():
                 slot.close()  # the slot is evidence of damage, or the store may be another one
                 return
-            if self._census.let_go(slot):
+            if self._census.release(slot):
                 return
             if self._poison:
                 self._free.discard(slot)
@@ -287,7 +287,7 @@ class Store:
         except BaseException:
             file.close()
             raise
-        with self._poison.on_error(f"{name} could not be replaced"):
+        with self._poison.fatal(f"{name} could not be replaced"):
             slot.replace(name, file)
 
     def leftovers(self) -> tuple[list[str], PartLeftovers]:
@@ -353,7 +353,7 @@ class Store:
             newest_first = sorted(self.checkpoints, key=lambda c: -c.manifest.generation)
             self.keeping.require_none_after(checkpoint)
             for newer in newest_first[: newest_first.index(checkpoint)]:
-                self._poison.require_none(newer.path)
+                self._poison.require_healthy(newer.path)
                 if not self._withdrawal.withdraw(newer):
                     raise StoreBusyError(
                         errno.EBUSY,

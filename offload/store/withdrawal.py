@@ -77,7 +77,7 @@ class Withdrawal:
             if self._parts.are_there(checkpoint.manifest):  # else removed by hand
                 slot = open_stored(self._backend, checkpoint, self._parts, writable=True)
             name = self._free.unused_path()
-            with self._poison.on_error("a checkpoint could not be withdrawn"):
+            with self._poison.fatal("a checkpoint could not be withdrawn"):
                 self._backend.rename(checkpoint.path, name)
                 self._checkpoints.remove(checkpoint)
                 if slot is not None:

@@ -27,6 +27,7 @@ from functools import partial
 
 from gds import IOFuture
 from gds.waiting import Monitor
+from offload.checkpoint.sealed_slot import SlotFiles
 from offload.checkpoint.second_look import look_again, unreliable
 from offload.format.digests import Run, one_by_one
 from offload.format.layout import Layout
@@ -77,7 +78,7 @@ class Streamer:
         self._flushing: set[int] = set()
         """Held chunks that a seal is about to write; they must not change."""
         self._changed = Monitor()
-        self._source: Slot | None = None
+        self._source: SlotFiles | None = None
         self._queue: deque[int] = deque()
         self._loading: dict[int, Frame] = {}
         self._writing: dict[int, Frame] = {}
@@ -86,7 +87,7 @@ class Streamer:
         self._error: Exception | None = None
         self._meter = meter
 
-    def begin(self, source: Slot | None, chunks: Sequence[int]) -> None:
+    def begin(self, source: SlotFiles | None, chunks: Sequence[int]) -> None:
         """Set the chunks that will be taken next, in order, and the slot that they are read from.
 
         Chunks that have been read ahead from the same source are kept if they are among the next to
@@ -213,7 +214,9 @@ class Streamer:
             if found != expected:
                 self._look_again(frame, source, name, found, expected)
 
-    def _look_again(self, frame: Frame, source: Slot, name: str, found: str, expected: str) -> None:
+    def _look_again(
+        self, frame: Frame, source: SlotFiles, name: str, found: str, expected: str
+    ) -> None:
         """Read an array's chunk again if its digest was wrong, and continue if it is right then.
 
         The second read goes into other host memory, and tells whether the drive has the right

@@ -33,12 +33,12 @@ _PINNED = power("pinned-keep=1")
 _PINNED_KILLED = killed("pinned-keep=1", "pinned-keep=2")
 _ALWAYS = " | pinned | newest"
 _WITHDRAWAL_SYNC = """\
-        with self._poison.on_error("the pins could not be made durable"):
+        with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         found = self.pins()
         return bool("""
 _REPLACEMENT_SYNC = """\
-        with self._poison.on_error("the pins could not be made durable"):
+        with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         found = self.pins()
         if names := found.at(path)"""
@@ -244,7 +244,7 @@ KEEPING = (
                 _KEEPING,
                 _WITHDRAWAL_SYNC,
                 _WITHDRAWAL_SYNC.replace(
-                    'with self._poison.on_error("the pins could not be made durable"):', "if True:"
+                    'with self._poison.fatal("the pins could not be made durable"):', "if True:"
                 ),
             ),
         ),
@@ -258,7 +258,7 @@ KEEPING = (
                 _KEEPING,
                 _REPLACEMENT_SYNC,
                 _REPLACEMENT_SYNC.replace(
-                    'with self._poison.on_error("the pins could not be made durable"):', "if True:"
+                    'with self._poison.fatal("the pins could not be made durable"):', "if True:"
                 ),
             ),
         ),

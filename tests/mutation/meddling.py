@@ -44,8 +44,8 @@ MEDDLING = (
             Edit(
                 _SEALING,
                 "                slot.require_in_place()\n"
-                "                with self._poison.on_error(_NOT_DURABLE):\n",
-                "                with self._poison.on_error(_NOT_DURABLE):\n",
+                "                with self._poison.fatal(_NOT_DURABLE):\n",
+                "                with self._poison.fatal(_NOT_DURABLE):\n",
             ),
         ),
         (f"{_SEALED}[replace_state]",),
@@ -156,7 +156,7 @@ MEDDLING = (
     Mutation(
         "marked-state-trained-on",
         "state of a checkpoint that others marked is compared with its digests when it is read",
-        (Edit(_CENSUS, "slot.unchecked = True  # the next", "pass  # the next"),),
+        (Edit(_CENSUS, "slot.distrust()  # the next", "pass  # the next"),),
         (_DAMAGED,),
     ),
     Mutation(
@@ -187,7 +187,7 @@ MEDDLING = (
     Mutation(
         "lost-slot-never-let-go",
         "the slot of a lost checkpoint is closed, and not used again, when the state has moved",
-        (gone(_STORE, "            if self._census.let_go(slot):\n                return\n"),),
+        (gone(_STORE, "            if self._census.release(slot):\n                return\n"),),
         (f"{_BEHIND}[mark-1]", f"{_PINNED}[replace_files-2]"),
     ),
     Mutation(

@@ -208,7 +208,7 @@ OPENING = (
         (
             Edit(
                 _IDENTITY,
-                '        with poison.on_error("a store\'s identity could not be made durable"):\n',
+                '        with poison.fatal("a store\'s identity could not be made durable"):\n',
                 "        if poison is not None:\n",
             ),
         ),

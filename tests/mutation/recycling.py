@@ -108,7 +108,7 @@ RECYCLING = (
         (
             Edit(
                 _WITHDRAWAL,
-                'with self._poison.on_error("a checkpoint could not be withdrawn"):',
+                'with self._poison.fatal("a checkpoint could not be withdrawn"):',
                 "if True:",
             ),
         ),
@@ -315,7 +315,7 @@ RECYCLING = (
     Mutation(
         "doubtful-slot-removed",
         "a slot that may be a checkpoint by now is not removed",
-        (Edit(_FREE, "        if not slot.in_doubt:\n", "        if True:\n"),),
+        (Edit(_FREE, "        if slot.state is not SlotState.IN_DOUBT:\n", "        if True:\n"),),
         faults("sync_dir-once-keep=1", "sync_dir-for-ever-keep=1"),
     ),
     Mutation(
@@ -324,7 +324,7 @@ RECYCLING = (
         (
             Edit(
                 _FREE,
-                "                    with self._poison.on_error(_NOT_READY):\n"
+                "                    with self._poison.fatal(_NOT_READY):\n"
                 "                        adopted = adopt_slot(",
                 "                    if True:\n                        adopted = adopt_slot(",
             ),

@@ -96,11 +96,11 @@ SEALING = (
                 """\
             slot.renamed(path)
             self._backend.sync_dir(self._directory)
-            slot.in_doubt = False
+            slot.published()
 """,
                 """\
             slot.renamed(path)
-            slot.in_doubt = False
+            slot.published()
 """,
             ),
         ),
@@ -142,7 +142,7 @@ SEALING = (
     Mutation(
         "seal-not-in-doubt",
         "a slot whose rename may have happened is not removed",
-        (gone(_SEALING, "        slot.in_doubt = True\n"),),
+        (gone(_SEALING, "        slot.begin_publication()\n"),),
         faults("sync_dir-once-keep=1", "sync_dir-for-ever-keep=1"),
     ),
     Mutation(
@@ -151,12 +151,12 @@ SEALING = (
         (
             Edit(
                 _SEALING,
-                "with self._poison.on_error(_NOT_DURABLE):\n                slot.sync()\n",
+                "with self._poison.fatal(_NOT_DURABLE):\n                slot.sync()\n",
                 "if True:\n                slot.sync()\n",
             ),
             Edit(
                 _SEALING,
-                "with self._poison.on_error(_NOT_DURABLE):\n                    in_the_way",
+                "with self._poison.fatal(_NOT_DURABLE):\n                    in_the_way",
                 "if True:\n                    in_the_way",
             ),
         ),
@@ -271,7 +271,7 @@ SEALING = (
         (
             Edit(
                 _STORE,
-                'with self._poison.on_error(f"{name} could not be replaced"):',
+                'with self._poison.fatal(f"{name} could not be replaced"):',
                 "if True:",
             ),
         ),
