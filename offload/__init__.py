@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from offload.checkpoint.checkpoint import Checkpoint, VerifyReport, open_checkpoint
     from offload.checkpoint.listing import CheckpointInfo, list_checkpoints
     from offload.classes import SGD, Adam, AdamW
+    from offload.engine.reference import Position, reference_of
     from offload.engine.seal import SealHandle
     from offload.engine.stats import Stats
     from offload.errors import (
@@ -49,12 +50,14 @@ if TYPE_CHECKING:
     )
     from offload.exchange.read_state import read_state
     from offload.format.errors import TrainStateTooLargeError, TrainStateTypeError
+    from offload.format.metrics import usable_metrics
     from offload.grad_scaler import GradScaler
     from offload.model.loading import load_parameters
     from offload.model.process_groups import SEPARATE
     from offload.optimizer import OffloadedOptimizer
     from offload.options import Options
     from offload.retention.policy import BestBy, EverySeconds, EverySteps, LastK, Retention
+    from offload.store.giving_up import verify_before_resume
     from offload.store.pinning import pin, unpin
     from offload.store.quarantine import verify_and_mark
 
@@ -88,6 +91,7 @@ __all__ = [
     "Options",
     "OverlapError",
     "PinError",
+    "Position",
     "ProcessGroupError",
     "RecycledError",
     "RemoteStoreError",
@@ -114,8 +118,11 @@ __all__ = [
     "open_checkpoint",
     "pin",
     "read_state",
+    "reference_of",
     "unpin",
+    "usable_metrics",
     "verify_and_mark",
+    "verify_before_resume",
 ]
 
 _MODULES = {
@@ -149,11 +156,14 @@ _MODULES = {
         "UnwritableError",
         "VolatileStoreError",
     ),
+    "offload.engine.reference": ("Position", "reference_of"),
     "offload.format.errors": ("TrainStateTooLargeError", "TrainStateTypeError"),
+    "offload.format.metrics": ("usable_metrics",),
     "offload.checkpoint.listing": ("CheckpointInfo", "list_checkpoints"),
     "offload.model.loading": ("load_parameters",),
     "offload.optimizer": ("OffloadedOptimizer",),
     "offload.options": ("Options",),
+    "offload.store.giving_up": ("verify_before_resume",),
     "offload.store.pinning": ("pin", "unpin"),
     "offload.model.process_groups": ("SEPARATE",),
     "offload.store.quarantine": ("verify_and_mark",),

@@ -15,8 +15,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from offload.ambient import neutral
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.listing import CheckpointInfo
 from offload.engine.finalizer import close_left_open, close_quietly
-from offload.engine.reference import is_reference
+from offload.engine.reference import Position, is_reference
 from offload.engine.seal import SealHandle
 from offload.engine.state_dict import ExchangingEngine
 from offload.engine.stats import Stats
@@ -39,7 +40,7 @@ from offload.stream.drives import Directory, as_directories
 from offload.update.device_updater import require_steps
 from offload.update.rules import UpdateRule
 
-CheckpointName: TypeAlias = int | str | os.PathLike[str] | Checkpoint
+CheckpointName: TypeAlias = int | str | os.PathLike[str] | Checkpoint | CheckpointInfo
 """How a user says which checkpoint: by step number, path, or itself."""
 
 
@@ -82,6 +83,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         PinError: ``fresh=True`` would withdraw a checkpoint that is pinned.
         StoreError: The directory cannot be used, or is not what it was given for; says why.
     """
+
+    warn_unsealed: bool = True
+    """Whether `state_dict` warns if the state that it names is not a checkpoint.
+
+    Set it to False if something else calls `checkpoint` before each reference is written, as
+    ``offload.integrations.lightning`` does."""
 
     def __init__(
         self,
@@ -234,8 +241,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Args:
             name: Letters, digits, ``.``, ``_`` and ``-``, such as ``"best"``.
-            checkpoint: A step number, a path, or a `Checkpoint`; None for the newest. One that is
-                being sealed is waited for.
+            checkpoint: A step number, a path, a `Checkpoint`, or one of `checkpoints`; None for the
+                newest. One that is being sealed is waited for.
 
         Raises:
             SealError: The last checkpoint could not be sealed; nothing has been pinned.
@@ -275,7 +282,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         one after the other.
 
         Args:
-            checkpoint: A step number, a path, or a `Checkpoint`; None for the newest.
+            checkpoint: A step number, a path, a `Checkpoint`, or one of `checkpoints`; None for the
+                newest.
             discard_newer: Withdraw checkpoints that are newer than the chosen one. Without it,
                 choosing one that is not the newest is refused.
             verify: True reads all optimizer state now, before anything is trained on it: 12 bytes
@@ -306,6 +314,79 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Wait for all transfers and any seal in flight; raises what went wrong with them."""
         with self._exclusive("synchronize") as engine:
             engine.synchronize()
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """Absolute paths of the store's directories, one on each drive; the first is the store."""
+        return self._live_engine().store.directories
+
+    @property
+    def position(self) -> Position:
+        """Which state the optimizer has: store, step, generation, and whether it is sealed.
+
+        A state that is being sealed counts as sealed. Until its first checkpoint a store on one
+        drive has another identity in each process.
+
+        With ``overlap="forward"`` this waits for the step that runs beside the model, as
+        `state_dict` does, and raises its error. Otherwise it waits for nothing.
+
+        Raises:
+            OverlapError: With ``overlap="backward"``, there are gradients that `step` has not been
+                called for.
+        """
+        engine = self._live_engine()
+        with neutral():
+            engine.join()
+        return engine.position
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Describe the checkpoints that `restore` can go back to, the oldest first.
+
+        They are those that this process knows to be usable: neither damaged, as far as has been
+        noticed, nor withdrawn, nor given up by ``fresh=True``. One that is being sealed is not
+        among them; `synchronize` waits for it. Pins are read from the drive by each call, and a pin
+        that cannot be read is left out. No state is read.
+
+        Returns:
+            One value for each checkpoint, the same as `offload.list_checkpoints` has for it.
+
+        Raises:
+            OffloadError: The optimizer is closed, or was made by another process.
+            gds.StorageError: Pins or sizes of files could not be read.
+        """
+        return self._live_engine().checkpoints()
+
+    def pins(self) -> dict[str, str]:
+        """Return the pins of the store: each name, and the path of the checkpoint that has it.
+
+        Pins are read from the drive by each call, and one that cannot be read is left out. The
+        checkpoint of a pin need not be usable.
+
+        Raises:
+            OffloadError: The optimizer is closed, or was made by another process.
+            gds.StorageError: The directory of pins could not be read.
+        """
+        return self._live_engine().pins()
+
+    def find(self, position: Position) -> CheckpointInfo:
+        """Return the checkpoint of this store that a saved `state_dict` names.
+
+        Changes nothing. To go there, pass its path to `restore`. It waits as `position` does.
+
+        Args:
+            position: What `offload.reference_of` returned for the state dict.
+
+        Raises:
+            MismatchError: The state is of another store, was never sealed, or is not in the store
+                any more; says what to do.
+            OverlapError: As for `position`.
+            OffloadError: The optimizer is closed, or was made by another process.
+            gds.StorageError: Pins or sizes of files could not be read.
+        """
+        engine = self._live_engine()
+        with neutral():
+            engine.join()
+            return engine.find(position)
 
     @property
     def num_steps(self) -> int:
@@ -340,7 +421,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         It names where the state is, and holds the hyper-parameters. It makes nothing durable: call
         `checkpoint` first if it is to be loaded by another process. If steps have been taken since
-        the last checkpoint, a `RuntimeWarning` says so, once for each optimizer. Within
+        the last checkpoint, a `RuntimeWarning` says so, once for each optimizer, unless
+        `warn_unsealed` is False. `offload.reference_of` tells what it names. Within
         `materialized` it is the state itself; see `full_state_dict`.
         """
         engine = self._live_engine()
@@ -354,7 +436,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             torch_dict[NUM_STEPS] = engine.num_steps
             return torch_dict
         with neutral():
-            return engine.refer(torch_dict)
+            return engine.refer(torch_dict, warn=self.warn_unsealed)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Read all state into memory: the state dict of the wrapped class, for other programs.
@@ -520,7 +602,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _which(checkpoint: CheckpointName | None) -> int | str | None:
-    if isinstance(checkpoint, Checkpoint):
+    if isinstance(checkpoint, Checkpoint | CheckpointInfo):
         return checkpoint.path
     return checkpoint if isinstance(checkpoint, int | None) else os.fspath(checkpoint)
 

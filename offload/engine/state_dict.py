@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from offload.checkpoint.listing import CheckpointInfo, info_of
 from offload.device.boundary import HOST
 from offload.device.staging import flat_tensors
 from offload.engine.caller_hints import warn_unsealed
 from offload.engine.engine import Engine, Groups
-from offload.engine.reference import Position, find_referenced, read_reference, reference_to
+from offload.engine.reference import (
+    Position,
+    find_referenced,
+    find_sealed,
+    read_reference,
+    reference_to,
+)
 from offload.errors import DamagedError, MismatchError
 from offload.exchange.torch_dicts import (
     MaterializedState,
@@ -19,7 +26,9 @@ from offload.exchange.torch_dicts import (
     read_state_dict,
     said_steps,
 )
+from offload.retention.pins import FoundPins
 from offload.store.giving_up import give_up
+from offload.store.opening import StoredCheckpoint
 from offload.update.decoder import StateDecoder, kept_arrays
 from offload.update.filler import ParameterState, StateFiller
 
@@ -40,18 +49,43 @@ class ExchangingEngine(Engine):
             sealed=slot is not None and (sealing or self._slots.sealed is not None),
         )
 
-    seals_references = False
-    """Whether somebody seals the state whenever a reference to it is written: an integration."""
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Describe the usable checkpoints; see `OffloadedOptimizer.checkpoints`."""
+        self._require_alive()
+        pins = self.store.keeping.pins()
+        return [self._describe(checkpoint, pins) for checkpoint in self.store.keeping.current]
+
+    def pins(self) -> dict[str, str]:
+        """Return the pins of the store; see `OffloadedOptimizer.pins`."""
+        self._require_alive()
+        found = self.store.keeping.pins().pins
+        return {pin.name: f"{self.store.directory}/{pin.checkpoint}" for pin in found}
+
+    def find(self, wanted: Position) -> CheckpointInfo:
+        """Describe the checkpoint that a reference names; see `OffloadedOptimizer.find`."""
+        self._require_alive()
+        found = find_sealed(self.store, wanted, self.position)
+        return self._describe(found, self.store.keeping.pins())
+
+    def _describe(self, checkpoint: StoredCheckpoint, pins: FoundPins) -> CheckpointInfo:
+        store = self.store
+        parts = store.directories[1:]
+        return info_of(store.backend, checkpoint.path, checkpoint.manifest, parts, pins)
+
     _has_warned = False
     """Of a reference to a state that is not sealed."""
 
-    def refer(self, torch_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def refer(self, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
         """Make a reference of torch's state dict; see `OffloadedOptimizer.state_dict`.
 
         Called by it alone: a warning points at what called that.
+
+        Args:
+            torch_dict: State dict of the wrapped class, without the state.
+            warn: Whether to warn if the state is not sealed.
         """
         position = self.position
-        if position.step and not position.sealed and not self.seals_references:
+        if warn and position.step and not position.sealed:
             if not self._has_warned:
                 warn_unsealed(self.store.directory, position.step)
             self._has_warned = True
