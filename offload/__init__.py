@@ -48,6 +48,8 @@ if TYPE_CHECKING:
         UnwritableError,
         VolatileStoreError,
     )
+    from offload.exchange.exporting import export_checkpoint
+    from offload.exchange.importing import import_checkpoint
     from offload.exchange.read_state import read_state
     from offload.format.errors import TrainStateTooLargeError, TrainStateTypeError
     from offload.format.metrics import usable_metrics
@@ -113,6 +115,8 @@ __all__ = [
     "UnwritableError",
     "VerifyReport",
     "VolatileStoreError",
+    "export_checkpoint",
+    "import_checkpoint",
     "list_checkpoints",
     "load_parameters",
     "open_checkpoint",
@@ -170,6 +174,8 @@ _MODULES = {
     "offload.retention.policy": ("BestBy", "EverySeconds", "EverySteps", "LastK", "Retention"),
     "offload.grad_scaler": ("GradScaler",),
     "offload.engine.seal": ("SealHandle",),
+    "offload.exchange.exporting": ("export_checkpoint",),
+    "offload.exchange.importing": ("import_checkpoint",),
     "offload.exchange.read_state": ("read_state",),
     "offload.engine.stats": ("Stats",),
 }

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from offload.ambient import called_as_user, in_neutral
 from offload.checkpoint.checkpoint import Checkpoint, train_state_header
 from offload.errors import MismatchError, StoreError
+from offload.exchange.foreign import Foreign, open_foreign
 from offload.exchange.foreign_checks import check_model, count_of_steps, hyperparameters
 from offload.exchange.torch_dicts import NO_ENTRY, num_steps, read_parameter_state, scalar_template
 from offload.format.arrays import MASTER_LOW
@@ -34,7 +36,7 @@ from offload.format.train_state import encode, pack_encoded
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.model.model_writing import write_model
 from offload.options import Options
-from offload.retention.policy import as_retention
+from offload.retention.policy import Retention, as_retention
 from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.stream.drives import Directory, Drives, as_directories
@@ -51,33 +53,6 @@ _READ_ELEMENTS = 512 << 10
 
 
 @dataclass(slots=True)
-class Foreign:
-    """A checkpoint of another program; its tensors are read when they are needed."""
-
-    path: str
-    model: Mapping[str, TensorSource]
-    """Every tensor of the model's state dict, tied ones once."""
-
-    optimizer: Mapping[str, Any]
-    """torch's state dict, by numbers or by names."""
-
-    masters: Mapping[Any, TensorSource] = field(default_factory=dict)
-    """FP32 parameters, by the same numbers or names."""
-
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of tied tensors, and the name in `model`."""
-
-    step: Any = None
-    """Optimizer steps taken, if it says so; not checked."""
-
-    step_from: str = ""
-    """What says so, for people."""
-
-    is_ordered: bool = False
-    """Whether `model` is in the order of the model's own state dict."""
-
-
-@dataclass(slots=True)
 class _Parameter:
     spec: ParameterSpec
     state: ParameterState
@@ -87,16 +62,17 @@ class _Parameter:
 
 @in_neutral
 def import_checkpoint(
-    foreign: Foreign,
+    source: str | os.PathLike[str],
     directory: Directory | Sequence[Directory],
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     *,
+    model: str | os.PathLike[str] | None = None,
     names: Sequence[str] | None = None,
     frozen: Collection[str] = (),
     tied: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
     options: Options = Options(),  # noqa: B008  (frozen)
-    keep: int = 2,
+    keep: int | Retention = 2,
     fresh: bool = False,
     step: int | None = None,
     train_state: Any = None,
@@ -104,12 +80,21 @@ def import_checkpoint(
 ) -> Checkpoint:
     """Make a store whose one checkpoint is another program's.
 
-    Memory is a ring of chunks and a constant, whatever the size of the state.
+    `OffloadedOptimizer.restore` continues from it as if it had been trained here. The source is one
+    of these:
+
+    - a file of `torch.save` with a model's and an optimizer's state dicts, or the latter alone;
+    - a directory with ``optimizer.pt`` and ``model.safetensors``, of the Hugging Face Trainer;
+    - a directory of `torch.distributed.checkpoint`.
+
+    Memory is a ring of chunks and a constant, whatever the size of the state. Pickles are read with
+    ``weights_only=True``. The checkpoint is durable on return.
 
     Args:
-        foreign: What `foreign.open_foreign` returned.
+        source: The file or directory to import.
         directory: The store, or its directories on several drives.
         optimizer_class: The class that the state is of.
+        model: File with the model, of safetensors or of `torch.save`, if `source` has none.
         names: Of all parameters, in the order of the optimizer's groups, where the source does
             not say them.
         frozen: Names of parameters of the optimizer that have ``requires_grad=False``.
@@ -124,11 +109,17 @@ def import_checkpoint(
         train_state: What `restore` is to give back.
         progress: Called with the bytes of state written so far, and in all.
 
+    Returns:
+        The checkpoint that was made, unlocked.
+
     Raises:
         StoreError: There are checkpoints already.
+        StoreFullError: There is no room for the store.
         MismatchError: The source is of another class, or contradicts itself; names the parameter.
-        CheckpointError: The source is damaged.
+        CheckpointError: The source is damaged, none of the above, or holds what would have to be
+            executed.
     """
+    foreign = open_foreign(os.fspath(source), None if model is None else os.fspath(model))
     progress = called_as_user(progress) if progress is not None else None
     rule = UpdateRule(optimizer_class, {})
     if tied:

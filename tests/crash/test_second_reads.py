@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from gds import Backend, MemoryBackend, PosixBackend
-from offload import list_checkpoints, load_parameters, open_checkpoint
+from offload import export_checkpoint, list_checkpoints, load_parameters, open_checkpoint
 from offload.errors import DamagedError, UnreliableReadError
 from offload.exchange.checkpoint_stream import open_stream
-from offload.exchange.exporting import export_checkpoint
 from offload.format.names import QUARANTINE_NAME
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.flipping import FlippingBackend

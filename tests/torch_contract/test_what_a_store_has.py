@@ -73,23 +73,40 @@ def pins_on_drive(directory: Path) -> dict[str, str]:
     return found
 
 
-class TestCheckpoints:
-    @pytest.mark.parametrize("num_drives", [1, 2])
-    def test_they_are_what_another_process_lists(self, num_drives: int, tmp_path: Path) -> None:
-        directories = [tmp_path / f"drive{number}" for number in range(num_drives)]
-        with make(directories) as optimizer:
-            assert optimizer.checkpoints() == []
-            for number in range(3):
-                seal(optimizer, loss=0.5 + number)
-            optimizer.pin("best", 2)
-            optimizer.pin("first", 1)
-            mine = optimizer.checkpoints()
-            assert as_listed(mine) == listed(directories[0])
-            pins = [(info.step, info.pins) for info in mine]
-            assert pins == [(1, ("first",)), (2, ("best",)), (3, ())]
-            assert mine[1].metrics == {"loss": 1.5}
-            assert optimizer.directories == tuple(map(str, directories))
+@pytest.mark.parametrize("num_drives", [1, 2])
+def test_its_checkpoints_are_what_another_process_lists(num_drives: int, tmp_path: Path) -> None:
+    directories = [tmp_path / f"drive{number}" for number in range(num_drives)]
+    with make(directories) as optimizer:
+        assert optimizer.checkpoints() == []
+        for number in range(3):
+            seal(optimizer, loss=0.5 + number)
+        optimizer.pin("best", 2)
+        optimizer.pin("first", 1)
+        mine = optimizer.checkpoints()
+        assert as_listed(mine) == listed(directories[0])
+        pins = [(info.step, info.pins) for info in mine]
+        assert pins == [(1, ("first",)), (2, ("best",)), (3, ())]
+        assert mine[1].metrics == {"loss": 1.5}
+        assert optimizer.directories == tuple(map(str, directories))
 
+
+def test_it_finds_the_checkpoint_that_a_saved_dict_names(tmp_path: Path) -> None:
+    with make(tmp_path / "run") as optimizer:
+        for _ in range(3):
+            seal(optimizer)
+            torch.save(optimizer.state_dict(), tmp_path / f"{optimizer.num_steps}.pt")
+    saved = [torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in (1, 2, 3)]
+    with make(tmp_path / "run") as optimizer:
+        positions = [position for one in saved if (position := reference_of(one))]
+        found = [optimizer.find(position) for position in positions]
+        assert as_listed(found) == listed(tmp_path / "run")
+        optimizer.restore(found[1], discard_newer=True)
+        assert optimizer.position.is_same_as(positions[1])
+        with pytest.raises(offload.MismatchError, match=r"has step 1 .*, step 2 .*withdrawn"):
+            optimizer.find(positions[2])
+
+
+class TestCheckpoints:
     def test_a_pin_of_another_process_is_seen_at_once(self, tmp_path: Path) -> None:
         with make(tmp_path) as optimizer:
             seal(optimizer)
@@ -215,21 +232,6 @@ class TestPosition:
 
 
 class TestFind:
-    def test_it_is_the_checkpoint_that_a_saved_dict_names(self, tmp_path: Path) -> None:
-        with make(tmp_path / "run") as optimizer:
-            for _ in range(3):
-                seal(optimizer)
-                torch.save(optimizer.state_dict(), tmp_path / f"{optimizer.num_steps}.pt")
-        saved = [torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in (1, 2, 3)]
-        with make(tmp_path / "run") as optimizer:
-            positions = [position for one in saved if (position := reference_of(one))]
-            found = [optimizer.find(position) for position in positions]
-            assert as_listed(found) == listed(tmp_path / "run")
-            optimizer.restore(found[1], discard_newer=True)
-            assert optimizer.position.is_same_as(positions[1])
-            with pytest.raises(offload.MismatchError, match=r"has step 1 .*, step 2 .*withdrawn"):
-                optimizer.find(positions[2])
-
     def test_of_another_store_it_names_both(self, tmp_path: Path) -> None:
         with make(tmp_path / "one") as optimizer:
             seal(optimizer)
