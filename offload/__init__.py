@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from offload.model.loading import load_parameters
     from offload.model.process_groups import SEPARATE
     from offload.optimizer import OffloadedOptimizer
-    from offload.options import Options
+    from offload.options import DriveTuning, Options
     from offload.retention.policy import BestBy, EverySeconds, EverySteps, LastK, Retention
     from offload.store.giving_up import verify_before_resume
     from offload.store.pinning import pin, unpin
@@ -80,6 +80,7 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointNotFoundError",
     "DamagedError",
+    "DriveTuning",
     "EverySeconds",
     "EverySteps",
     "GradScaler",
@@ -166,7 +167,7 @@ _MODULES = {
     "offload.checkpoint.listing": ("CheckpointInfo", "list_checkpoints"),
     "offload.model.loading": ("load_parameters",),
     "offload.optimizer": ("OffloadedOptimizer",),
-    "offload.options": ("Options",),
+    "offload.options": ("DriveTuning", "Options"),
     "offload.store.giving_up": ("verify_before_resume",),
     "offload.store.pinning": ("pin", "unpin"),
     "offload.model.process_groups": ("SEPARATE",),

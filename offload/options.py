@@ -21,6 +21,52 @@ _MIN_CHUNK_BYTES = ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DriveTuning:
+    """How the drives are used, if that is not to be measured; nothing of it changes any bit.
+
+    What is None here is measured on the drives of the store, or found out by trying it.
+    """
+
+    threads: int | None = None
+    """Reads, and writes, that run at once. None for what was measured to suit the drive, or 3."""
+
+    request_bytes: int | None = None
+    """Most bytes to ask of the drive at once, a multiple of 4096. None for what was measured to
+    suit the drive; where nothing was, a chunk of one state array is one request."""
+
+    shares: tuple[int, ...] | None = None
+    """With ``directory=[a, b, ...]``: how much of the state each of them holds, as whole numbers in
+    proportion to each other. None means in proportion to their bandwidth, which is measured. Fixed
+    when a store is made: a resume keeps the store's own."""
+
+    direct: bool | None = None
+    """Bypass the page cache: True insists, False never does, None does wherever it works."""
+
+    calibrate: bool = True
+    """Measure the drive for a second or two before the first step of a store of 1 GiB or more, and
+    each drive when a store on several is made; remember it there, as ``calibration.json``."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that could not work, saying why."""
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if self.request_bytes is not None and (
+            self.request_bytes < ALIGNMENT or self.request_bytes % ALIGNMENT
+        ):
+            raise ValueError(
+                f"request_bytes must be a multiple of {ALIGNMENT}, got {self.request_bytes}"
+            )
+        if self.shares is not None and (
+            not all(type(share) is int and share >= 1 for share in self.shares)
+            or not 1 <= sum(self.shares) <= 1024
+        ):
+            raise ValueError(
+                "shares must be whole numbers of at least 1, one for each directory, and at most "
+                f"1024 together, got {self.shares}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How state is streamed and stored; every default is right for most machines.
 
@@ -38,17 +84,6 @@ class Options:
     """Chunks in memory at once: those being read, updated and written. At least 2. The ring takes
     ``ring_chunks * chunk_bytes * number of state arrays`` of memory: of the host, or of the device
     where state is updated there. None for what the drive needs, as measured, or 6."""
-
-    threads: int | None = None
-    """Reads, and writes, that run at once. None for what was measured to suit the drive, or 3."""
-
-    request_bytes: int | None = None
-    """Most bytes to ask of the drive at once, a multiple of 4096. None for what was measured to
-    suit the drive; where nothing was, a chunk of one state array is one request."""
-
-    calibrate: bool = True
-    """Measure the drive for a second or two before the first step of a store of 1 GiB or more, and
-    each drive when a store on several is made; remember it there, as ``calibration.json``."""
 
     host_memory: int | str = 0
     """Bytes, or a string such as ``"8GiB"``, of host memory in which state may stay between steps,
@@ -69,11 +104,6 @@ class Options:
     ``"int8"`` (in blocks of 32 with a common scale, as FlashOptim does). Fewer bytes, and results
     that differ from FP32 state. Reproducible, and the same after a resume. What becomes of a
     parameter depends on its own name and elements, and on nothing else that is in the store."""
-
-    shares: tuple[int, ...] | None = None
-    """With ``directory=[a, b, ...]``: how much of the state each of them holds, as whole numbers in
-    proportion to each other. None means in proportion to their bandwidth, which is measured. Fixed
-    when a store is made: a resume keeps the store's own."""
 
     overlap: Overlap | None = None
     """Hide the step behind the model's work; needs ``model=``. None: ``step()`` returns when the
@@ -105,8 +135,8 @@ class Options:
     bytes per parameter more, and damage is found before a step is taken. ``"always"``: in every
     step, which costs the CPU another digest of all state."""
 
-    direct: bool | None = None
-    """Bypass the page cache: True insists, False never does, None does wherever it works."""
+    drives: DriveTuning = DriveTuning()
+    """How the drives are used: see `DriveTuning`. All of it is measured by default."""
 
     allow_volatile: bool = False
     """Accept a directory whose content is lost at power-off (tmpfs). Meant for tests."""
@@ -136,13 +166,10 @@ class Options:
                 f"chunk_bytes must be at least {_MIN_CHUNK_BYTES} (the alignment of direct I/O), "
                 f"got {self.chunk_bytes}"
             )
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads must be at least 1, got {self.threads}")
-        if self.request_bytes is not None and (
-            self.request_bytes < ALIGNMENT or self.request_bytes % ALIGNMENT
-        ):
-            raise ValueError(
-                f"request_bytes must be a multiple of {ALIGNMENT}, got {self.request_bytes}"
+        if not isinstance(self.drives, DriveTuning):
+            raise TypeError(
+                f"drives must be an offload.DriveTuning, got {type(self.drives).__name__}: write "
+                "Options(drives=offload.DriveTuning(...))"
             )
         if self.ring_chunks is not None and self.ring_chunks < 2:
             raise ValueError(
@@ -177,19 +204,12 @@ class Options:
                 f"train_state_bytes must be a multiple of {ALIGNMENT} from {2 * ALIGNMENT} to "
                 f"{MAX_CAPACITY_BYTES}, got {self.train_state_bytes}"
             )
-        if self.shares is not None and (
-            not all(type(share) is int and share >= 1 for share in self.shares)
-            or not 1 <= sum(self.shares) <= 1024
-        ):
-            raise ValueError(
-                "shares must be whole numbers of at least 1, one for each directory, and at most "
-                f"1024 together, got {self.shares}"
-            )
         if self.reader_timeout_s < 0:
             raise ValueError(f"reader_timeout_s must not be negative, got {self.reader_timeout_s}")
-        if self.backend is not None and self.direct is not None:
+        drives = self.drives
+        if self.backend is not None and drives.direct is not None:
             raise ValueError("direct has no effect on a backend that is passed in: set one of them")
-        if self.backend is not None and (self.threads or self.request_bytes):
+        if self.backend is not None and (drives.threads or drives.request_bytes):
             raise ValueError(
                 "threads and request_bytes have no effect on a backend that is passed in: set them "
                 "there"

@@ -18,7 +18,15 @@ import torch
 
 import offload
 from gds import Backend
-from offload import AdamW, EverySteps, LastK, Retention, list_checkpoints, open_checkpoint
+from offload import (
+    AdamW,
+    DriveTuning,
+    EverySteps,
+    LastK,
+    Retention,
+    list_checkpoints,
+    open_checkpoint,
+)
 from tests.crash.crash_backend import CrashBackend, Disk, Image, Operation
 from tests.crash.training import (
     Model,
@@ -132,7 +140,7 @@ class Trainer:
         self.optimizer: AdamW = optimizer_for(
             self.model,
             [STORE, *OTHERS[: drives - 1]],
-            options(backend, shares=SHARES[:drives], host_memory=host_memory),
+            options(backend, drives=DriveTuning(shares=SHARES[:drives]), host_memory=host_memory),
             keep=keep,
             fresh=fresh,
             with_head=with_head and num_groups(backend) == 2,

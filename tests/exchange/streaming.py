@@ -29,7 +29,8 @@ KINDS = ("pt", "hf", "safetensors", "dcp")
 def make(directory: Path, size: int) -> int:
     """Make a store with a checkpoint; return the bytes of its state."""
     model = model_of(size // 2, size // 2)
-    options = offload.Options(chunk_bytes=CHUNK_BYTES, ring_chunks=3, calibrate=False)
+    drives = offload.DriveTuning(calibrate=False)
+    options = offload.Options(chunk_bytes=CHUNK_BYTES, ring_chunks=3, drives=drives)
     with offload.AdamW(
         model.named_parameters(), model=model, directory=directory, options=options
     ) as optimizer:

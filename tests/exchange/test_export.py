@@ -35,7 +35,7 @@ KINDS = ("pt", "hf", "safetensors", "dcp")
 def sealed(directory: Path, case: Case, settings: dict[str, Any], steps: int = 3, drives: int = 1):
     """Train for some steps, and seal; returns the pair and the path of its checkpoint."""
     places = [str(directory / f"drive{n}") for n in range(drives)]
-    shares = {"shares": (1,) * drives} if drives > 1 else {}
+    shares = {"drives": offload.DriveTuning(shares=(1,) * drives)} if drives > 1 else {}
     cut = Cut(3 * 4096, 3, settings={**settings, **shares})
     pair = Pair(case, cut, None, places)
     for step in range(1, steps + 1):

@@ -183,7 +183,7 @@ def test_round_trip_of_our_own_exports(tmp_path, kind, settings) -> None:
         options=offload.Options(
             chunk_bytes=8192,
             ring_chunks=2,
-            shares=(1, 1),
+            drives=offload.DriveTuning(shares=(1, 1)),
             **{k: v for k, v in settings.items() if k != "host_memory"},
         ),
         step=3,

@@ -283,8 +283,10 @@ class Ours(Side):
             options=offload.Options(
                 **self.options,
                 allow_volatile=True,
-                direct=None if self.config["disk"] else False,
-                shares=(2, 1, 1)[: len(directories)] if len(directories) > 1 else None,
+                drives=offload.DriveTuning(
+                    direct=None if self.config["disk"] else False,
+                    shares=(2, 1, 1)[: len(directories)] if len(directories) > 1 else None,
+                ),
             ),
         )
 

@@ -32,7 +32,9 @@ def make(directory: Path | Sequence[Path], **settings: Any) -> OffloadedOptimize
         chunk_bytes=4096,
         train_state_bytes=8192,
         overlap=settings.pop("overlap", None),
-        shares=None if isinstance(directory, Path) else (1,) * len(directory),
+        drives=offload.DriveTuning(
+            shares=None if isinstance(directory, Path) else (1,) * len(directory)
+        ),
     )
     model = torch.nn.Linear(60, 50)
     arguments = {"keep": 9, "model": model, "options": options, **settings}
