@@ -1,8 +1,8 @@
-"""What happens between a torch optimizer and its store: the state's life from step to step.
+"""The engine between a torch optimizer and its store: the state's life from step to step.
 
-`LOCK`, slots and checkpoints are the store's business, which slot is the state's that of
-`StateSlots`, chunks in memory the streamer's, arithmetic the updater's, and sealing the seal's;
-this module only orders them.
+This module only orders the work of others. The store manages `LOCK`, slots and checkpoints.
+`StateSlots` says which slot holds the state, the streamer moves chunks through memory, the updater
+does the arithmetic, and the seal makes checkpoints.
 """
 
 from __future__ import annotations
@@ -62,23 +62,25 @@ from offload.update.rules import Scalars, UpdateRule
 from offload.update.updater import ChunkUpdater
 
 Groups = Sequence[dict[str, Any]]
-"""``param_groups`` of the optimizer, passed anew to each call: libraries replace the dicts."""
+"""``param_groups`` of the optimizer, passed anew to each call because libraries replace the
+dicts."""
 
 Metrics: TypeAlias = Mapping[str, float] | None
-"""What was measured, checked; None where nobody said, which leaves those of a checkpoint alone."""
+"""Checked metrics of a checkpoint. None means that none were given, so that an existing checkpoint
+keeps its metrics."""
 
 
 class Engine(Usable):
     """Owns the store, the ring and the threads of one optimizer.
 
     Args:
-        rule: Runs the wrapped optimizer's step.
-        directories: The store: one on each drive.
-        model: Gives names, buffers and frozen parameters; None for parameters only.
-        keep: Which checkpoints to keep.
+        rule: Update rule that runs the wrapped optimizer's step.
+        directories: Directories of the store, one on each drive.
+        model: Model that gives names, buffers and frozen parameters; None for parameters only.
+        keep: Retention policy of the store.
         fresh: Whether to start over although the store has checkpoints.
         options: Settings of the machine.
-        device: That the parameters are on now; None for host memory.
+        device: Device that the parameters are on now; None for host memory.
     """
 
     _updater_class = ChunkUpdater
@@ -126,18 +128,20 @@ class Engine(Usable):
         self._run = uuid.uuid4().hex
         self.num_steps = 0
         self.gradient_factors: tuple[float, ...] = ()
-        """What gradients are multiplied by, in turn, in steps that begin now."""
+        """Factors that gradients are multiplied by, one after the other, in steps that begin
+        now."""
         self.frozen_space = FrozenSpace(store)
         self._slots = StateSlots(store)
         self._compute: Compute | None = None
-        """Of the device that state is updated on; None for the CPU."""
+        """Runs work on the device that state is updated on; None for the CPU."""
         self._seal: Seal | None = None
 
     @in_neutral
     def require_space(self, groups: Groups) -> None:
         """Check names, parameters, rules and free space; touches nothing.
 
-        Raises whatever would otherwise be raised by the first step. Warns about pins of nothing.
+        Raises the errors that the first step would otherwise raise. Warns about pins of checkpoints
+        that do not exist.
         """
         layout = self.lay_out(groups)
         with stopping(NOTHING_CHANGED):
@@ -145,28 +149,31 @@ class Engine(Usable):
             self.store.require_space(layout, len(groups))
 
     def lay_out(self, groups: Groups) -> Layout:
-        """Return how what the groups and the model hold now is laid out; changes nothing."""
+        """Return the layout of the present parameters and model tensors; changes nothing."""
         return self._table.describe(groups)[0]
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:
-        """Begin to follow the model, where a step runs beside it.
+        """Begin to follow the model if steps run beside it.
 
         Args:
             groups: Returns ``param_groups``, or None if the optimizer is gone.
         """
 
     def join(self) -> None:
-        """Wait for a step that runs beside the model, where there is one."""
+        """Wait for the step that runs beside the model, if there is one."""
 
     def before_hooks(self) -> None:
-        """Wait at the end of `step` for what hooks of it may read without being seen."""
+        """Wait at the end of `step` if hooks of the step could read parameters unnoticed."""
 
     def step(self, groups: Groups) -> None:
         """Update every parameter that has a gradient.
 
+        Args:
+            groups: ``param_groups`` of the optimizer.
+
         Raises:
-            NotRestoredError: The store has checkpoints and nobody has decided about them.
-            SealError: The seal before this step failed; the step has not been taken.
+            NotRestoredError: The store has checkpoints; call `restore` or pass fresh=True first.
+            SealError: The seal before this step failed. The step has not been taken.
             BrokenOptimizerError: An earlier step failed half way.
         """
         self._require_usable()
@@ -184,10 +191,10 @@ class Engine(Usable):
         """Lay out parameters that were added to the groups, and reserve their space now.
 
         Raises:
-            gds.StorageError: No space; nothing has changed.
+            gds.StorageError: There is no space. Nothing has changed.
         """
         if self._table.layout is None:
-            self._table.describe(groups)  # what cannot be updated is refused now
+            self._table.describe(groups)  # refuses parameters that cannot be updated
         else:
             self._require_usable()
             self._relayout(groups)
@@ -206,20 +213,20 @@ class Engine(Usable):
         if (
             sealed is not None
             and sealed.manifest.step == self.num_steps
-            # Else there may be one that failed, of a higher generation, which has been given up.
+            # In a poisoned store, a failed seal may have left a newer checkpoint, now abandoned.
             and not self.store.poisoned
             and is_unchanged(sealed, groups, self._table, stored, self._block_buffers())
-            # Last, as it is what others may change meanwhile.
+            # Checked last, because other programs may change the checkpoint meanwhile.
             and self.store.is_usable(sealed)
         ):
             return replace_train_state(self.store, sealed, encoded, metrics)
-        self.store.warn_of_lost()  # perhaps just now
+        self.store.warn_of_lost()  # `is_usable` may just have found a loss
         self.store.keeping.require_replaceable(self.store.path_of(self.num_steps))
         if self._slots.present is None:
             slot = self._slots.begin(self._layout(), len(groups))
         else:
             if not self._slots.is_working:
-                # Nothing was stepped since the last seal, yet the checkpoint must differ from it.
+                # No step was taken since the last seal, yet the new checkpoint differs from it.
                 self._stream(groups, [None] * len(self._table.trainables))
             slot = self._slots.present
         captured = capture(
@@ -266,13 +273,13 @@ class Engine(Usable):
         """Make a checkpoint the present state.
 
         Args:
-            found: One of the store's.
-            groups: Of the optimizer.
-            parameters: Whether parameters, buffers and hyper-parameters are loaded, too.
-            verify: Whether the state is read and checked at once; None for what the options say.
+            found: One of the store's checkpoints.
+            groups: ``param_groups`` of the optimizer.
+            parameters: Whether parameters, buffers and hyper-parameters are loaded as well.
+            verify: Whether the state is read and checked at once; None to follow the options.
 
         Raises:
-            DamagedError: It is not what was written; the model may hold parts of it.
+            DamagedError: The content is not what was written. The model may hold parts of it.
         """
         trainables, stored = match_checkpoint(
             found, groups, self._table.model, self._rule, self._table.state_format
@@ -293,14 +300,14 @@ class Engine(Usable):
             self._meter.restore_bytes = load_checkpoint(
                 found, slot, stored, self._block_buffers(), groups
             )
-        slot.unchecked = True  # also if this process wrote it: the first pass reads it again
+        slot.unchecked = True  # the first pass checks the state, even if this process wrote it
         if self._options.verify == "at_restore" if verify is None else verify:
             self._meter.restore_bytes += check_state(self._ring(), slot, self._order(), self._meter)
         self.store.withdraw_newer(found)  # now that the older one has proved to be readable
         self.num_steps = found.manifest.step
         self._slots.resume(slot, found)
         self._decided, self._broken = True, ""
-        self._steps_settled = self._meter.steps  # those after the checkpoint are given up
+        self._steps_settled = self._meter.steps  # steps after the checkpoint are abandoned
         self._meter.restore_s = time.perf_counter() - started
         return checkpoint
 
@@ -313,20 +320,20 @@ class Engine(Usable):
         self.store.keeping.pin(name, which)
 
     def synchronize(self) -> None:
-        """Wait until every transfer and seal that was started has ended; raises their errors."""
+        """Wait until every transfer and seal in flight has ended; raise their errors."""
         self._require_usable()
         self._collect_seal(wait=True)
         self._memory.synchronize()
 
     def describe(self) -> str:
-        """Say in one line where the state is, and how much of it; waits for nothing."""
+        """Say in one line where the state is and how large it is; waits for nothing."""
         layout = self._table.layout
         state = f"{size(layout.state_bytes)} of state" if layout else "no state yet"
         closed = ", closed" if self._closed else ""
         return f"{self.store.directory}: step {self.num_steps}, {state}{closed}"
 
     def stats(self) -> Stats:
-        """Return the totals so far."""
+        """Return the totals since construction."""
         return collect_stats(
             self._meter,
             self._drives,
@@ -335,7 +342,7 @@ class Engine(Usable):
         )
 
     def close(self) -> None:
-        """Wait for what is in flight and let go of everything. Idempotent.
+        """Wait for transfers and seals in flight, and release everything. Idempotent.
 
         Raises:
             SealError: The last seal failed.
@@ -345,7 +352,7 @@ class Engine(Usable):
         if os.getpid() != self._pid:
             return  # a forked child has neither the threads nor the lock
         if self._seal is not None:
-            self._seal.handle.wait()  # interrupted here, it can be closed again
+            self._seal.handle.wait()  # after an interrupt here, `close` can be called again
         self._closed = True
         try:
             self._collect_seal(wait=True)
@@ -361,14 +368,14 @@ class Engine(Usable):
             self._say_what_is_lost(self._meter.steps - self._steps_settled)
 
     def _begin_seal(self, slot: Slot, captured: Captured) -> SealHandle:
-        """Start to seal the state, which is in `slot`."""
+        """Begin to seal the state, which is in `slot`."""
         ring, buffers, seal = self._ring(), self._block_buffers(), None
         try:
             seal = Seal(self.store, slot, captured, buffers, ring.flush(), self._meter)
             self.store.begin_seal(captured.manifest)
             self._slots.froze()
             self._steps_in_seal = self._meter.steps
-            self._seal = seal  # known before it begins: it may be interrupted here
+            self._seal = seal  # set before the seal begins, as the start may be interrupted
             seal.start(self._meter.count_seal)
         except BaseException:
             if seal is None or seal.cancel():  # else it goes on
@@ -380,10 +387,11 @@ class Engine(Usable):
         return seal.handle
 
     def _stream(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Read, update and write every chunk that needs it; all of them if the state moves."""
+        """Read, update and write every chunk that needs it, or all chunks if the state moves."""
         self._run_pass(self._begin_pass(groups, gradients))
 
     def _run_pass(self, state_pass: StatePass) -> None:
+        """Run a pass to its end, and record whether it has succeeded."""
         try:
             self._pass_ended(state_pass, state_pass.run())
         except BaseException as error:
@@ -393,8 +401,9 @@ class Engine(Usable):
             raise failure from error
 
     def _begin_pass(self, groups: Groups, gradients: Sequence[torch.Tensor | None]) -> StatePass:
-        """Prepare a pass over every chunk that needs it; all of them if the state moves."""
-        settle_all(t.tensor for t in self._table.trainables)  # another optimizer may step them, too
+        """Prepare a pass over every chunk that needs it, or over all chunks if the state moves."""
+        # Another optimizer may be stepping the same parameters.
+        settle_all(t.tensor for t in self._table.trainables)
         make: Callable[..., ChunkUpdater] = self._updater_class
         if self._compute is not None:
             make = partial(self._device_updater_class, compute=self._compute)
@@ -419,7 +428,7 @@ class Engine(Usable):
     def _new_pass(
         self, groups: Groups, work: ChunkWork, chunks: Sequence[int], *, source: Slot | None
     ) -> StatePass:
-        """Choose the slot that a pass writes: the working one, or a new one."""
+        """Return a pass that writes the working slot, or a new slot if there is no working slot."""
         with self._meter.timed("wait_seal_s"):
             target = self._slots.target(self._layout(), len(groups))
         return StatePass(
@@ -439,16 +448,16 @@ class Engine(Usable):
         return range(self._layout().num_chunks)
 
     def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
-        """Take note of a pass that has gone well, and read ahead for the next one."""
+        """Record that a pass has succeeded, and read ahead for the next one."""
         self._table.scalars = scalars
         self._moved(state_pass.target)
         self._ring().begin(self._slots.present, self._order())
 
     def _pass_failed(self, state_pass: StatePass, error: BaseException) -> BaseException:
-        """Take note of a pass that has failed half way: only a restore helps.
+        """Record that a pass has failed half way, so that only a restore helps.
 
         Returns:
-            What to raise.
+            The exception to raise.
         """
         self._broken = f"step {state_pass.step} failed half way ({error!r})"
         self.num_steps = state_pass.step - 1
@@ -461,14 +470,14 @@ class Engine(Usable):
         return DamagedError(f"{error}; {refusal or self._remedy()}")
 
     def _moved(self, target: Slot) -> None:
-        """Note that the state is now in `target`; let go of a source that is no checkpoint."""
+        """Record that the state is in `target` now; release a source that is no checkpoint."""
         left = self._slots.moved_to(target, self._seal.slot if self._seal is not None else None)
         if left is not None:
             self._ring().synchronize()
             self.store.release(left)
 
     def _relayout(self, groups: Groups) -> None:
-        """Follow parameters, and tensors of the model, that are new since the last call."""
+        """Update the layout for parameters and model tensors that are new since the last call."""
         layout, trainables = self._table.describe(groups)
         if layout == self._table.layout:
             return
@@ -478,7 +487,7 @@ class Engine(Usable):
             self._collect_seal(wait=True)
             self._slots.reserve(layout, len(groups))
         if self._memory.streamer is not None and present is not None:
-            flush = self._memory.streamer.flush()  # what is only in memory belongs to the old slot
+            flush = self._memory.streamer.flush()  # state only in memory belongs to the old slot
             flush.start(present)
             flush.wait()
         self._memory.drop()
@@ -486,18 +495,19 @@ class Engine(Usable):
         self._table.adopt(layout, trainables)
 
     def _collect_seal(self, *, wait: bool = False, errors: bool = True) -> None:
-        """Take note of a seal that has ended.
+        """Record the end of a seal, if one has ended.
 
         Args:
-            wait: Wait for it.
-            errors: Raise its error, rather than warn. The working slot stays what it was if the
-                state is still in it, so that training may go on after the error has been seen.
+            wait: Whether to wait for a seal in flight.
+            errors: Whether to raise the seal's error, rather than warn. If the state is still in
+                the working slot, the slot stays the working slot, so that training may go on after
+                the error has been seen.
         """
         seal = self._seal
         if seal is None or not (wait or seal.handle.done()):
             return
         with self._meter.timed("wait_seal_s"):
-            seal.handle.wait()  # an interrupt leaves the seal in flight, and known
+            seal.handle.wait()  # an interrupt leaves `_seal` set, with the seal in flight
         self._seal = None
         try:
             seal.handle.result()
@@ -506,7 +516,7 @@ class Engine(Usable):
                 self.store.release(seal.slot)
             elif self.store.poisoned:
                 self._broken = f"the state of step {self.num_steps} could not be made durable"
-            else:  # of which nobody has replaced a file: else the state moves to another slot
+            else:  # if files of the slot were replaced, the state moves to another slot
                 self._slots.is_working = self.store.is_in_place(seal.slot)
             if errors:
                 raise
@@ -518,7 +528,7 @@ class Engine(Usable):
                 self._slots.sealed = next(sealed, None)
 
     def _forget(self) -> None:
-        """Drop what was read ahead, and the working slot, for a restore."""
+        """Drop data that was read ahead, and the working slot, before a restore."""
         self._memory.reset()
         self._memory.drop()
         self._slots.forget()

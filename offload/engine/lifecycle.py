@@ -1,4 +1,4 @@
-"""When an optimizer refuses to go on, and what it says to do about it."""
+"""Guards of an engine's public calls, and the advice in their errors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _log = logging.getLogger("offload")
 
 
 class Usable:
-    """The part of an engine that knows whether it can be used.
+    """The part of an engine that knows whether the engine can be used.
 
     Args:
-        store: Opened by this process.
-        decided: Whether it is clear what becomes of the checkpoints in the store.
+        store: Store that this process has opened.
+        decided: Whether the store has no checkpoints, or the user has decided about them.
     """
 
     def __init__(self, store: Store, *, decided: bool) -> None:
@@ -26,23 +26,24 @@ class Usable:
         self._pid = os.getpid()
         self._closed = False
         self._broken = ""
-        """Why the working state is torn, if it is."""
+        """Reason why the working state is torn; empty if it is not."""
         self._steps_settled = self._steps_in_seal = 0
-        """How many of this optimizer's steps a checkpoint has, or a restore has given up; and how
-        many the seal that began last will have."""
+        """Two counts of this optimizer's steps: the steps that a checkpoint has or a restore has
+        abandoned, and the steps that the newest seal will have."""
 
     def require_closures(self) -> None:
         """Raise `OverlapError` if a step cannot evaluate the model itself."""
 
     def require_unscaled(self) -> None:
-        """Raise `OverlapError` if it is too late to unscale gradients, or to skip the step."""
+        """Raise `OverlapError` if it is too late to unscale gradients or to skip the step."""
 
     @property
     def _transfer_error(self) -> Exception | None:
-        """The error of a transfer of state that nobody has waited for."""
+        """Error of a failed transfer, which has torn the working state; None if none failed."""
         return None
 
     def _require_usable(self) -> None:
+        """Raise an error if the optimizer is closed or torn, or if a restore is still due."""
         self._require_alive()
         if self._transfer_error is not None:
             self._broken = (
@@ -60,7 +61,11 @@ class Usable:
             )
 
     def _say_what_is_lost(self, num_steps: int) -> None:
-        """Log that no checkpoint has the last steps of this optimizer."""
+        """Log that no checkpoint has the last steps of this optimizer.
+
+        Args:
+            num_steps: Number of these steps.
+        """
         newest = self.store.newest
         is_one = num_steps == 1
         _log.warning(
@@ -72,7 +77,7 @@ class Usable:
         )
 
     def _remedy(self) -> str:
-        """Say how to go on from a state that is torn."""
+        """Return advice on going on from a state that is torn."""
         newest = self.store.newest
         if newest is None and self.store.refused:
             return (
@@ -84,6 +89,7 @@ class Usable:
         return f"{how_to_resume()} to go on from {newest.path}"
 
     def _require_alive(self) -> None:
+        """Raise `OffloadError` if the optimizer is closed, or belongs to another process."""
         if self._closed:
             raise OffloadError("the optimizer is closed; construct it again")
         if os.getpid() != self._pid:

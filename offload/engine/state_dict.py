@@ -1,4 +1,4 @@
-"""Taking the state of an optimizer out, and putting state from elsewhere in, through the ring."""
+"""Reading an optimizer's whole state, and replacing it by other state, through the ring."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from offload.update.filler import ParameterState, StateFiller
 
 
 class ExchangingEngine(Engine):
-    """An engine whose state can be named, read whole, and replaced."""
+    """Engine whose state can be named by a reference, read whole, and replaced."""
 
     @property
     def position(self) -> Position:
-        """Where the present state is."""
+        """Position of the present state."""
         slot = self._slots.present
         sealing = self._seal is not None and self._seal.slot is slot and not self._slots.is_working
         return Position(
@@ -73,15 +73,15 @@ class ExchangingEngine(Engine):
         return info_of(store.backend, checkpoint.path, checkpoint.manifest, parts, pins)
 
     _has_warned = False
-    """Of a reference to a state that is not sealed."""
+    """Whether the warning about a reference to unsealed state has been given."""
 
     def refer(self, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
-        """Make a reference of torch's state dict; see `OffloadedOptimizer.state_dict`.
+        """Make a reference from torch's state dict; see `OffloadedOptimizer.state_dict`.
 
-        Called by it alone: a warning points at what called that.
+        Only that method may call this, because a warning points at the caller of that method.
 
         Args:
-            torch_dict: State dict of the wrapped class, without the state.
+            torch_dict: torch's state dict of the optimizer.
             warn: Whether to warn if the state is not sealed.
         """
         position = self.position
@@ -92,7 +92,16 @@ class ExchangingEngine(Engine):
         return reference_to(position, torch_dict)
 
     def load_reference(self, groups: Groups, reference: Mapping[str, Any]) -> None:
-        """Go where a reference says; see `OffloadedOptimizer.load_state_dict`."""
+        """Load a reference; see `OffloadedOptimizer.load_state_dict`.
+
+        Args:
+            groups: ``param_groups`` of the optimizer.
+            reference: Reference to the present state, or to the newest checkpoint of the store.
+
+        Raises:
+            MismatchError: The reference names another state, or does not fit the optimizer.
+            DamagedError: The state of the checkpoint is damaged.
+        """
         wanted, hyper = read_reference(reference)
         if not self.position.is_same_as(wanted):
             found = find_referenced(self.store, wanted, self.position)
@@ -112,7 +121,7 @@ class ExchangingEngine(Engine):
 
         Raises:
             gds.StorageError: A transfer failed.
-            DamagedError: What was read is not what was written.
+            DamagedError: The data read differs from the data written.
         """
         self._require_usable()
         self._relayout(groups)
@@ -141,7 +150,16 @@ class ExchangingEngine(Engine):
         return held
 
     def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> None:
-        """Stream a torch state dict into the store; see `OffloadedOptimizer.load_state_dict`."""
+        """Stream a torch state dict into the store; see `OffloadedOptimizer.load_state_dict`.
+
+        Args:
+            groups: ``param_groups`` of the optimizer.
+            state_dict: State dict with ``state`` and ``param_groups``, as torch's optimizers return
+                it.
+
+        Raises:
+            MismatchError: The state dict does not fit the optimizer.
+        """
         if not {"state", "param_groups"} <= state_dict.keys():
             raise MismatchError(
                 f"load_state_dict() got a dict with the keys {sorted(map(str, state_dict))}, "
