@@ -2,5 +2,5 @@
 
 This wing may know `engine` and every wing below it. It never imports the optimizer or
 `integrations`. Its engines, `forward.ForwardEngine` and `backward.BackwardEngine`, are imported by
-those who ask for them: they need torch's compiler, whose import takes seconds.
+their users only on demand, since they need torch's compiler, which takes seconds to import.
 """

@@ -1,14 +1,14 @@
-"""``Options(overlap="backward")``: chunks are stepped while backward computes the next gradients.
+"""Engine that steps chunks while backward computes the next gradients (``overlap="backward"``).
 
-A pass is opened by the first gradient after a step. A hook on each parameter takes its gradient the
-moment it is final, and leaves an `AppliedGradient` in its place, which refuses to be read, clipped
-or added to. `step` says that no more gradients will come, and waits. In between the state is half
-stepped, so that nothing but `step` and `restore` makes sense, and everything else is refused. A
-parameter whose gradient has been taken is watched, as its value before the step is lost: a use of
-it through torch is refused.
+The first gradient after a step opens a pass. A hook on each parameter takes its gradient as soon as
+the gradient is final, and leaves an `AppliedGradient` in its place, which refuses to be read,
+clipped or added to. `step` ends the supply of gradients, and waits for the pass. While a pass is
+open, the state is half stepped. Only `step` and `restore` are possible then; everything else is
+refused. A parameter whose gradient has been taken is watched, and any use of it through torch is
+refused, since its value before the step is lost.
 
 A backward that is not meant as a step opens no pass: see `BackwardHooks`. It leaves gradients in
-``.grad``, as plain torch does, and they are applied by `step`.
+``.grad``, as plain torch does, and `step` applies them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class BackwardEngine(ExchangingEngine):
     """An engine whose steps overlap with the backward before them.
 
     Args:
-        model: The module that is called.
-        arguments: Those of `Engine`.
+        model: The module that is called in training.
+        arguments: Positional arguments of `Engine`.
+        options: Keyword arguments of `Engine`.
     """
 
     _updater_class = BesideUpdater
@@ -57,21 +58,21 @@ class BackwardEngine(ExchangingEngine):
         self._hooks = BackwardHooks(self, model)
         self._groups: Callable[[], Groups | None] = lambda: None
         self._handles: dict[int, RemovableHandle] = {}
-        """By id of a parameter: the hook that takes its gradient."""
+        """Handle of the hook that takes a parameter's gradient, by id of the parameter."""
         self._hooked: dict[int, torch.Tensor] = {}
         self._stepped = Watch(partial(_refuse_use, weakref.ref(self)), "stepped in backward")
-        """Parameters whose gradients the open pass has been given."""
+        """Watch on the parameters whose gradients the open pass has."""
         self._opening = False
         self._giving = threading.RLock()
-        """Held by the thread that hands over a gradient: each device's come on one of its own."""
+        """Lock of the thread that hands over a gradient. Each device has a thread of its own."""
         self._running: RunningPass | None = None
         self._schedule: GradientSchedule | None = None
         self._numbers: dict[int, int] = {}
-        """By id of each parameter that the open pass may step: its number."""
+        """Number of each parameter that the open pass may step, by id of the parameter."""
         self._taken: dict[int, AppliedGradient] = {}
-        """By number of a parameter: what stands for its gradient until the step."""
+        """Placeholder for a parameter's gradient until the step, by number of the parameter."""
         self._opened_by: set[int] = set()
-        """Numbers of the backward that has opened the pass, and of the one that it is nested in."""
+        """Numbers of the backward that opened the pass, and of the backward around it, if any."""
         self._chunk_order: list[int] = []
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:
@@ -81,11 +82,15 @@ class BackwardEngine(ExchangingEngine):
         self._hook_parameters(groups() or ())
 
     def join(self) -> None:
-        """Refuse to look at a state that is half stepped."""
+        """Raise `OverlapError` if the state is half stepped."""
         self.require_at_rest("state_dict()")
 
     def require_at_rest(self, what: str) -> None:
-        """Raise `OverlapError` if there are gradients that `step` has not been called for."""
+        """Raise `OverlapError` if a pass is open, since the state is then half stepped.
+
+        Args:
+            what: Name of the refused call, for the message.
+        """
         if self._opening or self._running is not None:
             raise OverlapError(
                 f"{what} was called between backward() and step(), when the parameters are half "
@@ -94,19 +99,23 @@ class BackwardEngine(ExchangingEngine):
             )
 
     def require_closures(self) -> None:
-        """Refuse a closure: a step begins before `step` is called."""
+        """Raise `OverlapError`: `step` runs a closure, but this engine steps before `step`."""
         raise OverlapError(
             'step(closure) is not possible with overlap="backward", which steps while gradients '
             f"are computed: call backward() and then step(), or {REMEDY}"
         )
 
     def require_unscaled(self) -> None:
-        """Refuse a GradScaler that comes too late."""
+        """Abandon an open pass, and raise `OverlapError`: it has applied scaled gradients."""
         if self._running is not None:
             raise self._broken_by("GradScaler.step() found that scaled gradients had been applied")
 
     def step(self, groups: Groups) -> None:
-        """Step what is left, and wait for everything."""
+        """Step all parameters that the open pass has not stepped, and wait for the pass.
+
+        Raises:
+            OverlapError: A gradient was cleared or replaced after it had been applied.
+        """
         running, schedule = self._running, self._schedule
         if running is None or schedule is None:
             super().step(groups)
@@ -124,7 +133,7 @@ class BackwardEngine(ExchangingEngine):
                     )
             for number, found in enumerate(self._table.gradients(groups)):
                 if found is not None and number not in self._taken:
-                    self._take(schedule, number, found)  # it is not from backward()
+                    self._take(schedule, number, found)  # the gradient did not come from backward()
             schedule.complete()
             self._finish()
             self._step_others(groups)
@@ -134,7 +143,7 @@ class BackwardEngine(ExchangingEngine):
         self._hooks.step_ended()
 
     def _step_others(self, groups: Groups) -> None:
-        """Step what the pass did not know: frozen parameters that were given gradients since."""
+        """Step parameters that the pass did not know: frozen ones that have since got gradients."""
         if self._table.is_current(groups):
             return
         self._relayout(groups)
@@ -158,7 +167,10 @@ class BackwardEngine(ExchangingEngine):
         discard_newer: bool,
         verify: bool | None = None,
     ) -> Checkpoint | None:
-        """Continue from a checkpoint; gradients that have been applied in part are given up."""
+        """Continue from a checkpoint, and abandon a pass that is open.
+
+        See `OffloadedOptimizer.restore`.
+        """
         self._require_alive()
         self._abandon()
         restored = super().restore(groups, which, discard_newer=discard_newer, verify=verify)
@@ -173,12 +185,12 @@ class BackwardEngine(ExchangingEngine):
         self._hook_parameters(groups)
 
     def synchronize(self) -> None:
-        """Wait until every transfer and seal that was started has ended; raises their errors."""
+        """Wait until every transfer and seal that was started has ended, and raise their errors."""
         self.require_at_rest("synchronize()")
         super().synchronize()
 
     def close(self) -> None:
-        """Wait for what is in flight and let go of everything; a half-taken step is given up."""
+        """Wait for all work in flight and release all resources; abandon a pass that is open."""
         if not self._closed and os.getpid() == self._pid:
             self._abandon()
             for handle in self._handles.values():
@@ -198,7 +210,7 @@ class BackwardEngine(ExchangingEngine):
             return
         self._hooks.gradients_begin()
         if not self._is_last_hook(parameter):
-            return  # others look at the parameter and its gradient after this: step() takes it
+            return  # later hooks of the user need the gradient, so step() takes it
         if self._running is None:
             if self._hooks.holds:
                 return
@@ -207,23 +219,26 @@ class BackwardEngine(ExchangingEngine):
         running, schedule = self._running, self._schedule
         number = self._numbers.get(id(parameter))
         if running is None or schedule is None or number is None:
-            return  # it is not in a group any more, or joins with the next step
+            return  # the parameter has left all groups, or joins with the next step
         if running.ended:
             self._finish()
         if number in self._taken:
             raise self._broken_by(second_backward(self._taken[number].parameter_name))
         gradient = parameter.grad.detach()
-        self._stepped.add([parameter])  # first: its chunk may be stepped at once
+        self._stepped.add([parameter])  # before its chunk is stepped, which may be at once
         self._take(schedule, number, gradient)
 
     def refuse_use(self, parameter: torch.Tensor | None) -> bool:
         """Refuse a use of a parameter whose gradient has been taken.
 
-        Within a backward it is no use to go on: what is computed there is lost.
+        A use within backward also abandons the pass, since that backward cannot be completed.
+
+        Args:
+            parameter: The parameter; None if it is not known which one is used.
 
         Returns:
-            True if there is nothing to refuse, as no pass is open; False while a graph is being
-            compiled, which looks at tensors and not at their values.
+            True if no pass is open, so that the parameter may be used. False while the calling
+            thread compiles a graph, which needs tensors but not their values.
 
         Raises:
             OverlapError: A pass is open.
@@ -250,12 +265,16 @@ class BackwardEngine(ExchangingEngine):
             )
 
     def is_first_backward(self) -> bool:
-        """Refuse the backward that is beginning, if another one has opened a pass.
+        """Refuse the backward that is beginning, if another backward has opened a pass.
 
-        Without this torch would say that a variable "has been modified by an inplace operation".
+        Without this check torch would complain that a variable "has been modified by an inplace
+        operation".
 
         Returns:
             Whether no pass is open.
+
+        Raises:
+            OverlapError: Another backward has opened a pass.
         """
         if self._running is None:
             return True
@@ -264,15 +283,15 @@ class BackwardEngine(ExchangingEngine):
         return False
 
     def is_trained(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is one of the parameters that are stepped here."""
+        """Return whether this engine steps a tensor, as one of its parameters."""
         return id(tensor) in self._hooked
 
     def trained(self) -> Iterable[torch.Tensor]:
-        """Return the parameters that are stepped here."""
+        """Return the parameters that this engine steps."""
         return self._hooked.values()
 
     def _open(self, groups: Groups) -> None:
-        """Begin a pass; its gradients are still to come."""
+        """Open a pass, whose gradients come later."""
         self._opening = True
         try:
             self._require_usable()
@@ -292,7 +311,7 @@ class BackwardEngine(ExchangingEngine):
             self._opened_by = self._hooks.backward_ids
             self._running, self._schedule = running, schedule
             try:
-                running.start(daemon=True)  # half a step need not outlive the program
+                running.start(daemon=True)  # an incomplete step need not outlive the program
             except BaseException as error:
                 if running.cancel():
                     self._running = self._schedule = None
@@ -302,7 +321,7 @@ class BackwardEngine(ExchangingEngine):
             self._opening = False
 
     def _finish(self) -> None:
-        """Wait for the pass, which will get no more gradients; raises its error."""
+        """Close the pass, which gets no more gradients: wait for it, and raise its error."""
         running, schedule = self._running, self._schedule
         if running is not None and schedule is not None:
             running.join()
@@ -314,7 +333,7 @@ class BackwardEngine(ExchangingEngine):
             running.raise_error()
 
     def _abandon(self) -> None:
-        """Give up the pass, if one is open: the state is torn."""
+        """Make an open pass fail, and close it. The state is torn then."""
         if self._running is not None and self._schedule is not None:
             self._schedule.abandon()
             self._running.join()
@@ -322,7 +341,7 @@ class BackwardEngine(ExchangingEngine):
             self._stepped.release_all()
 
     def _broken_by(self, reason: str) -> OverlapError:
-        """Give up the pass for a reason, and return the error that says so."""
+        """Abandon the pass, mark the state as broken, and return the error with the reason."""
         self._abandon()
         self._broken = reason
         return OverlapError(
@@ -339,7 +358,7 @@ class BackwardEngine(ExchangingEngine):
         schedule.give(number, gradient)
 
     def _drop_gradients(self, groups: Groups) -> None:
-        """Clear what `step` has applied; what is in no group belongs to somebody else."""
+        """Clear the gradients of parameters in groups. The user owns those of other parameters."""
         for group in groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -350,7 +369,7 @@ class BackwardEngine(ExchangingEngine):
                 trainable.tensor.grad = None
 
     def _hook_parameters(self, groups: Groups) -> None:
-        """Put hooks on parameters that have none yet, and behind those of others."""
+        """Put a hook on each parameter that has none, and move hooks behind those of the user."""
         has_new = False
         for group in groups:
             for parameter in group["params"]:
@@ -369,7 +388,7 @@ class BackwardEngine(ExchangingEngine):
             self._hooks.look_again()
 
     def _is_last_hook(self, parameter: torch.Tensor) -> bool:
-        """Return whether no hook that somebody put on a parameter is called after ours."""
+        """Return whether this engine's hook on a parameter is called after all others."""
         hooks: Any = parameter._post_accumulate_grad_hooks
         return not hooks or next(reversed(hooks)) == self._handles[id(parameter)].id
 
@@ -384,6 +403,6 @@ class BackwardEngine(ExchangingEngine):
 
 
 def _refuse_use(engine: weakref.ref[BackwardEngine], parameter: torch.Tensor | None) -> bool:
-    """Refuse a use of a stepped parameter, as long as there is an engine."""
+    """Refuse a use of a stepped parameter, as long as the engine exists."""
     found = engine()
     return found is None or found.refuse_use(parameter)
