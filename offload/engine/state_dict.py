@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from offload.checkpoint.listing import CheckpointInfo, info_of
 from offload.device.boundary import HOST
 from offload.device.staging import flat_tensors
 from offload.engine.caller_hints import warn_unsealed
@@ -13,7 +12,6 @@ from offload.engine.engine import Engine, Groups
 from offload.engine.reference import (
     Position,
     find_referenced,
-    find_sealed,
     read_reference,
     reference_to,
 )
@@ -26,9 +24,8 @@ from offload.exchange.torch_dicts import (
     read_state_dict,
     said_steps,
 )
-from offload.retention.pins import FoundPins
 from offload.store.giving_up import give_up
-from offload.store.opening import StoredCheckpoint
+from offload.store.store import Store
 from offload.update.decoder import StateDecoder, kept_arrays
 from offload.update.filler import ParameterState, StateFiller
 
@@ -49,28 +46,14 @@ class ExchangingEngine(Engine):
             sealed=slot is not None and (sealing or self._slots.sealed is not None),
         )
 
-    def checkpoints(self) -> list[CheckpointInfo]:
-        """Describe the usable checkpoints; see `OffloadedOptimizer.checkpoints`."""
-        self._require_alive()
-        pins = self.store.keeping.pins()
-        return [self._describe(checkpoint, pins) for checkpoint in self.store.keeping.current]
+    def open_store(self) -> Store:
+        """Return the store, which this process has open.
 
-    def pins(self) -> dict[str, str]:
-        """Return the pins of the store; see `OffloadedOptimizer.pins`."""
+        Raises:
+            OffloadError: The optimizer is closed, or was made by another process.
+        """
         self._require_alive()
-        found = self.store.keeping.pins().pins
-        return {pin.name: f"{self.store.directory}/{pin.checkpoint}" for pin in found}
-
-    def find(self, wanted: Position) -> CheckpointInfo:
-        """Describe the checkpoint that a reference names; see `OffloadedOptimizer.find`."""
-        self._require_alive()
-        found = find_sealed(self.store, wanted, self.position)
-        return self._describe(found, self.store.keeping.pins())
-
-    def _describe(self, checkpoint: StoredCheckpoint, pins: FoundPins) -> CheckpointInfo:
-        store = self.store
-        parts = store.directories[1:]
-        return info_of(store.backend, checkpoint.path, checkpoint.manifest, parts, pins)
+        return self.store
 
     _has_warned = False
     """Whether the warning about a reference to unsealed state has been given."""
