@@ -87,7 +87,7 @@ class Checkpointed:
         stats = optimizer.stats()
         self.call_s.append(called)
         self.seal_s.append(stats.seal_s)
-        optimizer.synchronize()  # what is measured next has the drive to itself
+        optimizer.synchronize()  # so that nothing is in flight during the next measurement
         return called + stats.wait_seal_s - waited
 
     def cost(self) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class Checkpointed:
     def steps(self, steps: int, *, checkpoints: bool) -> float:
         """Return the mean seconds of steps back to back, with or without checkpoints after them."""
         optimizer = self.optimizer
-        optimizer.step()  # moves on from what the last checkpoint sealed
+        optimizer.step()  # the first step after a checkpoint writes all state, and is not timed
         optimizer.synchronize()
         started = time.perf_counter()
         for _ in range(steps):

@@ -243,7 +243,7 @@ def _bytes_of_steps(
         step.sample(1)
         after = step.optimizer.stats()
         found = crossing.take()
-        # What takes neither GPUDirect Storage nor KvikIO is copied by this library.
+        # This library copies the bytes that neither GPUDirect Storage nor KvikIO moves.
         copied = sum(found[n] for n in ("to_host", "to_device", "read_bounce", "write_bounce"))
         shares.append(copied / exact_state_bytes(args.parameters))
         read.append(after.bytes_read - stats.bytes_read)

@@ -256,7 +256,7 @@ def _compare(
 
 def _start(args: argparse.Namespace, stack: ExitStack, directory: str, kind: str) -> System:
     """Start a process of a kind: ``compute``, ``offload`` or ``deepspeed``."""
-    # Threads that spin while they wait would take the cores from whoever's turn it is.
+    # Threads that spin while they wait would take cores from the system that is measured.
     environment = {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     python, module = sys.executable, "bench._peer_offload"
     if kind == "deepspeed":

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload.errors import MismatchError
@@ -227,17 +228,17 @@ def _never_sealed(
 def _by_value(value: Any) -> Any:
     """Return a copy of a value: a scalar tensor as a dict with its value, dtype and shape.
 
-    Plain lists and tuples are copied with their items, and NumPy scalars become builtins. Instances
-    of subclasses of list and tuple are returned as they are. Everything else is copied.
+    Plain lists and tuples are copied with their items, and NumPy scalars become builtins.
+    Everything else is copied as a whole.
     """
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             return value.detach().clone()
         dtype = str(value.dtype).removeprefix("torch.")
         return {"tensor": value.item(), "dtype": dtype, "shape": list(value.shape)}
-    if isinstance(value, list | tuple):
-        return type(value)([_by_value(v) for v in value]) if type(value) in (list, tuple) else value
-    if type(value).__module__ == "numpy":
+    if type(value) in (list, tuple):
+        return type(value)([_by_value(v) for v in value])
+    if isinstance(value, np.generic):
         return value.item()
     return copy.deepcopy(value)
 

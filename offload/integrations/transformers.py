@@ -90,7 +90,7 @@ class OffloadCallback(TrainerCallback):
         )
         self._log_stats = log_stats
         self._measured: dict[int, dict[str, float]] = {}
-        """Metrics of the last evaluations, by step. It has at most one step."""
+        """Metrics of the last evaluations, by their step. There is at most one step."""
         self._args: TrainingArguments | None = None
         self._optimizer: OffloadedOptimizer | None = None
         self._created: OffloadedOptimizer | None = None

@@ -52,9 +52,11 @@ class CheckpointingOptimizer(StoreOwner):
             MetricError: A metric is not a number. The message names it. Nothing has been done.
             PinError: Another checkpoint of this step is pinned, and would be replaced.
             SlotFullError: The disk is full, because of pins or checkpoints that are kept for good.
+                Make room as the message says, and call this again.
             TrainStateTypeError: `train_state` cannot be stored losslessly, or is a bare text, path
-                or number.
-            TrainStateTooLargeError: `train_state` is larger than the space reserved for it.
+                or number. The class is that of `offload.format`.
+            TrainStateTooLargeError: `train_state` is larger than the space reserved for it. The
+                class is that of `offload.format`.
             OverlapError: With ``overlap="backward"``, a backward has begun since the last step.
         """
         checked = None if metrics is None else take_metrics(metrics)
@@ -91,9 +93,9 @@ class CheckpointingOptimizer(StoreOwner):
             discard_newer: Withdraw checkpoints that are newer than the chosen one. Without it,
                 choosing a checkpoint that is not the newest is refused.
             verify: True reads all optimizer state in this call, before any training with it: 12
-                bytes per parameter with Adam. Damage of the state is then treated like damage of
-                parameters. False leaves the check to the first step, which fails at damage. None
-                follows `Options.verify`.
+                bytes per parameter with Adam, which takes as long as the drive needs. Damage of the
+                state is then treated like damage of parameters. False leaves the check to the first
+                step, which fails at damage. None follows `Options.verify`.
 
         Returns:
             The checkpoint, with ``.step``, ``.train_state`` and ``.path``. None if the store has

@@ -122,7 +122,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             from offload.overlap.backward_hooks import require_no_ddp  # slow, see `_engine_class`
 
             require_no_ddp(p for group in self.param_groups for p in group["params"])
-        for group in self.param_groups:  # refuse what cannot be streamed before making a directory
+        for group in self.param_groups:  # refuse unsupported formats before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
         with neutral():
             describe_parameters(self.param_groups, model, rule, options.state_format)
@@ -335,11 +335,11 @@ class OffloadedOptimizer(CheckpointingOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Marker of torch's GradScaler for optimizers that unscale; must seem to be missing.
+        """Attribute that torch's GradScaler looks for if an optimizer unscales; it must be missing.
 
         Raises:
-            AttributeError: Always, so that GradScaler unscales the gradients itself.
             OverlapError: A pass beside backward has applied scaled gradients already.
+            AttributeError: In all other cases, so that GradScaler unscales the gradients itself.
         """
         self._live_engine().require_unscaled()
         raise AttributeError("_step_supports_amp_scaling")

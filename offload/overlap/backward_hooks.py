@@ -110,7 +110,7 @@ class BackwardHooks:
     def attach(self) -> None:
         """Put hooks on the modules."""
         for number, module in enumerate(self._model.modules()):
-            hooked: Any = module  # torch does not say what its hooks are
+            hooked: Any = module  # torch does not type its hooks
             self._handles += [
                 hooked.register_forward_pre_hook(
                     _Before(self, number), prepend=True, with_kwargs=True

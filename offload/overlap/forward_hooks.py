@@ -115,7 +115,7 @@ class ForwardHooks:
         self.remove()
         self._modules = list(self._model.modules())
         for number, module in enumerate(self._modules):
-            hooked: Any = module  # torch does not say what its hooks are
+            hooked: Any = module  # torch does not type its hooks
             state = _OnStateDict(self, self._key, number)
             self._handles += [
                 hooked.register_forward_pre_hook(_Before(self, self._key, number), prepend=True),
