@@ -45,7 +45,6 @@ from bench._streamed import STATE_ARRAYS, Streamed, exact_state_bytes
 from bench._throttle import ThrottledBackend
 from bench.replay import Plan, Replay
 from gds import PosixBackend
-from offload import DriveTuning
 
 _SWEEPS = {"chunk": "8,16,32,64", "ring": "2,3,4,8", "threads": "1,2,4"}
 _SLACK_BYTES = 8 << 10
@@ -164,9 +163,7 @@ def _variants(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
 def _swept(setting: str, value: float) -> dict[str, Any]:
     if setting == "chunk":
         return {"chunk_bytes": int(value * (1 << 20))}
-    if setting == "ring":
-        return {"ring_chunks": int(value)}
-    return {"drives": DriveTuning(threads=int(value))}
+    return {"ring_chunks" if setting == "ring" else "threads": int(value)}
 
 
 def _against_the_drive(
