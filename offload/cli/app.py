@@ -169,7 +169,7 @@ def _progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]
         task = bar.add_task(os.path.basename(path), total=None)
 
         def update(done: int, total: int) -> None:
-            """Show the bytes done and the bytes in all."""
+            """Show the bytes done and the total."""
             bar.update(task, completed=done, total=total)
 
         yield update
@@ -180,7 +180,7 @@ exchange.register(app, _progress)
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return all that `show` prints, as JSON values and hyper-parameters that may be tensors."""
+    """Return all that `show` prints, as JSON values; only hyper-parameters may be tensors."""
     return {
         "path": checkpoint.path,
         "step": checkpoint.step,
@@ -303,7 +303,7 @@ def _run() -> None:
     try:
         app()
     except BrokenPipeError:
-        # The reader of our output has closed the pipe. Keep the interpreter from flushing into it.
+        # The reader of our output has closed the pipe. Keep the interpreter from flushing to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OffloadError, OSError) as error:

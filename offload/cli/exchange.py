@@ -201,7 +201,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence with the known names closest to a name, or else all of them."""
+    """Return the end of a sentence: the known names that are close to `name`, or all of them."""
     by_lower = {one.lower(): one for one in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=3)
     if close:

@@ -10,8 +10,8 @@ from typing import Annotated, TypeAlias
 import typer
 
 ProgressBar: TypeAlias = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
-"""Function that shows a progress bar with a title, unless ``quiet=``. It returns a context, which
-gives the function to call with the bytes done and the total."""
+"""Function that shows a progress bar with a title, unless ``quiet=`` is true. It returns a context
+manager, which yields a function to call with the bytes done and the total."""
 
 Parts = Annotated[
     list[str] | None,

@@ -1,4 +1,4 @@
-"""Commands ``offload prune``, ``pin`` and ``unpin``: control of what is kept, from the shell.
+"""Commands ``offload prune``, ``pin`` and ``unpin``, which control what a store keeps.
 
 Nothing heavy is imported before a command runs.
 """
@@ -123,7 +123,7 @@ def unpin(
 
 
 def show_lost_pins(store: str, found: Sequence[CheckpointInfo]) -> None:
-    """Print on standard error which pins belong to no checkpoint or cannot be read."""
+    """Print on standard error the pins that belong to no checkpoint or cannot be read."""
     from gds import PosixBackend
     from offload.retention.pins import read_pins
 
