@@ -71,8 +71,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     ) -> None:
         """Write a checkpoint in another program's format, its optimizer state in FP32."""
-        from offload.checkpoint.checkpoint import open_checkpoint
-        from offload.exchange.exporting import export_checkpoint
+        from offload import export_checkpoint, open_checkpoint
 
         with (
             open_checkpoint(checkpoint, parts=part or None) as opened,
@@ -159,10 +158,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         """Make a store from a checkpoint of another program, for restore() to continue from."""
         import torch
 
-        from offload.errors import UnsupportedOptimizerError
-        from offload.exchange.foreign import open_foreign
-        from offload.exchange.importing import import_checkpoint
-        from offload.options import Options
+        from offload import Options, UnsupportedOptimizerError, import_checkpoint
 
         classes = {
             name: cls
@@ -183,9 +179,10 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
                     raise typer.BadParameter(f"{names} is not text in UTF-8") from error
         with progress_bar(source, quiet=quiet) as progress:
             made = import_checkpoint(
-                open_foreign(source, model),
+                source,
                 store,
                 classes[optimizer],
+                model=model,
                 names=listed,
                 frozen=frozen or (),
                 tied=dict(_pair(text) for text in tied or ()),
