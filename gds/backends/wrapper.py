@@ -92,7 +92,7 @@ class WrapperFile(Closing):
 
 
 class WrapperBackend(Closing):
-    """A backend that forwards all calls to `inner`, and wraps the files by `wrap_file`.
+    """A backend that forwards all calls to `inner`, and wraps the files with `wrap_file`.
 
     See `gds.Backend` for the contract of each method.
     """

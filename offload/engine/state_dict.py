@@ -9,7 +9,12 @@ from offload.device.boundary import HOST
 from offload.device.staging import flat_tensors
 from offload.engine.caller_hints import warn_unsealed
 from offload.engine.engine import Engine, Groups
-from offload.engine.reference import Position, find_referenced, read_reference, reference_to
+from offload.engine.reference import (
+    Position,
+    find_referenced,
+    read_reference,
+    reference_to,
+)
 from offload.errors import DamagedError, MismatchError
 from offload.exchange.torch_dicts import (
     MaterializedState,
@@ -20,6 +25,7 @@ from offload.exchange.torch_dicts import (
     said_steps,
 )
 from offload.store.giving_up import give_up
+from offload.store.store import Store
 from offload.update.decoder import StateDecoder, kept_arrays
 from offload.update.filler import ParameterState, StateFiller
 
@@ -40,21 +46,29 @@ class ExchangingEngine(Engine):
             sealed=slot is not None and (sealing or self._slots.sealed is not None),
         )
 
-    seals_references = False
-    """Whether an integration seals the state whenever a reference to it is written."""
+    def open_store(self) -> Store:
+        """Return the store, which this process has open.
+
+        Raises:
+            OffloadError: The optimizer is closed, or was made by another process.
+        """
+        self._require_alive()
+        return self.store
+
     _has_warned = False
     """Whether the warning about a reference to unsealed state has been given."""
 
-    def refer(self, torch_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def refer(self, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
         """Make a reference from torch's state dict; see `OffloadedOptimizer.state_dict`.
 
         Only that method may call this, because a warning points at the caller of that method.
 
         Args:
             torch_dict: torch's state dict of the optimizer.
+            warn: Whether to warn if the state is not sealed.
         """
         position = self.position
-        if position.step and not position.sealed and not self.seals_references:
+        if warn and position.step and not position.sealed:
             if not self._has_warned:
                 warn_unsealed(self.store.directory, position.step)
             self._has_warned = True
