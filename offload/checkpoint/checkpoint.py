@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from gds import Backend, StorageError
 from gds.opening import given_or_local
+from offload.checkpoint.finding import find_and_lock, warn_passed_over
 from offload.checkpoint.quarantine_mark import read_quarantine
-from offload.checkpoint.reader_lock import held, is_another, lock_for_reading, recycled
+from offload.checkpoint.reader_lock import held, is_another, recycled
 from offload.checkpoint.reading import (
-    Found,
     PartDirectories,
     are_only_recorded,
     check_name,
     check_parts,
-    checkpoint_paths,
-    find_checkpoint,
     part_paths,
-    read_in_store,
     read_manifest,
 )
 from offload.checkpoint.sealed_slot import SealedSlot
@@ -35,17 +32,14 @@ from offload.checkpoint.verify import Findings, verify_tensors
 from offload.checkpoint.verify import VerifyReport as VerifyReport
 from offload.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     DamagedError,
-    StoreBusyError,
 )
 from offload.format.header import TensorEntry
 from offload.format.manifest import Manifest
-from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME, is_checkpoint_path
+from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import part_sizes
 from offload.format.train_state import TrainStateFormatError, TrainStateTagError, decode
 from offload.format.unreadable import reading
-from offload.units import seen_from
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -53,10 +47,6 @@ if TYPE_CHECKING:
     from gds.contract import Lock
 
 _UNREAD = object()
-
-_MOST_LOOKS = 100
-"""Largest number of looks at a store whose newest checkpoint is recycled each time before it is
-locked."""
 
 
 class Checkpoint:
@@ -359,104 +349,20 @@ def _open(
 ) -> Checkpoint:
     with ExitStack() as resources:
         storage = resources.enter_context(given_or_local(backend))
-        found, manifest, lock = _find_and_lock(
+        found = find_and_lock(
             storage, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
         )
         opened = Checkpoint(
-            storage, found.path, manifest, parts, lock=lock, resources=resources.pop_all()
+            storage,
+            found.path,
+            found.manifest,
+            parts,
+            lock=found.lock,
+            resources=resources.pop_all(),
         )
     try:
-        _warn_passed_over(storage, found, parts, need_parts=need_parts)
+        warn_passed_over(storage, found, parts, need_parts=need_parts)
     except BaseException:  # filters may turn warnings into errors
         opened.close()
         raise
     return opened
-
-
-def _find_and_lock(
-    backend: Backend,
-    path: str,
-    parts: PartDirectories,
-    *,
-    need_parts: bool,
-    even_quarantined: bool,
-) -> tuple[Found, Manifest, Lock]:
-    """Find, lock and read the checkpoint that a path means, and start again if it is recycled."""
-    looks_left = _MOST_LOOKS
-    while True:
-        present = _checkpoints_at(backend, path)
-        looks_left -= 1
-        try:
-            return _open_found(
-                backend, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
-            )
-        except (
-            CheckpointError,
-            CheckpointNotFoundError,
-            StoreBusyError,
-            StorageError,
-        ) as error:
-            # A store in training always has a newest checkpoint. If it was recycled during the
-            # search, another one has taken its place, and the search starts again.
-            now = _checkpoints_at(backend, path)
-            if not looks_left or present == now:
-                raise
-            if is_checkpoint_path(path) and not now:
-                raise recycled(os.path.abspath(path)) from error
-
-
-def _warn_passed_over(
-    backend: Backend, found: Found, parts: PartDirectories, *, need_parts: bool
-) -> None:
-    """Warn about each checkpoint that may be newer, still exists and is not usable.
-
-    A checkpoint that has just been recycled gets no warning.
-    """
-    for one in found.passed_over:
-        try:
-            read_in_store(backend, one.path, parts, need_parts=need_parts)
-        except CheckpointError:
-            now = backend.stat(one.path)
-            if now is not None and now.inode == one.inode:
-                reason = seen_from(one.path, one.reason)
-                warnings.warn(f"not using {one.path}: {reason}", RuntimeWarning, stacklevel=4)
-
-
-def _checkpoints_at(backend: Backend, path: str) -> dict[str, int]:
-    """Return the inode of each checkpoint that a path may mean, by the checkpoint's path.
-
-    The path may be that of one checkpoint, or of a store. The result is empty if it cannot be read.
-    """
-    stats: dict[str, int] = {}
-    path = os.path.abspath(path)
-    try:
-        named = [path] if is_checkpoint_path(path) else checkpoint_paths(backend, path)
-        for checkpoint in named:
-            if (stat := backend.stat(checkpoint)) is not None:
-                stats[checkpoint] = stat.inode
-    except StorageError:
-        return {}
-    return stats
-
-
-def _open_found(
-    backend: Backend,
-    path: str,
-    parts: PartDirectories,
-    *,
-    need_parts: bool,
-    even_quarantined: bool,
-) -> tuple[Found, Manifest, Lock]:
-    with reading():
-        found = find_checkpoint(backend, path, parts, need_parts=need_parts)
-        lock = lock_for_reading(backend, found.path)
-    try:
-        manifest = read_manifest(
-            backend, found.path, parts, need_parts=need_parts, even_quarantined=even_quarantined
-        )
-        if not even_quarantined:
-            check_name(found.path, manifest)
-    except BaseException:
-        lock.release()
-        raise
-    return found, manifest, lock

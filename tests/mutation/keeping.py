@@ -510,13 +510,13 @@ KEEPING = (
                 _PRUNING,
                 """\
             if verify:
-                _require_whole(inner, opened, others, progress)
-            return _prune(inner, opened, others, newest, dry_run=dry_run, verified=verify)
+                _require_whole(storage, opened, others, progress)
+            return _prune(storage, opened, others, newest, dry_run=dry_run, verified=verify)
 """,
                 """\
-            report = _prune(inner, opened, others, dry_run=dry_run, verified=verify)
+            report = _prune(storage, opened, others, newest, dry_run=dry_run, verified=verify)
             if verify:
-                _require_whole(inner, opened, others, progress)
+                _require_whole(storage, opened, others, progress)
             return report
 """,
             ),

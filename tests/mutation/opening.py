@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone, killed, power
 
+_FINDING = "offload/checkpoint/finding.py"
 _SUPPLY = "offload/store/slot_supply.py"
 _EXPIRY = "offload/store/expiry.py"
 _STORE = "offload/store/store.py"
@@ -12,10 +13,7 @@ _PLACES = "offload/store/places.py"
 _LOCK = "offload/store/writer_lock.py"
 _IDENTITY = "offload/store/identity.py"
 _READING = "offload/checkpoint/reading.py"
-_MANIFEST = "offload/format/manifest.py"
-_PART_FILE = "offload/format/part_file.py"
 _DOCUMENT = "offload/format/document.py"
-_CHECKPOINT = "offload/checkpoint/checkpoint.py"
 _READER_LOCK = "offload/checkpoint/reader_lock.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
@@ -147,7 +145,7 @@ OPENING = (
         "order: a reader's newest checkpoint is that of the highest generation",
         (
             Edit(
-                _READING,
+                _FINDING,
                 "(generation, checkpoint))",
                 "(manifest.step, checkpoint))",
             ),
@@ -309,8 +307,8 @@ OPENING = (
         "a reader keeps what it reads from being recycled",
         (
             Edit(
-                _CHECKPOINT,
-                "        lock = lock_for_reading(backend, found.path)\n",
+                _FINDING,
+                "        lock = lock_for_reading(backend, found)\n",
                 "        from contextlib import ExitStack\n"
                 "        lock = ExitStack()\n"
                 "        lock.release = lock.close\n",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
+_FINDING = "offload/checkpoint/finding.py"
 _PRUNING = "offload/store/pruning.py"
 _STORE = "offload/store/store.py"
 _FREE = "offload/store/free_slots.py"
@@ -113,8 +114,8 @@ RECORDED = (
         "a reader refuses a checkpoint that is named for another step",
         (
             gone(
-                _CHECKPOINT,
-                "        if not even_quarantined:\n            check_name(found.path, manifest)\n",
+                _FINDING,
+                "        if not even_quarantined:\n            check_name(found, manifest)\n",
             ),
         ),
         (f"{_NAME}::test_a_reader_that_names_the_step_gets_no_other",),

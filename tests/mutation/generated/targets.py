@@ -31,6 +31,8 @@ MODULES: Final[dict[str, str]] = {
     "unreadable": "offload/format/unreadable.py",
     "identity": "offload/store/identity.py",
     "reading": "offload/checkpoint/reading.py",
+    "finding": "offload/checkpoint/finding.py",
+    "sealed_slot": "offload/checkpoint/sealed_slot.py",
     "checkpoint": "offload/checkpoint/checkpoint.py",
     "listing": "offload/checkpoint/listing.py",
     "reader_lock": "offload/checkpoint/reader_lock.py",
