@@ -5,7 +5,6 @@ Importing this module does not import torch, so that looking at a checkpoint is 
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -13,8 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gds import Backend, StorageError
-from gds.opening import given_or_local
-from offload.checkpoint.finding import find_and_lock, warn_passed_over
 from offload.checkpoint.quarantine_mark import read_quarantine
 from offload.checkpoint.reader_lock import held, is_another, recycled
 from offload.checkpoint.reading import (
@@ -297,72 +294,3 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint(step={self.step}, path={self.path!r})"
-
-
-def open_checkpoint(
-    path: str | os.PathLike[str],
-    *,
-    parts: PartDirectories = None,
-    even_quarantined: bool = False,
-    backend: Backend | None = None,
-) -> Checkpoint:
-    """Open a checkpoint for reading, safely beside a process that is training.
-
-    If the newest checkpoint of a store is damaged, the one before it is opened, with a warning.
-
-    Args:
-        path: Directory of a checkpoint, or of a store, which means its newest usable checkpoint.
-        parts: Directories of the state on several drives, if they have moved: all but the first, in
-            the store's order.
-        even_quarantined: Whether to open a checkpoint that is marked as damaged, or whose directory
-            is named for another step than its own. This serves `Checkpoint.verify`, and a look at
-            what can be saved. In a store such checkpoints are passed over in any case.
-        backend: Storage backend of the checkpoint; the local file system by default.
-
-    Raises:
-        CheckpointNotFoundError: Nothing exists at `path`.
-        CheckpointError: There is no usable checkpoint. The message says why.
-        RecycledError: A training process recycled the checkpoint while it was being opened. Open
-            the store's newest one instead.
-        StoreBusyError: A writer is recycling or replacing the checkpoint at this moment.
-        UnreadableError: Something could not be read, which says nothing about its content.
-    """
-    return _open(
-        os.fspath(path), parts, backend, need_parts=True, even_quarantined=even_quarantined
-    )
-
-
-def open_for_parameters(
-    path: str | os.PathLike[str], *, backend: Backend | None = None
-) -> Checkpoint:
-    """Open a checkpoint as `open_checkpoint` does, but look at the first drive only."""
-    return _open(os.fspath(path), None, backend, need_parts=False)
-
-
-def _open(
-    path: str,
-    parts: PartDirectories,
-    backend: Backend | None,
-    *,
-    need_parts: bool,
-    even_quarantined: bool = False,
-) -> Checkpoint:
-    with ExitStack() as resources:
-        storage = resources.enter_context(given_or_local(backend))
-        found = find_and_lock(
-            storage, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
-        )
-        opened = Checkpoint(
-            storage,
-            found.path,
-            found.manifest,
-            parts,
-            lock=found.lock,
-            resources=resources.pop_all(),
-        )
-    try:
-        warn_passed_over(storage, found, parts, need_parts=need_parts)
-    except BaseException:  # filters may turn warnings into errors
-        opened.close()
-        raise
-    return opened

@@ -229,7 +229,7 @@ class _Work:
 
     def _open(self, name: str) -> Checkpoint:
         """Open a checkpoint. Wait if a writer is about to recycle or to replace it."""
-        from offload.checkpoint.checkpoint import open_checkpoint
+        from offload.checkpoint.opening import open_checkpoint
 
         deadline = time.monotonic() + _BUSY_S
         while True:

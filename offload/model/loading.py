@@ -10,7 +10,7 @@ import torch
 
 from gds import Backend
 from offload.ambient import in_neutral
-from offload.checkpoint.checkpoint import open_for_parameters
+from offload.checkpoint.opening import open_for_parameters
 from offload.errors import MismatchError
 from offload.format.layout import ModelTensor
 from offload.format.unreadable import reading

@@ -10,7 +10,8 @@ import os
 
 from gds import Backend
 from gds.opening import given_or_local
-from offload.checkpoint.checkpoint import Checkpoint, open_for_parameters
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.opening import open_for_parameters
 from offload.errors import CheckpointNotFoundError, PinError
 from offload.format.names import LOCK_NAME, step_of
 from offload.retention.pins import check_pin_name, remove_pin, write_pin

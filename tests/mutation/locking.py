@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
-_FINDING = "offload/checkpoint/finding.py"
+_READER_OPENING = "offload/checkpoint/opening.py"
 _SUPPLY = "offload/store/slot_supply.py"
 _SEALING = "offload/store/sealing.py"
 _LOCK = "offload/store/writer_lock.py"
@@ -12,7 +12,6 @@ _STORE = "offload/store/store.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
 _OPENING = "offload/store/opening.py"
 _PLACES = "offload/store/places.py"
-_CHECKPOINT = "offload/checkpoint/checkpoint.py"
 _UNREADABLE = "offload/format/unreadable.py"
 _VERIFY = "offload/checkpoint/verify.py"
 _SLOT = "offload/store/slot.py"
@@ -364,7 +363,7 @@ LOCKING = (
         "what could not be read stops a reader from taking an older checkpoint",
         (
             Edit(
-                _FINDING,
+                _READER_OPENING,
                 "        except CheckpointError as error:\n            refused.append(",
                 "        except (CheckpointError, OSError) as error:\n            refused.append(",
             ),
@@ -408,8 +407,8 @@ LOCKING = (
         "a reader says that it takes an older checkpoint",
         (
             Edit(
-                _CHECKPOINT,
-                "        warn_passed_over(storage, found, parts, need_parts=need_parts)\n",
+                _READER_OPENING,
+                "        _warn_passed_over(storage, passed_over, parts, need_parts=need_parts)\n",
                 "        pass\n",
             ),
         ),
@@ -420,7 +419,7 @@ LOCKING = (
         "a checkpoint that was recycled while it was looked at is no damaged one",
         (
             Edit(
-                _FINDING,
+                _READER_OPENING,
                 "            if now is not None and now.inode == one.inode:\n",
                 "            if True:\n",
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone, killed, power
 
-_FINDING = "offload/checkpoint/finding.py"
+_READER_OPENING = "offload/checkpoint/opening.py"
 _SUPPLY = "offload/store/slot_supply.py"
 _EXPIRY = "offload/store/expiry.py"
 _STORE = "offload/store/store.py"
@@ -145,7 +145,7 @@ OPENING = (
         "order: a reader's newest checkpoint is that of the highest generation",
         (
             Edit(
-                _FINDING,
+                _READER_OPENING,
                 "(generation, checkpoint))",
                 "(manifest.step, checkpoint))",
             ),
@@ -307,7 +307,7 @@ OPENING = (
         "a reader keeps what it reads from being recycled",
         (
             Edit(
-                _FINDING,
+                _READER_OPENING,
                 "        lock = lock_for_reading(backend, found)\n",
                 "        from contextlib import ExitStack\n"
                 "        lock = ExitStack()\n"

@@ -6,7 +6,6 @@ from tests.mutation.mutation import Edit, Mutation, gone
 
 _SUPPLY = "offload/store/slot_supply.py"
 _SEALING = "offload/store/sealing.py"
-_STORE = "offload/store/store.py"
 _MODEL = "offload/model/model_file.py"
 _POOL = "offload/store/part_pool.py"
 _SLOT = "offload/store/slot.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
-_FINDING = "offload/checkpoint/finding.py"
+_READER_OPENING = "offload/checkpoint/opening.py"
 _PRUNING = "offload/store/pruning.py"
 _STORE = "offload/store/store.py"
 _FREE = "offload/store/free_slots.py"
@@ -114,7 +114,7 @@ RECORDED = (
         "a reader refuses a checkpoint that is named for another step",
         (
             gone(
-                _FINDING,
+                _READER_OPENING,
                 "        if not even_quarantined:\n            check_name(found, manifest)\n",
             ),
         ),

@@ -31,7 +31,7 @@ MODULES: Final[dict[str, str]] = {
     "unreadable": "offload/format/unreadable.py",
     "identity": "offload/store/identity.py",
     "reading": "offload/checkpoint/reading.py",
-    "finding": "offload/checkpoint/finding.py",
+    "checkpoint_opening": "offload/checkpoint/opening.py",
     "sealed_slot": "offload/checkpoint/sealed_slot.py",
     "checkpoint": "offload/checkpoint/checkpoint.py",
     "listing": "offload/checkpoint/listing.py",

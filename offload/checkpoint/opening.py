@@ -1,14 +1,18 @@
-"""Finding of the checkpoint that a path means, with a lock that keeps it from being recycled."""
+"""Opening: find the checkpoint that a path means, and lock it against being recycled."""
 
 from __future__ import annotations
 
 import errno
 import os
 import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from gds import Backend, StorageError
 from gds.contract import Lock
+from gds.opening import given_or_local
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.nearby import other_checkpoints, stores_below
 from offload.checkpoint.reader_lock import lock_for_reading, recycled
 from offload.checkpoint.reading import (
@@ -50,54 +54,90 @@ class _PassedOver:
     """Reason why the checkpoint is not usable."""
 
 
-@dataclass(frozen=True, slots=True)
-class FoundCheckpoint:
-    """The checkpoint that a path means, locked."""
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    parts: PartDirectories = None,
+    even_quarantined: bool = False,
+    backend: Backend | None = None,
+) -> Checkpoint:
+    """Open a checkpoint for reading, safely beside a process that is training.
 
-    path: str
-    """Directory of the checkpoint."""
+    If the newest checkpoint of a store is damaged, the one before it is opened, with a warning.
 
-    manifest: Manifest
+    Args:
+        path: Directory of a checkpoint, or of a store, which means its newest usable checkpoint.
+        parts: Directories of the state on several drives, if they have moved: all but the first, in
+            the store's order.
+        even_quarantined: Whether to open a checkpoint that is marked as damaged, or whose directory
+            is named for another step than its own. This serves `Checkpoint.verify`, and a look at
+            what can be saved. In a store such checkpoints are passed over in any case.
+        backend: Storage backend of the checkpoint; the local file system by default.
 
-    lock: Lock
-    """Shared lock on the directory. Whoever has this object releases it."""
+    Raises:
+        CheckpointNotFoundError: Nothing exists at `path`.
+        CheckpointError: There is no usable checkpoint. The message says why.
+        RecycledError: A training process recycled the checkpoint while it was being opened. Open
+            the store's newest one instead.
+        StoreBusyError: A writer is recycling or replacing the checkpoint at this moment.
+        UnreadableError: Something could not be read, which says nothing about its content.
+    """
+    return _open(
+        os.fspath(path), parts, backend, need_parts=True, even_quarantined=even_quarantined
+    )
 
-    passed_over: tuple[_PassedOver, ...]
-    """Checkpoints that may be newer, and are not usable."""
+
+def open_for_parameters(
+    path: str | os.PathLike[str], *, backend: Backend | None = None
+) -> Checkpoint:
+    """Open a checkpoint as `open_checkpoint` does, but look at the first drive only."""
+    return _open(os.fspath(path), None, backend, need_parts=False)
 
 
-def find_and_lock(
+def _open(
+    path: str,
+    parts: PartDirectories,
+    backend: Backend | None,
+    *,
+    need_parts: bool,
+    even_quarantined: bool = False,
+) -> Checkpoint:
+    with ExitStack() as resources:
+        storage = resources.enter_context(given_or_local(backend))
+        found, manifest, lock, passed_over = _find_and_lock(
+            storage, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
+        )
+        opened = Checkpoint(
+            storage, found, manifest, parts, lock=lock, resources=resources.pop_all()
+        )
+    try:
+        _warn_passed_over(storage, passed_over, parts, need_parts=need_parts)
+    except BaseException:  # filters may turn warnings into errors
+        opened.close()
+        raise
+    return opened
+
+
+def _find_and_lock(
     backend: Backend,
     path: str,
     parts: PartDirectories,
     *,
     need_parts: bool,
     even_quarantined: bool,
-) -> FoundCheckpoint:
+) -> tuple[str, Manifest, Lock, tuple[_PassedOver, ...]]:
     """Find, lock and read the checkpoint that a path means, and start again if it is recycled.
 
-    Args:
-        backend: Storage backend of the checkpoint.
-        path: Directory of a checkpoint or of a store.
-        parts: Directories of the parts on other drives.
-        need_parts: Whether the parts on other drives are checked.
-        even_quarantined: Whether a checkpoint that `path` names is taken even if it is marked as
-            damaged, or is named for another step than its own.
-
-    Raises:
-        CheckpointNotFoundError: Nothing exists at `path`.
-        CheckpointError: `path` is neither a checkpoint nor a store that has a usable one.
-        RecycledError: A training process has recycled the checkpoint that `path` names.
-        StoreBusyError: A writer is recycling or replacing the checkpoint at this moment.
-        UnreadableError: Something could not be read, so it is not known which checkpoint is the
-            newest.
+    Returns:
+        Directory, manifest and lock of the checkpoint, and the checkpoints that may be newer and
+        are not usable.
     """
     looks_left = _MOST_LOOKS
     while True:
         present = _checkpoints_at(backend, path)
         looks_left -= 1
         try:
-            return _find_and_lock(
+            return _look(
                 backend, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
             )
         except (
@@ -115,14 +155,18 @@ def find_and_lock(
                 raise recycled(os.path.abspath(path)) from error
 
 
-def warn_passed_over(
-    backend: Backend, found: FoundCheckpoint, parts: PartDirectories, *, need_parts: bool
+def _warn_passed_over(
+    backend: Backend,
+    passed_over: Sequence[_PassedOver],
+    parts: PartDirectories,
+    *,
+    need_parts: bool,
 ) -> None:
     """Warn about each checkpoint that may be newer, still exists and is not usable.
 
     A checkpoint that has just been recycled gets no warning.
     """
-    for one in found.passed_over:
+    for one in passed_over:
         try:
             read_in_store(backend, one.path, parts, need_parts=need_parts)
         except CheckpointError:
@@ -149,14 +193,14 @@ def _checkpoints_at(backend: Backend, path: str) -> dict[str, int]:
     return stats
 
 
-def _find_and_lock(
+def _look(
     backend: Backend,
     path: str,
     parts: PartDirectories,
     *,
     need_parts: bool,
     even_quarantined: bool,
-) -> FoundCheckpoint:
+) -> tuple[str, Manifest, Lock, tuple[_PassedOver, ...]]:
     """Find, lock and read the checkpoint that a path means; it may be recycled meanwhile."""
     with reading():
         found, passed_over = _find(backend, path, parts, need_parts=need_parts)
@@ -170,7 +214,7 @@ def _find_and_lock(
     except BaseException:
         lock.release()
         raise
-    return FoundCheckpoint(found, manifest, lock, passed_over)
+    return found, manifest, lock, passed_over
 
 
 def _find(
