@@ -11,6 +11,7 @@ from offload.checkpoint.reading import read_manifest
 from offload.errors import SealError
 from offload.store.opening import StoredCheckpoint
 from offload.store.sealing import Prepared, Sealing
+from offload.store.slot import Slot, SlotState
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.test_protocol_steps import STORE, Training
 
@@ -55,4 +56,43 @@ def test_what_is_prepared_is_whole_and_durable_and_no_checkpoint_until_it_is_pub
     with offload.open_checkpoint(STORE, backend=backend) as published:
         assert published.step == 2
         assert published.verify().ok
+    training.optimizer.close()
+
+
+def test_a_slot_is_working_then_in_doubt_then_sealed_and_free_when_it_is_recycled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = CrashBackend()
+    training = Training(backend, keep=1)
+    slots: list[Slot] = []
+    seen: list[SlotState] = []
+    publish, rename, invalidate = Sealing.publish, backend.rename, Slot.invalidate
+
+    def published(sealing: Sealing, prepared: Prepared) -> StoredCheckpoint:
+        slots.append(prepared.slot)
+        seen.append(prepared.slot.state)
+        stored = publish(sealing, prepared)
+        seen.append(prepared.slot.state)
+        return stored
+
+    def renamed(source: str, target: str) -> None:
+        rename(source, target)
+        seen.extend(slot.state for slot in slots[-1:] if slot.path == source)
+
+    def invalidated(slot: Slot) -> None:
+        if slot in slots:
+            seen.append(slot.state)
+        invalidate(slot)
+        if slot in slots:
+            seen.append(slot.state)
+
+    monkeypatch.setattr(Sealing, "publish", published)
+    monkeypatch.setattr(backend, "rename", renamed)
+    monkeypatch.setattr(Slot, "invalidate", invalidated)
+    training.steps_and_seal()
+    assert seen == [SlotState.WORKING, SlotState.IN_DOUBT, SlotState.SEALED]
+    seen.clear()
+    training.steps_and_seal()
+    recycled = [SlotState.SEALED, SlotState.FREE]  # of the first slot, before `publish` returns
+    assert seen == [SlotState.WORKING, SlotState.IN_DOUBT, *recycled, SlotState.SEALED]
     training.optimizer.close()
