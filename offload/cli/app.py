@@ -37,6 +37,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich keeps the line breaks of docstrings
 )
 
 
@@ -83,7 +84,10 @@ def demo(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train, be killed in the middle of a step, resume, and compare with torch.save."""
+    """Train, be killed in the middle of a step, and resume.
+
+    Losses after the resume, and the time of checkpoints, are compared with torch.save.
+    """
     from offload.demo.run import run_demo
 
     # With --json, standard output holds the JSON and nothing else.
@@ -116,9 +120,10 @@ def list_store(
     part: Parts = None,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a store, with the reasons why any of them are not usable.
+    """List the checkpoints of a store.
 
-    Only names, sizes and manifests are read; verify reads the content.
+    Checkpoints that are not usable are listed with the reason. Only names, sizes and manifests are
+    read; verify reads the content.
     """
     from offload.checkpoint.listing import list_checkpoints
 
@@ -139,7 +144,7 @@ def show(
     part: Parts = None,
     as_json: Json = False,
 ) -> None:
-    """Describe a checkpoint: step, optimizer, hyper-parameters, files and tensors."""
+    """Describe a checkpoint: its optimizer, files and tensors."""
     from offload.checkpoint.opening import open_checkpoint
 
     with open_checkpoint(checkpoint, parts=part or None) as opened:

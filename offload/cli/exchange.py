@@ -75,7 +75,10 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         ] = None,
         quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     ) -> None:
-        """Write a checkpoint in another program's format, its optimizer state in FP32."""
+        """Write a checkpoint in another program's format.
+
+        The optimizer state is written in FP32.
+        """
         from offload import export_checkpoint, open_checkpoint
 
         with (
@@ -169,7 +172,10 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         ] = False,
         quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     ) -> None:
-        """Make a store from a checkpoint of another program, for restore() to continue from."""
+        """Make a store from another program's checkpoint.
+
+        Training continues from it with restore().
+        """
         import torch
 
         from offload import Options, UnsupportedOptimizerError, import_checkpoint

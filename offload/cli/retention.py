@@ -77,8 +77,9 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         part: Parts = None,
         as_json: Json = False,
     ) -> None:
-        """Remove checkpoints that no option keeps, and files that crashes have left behind.
+        """Remove checkpoints that no option keeps.
 
+        Files that crashes have left behind are removed as well.
         The newest checkpoint and pinned ones always stay. Without any option that keeps
         checkpoints, all of them stay. A store does not record the keep= of the program that
         trained in it: give the same policy here. A store on several drives needs --part for each
@@ -112,7 +113,10 @@ def pin(
     ],
     name: Annotated[str, typer.Argument(help="Name of the pin, such as best.", show_default=False)],
 ) -> None:
-    """Keep a checkpoint until it is unpinned, also beside a process that trains in the store."""
+    """Keep a checkpoint until it is unpinned.
+
+    The command may run beside a process that trains in the store.
+    """
     from offload.store.pinning import pin as run
 
     typer.echo(f"{run(checkpoint, name)}: pinned as {name}")

@@ -88,7 +88,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         part: Parts = None,
         as_json: Json = False,
     ) -> None:
-        """Compare every byte of a checkpoint, or of all checkpoints of a store, with its digests.
+        """Compare every byte of checkpoints with digests.
 
         If a store is on several drives, --part names its further directories. Without --part, the
         directories in the manifest are read. In a copy of a store, those still belong to the
