@@ -41,8 +41,8 @@ This page has the project's claims about time and written bytes. Each claim is a
 that was measured in the same run, on the same drive, in turns. Smaller is better. A ratio is the
 median over pairs that were measured next to each other, in alternating order. The 90 % interval of
 that median follows it (bootstrap). A limit is *met* if the whole interval is within it, *met within
-noise* if only the interval's lower end is within it, and *NOT MET* if not even the lower end is. "-"
-means that nothing is promised.
+noise* if only the interval's lower end is within it, and *NOT MET* if not even the lower end is.
+"-" means that nothing is promised.
 
 Absolute times are those of one machine, and a shared drive's speed can change by a factor of two
 within minutes: compare ratios, and measure on your own machine with `make bench`. Every row links
