@@ -13,6 +13,7 @@ from offload.format.digests import Digests, Run
 from offload.store.slot import Slot
 from offload.stream.frame import Frame
 from offload.stream.meter import Meter
+from offload.stream.passes import RingPass
 from offload.stream.streamer import Streamer
 from offload.update.rules import Scalars
 
@@ -96,11 +97,11 @@ class StatePass:
         self.schedule: Iterable[int] = chunks
         """Yields each of the chunks, in that order, when it may be updated; some may be left out
         in the end, if `announce` is told."""
-        self._streamer = streamer
+        self._ring = RingPass(streamer, source=source, target=target, run=run)
+        self._model_stops = streamer.layout.model_stops
         self.updater = updater
         self._seal = seal
         self._meter = meter
-        self._run_many = run
 
     def is_needed(self, chunk: int) -> bool:
         """Return whether anything is to be done to a chunk: it is stepped, or moves."""
@@ -108,7 +109,7 @@ class StatePass:
 
     def announce(self, chunks: Sequence[int]) -> None:
         """Say which chunks are still to come."""
-        self._streamer.begin(self.source, chunks)
+        self._ring.announce(chunks)
 
     def run(self, updated: Callable[[int], object] | None = None) -> list[Scalars | None]:
         """Update all chunks; the last writes may still be in progress on return.
@@ -123,16 +124,14 @@ class StatePass:
             gds.StorageError: A transfer failed.
             DamagedError: The state that was read is not what was written.
         """
-        streamer, seal = self._streamer, self._seal
-        model_stops = streamer.layout.model_stops
+        seal = self._seal
         self.announce(self.chunks)
         ahead = dict(pairwise(self.chunks)) if self.schedule is self.chunks else {}
         for chunk in self.schedule:
             crosses = self.updater.prepare(chunk)
-            frame = streamer.take(chunk)
-            try:
+            with self._ring.taken(chunk) as frame:
                 if seal is not None:
-                    seal.wait_copied(model_stops[chunk])
+                    seal.wait_copied(self._model_stops[chunk])
                 if crosses:
                     if chunk in ahead:
                         self.updater.prepare(ahead[chunk])
@@ -140,12 +139,8 @@ class StatePass:
                         self.updater.arrive(chunk)
                 with self._meter.timed("compute_s", chunk=chunk):
                     self._update(chunk, frame)
-            except BaseException:
-                streamer.discard(frame)
-                raise
-            if updated is not None:
-                updated(chunk)
-            streamer.put(frame, self.target, self._run_many)
+                if updated is not None:
+                    updated(chunk)
         scalars = self.updater.finish()
         self.updater.fence()
         if seal is not None:

@@ -20,6 +20,7 @@ from offload.exchange.torch_dicts import (
     said_steps,
 )
 from offload.store.giving_up import give_up
+from offload.stream.passes import RingPass
 from offload.update.decoder import StateDecoder, kept_arrays
 from offload.update.filler import ParameterState, StateFiller
 
@@ -94,15 +95,15 @@ class ExchangingEngine(Engine):
             [t.tensor for t in table.trainables], writable=False, traffic=self._meter.traffic
         )
         decoder = StateDecoder(layout, table.scalars, live)
-        streamer.begin(self._slots.present, chunks)
+        reading = RingPass(streamer, source=self._slots.present)
+        reading.announce(chunks)
         for chunk in chunks:
-            frame = streamer.take(chunk)
-            try:
-                with frame.tensors_on(HOST, changes=False) as arrays:
-                    for block in decoder.blocks(chunk, arrays):
-                        held.copy(*block)
-            finally:
-                streamer.keep(frame)
+            with (
+                reading.taken(chunk) as frame,
+                frame.tensors_on(HOST, changes=False) as arrays,
+            ):
+                for block in decoder.blocks(chunk, arrays):
+                    held.copy(*block)
         streamer.begin(self._slots.present, self._order())
         return held
 

@@ -386,7 +386,7 @@ SEALING = (
             gone(
                 "offload/engine/chunk_pass.py",
                 "                if seal is not None:\n"
-                "                    seal.wait_copied(model_stops[chunk])\n",
+                "                    seal.wait_copied(self._model_stops[chunk])\n",
             ),
         ),
         (_OVERLAP, _BEHIND),
