@@ -59,6 +59,7 @@ from offload.units import size
 from offload.update.device_updater import DeviceUpdater
 from offload.update.pool import UpdatePool
 from offload.update.rules import Scalars, UpdateRule
+from offload.update.step_inputs import StepInputs
 from offload.update.updater import ChunkUpdater
 
 Groups = Sequence[dict[str, Any]]
@@ -401,14 +402,16 @@ class Engine(Usable):
         updater = make(
             self._rule,
             self._pool,
-            self._layout(),
-            groups,
-            [t.tensor for t in self._table.trainables],
-            gradients,
-            self._table.scalars,
-            step=self.num_steps + 1,
-            seed=self._options.rounding_seed,
-            factors=self.gradient_factors,
+            StepInputs(
+                layout=self._layout(),
+                groups=groups,
+                parameters=[t.tensor for t in self._table.trainables],
+                gradients=gradients,
+                scalars=self._table.scalars,
+                step=self.num_steps + 1,
+                seed=self._options.rounding_seed,
+                factors=self.gradient_factors,
+            ),
             traffic=self._meter.traffic,
         )
         chunks = self._order()
