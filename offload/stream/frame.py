@@ -142,9 +142,13 @@ class Frame:
 
     def new_digests(self) -> Digests:
         """Return digests of the present chunk, of which nothing has been written yet."""
-        return self._memory.digests(
+        return self.digests_of(
             {name: self.bytes_of(self._layout, name, self.chunk) for name in self._bytes}
         )
+
+    def digests_of(self, arrays: Mapping[str, torch.Tensor]) -> Digests:
+        """Return digests of bytes that are in this frame, by state array."""
+        return self._memory.digests(arrays)
 
 
 def frame_bytes(layout: Layout) -> int:

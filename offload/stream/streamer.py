@@ -26,12 +26,12 @@ from functools import partial
 
 from gds import IOFuture
 from gds.waiting import Monitor
-from offload.checkpoint.second_look import look_again, unreliable
 from offload.format.digests import Run, one_by_one
 from offload.format.layout import Layout
 from offload.store.slot import Slot
 from offload.stream.frame import Frame, FrameMemory, frame_bytes
 from offload.stream.meter import Meter
+from offload.stream.read_check import check_read
 
 
 class Streamer:
@@ -57,7 +57,6 @@ class Streamer:
         verify_reads: bool = False,
     ) -> None:
         self.layout = layout
-        self._memory = memory
         self._verify_reads = verify_reads
         nbytes = frame_bytes(layout)
         resident = _spread(resident_bytes // nbytes if nbytes else 0, layout)
@@ -120,7 +119,9 @@ class Streamer:
             with self._meter.timed("wait_read_s", chunk=chunk):
                 for future in frame.futures:
                     future.result()
-                self._check(frame)
+                source = self._source
+                if source is not None and (source.unchecked or self._verify_reads):
+                    check_read(frame, source)
         except BaseException:
             with self._changed:
                 self._release(frame)
@@ -184,46 +185,6 @@ class Streamer:
             raise
         finally:
             self._when_ended(frame.futures, partial(self._written, frame))
-
-    def _check(self, frame: Frame) -> None:
-        """Compare what was read with its digests, if it is a restored checkpoint's, or always.
-
-        Raises as `_look_again`.
-        """
-        source = self._source
-        if source is None or not frame.futures:
-            return
-        if not (source.unchecked or self._verify_reads):
-            return
-        for name in source.layout.array_names:
-            expected = source.digests[name][frame.chunk]
-            if expected is None:
-                continue
-            data = frame.bytes_of(source.layout, name, frame.chunk)
-            digests = self._memory.digests({name: data})
-            found = digests.finish(source.context, frame.chunk, one_by_one)[name]
-            if found != expected:
-                self._look_again(frame, source, name, found, expected)
-
-    def _look_again(self, frame: Frame, source: Slot, name: str, found: str, expected: str) -> None:
-        """Read a chunk of an array again that is not what was written, and go on with it if it is.
-
-        The second read, in other memory of the host, says whether the drive has the right bytes.
-        Only if it has, the frame is filled anew.
-
-        Raises:
-            DamagedError: The second read is wrong, too.
-            UnreliableReadError: It is right, and they still do not arrive in the frame.
-        """
-        chunk, file = frame.chunk, source.array(name, frame.chunk)
-        buffer, offset = frame.buffer(source.layout, name, chunk)
-        digest = partial(source.context.digest, name, chunk)
-        look_again(file, offset, buffer.nbytes, digest, found=found, expected=expected)
-        file.read_again(buffer, offset, direct=not file.direct).result()
-        data = frame.bytes_of(source.layout, name, chunk)
-        digests = self._memory.digests({name: data})
-        if digests.finish(source.context, chunk, one_by_one)[name] != expected:
-            raise unreliable(file, offset, buffer.nbytes)
 
     def discard(self, frame: Frame) -> None:
         """Give back a taken frame without writing it; what it holds is lost."""

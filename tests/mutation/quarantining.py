@@ -228,8 +228,8 @@ QUARANTINING = (
         (
             Edit(
                 _STREAMER,
-                "        if not (source.unchecked or self._verify_reads):\n",
-                "        if not source.unchecked:\n",
+                "source is not None and (source.unchecked or self._verify_reads):\n",
+                "source is not None and source.unchecked:\n",
             ),
         ),
         (f"{_TESTS}::TestVerifyAlways",),
