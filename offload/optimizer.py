@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, SupportsFloat, TypeAlias, overload
 
@@ -15,11 +16,14 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from offload.ambient import neutral
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.engine.engine import Engine
 from offload.engine.finalizer import close_left_open, close_quietly
 from offload.engine.reference import is_reference
 from offload.engine.seal import SealHandle
-from offload.engine.state_dict import ExchangingEngine
+from offload.engine.state_dict import load_reference, load_tensors, materialize, refer
 from offload.engine.stats import Stats
+from offload.engine.strategy import StepStrategy, WaitedFor
+from offload.engine.training_state import TrainingState
 from offload.errors import OffloadError
 from offload.exchange.torch_dicts import (
     MASTERS,
@@ -110,7 +114,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"overlap={options.overlap!r} needs model=, the module that is called in training: "
                 "pass the one whose parameters() you gave"
             )
-        self._engine: ExchangingEngine | None = None
+        self._engine: Engine | None = None
         self._materialized: MaterializedState | None = None
         self._running = ""
         on_device = options.placement == "device"
@@ -118,7 +122,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(params, dict(rule.defaults))
         self.state = StateElsewhere()
         if options.overlap == "backward":
-            from offload.overlap.backward_hooks import require_no_ddp  # as in `_engine_class`
+            from offload.overlap.backward_hooks import require_no_ddp  # as in `_strategy_for`
 
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse what cannot be streamed before making a directory
@@ -128,7 +132,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if on_device:
             split = options.master == "split"
             require_steps(rule, self.param_groups, options.state_dtype, split=split)
-        engine = _engine_class(options.overlap)(
+        strategy = _strategy_for(options.overlap, model)
+        state = TrainingState(
             rule,
             as_directories(directory),
             model=model,
@@ -138,15 +143,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             device=device_of(self.param_groups),
         )
         try:
+            engine = Engine(state, strategy(state))
             engine.require_space(self.param_groups)
         except BaseException:
-            engine.close()
+            state.close()
             raise
         self._engine = engine
         # A dropped optimizer lets go of its store; whether its last seal succeeded is then unknown.
         self._finalizer = weakref.finalize(self, close_quietly, engine)
         optimizer = weakref.ref(self)
-        engine.attach(lambda: getattr(optimizer(), "param_groups", None))
+        engine.strategy.attach(lambda: getattr(optimizer(), "param_groups", None))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -178,13 +184,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise OffloadError("step() is not possible within materialized(): leave it first")
         loss = None
         if closure is not None:
-            self._live_engine().require_closures()
+            self._live_engine().strategy.require_closures()
             with torch.enable_grad():
                 loss = closure()
         with self._exclusive("step") as engine:
             engine.step(self.param_groups)
             if self._optimizer_step_post_hooks or _global_optimizer_post_hooks:
-                engine.before_hooks()
+                engine.strategy.before_hooks()
         return loss
 
     def checkpoint(
@@ -354,7 +360,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             torch_dict[NUM_STEPS] = engine.num_steps
             return torch_dict
         with neutral():
-            return engine.refer(torch_dict)
+            return refer(engine, torch_dict)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Read all state into memory: the state dict of the wrapped class, for other programs.
@@ -395,17 +401,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ``p.grad`` does not change. This is what a scaler of losses needs; see `GradScaler`.
         """
         engine = self._live_engine()
-        engine.require_unscaled()
-        engine.gradient_factors = factors
+        engine.strategy.require_unscaled()
+        engine.state.gradient_factors = factors
         try:
             yield
         finally:
-            engine.gradient_factors = ()
+            engine.state.gradient_factors = ()
 
     def _materialize(self) -> None:
         with self._exclusive("materialized") as engine:
             engine.join()
-            self._materialized = engine.materialize(self.param_groups)
+            self._materialized = materialize(engine, self.param_groups)
         present = number_parameters(self.param_groups)
         self.state.clear()
         self.state.update({p: s for p, s in self._materialized.state.items() if p in present})
@@ -438,9 +444,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self._exclusive("load_state_dict") as engine:
             engine.join()
             if is_reference(state_dict):
-                engine.load_reference(self.param_groups, state_dict)
+                load_reference(engine, self.param_groups, state_dict)
             else:
-                engine.load_tensors(self.param_groups, state_dict)
+                load_tensors(engine, self.param_groups, state_dict)
         if self._materialized is not None:
             self._materialize()
         for loaded in self._optimizer_load_state_dict_post_hooks.values():
@@ -449,7 +455,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Where GradScaler asks: it must not find this, and is refused if it comes too late."""
-        self._live_engine().require_unscaled()
+        self._live_engine().strategy.require_unscaled()
         raise AttributeError("_step_supports_amp_scaling")
 
     def close(self) -> None:
@@ -494,7 +500,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.__getstate__()
 
     @contextmanager
-    def _exclusive(self, name: str) -> Iterator[ExchangingEngine]:
+    def _exclusive(self, name: str) -> Iterator[Engine]:
         """Refuse a call from within another one, which would find the state half way.
 
         Signal handlers run between two instructions of a step, and a checkpoint made there would
@@ -513,7 +519,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         finally:
             self._running = ""
 
-    def _live_engine(self) -> ExchangingEngine:
+    def _live_engine(self) -> Engine:
         if self._engine is None:
             raise RuntimeError("the optimizer has not been constructed")
         return self._engine
@@ -525,14 +531,16 @@ def _which(checkpoint: CheckpointName | None) -> int | str | None:
     return checkpoint if isinstance(checkpoint, int | None) else os.fspath(checkpoint)
 
 
-def _engine_class(overlap: Overlap | None) -> Callable[..., ExchangingEngine]:
+def _strategy_for(
+    overlap: Overlap | None, model: torch.nn.Module | None
+) -> Callable[[TrainingState], StepStrategy]:
+    if overlap is None or model is None:  # the latter with an overlap has been refused before
+        return WaitedFor
     # Imported when asked for: they follow torch's compiler, which takes seconds to import.
     if overlap == "forward":
-        from offload.overlap.forward import ForwardEngine
+        from offload.overlap.forward import BesideForward
 
-        return ForwardEngine
-    if overlap == "backward":
-        from offload.overlap.backward import BackwardEngine
+        return partial(BesideForward, model=model)
+    from offload.overlap.backward import DuringBackward
 
-        return BackwardEngine
-    return ExchangingEngine
+    return partial(DuringBackward, model=model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Protocol
 
@@ -75,6 +76,7 @@ class StatePass:
         seal: One in flight, which still copies parameters that the update changes.
         meter: Counts seconds.
         run: Spreads what remains of a chunk's digests over threads.
+        lock: Held while the updater computes; None if it needs no lock.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class StatePass:
         seal: Seal | None,
         meter: Meter,
         run: Run,
+        lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self.step = step
         self.source = source
@@ -102,6 +105,7 @@ class StatePass:
         self.updater = updater
         self._seal = seal
         self._meter = meter
+        self._lock = nullcontext() if lock is None else lock
 
     def is_needed(self, chunk: int) -> bool:
         """Return whether anything is to be done to a chunk: it is stepped, or moves."""
@@ -141,7 +145,8 @@ class StatePass:
                     self._update(chunk, frame)
                 if updated is not None:
                     updated(chunk)
-        scalars = self.updater.finish()
+        with self._lock:
+            scalars = self.updater.finish()
         self.updater.fence()
         if seal is not None:
             # From here on the user may also change what no step does: frozen parameters.
@@ -150,6 +155,6 @@ class StatePass:
 
     def _update(self, chunk: int, frame: Frame) -> None:
         work, digests = self.updater, frame.digests
-        with frame.tensors_on(work.device, changes=True) as arrays:
+        with frame.tensors_on(work.device, changes=True) as arrays, self._lock:
             # Of copies nothing is final before they are sent back.
             work.update(chunk, arrays, digests if frame.device == work.device else None)

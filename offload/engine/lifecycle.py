@@ -8,49 +8,53 @@ import os
 from offload.engine.caller_hints import how_to_resume
 from offload.errors import BrokenOptimizerError, NotRestoredError, OffloadError, reason_of
 from offload.store.store import Store
+from offload.stream.memory import WorkingMemory
 
 _log = logging.getLogger("offload")
 
 
-class Usable:
+class Lifecycle:
     """The part of an engine that knows whether it can be used.
 
     Args:
         store: Opened by this process.
+        memory: Memory of the state, which knows whether a transfer has failed.
         decided: Whether it is clear what becomes of the checkpoints in the store.
     """
 
-    def __init__(self, store: Store, *, decided: bool) -> None:
+    def __init__(self, store: Store, memory: WorkingMemory, *, decided: bool) -> None:
         self.store = store
-        self._decided = decided
+        self._memory = memory
+        self.decided = decided
+        """Whether it is clear what becomes of the checkpoints in the store."""
         self._pid = os.getpid()
-        self._closed = False
-        self._broken = ""
+        self.closed = False
+        self.broken = ""
         """Why the working state is torn, if it is."""
-        self._steps_settled = self._steps_in_seal = 0
+        self.steps_settled = self.steps_in_seal = 0
         """How many of this optimizer's steps a checkpoint has, or a restore has given up; and how
         many the seal that began last will have."""
 
-    def require_closures(self) -> None:
-        """Raise `OverlapError` if a step cannot evaluate the model itself."""
-
-    def require_unscaled(self) -> None:
-        """Raise `OverlapError` if it is too late to unscale gradients, or to skip the step."""
-
     @property
-    def _transfer_error(self) -> Exception | None:
-        """The error of a transfer of state that nobody has waited for."""
-        return None
+    def is_over(self) -> bool:
+        """Whether nothing is left to close: it is closed, or this process is a forked child."""
+        return self.closed or os.getpid() != self._pid  # a child has neither threads nor lock
 
-    def _require_usable(self) -> None:
-        self._require_alive()
-        if self._transfer_error is not None:
-            self._broken = (
-                self._broken or f"a transfer of state failed ({reason_of(self._transfer_error)})"
-            )
-        if self._broken:
-            raise BrokenOptimizerError(f"{self._broken}; {self._remedy()}")
-        if not self._decided:
+    def require_usable(self) -> None:
+        """Check that the state may be stepped and sealed.
+
+        Raises:
+            OffloadError: The optimizer is closed, or was made in another process.
+            BrokenOptimizerError: The state is torn; says how to go on.
+            NotRestoredError: The store has checkpoints, and nobody has decided about them.
+        """
+        self.require_alive()
+        error = self._memory.error
+        if error is not None:
+            self.broken = self.broken or f"a transfer of state failed ({reason_of(error)})"
+        if self.broken:
+            raise BrokenOptimizerError(f"{self.broken}; {self.remedy()}")
+        if not self.decided:
             names = [os.path.basename(c.path) for c in self.store.checkpoints]
             names += [os.path.basename(path) for path, _ in self.store.refused]
             raise NotRestoredError(
@@ -59,7 +63,7 @@ class Usable:
                 "optimizer to start over"
             )
 
-    def _say_what_is_lost(self, num_steps: int) -> None:
+    def say_what_is_lost(self, num_steps: int) -> None:
         """Log that no checkpoint has the last steps of this optimizer."""
         newest = self.store.newest
         is_one = num_steps == 1
@@ -71,7 +75,7 @@ class Usable:
             f"the newest checkpoint is {newest.path}" if newest else "the store has none",
         )
 
-    def _remedy(self) -> str:
+    def remedy(self) -> str:
         """Say how to go on from a state that is torn."""
         newest = self.store.newest
         if newest is None and self.store.refused:
@@ -83,8 +87,9 @@ class Usable:
             return "there is no checkpoint yet: construct model and optimizer again"
         return f"{how_to_resume()} to go on from {newest.path}"
 
-    def _require_alive(self) -> None:
-        if self._closed:
+    def require_alive(self) -> None:
+        """Raise `OffloadError` if it is closed, or was made in another process."""
+        if self.closed:
             raise OffloadError("the optimizer is closed; construct it again")
         if os.getpid() != self._pid:
             raise OffloadError(

@@ -1,6 +1,6 @@
 """A step that runs beside the model: hooks, the order of chunks, and the pass in the background.
 
 This wing may know `engine` and every wing below it. It never imports the optimizer or
-`integrations`. Its engines, `forward.ForwardEngine` and `backward.BackwardEngine`, are imported by
-those who ask for them: they need torch's compiler, whose import takes seconds.
+`integrations`. Its step strategies, `forward.BesideForward` and `backward.DuringBackward`, are
+imported only if they are asked for: they need torch's compiler, whose import takes seconds.
 """

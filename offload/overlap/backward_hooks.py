@@ -30,7 +30,7 @@ from offload.overlap.autograd_context import backward_id, is_in_function, is_rec
 from offload.overlap.constant_uses import ConstantUses
 
 if TYPE_CHECKING:
-    from offload.overlap.backward import BackwardEngine
+    from offload.overlap.backward import DuringBackward
 
 _keys = itertools.count()
 
@@ -75,12 +75,12 @@ class BackwardHooks:
     """Hooks on modules that tell which backwards are held.
 
     Args:
-        engine: Not kept alive.
+        strategy: Not kept alive.
         model: The module that is called.
     """
 
-    def __init__(self, engine: BackwardEngine, model: torch.nn.Module) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, strategy: DuringBackward, model: torch.nn.Module) -> None:
+        self._strategy = weakref.ref(strategy)
         self._model = model
         self._key = f"offload.leads_to_trained_{next(_keys)}"
         """A mark in the metadata of nodes whose graph leads to nothing that is not trained."""
@@ -163,16 +163,16 @@ class BackwardHooks:
 
     def require_at_rest(self, what: str) -> None:
         """Refuse what makes no sense while the state is half stepped."""
-        engine = self._engine()
+        strategy = self._strategy()
         # Within backward, activation checkpointing calls modules again.
-        if engine is not None and backward_id() == -1:
-            engine.require_at_rest(what)
+        if strategy is not None and backward_id() == -1:
+            strategy.settle(what)
 
     def before(self, number: int, module: torch.nn.Module, inputs: object) -> None:
         """Note a call of a module."""
         self.require_at_rest("the model's forward()")
-        engine = self._engine()
-        if engine is None or backward_id() != -1:
+        strategy = self._strategy()
+        if strategy is None or backward_id() != -1:
             return
         calls = self._calls
         if calls.step != self._num_steps:
@@ -180,11 +180,11 @@ class BackwardHooks:
         if calls.outermost in (None, number):  # if interrupted, a call did not say that it ended
             calls.outermost, calls.has_gradients = number, torch.is_grad_enabled()
             calls.leads_elsewhere = calls.has_gradients and any(
-                self._leads_elsewhere(tensor, engine) for tensor in tensors_in(inputs)
+                self._leads_elsewhere(tensor, strategy) for tensor in tensors_in(inputs)
             )
-            _require_no_active_ddp(engine)
+            _require_no_active_ddp(strategy)
         if calls.has_gradients:
-            self._look(number, module, engine)
+            self._look(number, module, strategy)
             self._note(module)
             if not self._is_hooked and _has_backward_hooks(module):
                 self._is_hooked = True
@@ -213,8 +213,8 @@ class BackwardHooks:
             self._backward, self._is_held = backward_id(), False
             autograd: Any = torch.autograd.Variable
             autograd._execution_engine.queue_callback(partial(self._ended, self._backward))
-        engine = self._engine()
-        if engine is None or not engine.is_first_backward():
+        strategy = self._strategy()
+        if strategy is None or not strategy.is_first_backward():
             return
         if not self._is_held and (leads_elsewhere or self._is_used_again):
             self._is_held = True
@@ -233,12 +233,12 @@ class BackwardHooks:
         if self._backward == backward:
             self._backward, self._is_held = None, False
 
-    def _leads_elsewhere(self, tensor: torch.Tensor, engine: BackwardEngine) -> bool:
+    def _leads_elsewhere(self, tensor: torch.Tensor, strategy: DuringBackward) -> bool:
         """Return whether a backward goes on from an input to something that is not trained."""
         if not tensor.requires_grad:
             return False
         if tensor.grad_fn is None:
-            return not engine.is_trained(tensor)
+            return not strategy.is_trained(tensor)
         found: list[Any] = [tensor.grad_fn]
         seen: set[Any] = set()  # holds them, so that no other gets the id of one
         while found:
@@ -247,17 +247,17 @@ class BackwardHooks:
                 continue
             seen.add(node)
             leaf = getattr(node, "variable", None)
-            if isinstance(leaf, torch.Tensor) and not engine.is_trained(leaf):
+            if isinstance(leaf, torch.Tensor) and not strategy.is_trained(leaf):
                 return True
             found += [following for following, _ in node.next_functions if following is not None]
         return False
 
-    def _look(self, number: int, module: torch.nn.Module, engine: BackwardEngine) -> None:
+    def _look(self, number: int, module: torch.nn.Module, strategy: DuringBackward) -> None:
         """Look at what is used from here to the first gradient, if this call is of a new kind."""
         kind = (number, module.training, torch.is_grad_enabled(), is_recomputed_later())
         if kind not in self._kinds and not self._is_needed_later:
             self._kinds.add(kind)
-            self._constant_uses.begin(self._model.modules(), engine.trained())
+            self._constant_uses.begin(self._model.modules(), strategy.trained())
 
     def _note(self, module: torch.nn.Module) -> None:
         """Note that a module's parameters are used."""
@@ -346,19 +346,19 @@ class _Begins(_Hook):
 
 
 class TakeGradient:
-    """A hook on a parameter. It does not keep the engine alive; a copy of it does nothing."""
+    """A hook on a parameter. It does not keep the strategy alive; a copy of it does nothing."""
 
-    def __init__(self, engine: BackwardEngine) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, strategy: DuringBackward) -> None:
+        self._strategy = weakref.ref(strategy)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Inert, ()
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """Hand over a gradient that is final."""
-        engine = self._engine()
-        if engine is not None:
-            engine.ready(parameter)
+        strategy = self._strategy()
+        if strategy is not None:
+            strategy.ready(parameter)
 
 
 def require_no_ddp(tensors: Iterable[torch.Tensor]) -> None:
@@ -388,9 +388,9 @@ def _has_backward_hooks(module: torch.nn.Module) -> bool:
     )
 
 
-def _require_no_active_ddp(engine: BackwardEngine) -> None:
+def _require_no_active_ddp(strategy: DuringBackward) -> None:
     """Refuse a forward that is part of a DistributedDataParallel's, which was made after all."""
     kind: Any = torch.nn.parallel.DistributedDataParallel
     active = getattr(kind, "_active_ddp_module", None)
-    if active is not None and any(map(engine.is_trained, active.parameters())):
+    if active is not None and any(map(strategy.is_trained, active.parameters())):
         raise OverlapError(_DDP.format(of="the model is called by one"))

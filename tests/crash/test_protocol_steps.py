@@ -172,7 +172,7 @@ def test_what_was_read_ahead_from_another_slot_is_not_taken() -> None:
     training.steps_and_seal()
     training.steps_and_seal()
     engine = training.optimizer._engine
-    streamer, layout = engine._ring(), engine._layout()
+    streamer, layout = engine.state.ring(), engine.state.layout
     older, newest = (checkpoint.slot for checkpoint in engine.store.checkpoints)
     assert streamer._source is newest, "it has read ahead for the next step"
     streamer.begin(older, [0, 1])
@@ -189,7 +189,7 @@ def test_resident_state_that_a_seal_is_about_to_write_is_not_stepped(
 ) -> None:
     training = Training(MemoryBackend(), host_memory="1GiB")
     training.step()
-    streamer = training.optimizer._engine._ring()
+    streamer = training.optimizer._engine.state.ring()
     flush = streamer.flush()
     wait_until = streamer._changed.wait_until
     found_at_once = []
@@ -197,7 +197,7 @@ def test_resident_state_that_a_seal_is_about_to_write_is_not_stepped(
     def seal_goes_on(reached: Callable[[], object]) -> object:
         with streamer._changed:
             found_at_once.append(bool(reached()))
-        flush.start(training.optimizer._engine._slots.present)
+        flush.start(training.optimizer._engine.state.slots.present)
         return wait_until(reached)
 
     monkeypatch.setattr(streamer._changed, "wait_until", seal_goes_on)
