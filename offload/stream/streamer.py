@@ -163,9 +163,7 @@ class Streamer:
         chunk = frame.chunk
         try:
             self.raise_error()
-            transfers = [
-                (name, *frame.buffer(self.layout, name, chunk)) for name in self.layout.array_names
-            ]
+            transfers = frame.buffers(self.layout, chunk)
             digests = frame.digests or frame.new_digests()
             frame.digests = None
             for name, digest in digests.finish(target.context, chunk, run).items():
@@ -368,10 +366,9 @@ class Streamer:
         source = self._source
         if source is None or chunk >= source.layout.num_chunks:
             return
-        for name in source.layout.array_names:
+        for name, buffer, offset in frame.buffers(source.layout, chunk):
             if source.digests[name][chunk] is None:
                 continue  # it was never written: no parameter in it has state
-            buffer, offset = frame.buffer(source.layout, name, chunk)
             if buffer.nbytes:
                 frame.futures.append(source.array(name, chunk).read(buffer, offset))
 
