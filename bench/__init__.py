@@ -5,6 +5,6 @@ python -m bench.step --directory /path/on/the/drive
 
 import os
 
-# Before torch is imported: OpenMP threads that spin while they wait for each other take the cores
-# from whatever else runs. Results record what was set.
+# This must come before the import of torch. Otherwise OpenMP threads spin while they wait for each
+# other, and take cores from other threads. Results record the setting.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

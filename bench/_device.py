@@ -1,4 +1,4 @@
-"""What scripts share that measure a GPU: whether there is one, what it is, and its versions."""
+"""Helpers of scripts that measure a GPU: presence, description and versions of libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES = ("cupy-cuda13x", "kvikio-cu13", "libkvikio-cu13", "nvidia-cufile")
 
 
 def require_device() -> None:
-    """Refuse to measure something else instead.
+    """Refuse to measure on a machine without a GPU.
 
     Raises:
         BenchError: There is no CUDA device.
@@ -25,7 +25,7 @@ def require_device() -> None:
 
 
 def describe_device(result: Result) -> None:
-    """Record the device and the libraries that move and compute on it."""
+    """Record the device, and the libraries that compute on it and move data to it."""
     properties = torch.cuda.get_device_properties(0)
     result.fact("device", properties.name)
     result.fact("device_memory_bytes", properties.total_memory)
@@ -37,10 +37,10 @@ def describe_device(result: Result) -> None:
 
 @contextlib.contextmanager
 def needing_libraries() -> Iterator[None]:
-    """Turn a library or a driver that is missing into a refusal of the script.
+    """Turn the error of a missing library or driver into a refusal of the script.
 
     Raises:
-        BenchError: One is.
+        BenchError: A library or a driver is missing.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Figures of the page of measurements. The only module that needs matplotlib."""
+"""Figures of the page of measurements. Only this module needs matplotlib."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LABEL_WIDTH = 46
 
 
 def draw_losses(title: str, losses: dict[str, list[float]], path: Path) -> None:
-    """Draw the training losses of several runs, and below them how far each is from the first.
+    """Draw the training losses of several runs, and below them their differences from the first.
 
     Args:
-        title: Above the figure.
-        losses: By label; the first is what the others are compared with.
-        path: SVG to write; the same losses give the same file.
+        title: Title above the figure.
+        losses: Losses of each run, by label. The other runs are compared with the first.
+        path: Path of the SVG to write. The same losses give the same file.
     """
     mpl.rcParams.update({"svg.hashsalt": "ssd-offload", "font.size": 9, "svg.fonttype": "none"})
     figure, (above, below) = plt.subplots(
@@ -51,9 +51,9 @@ def draw_ratios(title: str, claims: list[tuple[str, dict[str, Any]]], path: Path
     """Draw each ratio with its interval and its limit, one below the other.
 
     Args:
-        title: Above the figure.
-        claims: Label of the run, and the claim as recorded.
-        path: SVG to write; the same claims give the same file.
+        title: Title above the figure.
+        claims: Label of the run and recorded claim, for each ratio.
+        path: Path of the SVG to write. The same claims give the same file.
     """
     # No date and no random names, so that the file changes only with the measurements.
     mpl.rcParams.update({"svg.hashsalt": "ssd-offload", "font.size": 9, "svg.fonttype": "none"})

@@ -1,4 +1,4 @@
-"""What the drive itself can do: fio, moving the bytes of a step in requests of the same size."""
+"""Measurement of the drive itself by fio, which moves a step's bytes in requests of equal size."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from gds.bench.fio import FioMissingError as _NoFio
 
 
 class FioMissingError(BenchError):
-    """There is no fio on this machine."""
+    """fio is not installed on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class FioRun:
-    """One run of fio."""
+    """Result of one run of fio."""
 
     seconds: float
-    """From the start of the first transfer to the end of the last."""
+    """Seconds from the start of the first transfer to the end of the last."""
 
     read_bytes: int
     written_bytes: int
 
     huge_bytes: int
-    """Memory on huge pages while it ran; 0 where the kernel does not tell."""
+    """Bytes of fio's memory on huge pages during the run; 0 if the kernel does not tell."""
 
 
 class Fio:
     """fio as the measure of a drive: O_DIRECT, asynchronous, buffers on huge pages."""
 
     def __init__(self, directory: str) -> None:
-        """Find fio, and the engine that works in `directory`.
+        """Find fio, and an engine of fio that works in `directory`.
 
         Raises:
-            FioMissingError: It is not installed.
-            BenchError: It runs with neither io_uring nor libaio.
+            FioMissingError: fio is not installed.
+            BenchError: fio runs with neither io_uring nor libaio.
         """
         try:
             self._runner = FioRunner(directory)
@@ -47,7 +47,7 @@ class Fio:
 
     @property
     def engine(self) -> str:
-        """fio's name of the way it submits requests."""
+        """fio's name of its engine, the way in which it submits requests."""
         return self._runner.engine
 
     def mixed(
@@ -61,15 +61,20 @@ class Fio:
     ) -> FioRun:
         """Read all bytes of `files` and write all of them, both at once.
 
-        One job reads and one writes, each through the files in turn, as a step does; so the bytes
-        are exactly a step's, where fio's own mixed mode would draw lots for each request.
+        One job reads and one job writes, each through the files in turn, as a step does. So the
+        bytes are exactly those of a step; fio's own mixed mode would choose the direction of each
+        request at random.
 
         Args:
             files: Names of existing files in the directory, all written before.
-            file_bytes: How much of each, from its start; whole requests of it.
+            file_bytes: Bytes to move of each file, from its start; a multiple of `request_bytes`.
             request_bytes: Bytes of one transfer.
-            depth: Transfers in flight, in each direction.
-            loops: How many times over.
+            depth: Number of transfers in flight, in each direction.
+            loops: Number of times that all bytes are moved.
+
+        Raises:
+            ValueError: The bytes of a file are not whole requests.
+            BenchError: fio failed, or moved another number of bytes.
         """
         if file_bytes % request_bytes:
             raise ValueError(f"{file_bytes} bytes are not whole requests of {request_bytes}")
@@ -81,7 +86,7 @@ class Fio:
             f"--filesize={file_bytes}",
             f"--size={total}",
             f"--bs={request_bytes}",
-            "--iomem_align=2m",  # or the huge pages would begin somewhere within its buffers
+            "--iomem_align=2m",  # otherwise huge pages would begin within fio's buffers
             f"--iodepth={depth}",
             f"--loops={loops}",
             "--overwrite=1",

@@ -1,10 +1,11 @@
-"""A process that trains little of a model and seals often; started by `bench.frozen`, and by tests.
+"""Process that trains a small part of a model and seals often; see `bench.frozen`.
 
 python -m bench._frozen_child STORE FROZEN_BYTES TRAINED_BYTES SEALS DTYPE DEVICE
 
-It resumes if the store has a checkpoint. Prints one JSON document: for each seal what the kernel
-says that this process has read and written for it, what the block device DEVICE (a name in
-/sys/block; empty for none) has taken meanwhile, and the seconds that it took.
+`bench.frozen` and tests start it. It resumes if the store has a checkpoint. It prints one JSON
+document. For each seal this has the bytes that the process has read and written, by the kernel's
+count, the bytes that the block device DEVICE (a name in /sys/block; empty for none) was given to
+write in that time, and the seconds of the seal.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ import offload
 from bench._machine import io_bytes
 
 _LAYERS = 8
-_SECTOR_BYTES = 512  # of the counts in /sys/block, whatever the device's own is
+_SECTOR_BYTES = 512  # unit of the counts in /sys/block, whatever the device's own sector size
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Adapted(torch.nn.Module):
-    """A frozen square matrix in bf16, with two slim ones beside it that are trained."""
+    """A frozen square matrix in bf16, and two slim matrices beside it that are trained."""
 
     def __init__(self, width: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -40,13 +41,16 @@ class Adapted(torch.nn.Module):
             self.base.weight.normal_(0, 0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add what the slim matrices make of the input; the base is too slow on a CPU to count."""
+        """Return the input plus its product with the slim matrices.
+
+        The frozen matrix is left out, since its product would take too long on a CPU.
+        """
         added: torch.Tensor = self.up(self.down(x.to(self.down.weight.dtype)))
         return x + added.to(x.dtype)
 
 
 def make_model(frozen_bytes: int, trained_bytes: int, dtype: torch.dtype) -> torch.nn.Module:
-    """Return layers that hold about so many bytes."""
+    """Return layers with about the given numbers of frozen and trained bytes."""
     torch.manual_seed(0)
     width = math.isqrt(frozen_bytes // _LAYERS // 2)
     rank = max(trained_bytes // _LAYERS // (2 * width * dtype.itemsize), 1)
@@ -54,7 +58,7 @@ def make_model(frozen_bytes: int, trained_bytes: int, dtype: torch.dtype) -> tor
 
 
 def device_bytes(device: str) -> int:
-    """Return the bytes that a block device has been given to write so far; 0 without one."""
+    """Return the bytes that a block device was given to write so far; 0 without a device."""
     if not device:
         return 0
     return int(Path(f"/sys/block/{device}/stat").read_text().split()[6]) * _SECTOR_BYTES
@@ -63,12 +67,12 @@ def device_bytes(device: str) -> int:
 def train(
     store: str, frozen_bytes: int, trained_bytes: int, seals: int, dtype: str, device: str
 ) -> dict[str, Any]:
-    """Resume if there is anything, take a step before each seal, and measure the seals."""
+    """Resume if the store has a checkpoint, take a step before each seal, and measure the seals."""
     model = make_model(frozen_bytes, trained_bytes, DTYPES[dtype])
     trained = [p for p in model.parameters() if p.requires_grad]
     width = model[0].base.in_features  # type: ignore[index]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the disk space is meant
+        warnings.simplefilter("ignore")  # the warning about disk space for frozen parameters
         optimizer = offload.AdamW(trained, lr=1e-3, directory=store, model=model, keep=2)
         found = optimizer.restore()
         start = found.step if found else 0
@@ -101,7 +105,7 @@ def train(
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train with the settings on the command line, and print the result."""
     store, frozen_bytes, trained_bytes, seals, dtype, device = sys.argv[1:]
     found = train(store, int(frozen_bytes), int(trained_bytes), int(seals), dtype, device)
     print(json.dumps(found))

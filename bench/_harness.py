@@ -1,4 +1,4 @@
-"""What every script shares: its arguments, a directory on the drive, and the result as JSON."""
+"""Common parts of all scripts: arguments, a directory on the drive, and the result as JSON."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from gds import probe
 RESULTS = Path(__file__).parent / "results"
 _QUICK_ROUNDS = 3
 _PLACES = ("directory", "output", "deepspeed_python", "deepspeed_extensions")
-"""Arguments that name a place on the machine: recorded as given or not, never by value."""
+"""Arguments that name a place on the machine. Results record whether they were given, but not
+their values."""
 
 
 class BenchError(Exception):
-    """A measurement cannot be made here; the message says why, and what to do."""
+    """A measurement cannot be made on this machine. The message says why, and what to do."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Command line of a script, with the arguments that all have."""
+    """Command line of a script, with the arguments that all scripts have."""
 
     def __init__(self, bench: str, description: str) -> None:
         super().__init__(
@@ -57,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def read(self, arguments: Sequence[str] | None, *, quick: dict[str, Any]) -> argparse.Namespace:
-        """Parse the command line; with ``--quick``, `quick` replaces what was not given."""
+        """Parse the command line. With ``--quick``, the values of `quick` replace the defaults."""
         if arguments is None:
             arguments = sys.argv[1:]
         if "--quick" in arguments:
@@ -70,8 +71,8 @@ def scratch(directory: str) -> Iterator[str]:
     """Yield a new directory within `directory`, and remove it with all its files.
 
     Raises:
-        BenchError: The directory is in memory, or takes no direct I/O: there is no drive to
-            measure.
+        BenchError: The directory does not exist, is in memory, or does not support direct I/O, so
+            that there is no drive to measure.
     """
     if not os.path.isdir(directory):
         raise BenchError(f"--directory {directory}: there is no such directory")
@@ -95,7 +96,11 @@ def scratch(directory: str) -> Iterator[str]:
 
 
 def require_space(directory: str, nbytes: int) -> None:
-    """Refuse to begin what would fill the disk."""
+    """Refuse to begin if the free space is less than `nbytes` and a tenth.
+
+    Raises:
+        BenchError: The disk has too little space.
+    """
     free = shutil.disk_usage(directory).free
     if free < nbytes * 1.1:
         raise BenchError(
@@ -105,7 +110,7 @@ def require_space(directory: str, nbytes: int) -> None:
 
 
 class Result:
-    """A run on its way to its JSON file: samples, facts, and claims with their verdicts."""
+    """Collected samples, facts, and claims with verdicts of one run, to be written as JSON."""
 
     def __init__(self, bench: str, args: argparse.Namespace, directory: str) -> None:
         self.bench = bench
@@ -120,16 +125,16 @@ class Result:
         self.skipped: list[str] = []
 
     def add_samples(self, samples: dict[str, list[float]]) -> None:
-        """Keep raw samples; their names end in their unit."""
+        """Record raw samples by name. A name ends in the unit."""
         for name, values in samples.items():
             self.samples.setdefault(name, []).extend(values)
 
     def fact(self, name: str, value: Any) -> None:
-        """Keep a number that no limit belongs to; the name ends in its unit."""
+        """Record a value without a limit. The name of a number ends in the unit."""
         self.facts[name] = value
 
     def skip(self, reason: str) -> None:
-        """Say, and record, what was not measured."""
+        """Record and print that something was not measured, and why."""
         self.skipped.append(reason)
         say(f"skipped: {reason}")
 
@@ -143,15 +148,18 @@ class Result:
         limit: float | None,
         **details: Any,
     ) -> Verdict:
-        """Judge a ratio, print it, and keep it.
+        """Judge a ratio, print it, and record it.
 
         Args:
-            text: The claim, for people; small is good.
-            values: One ratio of every adjacent pair.
-            numerator: What was divided.
-            denominator: By what; measured in the same run.
-            limit: What the ratio must not exceed; None where nothing is promised.
-            details: Further numbers that belong to it.
+            text: The claim in words; a small ratio is good.
+            values: One ratio for every adjacent pair of samples.
+            numerator: Name of the dividend.
+            denominator: Name of the divisor, measured in the same run.
+            limit: Largest ratio that meets the claim; None if nothing is promised.
+            details: Further numbers to record with the claim.
+
+        Raises:
+            BenchError: No value is finite.
         """
         values = [value for value in values if math.isfinite(value)]
         if not values:
@@ -206,7 +214,7 @@ class Result:
 
     @property
     def what(self) -> str:
-        """What was measured, as it stands in the file's name."""
+        """Label of the measurement, used in the file's name."""
         return str(self._args.what)
 
     def write(self) -> Path:
@@ -238,9 +246,9 @@ class Result:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script's main function; a `BenchError` ends it with its message and status 2.
+    """Run a script's main function; a `BenchError` ends the process with its message and status 2.
 
-    Steps without a checkpoint, of which optimizers speak when they are closed, are no news.
+    The warning of a closed optimizer about steps without a checkpoint is suppressed.
     """
     logging.getLogger("offload").addFilter(lambda record: "steps are lost" not in record.msg)
     try:
@@ -251,22 +259,22 @@ def run(main: Callable[[], None]) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line at once, although the output may be a pipe."""
+    """Print a line, and flush it, since the output may be a pipe."""
     print(line, flush=True)
 
 
 def numbers(text: str) -> list[float]:
-    """Parse ``0.25,0.5``."""
+    """Parse numbers with commas between them: ``0.25,0.5``."""
     return [float(word) for word in words(text)]
 
 
 def words(text: str) -> list[str]:
-    """Parse ``chunk,ring``."""
+    """Parse words with commas between them: ``chunk,ring``."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def mebi(count: int) -> str:
-    """Return a number of parameters for a label: ``256Mi``, ``64Ki``."""
+    """Return a number of parameters as a label: ``256Mi``, ``64Ki``."""
     for unit, factor in (("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10)):
         if count % factor == 0:
             return f"{count // factor}{unit}"
@@ -282,7 +290,7 @@ def count(text: str) -> int:
 
 
 def size(nbytes: float) -> str:
-    """Return a size for people: ``1.50 GiB``."""
+    """Return a size in bytes as text: ``1.50 GiB``."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= factor:
             return f"{nbytes / factor:.2f} {unit}"

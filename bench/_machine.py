@@ -1,4 +1,4 @@
-"""What a result was measured on: machine, storage and versions. No host name, no user's path."""
+"""Description of the machine, storage and versions of a result, without names of host or user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "numpy", "safetensors", "xxhash")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return processor, memory, kernel, and the load there was."""
+    """Return processor, memory, kernel, and the present load of the machine."""
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -31,7 +31,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_storage(directory: str) -> dict[str, Any]:
-    """Return file system, mount and device of a directory, and whether direct I/O works there."""
+    """Return file system, mount and device of a directory, and whether it supports direct I/O."""
     mount = probe.mount_of(directory)
     direct = probe.direct_io(directory)
     number = os.stat(directory).st_dev
@@ -54,7 +54,7 @@ def describe_storage(directory: str) -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Return the versions of what took part; what is not installed is left out."""
+    """Return the versions of Python, this project and libraries; missing libraries are left out."""
     import offload
 
     found = {"python": platform.python_version(), "ssd-offload": offload.__version__}
@@ -71,17 +71,17 @@ def describe_versions() -> dict[str, str]:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process that is in use now (VmRSS)."""
+    """Return the resident memory of this process in bytes (VmRSS)."""
     return _kilobytes("/proc/self/status", "VmRSS")
 
 
 def peak_bytes() -> int:
-    """Return the most memory this process has had since `reset_peak` (VmHWM)."""
+    """Return the peak of resident memory since `reset_peak` in bytes (VmHWM)."""
     return _kilobytes("/proc/self/status", "VmHWM")
 
 
 def reset_peak() -> bool:
-    """Start `peak_bytes` anew from the present; returns whether the kernel lets us."""
+    """Reset `peak_bytes` to the present memory, and return whether the kernel allows it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -90,7 +90,7 @@ def reset_peak() -> bool:
 
 
 def io_bytes() -> tuple[int, int]:
-    """Return what this process has made storage read and write so far, as the kernel counts."""
+    """Return the bytes that this process has read from and written to storage, by the kernel."""
     fields = dict(
         line.split(": ") for line in Path("/proc/self/io").read_text().splitlines() if line
     )

@@ -1,6 +1,6 @@
-"""Models that are nothing but parameters: a step's work is real, the compute is next to nothing.
+"""Models of parameters only: a step does its real work, but the compute takes almost no time.
 
-Imports torch only, so that it runs in any environment that a peer needs.
+This module imports only torch, so that it runs in any environment that a peer needs.
 """
 
 from __future__ import annotations
@@ -38,34 +38,36 @@ def make_gradients(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 
 class _Dense(torch.autograd.Function):
-    """Costs next to nothing, and yet gives every element of the weight a gradient.
+    """Function that takes almost no time, but gives every element of the weight a gradient.
 
-    The forward looks at a few elements; the backward hands out a copy of a fixed tensor.
+    The forward reads a few elements. The backward returns a copy of a fixed tensor.
     """
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the first elements of the weight."""
         ctx.gradient = gradient
         return weight.reshape(-1)[:8].float().sum()
 
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return a copy of the fixed gradient."""
         del outputs
         return ctx.gradient.clone(), None
 
 
 class Layer(torch.nn.Module):
-    """One large weight; its forward can be made to last, as on an accelerator."""
+    """Layer with one large weight, whose forward can be made to last, as on an accelerator."""
 
     def __init__(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(weight)
         self._gradient = gradient
         self.forward_s = 0.0
-        """Seconds that the forward waits, using no CPU."""
+        """Seconds that the forward sleeps, without using the CPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add a number that depends on the weight."""
+        """Return the input plus a number that depends on the weight."""
         if self.forward_s:
             time.sleep(self.forward_s)
         added: torch.Tensor = _Dense.apply(self.weight, self._gradient)  # type: ignore[no-untyped-call]
@@ -90,7 +92,7 @@ class Stack(torch.nn.Module):
         )
 
     def set_forward_s(self, seconds: float) -> None:
-        """Make one forward through all layers last that long."""
+        """Make one forward through all layers last this many seconds."""
         for layer in self.layers:
             if isinstance(layer, Layer):
                 layer.forward_s = seconds / len(self.layers)

@@ -1,7 +1,8 @@
-"""`bench.peers`: DeepSpeed's side. Runs in DeepSpeed's own environment, and needs only torch there.
+"""DeepSpeed's process of `bench.peers`, which runs in DeepSpeed's own environment.
 
-ZeRO stage 3 in one process, with the optimizer's state on NVMe through its pipelined swapper, which
-is its faster one; `buffer_count` is the least that it works with (three sub-groups of four arrays).
+It uses ZeRO stage 3 in one process, with the optimizer's state on NVMe through DeepSpeed's
+pipelined swapper, which is the faster one. `buffer_count` is the smallest number that works (three
+sub-groups of four arrays). Besides DeepSpeed, it needs only torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from bench._peer_protocol import Reply, serve
 
 
 def make(settings: Reply) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """Return the training loop that `settings` describe."""
+    """Return functions that take iterations of training, and that close it, for `settings`."""
     torch.set_num_threads(settings["threads"])
     for name in ("RANK", "LOCAL_RANK"):
         os.environ.setdefault(name, "0")
@@ -34,6 +35,7 @@ def make(settings: Reply) -> tuple[Callable[[int], None], Callable[[], None]]:
     x = torch.zeros(1)
 
     def train(iterations: int) -> None:
+        """Take iterations of training."""
         for _ in range(iterations):
             engine.backward(engine(x))
             engine.step()  # returns when its last write has ended

@@ -1,4 +1,4 @@
-"""`bench.peers`: this project's side, and the same model with no optimizer at all."""
+"""This project's process of `bench.peers`, also used for the same model without an optimizer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from bench._peer_protocol import Reply, serve
 
 
 def make(settings: Reply) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """Return the training loop that `settings` describe."""
+    """Return functions that take iterations of training, and that close it, for `settings`."""
     torch.set_num_threads(settings["threads"])
     model = Stack(settings["layers"], settings["layer_parameters"])
     x = torch.zeros(1)
     if settings["directory"] is None:
 
         def compute(iterations: int) -> None:
+            """Take iterations of forward and backward without an optimizer."""
             for _ in range(iterations):
                 model(x).backward()
                 model.zero_grad()
@@ -36,6 +37,7 @@ def make(settings: Reply) -> tuple[Callable[[int], None], Callable[[], None]]:
     )
 
     def train(iterations: int) -> None:
+        """Take iterations of training, and wait until nothing is in flight."""
         for _ in range(iterations):
             model(x).backward()
             optimizer.step()

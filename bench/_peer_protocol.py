@@ -1,9 +1,9 @@
-"""A long-lived process that takes iterations when it is told to; both sides of the pipe.
+"""Protocol between a parent and a long-lived process that takes iterations on request.
 
-The parent writes a line of JSON, ``{"do": NAME, ...}``, and reads one in return. So several
+The parent writes a line of JSON, ``{"do": NAME, ...}``, and reads one line in return. So several
 systems, each in its own process and environment, can take turns iteration by iteration.
 
-Imports nothing but the standard library, so that it runs in any environment.
+This module imports only the standard library, so that it runs in any environment.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _ROOT = Path(__file__).parent.parent
 
 
 class PeerError(Exception):
-    """The other process ended, failed or does not answer."""
+    """The child process ended, failed or does not answer."""
 
 
 class Peer:
-    """The parent's side. As a context manager: no process is left behind.
+    """Parent's side of the pipe. As a context manager it ends the child process.
 
     Args:
-        label: Its name, for messages and of its log.
-        command: Python and module; runs in the root of this project.
-        log: File that takes what it writes to standard error.
-        environment: Added to this process's own.
+        label: Name of the child, for messages.
+        command: Command of the child (Python and module), run in the root of this project.
+        log: Path of the file for the child's standard error.
+        environment: Variables to add to the environment of this process.
     """
 
     def __init__(
@@ -65,10 +65,15 @@ class Peer:
                 pipe.close()
 
     def ask(self, what: str, *, timeout_s: float = 900, **details: Any) -> Reply:
-        """Have it do something and return its answer.
+        """Send a request to the child, and return its answer.
+
+        Args:
+            what: Name of the request.
+            timeout_s: Seconds to wait for the answer.
+            details: Further values of the request.
 
         Raises:
-            PeerError: It ended or does not answer; the message has its last words.
+            PeerError: The child ended or does not answer. The message has the end of its log.
         """
         if self._process.stdin is None:
             raise PeerError(f"{self.label} has no standard input")
@@ -80,7 +85,11 @@ class Peer:
         return self.answer(timeout_s=timeout_s)
 
     def answer(self, *, timeout_s: float = 900) -> Reply:
-        """Wait for the next line that it prints."""
+        """Wait for the child's next answer, and return it.
+
+        Raises:
+            PeerError: The child ended or does not answer in time.
+        """
         if self._process.stdout is None:
             raise PeerError(f"{self.label} has no standard output")
         fd = self._process.stdout.fileno()
@@ -99,7 +108,7 @@ class Peer:
         return reply
 
     def close(self) -> None:
-        """Let it end by itself."""
+        """Ask the child to end, and wait for its end."""
         self.ask("close")
         self._process.wait(timeout=120)
 
@@ -110,13 +119,14 @@ class Peer:
 
 
 def serve(make: Callable[[Reply], tuple[Callable[[int], None], Callable[[], None]]]) -> None:
-    """The child's side: answer until told to close.
+    """Answer requests, as the child, until one asks to close.
 
     Args:
-        make: Called with the settings that ``{"do": "make", ...}`` brings; returns a function that
-            takes so many iterations and ends with nothing in flight, and one that closes.
+        make: Function that is called with the request ``{"do": "make", ...}``. It returns a
+            function that takes a number of iterations and ends with nothing in flight, and a
+            function that closes.
     """
-    # Libraries print to standard output: what is meant for the parent goes through a copy.
+    # Libraries print to standard output, so answers go through a copy of it.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     iterate: Callable[[int], None] | None = None

@@ -1,9 +1,9 @@
-"""A process that resumes and takes one forward; started by `bench.resume`.
+"""Process that resumes and takes one forward; started by `bench.resume`.
 
 python -m bench._resume_child WAY PLACE PARAMETERS TENSORS
 
-Each way ends with parameters in place and an optimizer that could take the next step. Prints the
-system's monotonic clock at the end of the forward.
+Each way ends with parameters in place and an optimizer that could take the next step. The process
+prints the system's monotonic clock, in seconds, at the end of the forward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STATE = ("exp_avg", "exp_avg_sq")
 
 
 def main() -> None:
-    """Resume in the way that the command line names."""
+    """Resume in the way that the command line names, and print the time."""
     way, place, num_parameters, num_tensors = sys.argv[1:]
     parameters = _empty(int(num_parameters), int(num_tensors))
     optimizer: torch.optim.Optimizer
@@ -52,7 +52,7 @@ def _torch_load(place: str) -> dict[str, torch.Tensor]:
 
 
 def _dcp_load(place: str, parameters: list[torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Load into the tensors that training goes on with: nothing is copied afterwards."""
+    """Load into the tensors that training continues with, so that nothing is copied afterwards."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     state = {f"{number}.parameter": p.detach() for number, p in enumerate(parameters)}

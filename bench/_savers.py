@@ -1,4 +1,4 @@
-"""Ways to save the same state to the same disk, each durable when it says so."""
+"""Ways of other libraries to save the same state to the same disk, each durably."""
 
 from __future__ import annotations
 
@@ -21,38 +21,40 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from bench._machine import io_bytes, peak_bytes, reset_peak, resident_bytes
 
 State = dict[str, torch.Tensor]
-"""Parameters, masters and moments by name: 14 bytes per parameter."""
+"""Parameters, masters and moments by name; 14 bytes per parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What one save took."""
+    """Costs of one save."""
 
     stall_s: float
-    """Seconds until the call returned; for synchronous ways until the data was durable."""
+    """Seconds until the call returned; for synchronous ways, until the data was durable."""
 
     still_s: float
-    """Seconds during which the state had to stay as it was."""
+    """Seconds during which the state had to stay unchanged."""
 
     durable_s: float
-    """Seconds until it was durable."""
+    """Seconds until the data was durable."""
 
     written_bytes: int
-    """What the kernel wrote to storage for this process."""
+    """Bytes that the kernel wrote to storage for this process."""
 
     memory_bytes: int
-    """Most memory beyond what was in use before."""
+    """Peak of additional memory in bytes; -1 if the kernel does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Times:
+    """The first three fields of `Saved`."""
+
     stall_s: float
     still_s: float
     durable_s: float
 
 
 def make_state(parameters: list[torch.nn.Parameter]) -> State:
-    """Return what a torch checkpoint of these parameters would hold, with AdamW's state."""
+    """Return the content of a torch checkpoint of these parameters, with AdamW's state."""
     state: State = {}
     for number, parameter in enumerate(parameters):
         data = parameter.detach()
@@ -64,10 +66,10 @@ def make_state(parameters: list[torch.nn.Parameter]) -> State:
 
 
 class Savers:
-    """All the ways; each by its name. Close it at the end.
+    """All ways of saving, by name. Call `close` at the end.
 
     Args:
-        directory: Where each makes its files, and removes those of the save before.
+        directory: Directory for the files. They are removed after each save.
     """
 
     def __init__(self, directory: str) -> None:
@@ -85,11 +87,11 @@ class Savers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The ways that there are."""
+        """Names of all ways."""
         return tuple(self._ways)
 
     def save(self, name: str, state: State) -> Saved:
-        """Save `state`, and measure."""
+        """Save `state` in the way called `name`, remove the files, and return the costs."""
         before, written = resident_bytes(), io_bytes()[1]
         can_reset = reset_peak()
         with warnings.catch_warnings():
@@ -111,7 +113,7 @@ class Savers:
         _sync(path)
 
     def remove(self) -> None:
-        """Remove what the last save wrote, and have that behind us before the next sample."""
+        """Remove the files of the last save durably, so that this does not slow the next sample."""
         if os.path.isdir(self._path):
             shutil.rmtree(self._path)
         elif os.path.exists(self._path):
@@ -119,7 +121,7 @@ class Savers:
         _sync(os.path.dirname(self._path))
 
     def close(self) -> None:
-        """Let go of copies and of the process group."""
+        """Remove the files, and release copies and the process group."""
         self.remove()
         if self._stager is not None:
             self._stager.close()
@@ -136,6 +138,7 @@ class Savers:
 
     def _safetensors(self, state: State) -> _Times:
         def save_durably() -> None:
+            """Write the file, and sync it."""
             save_file(state, self._path)
             _sync(self._path)
 

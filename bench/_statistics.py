@@ -1,4 +1,4 @@
-"""Ratios of adjacent pairs: the same statistics as those of `gds bench`, which holds them."""
+"""Statistics of ratios of adjacent pairs, imported from `gds bench`."""
 
 from gds.bench.statistics import (
     MIN_PAIRS,

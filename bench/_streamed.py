@@ -1,4 +1,4 @@
-"""An optimizer of this project on parameters that are nothing else, ready to be timed."""
+"""Optimizer of this project on plain parameters without a model, ready to be timed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 import offload
 
 STATE_ARRAYS = 3
-"""FP32 master and two moments."""
+"""Number of state arrays: FP32 master and two moments."""
 
 _WARM_UP_STEPS = 2
 _LEARNING_RATE = 1e-4
 
 
 def exact_state_bytes(num_parameters: int) -> int:
-    """Return the bytes of FP32 state: what a step reads, and what it writes."""
+    """Return the bytes of FP32 state. A step reads as many, and writes as many."""
     return num_parameters * 4 * STATE_ARRAYS
 
 
@@ -27,13 +27,13 @@ class Streamed:
     """AdamW with its state on the drive, and fixed gradients.
 
     Args:
-        directory: The store.
-        parameters: Its bf16 parameters.
-        gradients: Theirs, the same at every step.
-        label: What it is called in results.
-        settings: For `offload.Options`.
-        keep: Checkpoints to keep.
-        settle: Waits until a device that the parameters are on is idle.
+        directory: Directory of the store.
+        parameters: Parameters of the optimizer, in bf16.
+        gradients: Gradients of the parameters, the same at every step.
+        label: Name in results.
+        settings: Arguments of `offload.Options`. A backend in them is closed at the end.
+        keep: Number of checkpoints to keep.
+        settle: Function that waits until the device of the parameters is idle.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Streamed:
             self._backend.close()
 
     def sample(self, steps: int) -> float:
-        """Return the seconds of one step, in the mean of several back to back.
+        """Return the seconds of one step, as the mean of several steps back to back.
 
-        Between the calls nothing is in flight and the ring is full of what the next step needs.
+        Between the calls nothing is in flight, and the ring has the first chunks of the next step.
         """
         self.optimizer.synchronize()
         self._settle()

@@ -1,4 +1,4 @@
-"""A drive of a given speed: transfers of another backend, slowed down."""
+"""Simulation of a drive of a given speed: a backend that slows another backend down."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _THREADS = 16
 
 
 class ThrottledBackend(WrapperBackend):
-    """Lets through so many bytes a second, reads and writes together.
+    """Backend that passes a limited number of bytes per second, reads and writes together.
 
     Args:
-        inner: Makes the transfers; faster than `gbps`.
-        gbps: GB/s (1e9 bytes).
+        inner: Backend that makes the transfers, faster than `gbps`.
+        gbps: Limit in GB/s (1e9 bytes per second).
     """
 
     def __init__(self, inner: Backend, gbps: float) -> None:
@@ -29,20 +29,21 @@ class ThrottledBackend(WrapperBackend):
         self._threads = ThreadPoolExecutor(_THREADS, "throttle")
 
     def wrap_file(self, file: File) -> File:
-        """Slow the transfers of a file down."""
+        """Return a file whose transfers are slowed down."""
         return _ThrottledFile(file, self)
 
     def pass_through(self, nbytes: int) -> None:
-        """Wait until the drive would have moved so many more bytes."""
+        """Wait until the simulated drive would have moved `nbytes` more bytes."""
         with self._lock:
             self._free_at_s = max(self._free_at_s, time.perf_counter()) + nbytes / self._rate
             until_s = self._free_at_s
         time.sleep(max(until_s - time.perf_counter(), 0.0))
 
     def run(self, transfer: Callable[[], IOFuture], nbytes: int) -> IOFuture:
-        """Start a transfer that takes its share of the drive's time."""
+        """Start a transfer of `nbytes` that takes as long as on the simulated drive."""
 
         def move() -> int:
+            """Make the transfer, and wait for the simulated drive."""
             future = transfer()
             self.pass_through(nbytes)
             return future.result()
@@ -50,7 +51,7 @@ class ThrottledBackend(WrapperBackend):
         return self._threads.submit(move)
 
     def close(self) -> None:
-        """Wait for transfers in flight, and close what is inside."""
+        """Wait for transfers in flight, and close the inner backend."""
         self._threads.shutdown()
         super().close()
 
@@ -61,12 +62,15 @@ class _ThrottledFile(WrapperFile):
         self._backend = backend
 
     def read(self, into: Buffer, offset: int) -> IOFuture:
+        """Read as the inner file does, at the speed of the simulated drive."""
         return self._backend.run(lambda: self.inner.read(into, offset), into.nbytes)
 
     def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        """Read again as the inner file does, at the speed of the simulated drive."""
         return self._backend.run(
             lambda: self.inner.read_again(into, offset, direct=direct), into.nbytes
         )
 
     def write(self, source: Buffer, offset: int) -> IOFuture:
+        """Write as the inner file does, at the speed of the simulated drive."""
         return self._backend.run(lambda: self.inner.write(source, offset), source.nbytes)

@@ -1,9 +1,10 @@
-"""What a checkpoint costs, beside what torch's own ways cost for the same state on the same disk.
+"""Cost of a checkpoint, beside torch's own ways of saving the same state to the same disk.
 
-The state is 14 bytes per parameter: bf16 parameters, FP32 masters, two moments. The stall of ours
-is the time inside ``checkpoint()`` and what the next step then waits for the seal, where forward
-and backward last at least as long as the seal: the thread sleeps until it has ended. That of the
-others is the time until their call returns; synchronous ones are followed by fsync.
+The state is 14 bytes per parameter: bf16 parameters, FP32 masters, two moments. The stall of our
+checkpoint is the time inside ``checkpoint()`` plus the time that the next step waits for the seal.
+Forward and backward are assumed to last at least as long as the seal: the thread sleeps until the
+seal has ended. The stall of another way is the time until its call returns; synchronous ways are
+followed by fsync.
 
     python -m bench.checkpoint --directory DIR
 """
@@ -50,7 +51,7 @@ _TITLES = {
 
 
 class Checkpointed:
-    """A streamed optimizer that makes checkpoints, and what they cost."""
+    """A streamed optimizer that makes checkpoints, with measurements of their cost."""
 
     def __init__(self, args: argparse.Namespace, directory: str, num_parameters: int) -> None:
         parameters = make_parameters(num_parameters, args.tensors)
@@ -68,11 +69,11 @@ class Checkpointed:
 
     @property
     def optimizer(self) -> offload.AdamW:
-        """The optimizer."""
+        """The optimizer that is measured."""
         return self.trained.optimizer
 
     def stall(self, every: int) -> float:
-        """Take `every` steps and a checkpoint; returns the seconds that training stood still."""
+        """Take `every` steps and a checkpoint, and return the seconds that training stood still."""
         optimizer = self.optimizer
         for _ in range(every):
             optimizer.step()
@@ -86,11 +87,15 @@ class Checkpointed:
         stats = optimizer.stats()
         self.call_s.append(called)
         self.seal_s.append(stats.seal_s)
-        optimizer.synchronize()  # what is measured next has the drive to itself
+        optimizer.synchronize()  # so that nothing is in flight during the next measurement
         return called + stats.wait_seal_s - waited
 
     def cost(self) -> tuple[int, int]:
-        """Make one checkpoint with nothing else going on; returns bytes written, extra memory."""
+        """Make one checkpoint beside nothing else, and return its cost.
+
+        Returns:
+            Bytes written, and peak of additional memory in bytes (-1 if the kernel does not tell).
+        """
         optimizer = self.optimizer
         optimizer.step()
         optimizer.synchronize()
@@ -104,9 +109,9 @@ class Checkpointed:
         return written, memory
 
     def steps(self, steps: int, *, checkpoints: bool) -> float:
-        """Return the seconds of a step, back to back, with a checkpoint after each or without."""
+        """Return the mean seconds of steps back to back, with or without checkpoints after them."""
         optimizer = self.optimizer
-        optimizer.step()  # moves on from what the last checkpoint sealed
+        optimizer.step()  # the first step after a checkpoint writes all state, and is not timed
         optimizer.synchronize()
         started = time.perf_counter()
         for _ in range(steps):
@@ -118,12 +123,17 @@ class Checkpointed:
 
 
 class RawSeal:
-    """The least that a durable checkpoint takes: 2 B/param written, and the syncs of a seal.
+    """Least work of a durable checkpoint: 2 bytes per parameter written, and the syncs of a seal.
 
-    It follows a step's 12 B/param of writes, which are not timed: a sync must flush them from the
-    drive's cache, and that is part of what it costs. Files are reused, as a store's are, and the
-    order is that of `docs/guarantees.md`: withdraw the old one, write, sync all files, sync what
-    says that it is complete, rename.
+    It follows a step's writes of 12 bytes per parameter. These are not timed, but a sync must flush
+    them from the drive's cache, which is part of its cost. Files are reused, as in a store. The
+    order is that of `docs/guarantees.md`: withdraw the old checkpoint, write, sync all files, write
+    and sync the manifest, rename.
+
+    Args:
+        directory: Directory for the files.
+        num_parameters: Number of parameters.
+        request_bytes: Bytes of one transfer.
     """
 
     def __init__(self, directory: str, num_parameters: int, request_bytes: int = 16 << 20) -> None:
@@ -149,7 +159,7 @@ class RawSeal:
         self.sample()
 
     def sample(self) -> float:
-        """Return the seconds that it takes."""
+        """Do the work once, and return its seconds."""
         for name in self._data:
             if name != "model":
                 self._write(name)
@@ -251,7 +261,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _one_size(
     args: argparse.Namespace, result: Result, directory: str, num_parameters: int
 ) -> Checkpointed:
-    """Measure all ways at one size; returns ours, still open."""
+    """Measure all ways at one size, and return our optimizer, still open."""
     label = mebi(num_parameters)
     say(f"preparing {label}")
     ours = Checkpointed(args, directory, num_parameters)
@@ -301,7 +311,7 @@ def _peer(savers: Savers, name: str, state: State, more: dict[str, list[float]])
 def _bytes_and_memory(
     result: Result, ours: Checkpointed, more: dict[str, list[float]], num_parameters: int
 ) -> None:
-    """Record, for every way, bytes written and extra memory per parameter."""
+    """Record the bytes written and the additional memory per parameter, for every way."""
     label = mebi(num_parameters)
     found = {"offload": [ours.cost() for _ in range(3)]}
     names = {key.removesuffix("_written_bytes") for key in more if key.endswith("_written_bytes")}
@@ -320,7 +330,7 @@ def _bytes_and_memory(
 def _back_to_back(
     args: argparse.Namespace, result: Result, ours: Checkpointed, directory: str, label: str
 ) -> None:
-    """Measure what a checkpoint at every step adds when nothing computes meanwhile."""
+    """Measure the time that a checkpoint after every step adds if nothing else is computed."""
     raw = RawSeal(directory, ours.num_parameters)
     samples = alternate(
         {

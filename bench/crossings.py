@@ -1,11 +1,11 @@
-"""How often one steady step, one checkpoint and one restore cross from one module to another.
+"""Count of calls between modules in one steady step, one checkpoint and one restore.
 
     python -m bench.crossings [--json]
 
-Counted as `sys.setprofile` sees it on the training thread: each call of a function of `offload` by
-a function in another file of `offload`. What other packages call in between is left out: a call
-that comes back through torch counts as one from whoever called torch. The model is one chunk, its
-store is in memory, and the step that is counted is the fourth.
+`sys.setprofile` on the training thread counts each call of a function of `offload` by a function in
+another file of `offload`. Functions of other packages in between are left out: a call that comes
+back through torch counts as a call by the function that called torch. The model is one chunk, its
+store is in memory, and the fourth step is counted.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PACKAGE = str(Path(offload.__file__).parent)
 
 
 class Crossings:
-    """Counts calls between files of the package while a function runs."""
+    """Counter of calls between files of the package while a function runs."""
 
     def __init__(self) -> None:
         self.pairs: Counter[tuple[str, str]] = Counter()
         self._stack: list[str] = []
 
     def count(self, function: Callable[[], object]) -> None:
-        """Run a function and add what it crosses."""
+        """Run a function, and add its calls between files."""
         sys.setprofile(self._note)
         try:
             function()
@@ -54,7 +54,7 @@ class Crossings:
             self._stack.pop()
 
     def figures(self) -> dict[str, int]:
-        """Return calls between modules, and how many modules take part."""
+        """Return the number of calls between modules, and the number of modules in them."""
         modules = {file for pair in self.pairs for file in pair}
         return {"crossings": self.pairs.total(), "modules": len(modules)}
 
@@ -78,7 +78,7 @@ def _backward(model: torch.nn.Module) -> None:
 
 
 def measure() -> dict[str, dict[str, int]]:
-    """Return the figures of each call, by its name."""
+    """Return the figures of a step, a checkpoint and a restore, by name."""
     backend, model = MemoryBackend(), _model()
     step, checkpoint, restore = Crossings(), Crossings(), Crossings()
     with _optimizer(model, backend) as optimizer:
@@ -101,6 +101,7 @@ def _run(function: Callable[[], object]) -> None:
 
 
 def main() -> None:
+    """Count, and print the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""A step with its state in device memory, beside the raw path and the step on the CPU.
+"""Time of a step with state in device memory, beside the raw path and the step on the CPU.
 
-Three things alternate: the same transfers between files and device memory without kernels
+Three measurements alternate: the same transfers between files and device memory without kernels
 (`bench.replay`, through a `KvikioBackend` as well), the step with ``placement="device"``, and the
 step with ``placement="host"``. All begin and end with nothing in flight and the device idle.
 
-Beside the times stands what crosses between host and device, by the library's own counters: none of
-the state in a step, and nothing but the parameters in a checkpoint.
+The bytes that cross between host and device are recorded, too, by the library's own counters. A
+step should move no state, and a checkpoint should move only the parameters.
 
     python -m bench.device --directory DIR
 """
@@ -44,21 +44,22 @@ from offload.options import Placement
 
 _PARAMETER_BYTES = 2
 _DIGESTS = 1e-4
-"""Of the bytes of state: a step may bring its digests to the host, 8 bytes for each MiB."""
+"""Largest share of the state's bytes that a step may copy between host and device. It allows the
+digests, which are 8 bytes for each MiB of state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where parameters are, and how it is known that nothing goes on there."""
+    """Device of the parameters, with the functions that the script needs for it."""
 
     put: Callable[[torch.Tensor], torch.Tensor]
-    """Returns a copy of a tensor there."""
+    """Function that returns a copy of a tensor on the device."""
 
     placement: Placement
-    """Of the step that is measured."""
+    """Placement of the step that is measured."""
 
     settle: Callable[[], None]
-    """Waits until the device is idle."""
+    """Function that waits until the device is idle."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(args: argparse.Namespace, result: Result, directory: str, place: Place) -> None:
-    """Measure one size; adds samples and claims to the result."""
+    """Measure one size, and add samples and claims to the result."""
     # Two stores, each of two slots, and the files of the replay.
     require_space(directory, 5 * exact_state_bytes(args.parameters))
     result.fact("state_bytes", exact_state_bytes(args.parameters))
@@ -90,7 +91,7 @@ def measure(args: argparse.Namespace, result: Result, directory: str, place: Pla
             raw = KvikioBackend(read_threads=args.threads, write_threads=args.threads)
         stack.callback(raw.close)
         _describe_paths(result, raw, directory)
-        # Which closes its backend.
+        # The step closes its backend.
         step = stack.enter_context(
             _streamed(args, directory, place, place.placement, backend, "in device memory")
         )
@@ -147,7 +148,7 @@ def _streamed(
 
 
 def _describe_paths(result: Result, backend: KvikioBackend, directory: str) -> None:
-    """Record which way device memory goes here; the raw path and the step take the same."""
+    """Record the path of transfers to device memory; the raw path and the step use the same."""
     for direction, used in backend.paths_in(directory).items():
         result.fact(f"{direction}_path", used.path)
         if used.path != "gds":
@@ -208,7 +209,7 @@ def _times(
 
 
 class Crossing:
-    """Bytes between host and device since the last look, by the counters of who moves them."""
+    """Counter of bytes between host and device, from the counters of step and backend."""
 
     def __init__(self, step: Streamed, backend: KvikioBackend) -> None:
         self._step = step
@@ -216,7 +217,7 @@ class Crossing:
         self._before = self._totals()
 
     def take(self) -> dict[str, int]:
-        """Return them by name: ``to_host``, ``to_device``, and ``read_gds`` and so on by path."""
+        """Return the bytes since the last call, by direction or path: ``to_host``, ``read_gds``."""
         now = self._totals()
         found = {name: total - self._before[name] for name, total in now.items()}
         self._before = now
@@ -242,7 +243,7 @@ def _bytes_of_steps(
         step.sample(1)
         after = step.optimizer.stats()
         found = crossing.take()
-        # What takes neither GPUDirect Storage nor KvikIO is copied by this library.
+        # This library copies the bytes that neither GPUDirect Storage nor KvikIO moves.
         copied = sum(found[n] for n in ("to_host", "to_device", "read_bounce", "write_bounce"))
         shares.append(copied / exact_state_bytes(args.parameters))
         read.append(after.bytes_read - stats.bytes_read)

@@ -1,9 +1,9 @@
-"""What the digests of the state cost in a step.
+"""Cost of the state's digests in a step.
 
-Every chunk that a step writes is digested on its way to the drive.
-`offload.format.digests.ChunkDigests` does that; what its methods take of the CPU time of whichever
-thread calls them is added up, with all their bookkeeping. The rest of the step is as it is for
-anybody. A sample is several steps back to back, with nothing in flight before and after.
+Every chunk that a step writes is digested on its way to the drive, by
+`offload.format.digests.ChunkDigests`. This script adds up the CPU time of its methods on all
+threads, including their bookkeeping. The rest of the step is unchanged. A sample is several steps
+back to back, with nothing in flight before and after.
 
     python -m bench.digests --directory DIR                # digests / step, digests / CPU of it
 """
@@ -39,7 +39,7 @@ from offload.format import digests
 from offload.format.digests import ChunkDigests, DigestContext, Run
 
 _LIMIT = 0.05
-"""Of the time of a step on the CPU path."""
+"""Largest ratio of the digests' CPU time to the time of a step on the CPU path."""
 
 
 class DigestClock:
@@ -51,13 +51,14 @@ class DigestClock:
         self._inside = threading.local()
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its time added up here, whichever thread calls it.
+        """Return the function, with its CPU time on any thread added to `cpu_s`.
 
-        Time in another function that is timed here is added up once.
+        If one timed function calls another, the time is added once.
         """
 
         @wraps(function)
         def wrapper(*args: Any) -> Any:
+            """Call the function, and add its CPU time."""
             if getattr(self._inside, "is_timed", False):
                 return function(*args)
             self._inside.is_timed = True
@@ -75,12 +76,15 @@ class DigestClock:
 
 @contextmanager
 def clock_on_digests() -> Iterator[DigestClock]:
-    """Yield a clock that runs while state is digested, in any thread of this process."""
+    """Yield a clock that runs while any thread of this process digests state."""
     clock = DigestClock()
     original = {name: getattr(ChunkDigests, name) for name in ("__init__", "written", "finish")}
 
     def finish(self: ChunkDigests, context: DigestContext, chunk: int, run: Run) -> Any:
+        """Replace `ChunkDigests.finish`, with its work on other threads timed."""
+
         def run_timed(function: Callable[..., Any], items: Sequence[Any]) -> Any:
+            """Run a timed function over items on the caller's threads."""
             return run(clock.timed(function), items)
 
         return original["finish"](self, context, chunk, run_timed)
@@ -96,11 +100,12 @@ def clock_on_digests() -> Iterator[DigestClock]:
 
 @contextmanager
 def count_of_digested() -> Iterator[Callable[[], int]]:
-    """Yield a function that says how many bytes have been digested meanwhile."""
+    """Yield a function that returns the number of bytes digested in the block so far."""
     found: list[int] = []  # one number for each leaf: appending is safe from any thread
     original = digests.leaf_digest
 
     def counted(leaf: memoryview) -> bytes:
+        """Digest a leaf, and record its length."""
         found.append(len(leaf))
         return original(leaf)
 
@@ -126,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _require_all_digested(args: argparse.Namespace, result: Result, step: Streamed) -> None:
-    """Check that a step digests all of its state, where it is looked for."""
+    """Check that a step digests all of its state by the function that this script wraps."""
     with count_of_digested() as num_bytes:
         step.sample(args.steps)
         digested = num_bytes() // args.steps

@@ -1,14 +1,14 @@
-"""The loss of a real fine-tune with each state format, beside exact FP32 state.
+"""Losses of a real fine-tune with each state format, beside exact FP32 state.
 
 SmolLM2-135M in bf16 is fine-tuned on the help texts of Python, with the same data in the same
-order each time. Needs the demo's packages. Reported are the training losses, and the loss on held
-out text before and after.
+order each time. This needs the demo's packages. The script reports the training losses, and the
+loss on held-out text before and after training.
 
     python -m bench.finetune --directory DIR
     python -m bench.finetune --directory DIR --model tiny --steps 300
 
-There is no limit: whether a format is good enough for a model is for its user to judge. The same
-run with FP32 state and another learning rate shows how much a difference means.
+There is no limit, since only the user can judge whether a format is good enough for a model. The
+same run with FP32 state and another learning rate shows the meaning of a difference.
 """
 
 from __future__ import annotations
@@ -61,7 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def train(
     model_name: str, steps: int, label: str, directory: str
 ) -> tuple[list[float], float, float]:
-    """Return the loss of every step, and the held-out loss before and after."""
+    """Train, and return the loss of every step, and the held-out loss before and after.
+
+    Args:
+        model_name: Name of a demo scenario.
+        steps: Number of steps.
+        label: Key of `FORMATS` or `_RATES`.
+        directory: Directory for the store.
+    """
     scenario = SCENARIOS[model_name]
     model, encode = build(scenario.name)
     batches = Batches(encode, batch=scenario.batch, tokens=scenario.tokens)

@@ -1,10 +1,10 @@
-"""What a checkpoint of a model writes of which little is trained, as with LoRA.
+"""Bytes that a checkpoint writes if only a small part of the model is trained, as with LoRA.
 
-``model.safetensors`` is one whole file in each checkpoint. A process trains and seals, ends, and
-another one resumes: from the fourth seal on, and from the first one after the resume, a seal writes
-the trained parameters and less than 4 MiB. Bytes are the kernel's count of what the process has
-written; with ``--device`` those that the block device has been given meanwhile are recorded beside
-them, which count for something only if nobody else writes to it.
+``model.safetensors`` is one whole file in each checkpoint. One process trains, seals and ends, and
+another process resumes. From the fourth seal on, and from the first seal after the resume, a seal
+writes the trained parameters and less than 4 MiB. Bytes are the kernel's count of the process's
+writes. With ``--device``, the bytes written to the block device are recorded as well; they mean
+something only if no other process writes to the device.
 
     python -m bench.frozen --directory DIR
 """
@@ -27,7 +27,7 @@ from bench._statistics import median
 _MIB = 1 << 20
 _MARGIN_BYTES = 4 * _MIB
 _NUM_SLOTS = 3
-"""With ``keep=2``: each is written in full once."""
+"""Number of slots with ``keep=2``; each is written in full once."""
 
 _CHILD_TIMEOUT_S = 1800
 
@@ -80,7 +80,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _process(args: argparse.Namespace, store: str, seals: int) -> dict[str, Any]:
-    """Let a process train, and return what it has measured."""
+    """Run the process that trains, and return its measurements."""
     sizes = [str(int(mib * _MIB)) for mib in (args.frozen_mib, args.trained_mib)]
     command = [sys.executable, "-m", "bench._frozen_child", store, *sizes, str(seals)]
     done = subprocess.run(
@@ -98,7 +98,7 @@ def _process(args: argparse.Namespace, store: str, seals: int) -> dict[str, Any]
 
 
 def _record(result: Result, phase: str, seals: list[dict[str, float]]) -> None:
-    """Keep what the seals of a phase have cost, and print it."""
+    """Record and print the costs of the seals of a phase."""
     kinds = ["written_bytes", "read_bytes", "seal_s"]
     if any(seal["device_bytes"] for seal in seals):
         kinds.append("device_bytes")

@@ -1,10 +1,10 @@
-"""Everything that needs a GPU, one after the other, each with a time limit: 30 minutes in all.
+"""All tests and measurements that need a GPU, one after another, with time limits: 30 minutes.
 
     python -m bench.gpu --directory DIR
 
-A step that fails or takes too long does not stop those after it. What each printed is kept beside
-the results, in ``<date>-gpu-<what>/``; ``<date>-gpu-<what>.json`` says how each ended, and holds
-what `gds check` and `gds bench` found. The scripts among them write their own results.
+A step that fails or takes too long does not stop later steps. The output of each step is kept
+beside the results, in ``<date>-gpu-<what>/``. ``<date>-gpu-<what>.json`` has the outcome of each
+step, and the results of `gds check` and `gds bench`. The other scripts write their own results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from bench._machine import describe_machine, describe_storage, describe_versions
 _ROOT = Path(__file__).parent.parent
 _PATHS = ("gds", "compat", "bounce", "direct")
 TESTS = ("bench", "contract", "device", "gds_cli", "placement")
-"""Folders that have tests of a GPU. Not all of them: what others import may be missing here."""
+"""Folders with tests of a GPU. Other folders are left out, since packages that their tests import
+may be missing on the machine."""
 
 _KILL_S = 10.0
 _LAST_LINES = 3
@@ -38,52 +39,52 @@ _LAST_LINES = 3
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One command."""
+    """One command of the run."""
 
     name: str
     arguments: tuple[str, ...]
-    """For the Python that runs this."""
+    """Arguments for the Python that runs this script."""
 
     limit_s: float
-    """It is killed after so many seconds, with all its children."""
+    """Seconds after which the command is killed, with all its children."""
 
     accepted: tuple[int, ...] = (0,)
-    """Exit statuses that are no failure."""
+    """Exit statuses that do not count as failures."""
 
     is_json: bool = False
-    """Whether its output is JSON, to be kept as such."""
+    """Whether the output is JSON, to be kept as such."""
 
     scratch: str = ""
-    """Folder that is removed when it has ended; empty if there is none."""
+    """Folder that is removed when the command has ended; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one ended."""
+    """Outcome of one command."""
 
     name: str
     command: str
     status: int | None
-    """Exit status; None where it was killed at its limit."""
+    """Exit status; None if the command was killed at its limit."""
 
     succeeded: bool
     seconds: float
     limit_s: float
     last_lines: list[str]
     output: str
-    """Name of the file that holds all of it, beside this one."""
+    """Path of the file with the whole output, relative to the summary."""
 
     found: Any = None
-    """What it printed as JSON."""
+    """Value that the command printed as JSON; None if there is none."""
 
 
 def steps(directory: str, output: str, *, quick: bool) -> list[Step]:
-    """Return all of them, in order; what is most worth knowing comes first.
+    """Return all commands, the most informative ones first.
 
     Args:
-        directory: On the drive to be measured.
+        directory: Directory on the drive to be measured.
         output: Folder for results.
-        quick: Whether to show only that they run.
+        quick: Whether only to show that the commands run, with tiny sizes.
     """
     bench = ("--directory", directory, "--output", output, *(("--quick",) if quick else ()))
     # On a drive of 1 GB/s that is three minutes.
@@ -126,12 +127,12 @@ def steps(directory: str, output: str, *, quick: bool) -> list[Step]:
 
 
 def perform(step: Step, folder: Path, hidden: dict[str, str]) -> Outcome:
-    """Run a step to its end or its limit; never raises for what it does.
+    """Run a step to its end or its limit. A failure of the step raises nothing.
 
     Args:
-        step: What to run.
-        folder: Where its output is kept.
-        hidden: Words, by what stands in their place in everything that is recorded.
+        step: Step to run.
+        folder: Folder for its output.
+        hidden: Replacements for words in everything that is recorded, by the word.
     """
     log = folder / f"{step.name}.txt"
     began = time.monotonic()
@@ -186,14 +187,14 @@ def perform(step: Step, folder: Path, hidden: dict[str, str]) -> Outcome:
 def perform_all(
     listed: Sequence[Step], output: Path, what: str, directory: str, *, quick: bool
 ) -> list[Outcome]:
-    """Run all steps and write their summary, anew after each: it may be the machine that ends.
+    """Run all steps, and write a summary after each step, since the machine itself may end.
 
     Args:
-        listed: The steps.
+        listed: Steps to run.
         output: Folder for results.
-        what: Label, for the names of files.
-        directory: On the drive that is measured; recorded by what it is on, not by its path.
-        quick: Whether that was asked for.
+        what: Label for the names of files.
+        directory: Directory on the drive that is measured. Its storage is recorded, not its path.
+        quick: Whether sizes are tiny, to be recorded.
     """
     began = datetime.now(UTC)
     name = f"{began:%Y-%m-%d}-gpu-{what}"
@@ -228,7 +229,7 @@ def perform_all(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run everything; returns 0 where all of it succeeded, otherwise 1."""
+    """Run all steps. Return 0 if all succeeded, 1 if one failed, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu",
         description=__doc__,
@@ -273,7 +274,7 @@ def _device_name() -> str:
     """Return the GPU's name as a label.
 
     Raises:
-        BenchError: There is none.
+        BenchError: There is no GPU.
     """
     from bench._device import require_device  # takes seconds to import torch
 
@@ -284,7 +285,7 @@ def _device_name() -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a step: itself, and children that outlived it."""
+    """Kill the process of a step, and children that outlived it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:

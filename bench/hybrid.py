@@ -1,10 +1,10 @@
-"""Hybrid I/O beside the better of its two parts: all direct, or all through the page cache.
+"""Time of hybrid I/O, beside the better of its two parts: direct, or through the page cache.
 
-Each scenario is run in turns through a backend that is direct, one that is buffered, and one that
-chooses for each request; all else is the same. Which of the two fixed ways is the better one is
-decided by their medians over the run, and the hybrid is compared with that one, pair by pair.
-Writes include the sync that makes them durable. Before a sample of a cold scenario the page cache
-forgets the files.
+Each scenario runs in turns through a backend that is direct, a backend that is buffered, and a
+backend that chooses for each request; everything else is equal. The medians over the run decide
+which of the two fixed ways is better, and the hybrid is compared with that way, pair by pair.
+Writes include the sync that makes them durable. Before each sample of a cold scenario the files are
+dropped from the page cache.
 
     python -m bench.hybrid --directory DIR                 # hybrid / the better fixed way
     python -m bench.hybrid --directory DIR --scenarios small-read,hot-read
@@ -27,10 +27,10 @@ from bench._statistics import alternate, median, ratios
 from gds import ALIGNMENT, Backend, Buffer, File, IOFuture, PosixBackend
 
 _LIMIT = 1.05
-"""Of the time of the better fixed way."""
+"""Largest ratio of the hybrid's time to the time of the better fixed way."""
 
 _WAYS = ("direct", "hybrid", "buffered")
-"""In this order, so that the hybrid is a neighbour of both."""
+"""Names of the ways, in an order in which the hybrid is a neighbour of both others."""
 
 _KIB, _MIB = 1 << 10, 1 << 20
 
@@ -39,7 +39,7 @@ Cache = Literal["cold", "hot"]
 
 @dataclass(frozen=True)
 class Piece:
-    """A request: which file, and which of its bytes."""
+    """A request for a range of bytes in a file."""
 
     file: int
     offset: int
@@ -48,7 +48,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Files, and what is done with them."""
+    """Files, and the requests to them."""
 
     title: str
     sizes: tuple[int, ...]
@@ -57,19 +57,19 @@ class Scenario:
     writes: bool = False
     cache: Cache = "cold"
     opens: bool = False
-    """Whether each file is opened for its requests, and closed: then that counts, too."""
+    """Whether opening and closing each file is part of the scenario, and of its time."""
     passes: int = 1
     promised: bool = True
-    """Whether there is a limit."""
+    """Whether the ratio has a limit."""
 
     @property
     def nbytes(self) -> int:
-        """What a sample moves."""
+        """Number of bytes that a sample moves."""
         return self.passes * sum(piece.nbytes for piece in self.pieces)
 
 
 def scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
-    """Return all that can be measured, by name."""
+    """Return all scenarios, by name."""
     draw = random.Random(args.seed)
     large = (args.file_mib * _MIB,)
     stream = tuple(
@@ -91,8 +91,8 @@ def scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
         "tails-read": Scenario("unaligned reads", large, tails),
         "tails-write": Scenario("unaligned writes, synced", large, tails, writes=True),
         "hot-read": Scenario("reads of what the page cache holds", cached, again, cache="hot"),
-        # What is read first goes direct, and comes into the page cache the second time: the better
-        # of the fixed ways knew beforehand.
+        # The hybrid reads data directly the first time, and into the page cache the second time.
+        # The better of the fixed ways knows beforehand that data will be read again.
         "again-read": Scenario(
             "cold reads, six times over", cached, again, passes=6, promised=False
         ),
@@ -147,7 +147,7 @@ def _compare(
 
 
 def _unaligned(draw: random.Random, size: int, count: int) -> tuple[Piece, ...]:
-    """Return requests of up to 2 MiB with ends anywhere, in random order, that do not overlap."""
+    """Return unaligned requests of up to 2 MiB, in random order, that do not overlap."""
     room = size // count
     pieces = []
     for number in range(count):
@@ -173,7 +173,7 @@ def _backend(way: str, threads: int) -> Iterator[PosixBackend]:
 
 
 def _files(backend: Backend, scenario: Scenario, directory: str) -> list[str]:
-    """Make the files, written completely: what was never written is not really read."""
+    """Make the files and write them completely, since reads of unwritten space are not real."""
     paths = []
     memory = backend.allocate(4 * _MIB)
     memory.memoryview()[:] = random.Random(0).randbytes(memory.nbytes)
@@ -190,7 +190,7 @@ def _files(backend: Backend, scenario: Scenario, directory: str) -> list[str]:
 def _sampler(
     backend: Backend, scenario: Scenario, paths: list[str], threads: int
 ) -> Callable[[], float]:
-    """Return what runs the scenario once through a backend, and takes its time in seconds."""
+    """Return a function that runs the scenario once through a backend, and returns its seconds."""
     longest = max(piece.nbytes for piece in scenario.pieces)
     room = -(-longest // ALIGNMENT) * ALIGNMENT + ALIGNMENT
     memory = backend.allocate(2 * threads * room)
@@ -198,6 +198,7 @@ def _sampler(
     slots = [memory.slice(n * room, room) for n in range(2 * threads)]
 
     def sample() -> float:
+        """Run the scenario once, and return its seconds."""
         _prepare(paths, scenario.cache)
         started = time.perf_counter()
         _move(backend, scenario, paths, slots)
@@ -212,6 +213,7 @@ def _move(backend: Backend, scenario: Scenario, paths: list[str], slots: list[Bu
     pending: deque[tuple[IOFuture, Buffer]] = deque()
 
     def wait() -> None:
+        """Wait for the oldest transfer in flight, and free its memory."""
         future, slot = pending.popleft()
         future.result()
         free.append(slot)

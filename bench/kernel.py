@@ -1,8 +1,8 @@
-"""The update's and the digests' kernels, beside copies within the memory of the same device.
+"""Times of the kernels for update and digests, beside copies within the same device's memory.
 
-A copy of as many bytes, half of them read and half written, is the least that the memory takes for
-a pass; the ratio says how near a kernel comes to it. Times are the device's, between events on the
-stream that the kernels run on; a sample is many launches back to back, over buffers far larger than
+A copy of as many bytes, half of them read and half written, is the fastest possible pass over the
+memory. The ratio shows how near a kernel comes to it. Times are taken by the device, between events
+on the stream of the kernels. A sample is many launches back to back, over buffers far larger than
 the caches.
 
     python -m bench.kernel                    # kernel / copy, per byte, for each form of state
@@ -26,7 +26,7 @@ from offload.device.kernels.update import update_block
 from offload.format.arrays import BLOCK_ELEMENTS
 
 _LIMIT = 1 / 0.9
-"""At least nine tenths of the bandwidth of a copy."""
+"""Largest ratio to the time of a copy: nine tenths of a copy's bandwidth."""
 
 _FORMS = {
     "exact": ("float32", torch.float32),
@@ -34,7 +34,7 @@ _FORMS = {
     "bf16-state": ("float32", torch.bfloat16),
     "split-int8": ("split", torch.int8),
 }
-"""Master and state of each measured form; parameters and gradients are bf16."""
+"""Format of the master and dtype of the state for each form; parameters and gradients are bf16."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -60,22 +60,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Where kernels run, and what tells how long they take."""
+    """Device of the kernels, with functions that launch and time them."""
 
     device: torch.device
 
     update: Callable[..., None]
-    """As `update_block`, on the stream that is measured."""
+    """The function `update_block` on the stream that is measured."""
 
     digests: Callable[..., None]
-    """As `digest.leaf_digests`, on that stream."""
+    """The function `digest.leaf_digests` on the stream that is measured."""
 
     seconds: Callable[[Callable[[], object], int], float]
-    """Returns the seconds of one of so many launches."""
+    """Function that launches work a number of times, and returns the seconds of one launch."""
 
 
 def measure(args: argparse.Namespace, result: Result, bench: Bench) -> None:
-    """Compare every kernel with copies; `result` takes what is found."""
+    """Compare every kernel with copies, and add samples and claims to `result`."""
     for name in _FORMS:
         for fused in (False, True):
             _measure_update(args, result, bench, name, fused)
@@ -91,6 +91,7 @@ def _measure_update(
     group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
 
     def update() -> None:
+        """Launch the update kernel once."""
         bench.update(torch.optim.AdamW, group, block, step=10)
 
     label = f"{name}{' fused' if fused else ''}"
@@ -106,6 +107,7 @@ def _measure_digests(args: argparse.Namespace, result: Result, bench: Bench) -> 
     out = torch.empty(digest.num_leaves(data.nbytes), dtype=torch.int64, device=device)
 
     def digests() -> None:
+        """Launch the digest kernels once."""
         bench.digests(data, workspace, out)
 
     _compare(args, result, bench, "digests", digests, data.nbytes, limit=None)
@@ -120,7 +122,7 @@ def _compare(
     nbytes: float,
     limit: float | None = _LIMIT,
 ) -> None:
-    """Compare a kernel that moves `nbytes` with a copy that does, in turns."""
+    """Compare a kernel that moves `nbytes` with a copy that moves as many, in turns."""
     source = torch.ones(int(nbytes) // 2, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     names = (f"{label}_s", f"{label}_copy_s")
@@ -145,7 +147,7 @@ def _compare(
 
 
 def _seconds(work: Callable[[], object], num_launches: int) -> float:
-    """Return the device's seconds for one of many launches; compiles and warms up before."""
+    """Return the device's seconds for one of many launches, after one launch as a warm-up."""
     work()
     began, ended = (
         torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,10 +1,12 @@
-"""A step that hides behind the next forward.
+"""Time of an iteration whose step runs beside the next forward.
 
-The forward of each layer waits as long as its share of the step's transfers takes, using no CPU, as
-if an accelerator computed it. Then an iteration with ``overlap="forward"`` ought to take hardly
-longer than one without any optimizer. Alternates: compute alone, overlapped, synchronous.
+The forward of each layer sleeps as long as its share of the step's transfers takes, as if an
+accelerator computed it. Then an iteration with ``overlap="forward"`` should take hardly longer than
+an iteration without an optimizer. Three kinds of iterations alternate: compute alone, overlapped,
+synchronous.
 
-First, with the same seed, both ways take a few steps, and the parameters are compared bit by bit.
+Before that, both kinds of steps run a few times from the same seed, and the parameters are compared
+bit by bit.
 
     python -m bench.overlap --directory DIR
 """
@@ -72,10 +74,10 @@ class Trainer:
                 self.model.zero_grad()
 
     def sample(self, iterations: int) -> float:
-        """Return the seconds of one iteration, in the mean of several back to back.
+        """Return the seconds of one iteration, as the mean of several iterations back to back.
 
-        One goes before them, so that a step is under way when the time begins, as one is when it
-        ends: an iteration amid training.
+        One more iteration runs before the time begins. So a step is under way at the beginning, as
+        at the end, and the result is that of an iteration amid training.
         """
         self.synchronize()
         self.iterate(1)
@@ -97,7 +99,7 @@ class Trainer:
         return found.hexdigest()
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the optimizer, and so its store."""
         if self.optimizer is not None:
             self.optimizer.close()
 
@@ -167,7 +169,7 @@ def _measure(
     synchronous: Trainer,
     overlapped: Trainer,
 ) -> None:
-    """Make the forward as long as the transfers, and measure what an iteration takes."""
+    """Make the forward as long as the transfers, and measure the time of an iteration."""
     for trainer in (synchronous, overlapped, plain):
         trainer.iterate(_WARM_UP)
     transfer_s = median(

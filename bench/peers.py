@@ -1,10 +1,10 @@
-"""What offloading adds to an iteration, beside DeepSpeed's ZeRO-Infinity on the same disk.
+"""Time that offloading adds to an iteration, beside DeepSpeed's ZeRO-Infinity on the same disk.
 
-Each system trains the same model in a process of its own, and they take turns iteration by
-iteration: pairs next to each other in time, in alternating order. A sample is some iterations back
-to back that begin and end with nothing in flight. The model's compute is small and the same on all
-sides, and a third process, with no optimizer, measures it: what a system *adds* is its iteration
-less that. Every element has a gradient in every iteration.
+Each system trains the same model in a process of its own. They take turns iteration by iteration:
+pairs next to each other in time, in alternating order. A sample is some iterations back to back,
+which begin and end with nothing in flight. The model's compute is small and equal for all systems,
+and a third process without an optimizer measures it. The time that a system *adds* is its iteration
+minus this compute. Every element has a gradient in every iteration.
 
 DeepSpeed needs an environment of its own (and root, or a large ``ulimit -l``, for locked memory):
 
@@ -15,7 +15,7 @@ DeepSpeed needs an environment of its own (and root, or a large ``ulimit -l``, f
         packaging wheel safetensors setuptools
     DS_ACCELERATOR=cpu dsvenv/bin/pip install deepspeed==0.19.8 --no-build-isolation
 
-The first run compiles its extensions, which takes up to ten minutes; they are kept in
+The first run compiles DeepSpeed's extensions, which takes up to ten minutes. They are kept in
 ``--deepspeed-extensions``.
 
     python -m bench.peers --directory DIR --deepspeed-python dsvenv/bin/python
@@ -55,19 +55,19 @@ _VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "int8": ({"state_dtype": "int8"}, 0.45),
     "split+int8": ({"master": "split", "state_dtype": "int8"}, 0.35),
 }
-"""Options of each of ours, and the limit of what it adds beside what DeepSpeed adds."""
+"""Options of each variant of this project, and the limit of the ratio of added times."""
 
 _HYPER = {"lr": 1e-4, "weight_decay": 0.1}
 _WARM_UP = 2
 _START_S = 1800
-"""DeepSpeed may have to compile its extensions first."""
+"""Seconds to wait for a start, in which DeepSpeed may have to compile its extensions."""
 
 _BYTES_PER_PARAMETER = 80
-"""Space for both: two slots of 14 each, and DeepSpeed's swap files, with room to spare."""
+"""Disk bytes of both systems: two slots of 14 each, DeepSpeed's swap files, and a reserve."""
 
 
 class System:
-    """A training process of one kind, and what it did."""
+    """A training process of one kind, with its measurements."""
 
     def __init__(self, peer: Peer, iterations: int) -> None:
         self.peer = peer
@@ -76,7 +76,7 @@ class System:
         self.first_peak_bytes = 0
 
     def start(self, settings: dict[str, Any]) -> None:
-        """Build model and optimizer, and take the iterations that are not like the others."""
+        """Build model and optimizer, and take the first iterations, which differ from others."""
         self.peer.ask("make", timeout_s=_START_S, **settings)
         for _ in range(_WARM_UP):
             reply = self.peer.ask("iterate", iterations=1)
@@ -93,7 +93,7 @@ class System:
         return float(reply["seconds"])
 
     def record(self, result: Result, name: str) -> int:
-        """Keep bytes and memory as facts; returns the peak in steady state."""
+        """Record bytes and memory as facts, and return the peak memory in steady state (bytes)."""
         peak = int(self.peer.ask("peak")["peak_bytes"])
         result.fact(f"{name}_read_bytes", self.moved[0])
         result.fact(f"{name}_written_bytes", self.moved[1])
@@ -160,7 +160,7 @@ def deepspeed_version(python: str) -> str:
     """Return the version of DeepSpeed in another environment, without importing it.
 
     Raises:
-        BenchError: There is none; says how to make it.
+        BenchError: There is no DeepSpeed. The message says how to set up the environment.
     """
     remedy = "python -m bench.peers --help says how to set up its environment"
     if not python:
@@ -176,7 +176,7 @@ def deepspeed_version(python: str) -> str:
 
 
 def _measure(args: argparse.Namespace, result: Result, directory: str, stack: ExitStack) -> None:
-    """Start DeepSpeed and the plain model once, and ours one variant after another."""
+    """Start DeepSpeed and the plain model once, and our variants one after another."""
     common = {
         "layers": args.layers,
         "layer_parameters": args.parameters // args.layers,
@@ -213,7 +213,7 @@ def _compare(
     common: dict[str, Any],
     systems: tuple[str, System, System],
 ) -> None:
-    """Measure one variant of ours in pairs with DeepSpeed."""
+    """Measure one of our variants in pairs with DeepSpeed."""
     name, compute, deepspeed = systems
     options, limit = _VARIANTS[name]
     say(f"starting offload, {name}")
@@ -256,7 +256,7 @@ def _compare(
 
 def _start(args: argparse.Namespace, stack: ExitStack, directory: str, kind: str) -> System:
     """Start a process of a kind: ``compute``, ``offload`` or ``deepspeed``."""
-    # Threads that spin while they wait would take the cores from whoever's turn it is.
+    # Threads that spin while they wait would take cores from the system that is measured.
     environment = {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     python, module = sys.executable, "bench._peer_offload"
     if kind == "deepspeed":

@@ -1,7 +1,7 @@
-"""A step without its arithmetic: the same transfers, through the same number of buffers.
+"""Replay of a step without its arithmetic: the same transfers, through as many buffers.
 
-Uses `gds` alone. What a streamed step takes longer than this is what `offload` adds: computing,
-digests, and whatever it fails to overlap.
+The replay uses only `gds`. The additional time of a streamed step is that of `offload`: computing,
+digests, and all work that it fails to overlap.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gds.kvikio import DeviceBuffer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Which bytes a step moves."""
+    """The bytes that a step moves."""
 
     num_files: int
-    """State arrays; each is a file."""
+    """Number of state arrays; each is a file."""
 
     array_bytes: int
     """Bytes of one array, header not counted."""
@@ -31,7 +31,7 @@ class Plan:
     """Bytes of one array that are moved at a time; the last chunk may be shorter."""
 
     header_bytes: int = ALIGNMENT
-    """Where the data begins in each file."""
+    """Offset of the data in each file."""
 
     @property
     def file_bytes(self) -> int:
@@ -45,17 +45,17 @@ class Plan:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of each array."""
+        """Number of chunks of each array."""
         return -(-self.array_bytes // self.chunk_bytes)
 
     def byte_range(self, chunk: int) -> tuple[int, int]:
-        """Return offset in the file and length of a chunk."""
+        """Return the offset of a chunk in its file, and its length, in bytes."""
         start = chunk * self.chunk_bytes
         return self.header_bytes + start, min(self.chunk_bytes, self.array_bytes - start)
 
 
 def fill_random(buffer: Buffer) -> None:
-    """Fill memory with what cannot be compressed: a drive may be faster with zeros."""
+    """Fill memory with data that cannot be compressed, since a drive may be faster with zeros."""
     data = random.Random(buffer.nbytes).randbytes(buffer.nbytes)
     if isinstance(buffer, DeviceBuffer):
         buffer.upload(data)
@@ -74,17 +74,17 @@ class _Frame:
 
 
 class Replay:
-    """Reads every chunk of all files and writes it back, `ring_chunks` chunks at a time.
+    """Loop that reads every chunk of all files and writes it back, `ring_chunks` chunks at a time.
 
-    The order is that of `offload.stream.streamer`: reads run ahead as far as there are free frames,
-    also into the next pass; a chunk is written when it has been read, and not read again before
+    The order is that of `offload.stream.streamer`. Reads run ahead as far as there are free frames,
+    also into the next pass. A chunk is written when it has been read, and is not read again before
     that write has ended.
 
     Args:
-        backend: Moves the bytes, between files and whatever memory it allocates.
-        directory: Where the files are made; they are written in full once.
-        plan: What is moved.
-        ring_chunks: Frames.
+        backend: Backend that moves the bytes between files and memory that it allocates.
+        directory: Directory in which the files are made; they are written in full once.
+        plan: Bytes to move.
+        ring_chunks: Number of frames.
     """
 
     def __init__(self, backend: Backend, directory: str, plan: Plan, ring_chunks: int) -> None:
@@ -104,10 +104,10 @@ class Replay:
         self._fill()
 
     def run(self, passes: int) -> float:
-        """Move everything `passes` times; returns seconds for one.
+        """Move all bytes `passes` times, and return the seconds of one pass.
 
-        Begins and ends with nothing in flight and the ring full of what comes next, as between
-        two calls of ``optimizer.synchronize()``.
+        The run begins and ends with nothing in flight and the ring full of the next chunks, as
+        between two calls of ``optimizer.synchronize()``.
         """
         if not self._loading:
             self._read_ahead()
@@ -121,12 +121,12 @@ class Replay:
         return (time.perf_counter() - started) / passes
 
     def close(self) -> None:
-        """Wait for what is in flight and close the files."""
+        """Wait for transfers in flight, and close the files."""
         for file in self._files:
             file.close()
 
     def _fill(self) -> None:
-        """Write every byte once: the first write to reserved space costs more than the others."""
+        """Write every byte once, since the first write to reserved space costs more than others."""
         frame = self._free[0]
         fill_random(frame.buffers[0])
         for file in self._files:
@@ -159,6 +159,7 @@ class Replay:
         offset, nbytes = self.plan.byte_range(chunk)
 
         def ended(future: IOFuture) -> None:
+            """Note the end of a write, and free the frame after the last one."""
             nonlocal remaining
             with self._changed:
                 try:
@@ -175,7 +176,7 @@ class Replay:
             file.write(buffer.slice(0, nbytes), offset).add_done_callback(ended)
 
     def _pump(self) -> None:
-        """Start reads while there is something to read and a frame to read it into."""
+        """Start reads as long as there are chunks to read and free frames."""
         while self._ahead and self._free and self._ahead[0] not in self._writing:
             chunk, frame = self._ahead.popleft(), self._free.pop()
             offset, nbytes = self.plan.byte_range(chunk)

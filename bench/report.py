@@ -2,8 +2,8 @@
 
 python -m bench.report                  # bench/results/*.json -> docs/performance.md, docs/figures
 
-For each script and label the newest result is shown; quick runs are left out. Tables need nothing
-but the files; figures need matplotlib.
+The page shows the newest result of each script and label; quick runs are left out. Tables need only
+the files; figures need matplotlib.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from bench._harness import RESULTS, BenchError, run, say, size
 
 Run = dict[str, Any]
-"""A recorded result, and under ``path`` where it was read."""
+"""A recorded result, with the path of its file under ``path``."""
 
 _DOCS = Path(__file__).parent.parent / "docs"
 _TITLES = {
@@ -50,7 +50,7 @@ which has all samples, the settings, the machine and the versions.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write page and figures."""
+    """Write the page and the figures."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.report",
         description=__doc__,
@@ -74,7 +74,7 @@ def read_results(folder: str) -> list[Run]:
     """Return the newest full run of each script and label, in the order of the page.
 
     Raises:
-        BenchError: A file is not what the scripts write.
+        BenchError: A file is not JSON.
     """
     newest: dict[tuple[str, str], Run] = {}
     for path in sorted(Path(folder).glob("*.json")):
@@ -126,7 +126,7 @@ def render(runs: list[Run], folder: Path, figures: dict[str, Path]) -> str:
 
 
 def _summary(runs: list[Run]) -> str:
-    """Return how many limits were met, and which were not."""
+    """Return text with the number of limits that were met, and the list of those that were not."""
     claims = [c for r in runs for c in r["claims"] if c["limit"] is not None]
     missed = [c for c in claims if c["met"] is False]
     unsure = [c for c in claims if c["met"] is None]
@@ -161,7 +161,7 @@ def _claims_table(runs: list[Run], folder: Path) -> str:
 
 
 def _remarks(one: Run) -> str:
-    """Return what a run says beside its ratios."""
+    """Return the remarks of a run: medians, comparisons, skipped measurements and notes."""
     lines = []
     medians = {k: v for k, v in one["medians"].items() if k.endswith("_s")}
     if one["bench"] in ("step", "digests", "overlap", "resume", "device") and len(medians) <= 8:
@@ -179,7 +179,7 @@ def _remarks(one: Run) -> str:
 
 
 def _checkpoint_table(one: Run) -> str:
-    """Return what each way of saving costs."""
+    """Return a table of the costs of each way of saving."""
     suffix = "_written_bytes_per_parameter"
     rows = []
     for key in one["facts"]:
@@ -198,7 +198,7 @@ def _checkpoint_table(one: Run) -> str:
 
 
 def _frozen_table(one: Run) -> str:
-    """Return the most that a seal of each phase has written and read, and how long they took."""
+    """Return a table of the most bytes that a seal of each phase moved, and of the seals' times."""
     facts, samples = one["facts"], one["samples"]
     suffix = "_written_bytes"
     rows = []
@@ -216,7 +216,7 @@ def _frozen_table(one: Run) -> str:
 
 
 def _peers_table(one: Run) -> str:
-    """Return bytes and memory of each system."""
+    """Return a table of bytes and memory of each system."""
     rows = []
     for key, peak in one["facts"].items():
         if not key.endswith("_peak_bytes"):
@@ -231,7 +231,7 @@ def _peers_table(one: Run) -> str:
 
 
 def _finetune_table(one: Run, folder: Path) -> str:
-    """Return how far each format's losses are from those of FP32 state."""
+    """Return a table of each format's losses, and of their differences from those of FP32 state."""
     facts, rows = one["facts"], []
     for key, after in facts.items():
         if not key.endswith("_held_out_loss_after"):
@@ -288,7 +288,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _number(value: float) -> str:
-    """Return three digits of a ratio, however small."""
+    """Return a ratio as text, with two decimals, or two digits if it is below 0.1."""
     return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 

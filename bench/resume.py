@@ -1,8 +1,9 @@
-"""Resuming: from the call to parameters in place, imports warm and caches cold.
+"""Time of a resume, from the call until parameters are in place, with imports warm, caches cold.
 
-Ours reads 2 bytes per parameter, since the optimizer's state is used where it lies; `torch.load`
-(which is not charged for ``load_state_dict``) and ``distributed.checkpoint.load`` read 14. Also
-from the start of a process to the end of its first forward, for each.
+This project reads 2 bytes per parameter, since it uses the optimizer's state in its place on the
+drive. `torch.load` (without the time of ``load_state_dict``) and ``distributed.checkpoint.load``
+read 14. For each way, the time from the start of a process to the end of its first forward is
+measured as well.
 
     python -m bench.resume --directory DIR
 """
@@ -46,11 +47,11 @@ _CHILD_TIMEOUT_S = 600
 
 
 class Resumes:
-    """One saved state in three formats, and how each is loaded.
+    """One saved state in three formats, with a timed load of each.
 
     Args:
-        args: Sizes.
-        directory: Where the three are made.
+        args: Arguments of the script.
+        directory: Directory for the three formats.
     """
 
     def __init__(self, args: argparse.Namespace, directory: str) -> None:
@@ -76,7 +77,7 @@ class Resumes:
         self.read_bytes: dict[str, int] = {}
 
     def offload_s(self) -> float:
-        """Return the seconds of ``restore()``, from an optimizer that has just been made."""
+        """Return the seconds of ``restore()`` of an optimizer that has just been made."""
         with offload.AdamW(
             self.parameters, lr=1e-4, weight_decay=0.1, directory=self.store, keep=1
         ) as optimizer:
@@ -96,6 +97,7 @@ class Resumes:
         forget(self.dcp)
 
         def load_in_place() -> None:
+            """Load into the existing tensors."""
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 load(state, checkpoint_id=self.dcp, no_dist=True)

@@ -1,17 +1,17 @@
-"""A streamed step beside what the drive needs for the same bytes.
+"""Time of a streamed step, beside the drive's own time for the same bytes.
 
-Three things alternate: the same transfers without arithmetic (`bench.replay`), the step, and fio
-moving as many bytes each way. All begin and end with nothing in flight; a sample is several steps
-back to back, because the writes of one step trail into the next.
+Three measurements alternate: the same transfers without arithmetic (`bench.replay`), the step, and
+fio moving as many bytes each way. All begin and end with nothing in flight. A sample is several
+steps back to back, since the writes of one step continue into the next.
 
     python -m bench.step --directory DIR                          # step / replay, step / fio
     python -m bench.step --directory DIR --sweep chunk            # or ring, threads
     python -m bench.step --directory DIR --resident 0,0.25,0.5    # kept in memory
     python -m bench.step --directory DIR --master split --state-dtype bfloat16,int8
 
-A variant alternates with the exact FP32 step that streams everything, in adjacent pairs. Its time
-ought to fall in proportion to its bytes, as long as the drive is what it waits for: where a drive
-is faster than the processor can update, ``--drive-gbps`` shows the same on a slower one.
+A variant alternates with the exact FP32 step that streams all state, in adjacent pairs. Its time
+should fall in proportion to its bytes, as long as the step waits for the drive. If the drive is
+faster than the processor can update, ``--drive-gbps`` simulates a slower drive.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from gds import PosixBackend
 _SWEEPS = {"chunk": "8,16,32,64", "ring": "2,3,4,8", "threads": "1,2,4"}
 _SLACK_BYTES = 8 << 10
 _PROPORTION_LIMIT = 1.15
-"""Of a variant's time per byte: its time falls in proportion to its bytes, within 15 %."""
+"""Largest ratio of a variant's time per byte to the exact step's: within 15 % of proportional."""
 
 _STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
 
@@ -107,7 +107,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _kind(args: argparse.Namespace) -> str:
-    """Return what sets this run apart from the plain one, for the file's name."""
+    """Return the label of the settings that differ from a plain run, for the file's name."""
     if args.sweep:
         return f"sweep-{args.sweep}"
     if args.resident:
@@ -135,7 +135,7 @@ def _streamed(args: argparse.Namespace, directory: str, label: str, **options: A
 
 
 def _variants(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
-    """Return what to compare with the exact FP32 step, as labels and options."""
+    """Return the variants to compare with the exact FP32 step, as labels and options."""
     if args.sweep:
         values = numbers(args.values or _SWEEPS[args.sweep])
         return [(f"{args.sweep} {value:g}", _swept(args.sweep, value)) for value in values]
@@ -169,7 +169,7 @@ def _swept(setting: str, value: float) -> dict[str, Any]:
 def _against_the_drive(
     args: argparse.Namespace, result: Result, step: Streamed, directory: str
 ) -> None:
-    """Measure the step beside a replay of its transfers, and beside fio."""
+    """Measure the step beside a replay of its transfers, and beside fio if it is installed."""
     chunk_bytes = int(args.chunk_mib * (1 << 20))
     plan = Plan(
         num_files=STATE_ARRAYS,
@@ -225,7 +225,7 @@ def _against_the_drive(
 def _fio_sample(
     args: argparse.Namespace, result: Result, fio: Fio, replay: Replay
 ) -> Callable[[], float]:
-    """Return a function that measures fio; it scales for bytes that are no whole request."""
+    """Return a function that measures fio, scaled up for bytes beyond whole requests."""
     plan = replay.plan
     request = min(plan.chunk_bytes, plan.array_bytes)
     file_bytes = plan.array_bytes // request * request
@@ -234,6 +234,7 @@ def _fio_sample(
     result.fact("fio_moved_share", file_bytes / plan.array_bytes)
 
     def sample() -> float:
+        """Run fio once, and return its seconds for the bytes of one step."""
         found = fio.mixed(
             replay.names,
             file_bytes=file_bytes,

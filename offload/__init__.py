@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from offload.store.quarantine import verify_and_mark
 
 if not sys.platform.startswith("linux"):
-    importlib.import_module("gds")  # says what is needed, and goes no further
+    importlib.import_module("gds")  # raises, and says which platform is needed
 
 __version__ = "0.1.0.dev0"
 
@@ -167,7 +167,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    # Importing torch takes seconds; `offload ls` needs none of it. This is the only lazy place.
+    # Importing torch takes seconds, and `offload ls` does not need it. Only this module is lazy.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,13 +1,14 @@
 """torch's modes: those of the caller, and the neutral ones that this library computes in.
 
-A mode of torch holds for a thread (inference mode, gradients, autocast, default device, flushing of
-denormal numbers, modes that see every function called), and a caller may be in any of them. A
-buffer that is made in inference mode can never be written outside of it, one that is made without
-a device is on the default one. So every public function computes within `neutral`, and what
-belongs to the user is called within `as_user`, in the modes that the caller is in.
+Modes of torch belong to a thread: inference mode, gradients, autocast, default device, flushing of
+denormal numbers, and modes that see every function called. A caller may be in any of them. They
+matter: a buffer made in inference mode can never be written outside of it, and a buffer made
+without a device is on the default device. So every public function computes within `neutral`, and
+calls the user's code within `as_user`, in the caller's modes.
 
 The default dtype, deterministic algorithms and anomaly mode are settings of the process, which
-other threads may rely on: they are left alone, and code here names the dtype of what it makes.
+other threads may rely on. This library leaves them alone, and names the dtype of every tensor that
+it makes.
 """
 
 from __future__ import annotations
@@ -32,25 +33,26 @@ _DENORMAL, _ONE = 2.0**-1074, 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Modes:
-    """What a thread was in when it called."""
+    """Modes of a thread at a moment."""
 
     sees_functions: bool
-    """Whether tensor subclasses and modes are asked about functions that are called."""
+    """Whether tensor subclasses and function modes see functions that are called."""
 
     sees_modes: bool
-    """Whether at least modes are."""
+    """Whether at least function modes see functions that are called."""
 
     inference: bool
     grad: bool
     autocast: tuple[bool, ...]
-    """By `_AUTOCAST_DEVICES`."""
+    """Whether autocast is enabled, for each of `_AUTOCAST_DEVICES`."""
 
     flushes: bool
+    """Whether arithmetic flushes denormal numbers to zero."""
 
 
 class _OfThread(threading.local):
     users: _Modes | None = None
-    """Of the caller; None outside of `neutral`."""
+    """Modes of the caller; None outside of `neutral`."""
 
 
 _of_thread = _OfThread()
@@ -58,14 +60,14 @@ _of_thread = _OfThread()
 
 @contextmanager
 def neutral(*, keep_denormals: bool = False) -> Iterator[None]:
-    """Compute as on a thread on which no mode has been set; a block within another changes nothing.
+    """Run the block as on a thread without any mode set. A nested block changes nothing.
 
-    Tensors that are made within the block are ordinary ones, on the CPU unless told otherwise,
-    without a graph. A user's `TorchFunctionMode` does not see what is called.
+    Tensors made within the block are ordinary ones without a graph, on the CPU unless another
+    device is named. A user's `TorchFunctionMode` does not see the functions called in it.
 
     Args:
-        keep_denormals: Leave it to the caller whether denormal numbers are flushed to zero: true
-            for what the user asks to be computed (a step), false for what is only moved.
+        keep_denormals: Whether the caller's setting for flushing denormal numbers stays in effect.
+            True for arithmetic that the user asked for (a step), false for data that is only moved.
     """
     if _of_thread.users is not None:
         yield
@@ -93,7 +95,7 @@ def neutral(*, keep_denormals: bool = False) -> Iterator[None]:
 
 @contextmanager
 def as_user() -> Iterator[None]:
-    """Be in the modes of the caller again, within `neutral`: for the user's own hooks."""
+    """Run the block in the caller's modes again, within `neutral`; used for the user's hooks."""
     users = _of_thread.users
     if users is None:
         yield
@@ -116,10 +118,11 @@ def as_user() -> Iterator[None]:
 
 
 def in_neutral(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Have a function that calls no code of the user run within `neutral`."""
+    """Return a function that runs within `neutral`, for a function that calls no user code."""
 
     @wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run the function within `neutral`."""
         with neutral():
             return function(*args, **kwargs)
 
@@ -127,15 +130,18 @@ def in_neutral(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def for_thread(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return what a thread of this library calls: within `neutral`, with denormals as here.
+    """Return a function for a thread of this library, which runs within `neutral`.
+
+    Denormal numbers are treated there as on the thread that calls `for_thread`.
 
     Args:
-        function: What it is to do.
+        function: Function to run on the thread.
     """
     flushes = flushes_denormals()
 
     @wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run the function within `on_thread`."""
         with on_thread(flushes=flushes):
             return function(*args, **kwargs)
 
@@ -144,30 +150,31 @@ def for_thread(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def on_thread(*, flushes: bool) -> Iterator[None]:
-    """Let what a thread of this library does run within `neutral`.
+    """Run the block, on a thread of this library, within `neutral`.
 
     Args:
-        flushes: What `flushes_denormals` returned on the thread that asked for it.
+        flushes: Result of `flushes_denormals` on the thread that requested the work.
     """
-    # A thread begins with what the one had that started it, and that may have been long ago.
+    # A thread inherits the setting of the thread that started it, perhaps long ago.
     torch.set_flush_denormal(flushes)
     with neutral(keep_denormals=True):
         yield
 
 
 def flushes_denormals() -> bool:
-    """Return whether arithmetic of this thread takes denormal numbers for zero.
+    """Return whether arithmetic of this thread flushes denormal numbers to zero.
 
-    torch has a function that sets it, for the calling thread alone, and none that returns it.
+    torch has a function that sets this for the calling thread, but none that returns it.
     """
     return _DENORMAL * _ONE == 0.0
 
 
 def called_as_user(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return a function of the user that may be called within `neutral`."""
+    """Return a function that calls the user's function in the caller's modes, from `neutral`."""
 
     @wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run the function within `as_user`."""
         with as_user():
             return function(*args, **kwargs)
 
@@ -176,7 +183,7 @@ def called_as_user(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def _set(modes: _Modes, *, instead_of: _Modes) -> Iterator[None]:
-    """Be in other modes, but for those that concern functions; nothing that is set stays set."""
+    """Run the block in other modes, except function modes, and restore the modes at its end."""
     with torch.inference_mode(modes.inference), torch.set_grad_enabled(modes.grad):
         try:
             _set_of_thread(modes, instead_of)

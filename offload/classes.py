@@ -1,7 +1,7 @@
-"""torch's most used classes under their own names; others go through `OffloadedOptimizer`.
+"""torch's most used optimizer classes under their own names; see also `OffloadedOptimizer`.
 
-Hyper-parameters, their order and their defaults are torch's; after them come the arguments of
-`OffloadedOptimizer`. All are written out, so that type checkers and editors know them.
+Hyper-parameters, their order and their defaults are those of torch. The arguments of
+`OffloadedOptimizer` follow them. All are written out, so that type checkers and editors know them.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ class AdamW(OffloadedOptimizer):
     """`torch.optim.AdamW` with its state on SSD.
 
     Args:
-        params: As for `OffloadedOptimizer`, and so are all arguments from `directory` on.
-        lr: Learning rate; this and those up to `fused` are torch's.
-        betas: Decay of the averages of the gradient and of its square.
-        eps: Added to the denominator.
-        weight_decay: Decoupled from the gradient.
-        amsgrad: Keep the largest average of squares as well, in a third state array.
-        maximize: Go up instead of down.
-        foreach: Use torch's foreach code; None for what torch chooses.
-        capturable: Refused: a step that reads files cannot be captured.
-        differentiable: Refused: autograd cannot follow a step whose state is on a drive.
-        fused: Refused, except for state that is updated on a device.
-        directory: The store.
-        model: Gives names, buffers and frozen parameters to checkpoints.
-        keep: How many checkpoints to keep, or a policy.
+        params: Parameters or groups, as for `OffloadedOptimizer`.
+        lr: Learning rate. The arguments from this one to `fused` are those of torch.
+        betas: Decay rates of the running averages of the gradient and of its square.
+        eps: Number added to the denominator.
+        weight_decay: Weight decay, decoupled from the gradient.
+        amsgrad: Keep the largest average of squares, too, in a third state array.
+        maximize: Maximize the objective instead of minimizing it.
+        foreach: Use torch's foreach code; None for torch's own choice.
+        capturable: Refused if true, since a step that reads files cannot be captured.
+        differentiable: Refused if true, since autograd cannot follow a step with state on a drive.
+        fused: Refused if true, except with ``placement="device"`` in the options.
+        directory: Directory of the store, or its directories on several drives. This and the
+            following arguments are those of `OffloadedOptimizer`.
+        model: Module that gives names, buffers and frozen parameters to checkpoints.
+        keep: Number of checkpoints to keep, or a retention policy.
         fresh: Start over in a store that has checkpoints.
-        options: How to stream and store.
-        process_group: `offload.SEPARATE` for a separate model in each of several processes.
+        options: Settings for streaming and storing.
+        process_group: `offload.SEPARATE` if each of several processes trains a model of its own.
 
     Raises:
-        OffloadError: As `OffloadedOptimizer` does.
+        OffloadError: The optimizer cannot be made; see `OffloadedOptimizer`.
     """
 
     def __init__(
@@ -91,27 +92,29 @@ class Adam(OffloadedOptimizer):
     """`torch.optim.Adam` with its state on SSD.
 
     Args:
-        params: As for `OffloadedOptimizer`, and so are all arguments from `directory` on.
-        lr: Learning rate; this and those up to `decoupled_weight_decay` are torch's.
-        betas: Decay of the averages of the gradient and of its square.
-        eps: Added to the denominator.
-        weight_decay: Added to the gradient.
-        amsgrad: Keep the largest average of squares as well, in a third state array.
-        foreach: Use torch's foreach code; None for what torch chooses.
-        maximize: Go up instead of down.
-        capturable: Refused: a step that reads files cannot be captured.
-        differentiable: Refused: autograd cannot follow a step whose state is on a drive.
-        fused: Refused, except for state that is updated on a device.
-        decoupled_weight_decay: Decay as `AdamW` does.
-        directory: The store.
-        model: Gives names, buffers and frozen parameters to checkpoints.
-        keep: How many checkpoints to keep, or a policy.
+        params: Parameters or groups, as for `OffloadedOptimizer`.
+        lr: Learning rate. The arguments from this one to `decoupled_weight_decay` are those of
+            torch.
+        betas: Decay rates of the running averages of the gradient and of its square.
+        eps: Number added to the denominator.
+        weight_decay: Weight decay, added to the gradient.
+        amsgrad: Keep the largest average of squares, too, in a third state array.
+        foreach: Use torch's foreach code; None for torch's own choice.
+        maximize: Maximize the objective instead of minimizing it.
+        capturable: Refused if true, since a step that reads files cannot be captured.
+        differentiable: Refused if true, since autograd cannot follow a step with state on a drive.
+        fused: Refused if true, except with ``placement="device"`` in the options.
+        decoupled_weight_decay: Decouple weight decay from the gradient, as in `AdamW`.
+        directory: Directory of the store, or its directories on several drives. This and the
+            following arguments are those of `OffloadedOptimizer`.
+        model: Module that gives names, buffers and frozen parameters to checkpoints.
+        keep: Number of checkpoints to keep, or a retention policy.
         fresh: Start over in a store that has checkpoints.
-        options: How to stream and store.
-        process_group: `offload.SEPARATE` for a separate model in each of several processes.
+        options: Settings for streaming and storing.
+        process_group: `offload.SEPARATE` if each of several processes trains a model of its own.
 
     Raises:
-        OffloadError: As `OffloadedOptimizer` does.
+        OffloadError: The optimizer cannot be made; see `OffloadedOptimizer`.
     """
 
     def __init__(
@@ -163,25 +166,27 @@ class SGD(OffloadedOptimizer):
     """`torch.optim.SGD` with its state on SSD.
 
     Args:
-        params: As for `OffloadedOptimizer`, and so are all arguments from `directory` on.
-        lr: Learning rate; this and those up to `fused` are torch's.
-        momentum: Of the average of gradients, which is the state; there is none without it.
-        dampening: Of that average.
-        weight_decay: Added to the gradient.
+        params: Parameters or groups, as for `OffloadedOptimizer`.
+        lr: Learning rate. The arguments from this one to `fused` are those of torch.
+        momentum: Decay rate of the running average of gradients, which is the state. With 0
+            there is no state.
+        dampening: Dampening of the running average.
+        weight_decay: Weight decay, added to the gradient.
         nesterov: Use Nesterov's momentum.
-        maximize: Go up instead of down.
-        foreach: Use torch's foreach code; None for what torch chooses.
-        differentiable: Refused: autograd cannot follow a step whose state is on a drive.
-        fused: Refused, except for state that is updated on a device.
-        directory: The store.
-        model: Gives names, buffers and frozen parameters to checkpoints.
-        keep: How many checkpoints to keep, or a policy.
+        maximize: Maximize the objective instead of minimizing it.
+        foreach: Use torch's foreach code; None for torch's own choice.
+        differentiable: Refused if true, since autograd cannot follow a step with state on a drive.
+        fused: Refused if true, except with ``placement="device"`` in the options.
+        directory: Directory of the store, or its directories on several drives. This and the
+            following arguments are those of `OffloadedOptimizer`.
+        model: Module that gives names, buffers and frozen parameters to checkpoints.
+        keep: Number of checkpoints to keep, or a retention policy.
         fresh: Start over in a store that has checkpoints.
-        options: How to stream and store.
-        process_group: `offload.SEPARATE` for a separate model in each of several processes.
+        options: Settings for streaming and storing.
+        process_group: `offload.SEPARATE` if each of several processes trains a model of its own.
 
     Raises:
-        OffloadError: As `OffloadedOptimizer` does.
+        OffloadError: The optimizer cannot be made; see `OffloadedOptimizer`.
     """
 
     def __init__(

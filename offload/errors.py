@@ -1,7 +1,7 @@
-"""The errors of `offload`. Each also is the builtin that a caller would catch.
+"""Errors of `offload`; each is also a subclass of the builtin error that a caller would catch.
 
-A message says what was attempted, where (path, parameter, byte offset), what was found and what
-was expected, and what to do next.
+A message names the attempted operation, the place (path, parameter, byte offset), the value found,
+the value expected, and the next thing to do.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class UnsupportedParameterError(OffloadError, TypeError):
 
 
 class ProcessGroupError(OffloadError, RuntimeError):
-    """Several processes train one model, or `model=` is wrapped for that."""
+    """Several processes train one model, or `model=` is wrapped for several processes."""
 
 
 class _SaysAllError(OSError):
-    """An error whose own message says all that its number would."""
+    """An `OSError` that prints only its message, which includes the meaning of its number."""
 
     def __str__(self) -> str:
         return message_of(self)
@@ -46,26 +46,26 @@ class StoreBusyError(StoreError):
 
 
 class RecycledError(StoreBusyError):
-    """A training process has recycled a checkpoint while it was looked at; it was not damaged."""
+    """A training process has recycled a checkpoint that was in use here. It was not damaged."""
 
 
 class StoreFullError(StoreError):
-    """The file system has no room for what the retention policy, or an export, will need."""
+    """The file system has no room for the slots of the retention policy, or for an export."""
 
 
 class UnreadableError(StoreError, StorageError):
-    """Something of a store could not be read. That says nothing about what it holds."""
+    """A file or directory of a store could not be read. Its content may well be whole."""
 
     def __init__(self, number: int, message: str, path: str) -> None:
-        OSError.__init__(self, number, message, path)  # the message says all that it needs to
+        OSError.__init__(self, number, message, path)  # StorageError would add the number's meaning
         self.offset = None
 
 
 class SlotFullError(StoreFullError, StorageError):
-    """The file system has no room for the slot that the next generation needs, at this moment."""
+    """The file system has no room at present for the slot that the next generation needs."""
 
     def __init__(self, number: int, message: str, path: str) -> None:
-        OSError.__init__(self, number, message, path)  # the message says all that it needs to
+        OSError.__init__(self, number, message, path)  # StorageError would add the number's meaning
         self.offset = None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -73,10 +73,10 @@ class SlotFullError(StoreFullError, StorageError):
 
 
 class UnwritableError(StoreError, StorageError):
-    """This user may not write to the store, or nobody may: it is mounted read-only."""
+    """The store cannot be written: this user lacks permission, or it is mounted read-only."""
 
     def __init__(self, number: int, message: str, path: str) -> None:
-        OSError.__init__(self, number, message, path)  # the message says all that it needs to
+        OSError.__init__(self, number, message, path)  # StorageError would add the number's meaning
         self.offset = None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -84,19 +84,19 @@ class UnwritableError(StoreError, StorageError):
 
 
 class UnreliableReadError(StoreError):
-    """What is whole on the drive does not arrive in memory unchanged: the machine is at fault."""
+    """Data that is whole on the drive arrives in memory changed, so the machine is at fault."""
 
 
 class PinError(OffloadError, ValueError):
-    """A pin cannot be made, or something cannot be done because of one; names it."""
+    """A pin cannot be made, or a pin prevents an operation. The message names the pin."""
 
 
 class MetricError(OffloadError, ValueError):
-    """What was given as a metric is not a number with a name, or no checkpoint has that metric."""
+    """A metric is not a number with a name, or no checkpoint has a metric of that name."""
 
 
 class VolatileStoreError(StoreError):
-    """The directory is on a file system that forgets at power-off."""
+    """The directory is on a file system that loses its content at power-off."""
 
 
 class RemoteStoreError(StoreError):
@@ -104,27 +104,27 @@ class RemoteStoreError(StoreError):
 
 
 class CheckpointError(OffloadError, ValueError):
-    """A checkpoint is damaged, incomplete, or not one at all."""
+    """A checkpoint is damaged or incomplete, or the directory or file is not a checkpoint."""
 
 
 class DamagedError(CheckpointError):
-    """Content of a checkpoint, or of the state in training, is not what was written."""
+    """The content of a checkpoint, or of the state in training, differs from the data written."""
 
 
 class ManifestError(CheckpointError):
-    """A manifest cannot be read: damaged, of another version, or not a manifest."""
+    """A manifest cannot be read: it is damaged, of another version, or not a manifest."""
 
 
 class CheckpointNotFoundError(OffloadError, _SaysAllError, FileNotFoundError):
-    """There is no such checkpoint in the store."""
+    """The store does not have the checkpoint, parameter or pin that was asked for."""
 
 
 class MismatchError(OffloadError, ValueError):
-    """The model or optimizer differs from what the checkpoint was made with."""
+    """The model or optimizer differs from that of the checkpoint."""
 
 
 class NotRestoredError(OffloadError, RuntimeError):
-    """The store holds checkpoints, and nobody has said whether to resume or to start over."""
+    """The store has checkpoints, and the program has chosen neither to resume nor to start over."""
 
 
 class SealError(OffloadError, RuntimeError):
@@ -132,13 +132,13 @@ class SealError(OffloadError, RuntimeError):
 
 
 class BrokenOptimizerError(OffloadError, RuntimeError):
-    """An earlier failure left the working state torn; restore a checkpoint to go on."""
+    """An earlier failure left the working state torn. Restore a checkpoint to continue."""
 
 
 class OverlapError(OffloadError, RuntimeError):
-    """Something that a step which runs beside backward cannot do; names what can."""
+    """An operation is impossible with steps beside backward. The message names alternatives."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an error says, for another message: its name if it says nothing."""
+    """Return the message of an error, or the name of its class if the message is empty."""
     return str(error) or type(error).__name__

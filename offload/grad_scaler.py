@@ -12,29 +12,31 @@ from offload.errors import UnsupportedParameterError
 from offload.optimizer import OffloadedOptimizer
 
 _FACTORS = "offload_factors"
-"""Where a scaler keeps what an optimizer's gradients are to be multiplied by in its next step."""
+"""Key, in a scaler's state of an optimizer, of the factors for gradients in the next step."""
 
 
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` that also takes fp16 gradients of an `OffloadedOptimizer`.
 
-    Dividing an fp16 gradient by the scale in fp16 would lose what scaling has saved. So it stays
-    as backward left it, and `step` multiplies it by the inverse scale after it has been upcast to
-    FP32, a block at a time: 0 bytes per parameter. The result has the bits of FP32 masters in
-    memory whose FP32 gradients torch's scaler has unscaled. An infinite or NaN gradient skips the
-    step, as in torch: nothing of the state is read or written, and hooks of the step do not fire.
+    Dividing an fp16 gradient by the scale in fp16 would lose the small values that scaling has
+    saved. So the gradient stays as backward left it, and `step` multiplies it by the inverse scale
+    after upcasting it to FP32. This is done block by block, and takes 0 bytes per parameter. The
+    result has the same bits as FP32 masters in memory whose FP32 gradients torch's scaler has
+    unscaled. An infinite or NaN gradient skips the step, as in torch: no state is read or written,
+    and hooks of the step do not fire.
 
-    Where an optimizer has no fp16 gradient, each method is torch's. Arguments and ``state_dict()``
-    are torch's, too.
+    If an optimizer has no fp16 gradient, each method does the same as torch's. Arguments and
+    ``state_dict()`` are those of torch, too.
 
-    If one has, its gradients of other dtypes stay scaled as well, so that all are in one unit.
+    If an optimizer has an fp16 gradient, its gradients of other dtypes stay scaled as well, so that
+    all gradients have the same scale.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide gradients by the scale, in place.
 
         Raises:
-            UnsupportedParameterError: There are fp16 gradients: use `clip_grad_norm_`.
+            UnsupportedParameterError: There are fp16 gradients. Use `clip_grad_norm_` instead.
         """
         if self._enabled and _has_fp16_gradients(optimizer):
             raise UnsupportedParameterError(
@@ -50,9 +52,14 @@ class GradScaler(torch.amp.GradScaler):
     ) -> torch.Tensor:
         """Clip the norm of an optimizer's unscaled gradients, taken together.
 
-        Does what `unscale_` and `torch.nn.utils.clip_grad_norm_` do, to the bit; fp16 gradients
-        themselves do not change, the next `step` multiplies them once more. Takes 4 bytes for each
-        element of the largest fp16 parameter while it computes.
+        The result equals that of `unscale_` and `torch.nn.utils.clip_grad_norm_` to the bit. But
+        fp16 gradients themselves do not change; the next `step` multiplies them once more. The call
+        takes 4 bytes of memory for each element of the largest fp16 parameter.
+
+        Args:
+            optimizer: Optimizer that steps next; `unscale_` need not have been called.
+            max_norm: Largest norm of the clipped gradients.
+            norm_type: Type of the p-norm.
 
         Returns:
             The norm of the unscaled gradients before clipping.
@@ -78,9 +85,12 @@ class GradScaler(torch.amp.GradScaler):
         """Step with unscaled gradients, unless one of them is infinite or NaN.
 
         Args:
-            optimizer: Any; `unscale_` need not have been called.
-            args: Passed to its ``step()``.
-            kwargs: Likewise.
+            optimizer: Any optimizer; `unscale_` need not have been called.
+            args: Positional arguments of the optimizer's ``step()``.
+            kwargs: Keyword arguments of the optimizer's ``step()``.
+
+        Returns:
+            The result of the optimizer's ``step()``; None if the step is skipped.
         """
         late = self._enabled and self._stage(optimizer) is OptState.READY
         if late and _has_fp16_gradients(optimizer):
@@ -88,7 +98,7 @@ class GradScaler(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        # A scale that were made in inference mode could not be updated outside of it.
+        # A scale made in inference mode could not be updated outside of it.
         with torch.inference_mode(False):
             super()._lazy_init_scale_growth_tracker(dev)
 
@@ -101,7 +111,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         if _has_fp16_gradients(optimizer):
             self._per_optimizer_states[id(optimizer)][_FACTORS] = [inv_scale]
-            inv_scale, allow_fp16 = torch.ones_like(inv_scale), True  # only looks for infinities
+            # With a factor of one, torch only looks for infinite and NaN gradients.
+            inv_scale, allow_fp16 = torch.ones_like(inv_scale), True
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _maybe_opt_step(
@@ -128,7 +139,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
 
 
 def _has_fp16_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    # Those of other optimizers are refused by torch's own code.
+    # torch's own code refuses fp16 gradients of other optimizers.
     return isinstance(optimizer, OffloadedOptimizer) and any(
         p.grad is not None and p.grad.dtype == torch.float16 for p in _parameters(optimizer)
     )

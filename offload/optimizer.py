@@ -1,4 +1,4 @@
-"""The torch.optim contract: what a training loop sees."""
+"""The optimizer that a training loop uses, with the interface of torch.optim."""
 
 from __future__ import annotations
 
@@ -44,47 +44,51 @@ from offload.update.device_updater import require_steps
 from offload.update.rules import UpdateRule
 
 CheckpointName: TypeAlias = int | str | os.PathLike[str] | Checkpoint
-"""How a user says which checkpoint: by step number, path, or itself."""
+"""Designation of a checkpoint by the user: its step number, its path, or the object itself."""
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose state lives on SSD, where it also is the checkpoint.
 
-    ``step()`` gives the same bits as the wrapped class holding FP32 masters in memory. Memory for
+    ``step()`` gives the same bits as the wrapped class with FP32 masters in memory. The memory for
     optimizer state is a fixed ring of buffers: 0 bytes per parameter, instead of 12 for Adam.
 
     Args:
         optimizer_class: An element-wise torch optimizer class.
-        params: As torch takes them: parameters, ``named_parameters()``, or group dictionaries.
-        directory: The store: a directory on a local drive, used by one process at a time. Created
-            if missing. Nothing is written to it before the first step or checkpoint, but free
-            space is checked now. A list of directories on several drives spreads the state over
-            them; the first is the store, and holds the parameters.
-        model: Gives parameters the names of its state dict, and puts its buffers and frozen
-            parameters into checkpoints, so that ``model.safetensors`` is the whole state dict.
-        keep: How many checkpoints to keep, at least 1, or a policy such as
-            ``LastK(2) | EverySteps(1000) | BestBy("val_loss")``. The newest, and what has been
-            pinned, is kept in any case. The disk holds one slot more.
+        params: Parameters, ``named_parameters()``, or group dictionaries, as torch takes them.
+        directory: Directory of the store, on a local drive, used by one process at a time. It is
+            created if missing. Nothing is written to it before the first step or checkpoint, but
+            free space is checked in the constructor. A list of directories on several drives
+            spreads the state over them; the first is the store, and holds the parameters.
+        model: Module that gives parameters the names of its state dict. Its buffers and frozen
+            parameters are put into checkpoints, so that ``model.safetensors`` is the whole state
+            dict. None for parameters only.
+        keep: Number of checkpoints to keep, at least 1, or a policy such as
+            ``LastK(2) | EverySteps(1000) | BestBy("val_loss")``. The newest checkpoint and pinned
+            ones are kept in any case. The disk holds one more slot.
         fresh: Start over in a store that has checkpoints. They are withdrawn once the first new
-            one is durable.
+            checkpoint is durable.
         process_group: `offload.SEPARATE` if this is one of several processes that each train a
-            model of their own, in a directory of their own. Without it several are refused.
-        options: How to stream and store; see `Options`.
+            model of their own, in a directory of their own. Without it, several processes are
+            refused.
+        options: Settings for streaming and storing; see `Options`.
         hyper: Keyword arguments of `optimizer_class`.
 
     Raises:
-        ProcessGroupError: There are several ranks, or `model` is wrapped for them.
+        ProcessGroupError: There are several ranks, or `model` is wrapped for several ranks.
         UnsupportedOptimizerError: The class or a flag needs more than one element at a time.
         UnsupportedParameterError: A parameter is complex, sparse, FP64, a DTensor, or on a device
-            that is neither the CPU nor CUDA's; or shares memory with another one that is trained.
+            that is neither the CPU nor a CUDA device; or it shares memory with another trained
+            parameter.
         StoreLockedError: Another process trains in this directory.
-        VolatileStoreError: The directory would be lost at power-off.
+        VolatileStoreError: The content of the directory would be lost at power-off.
         RemoteStoreError: Another machine, or a program, serves the files of the directory.
-        UnreadableError: Something in the store could not be read, which says nothing about what it
-            holds. Nothing has been changed.
-        StoreFullError: There is no room for ``keep + 1`` slots, besides those that are pinned.
-        PinError: ``fresh=True`` would withdraw a checkpoint that is pinned.
-        StoreError: The directory cannot be used, or is not what it was given for; says why.
+        UnreadableError: A file or directory in the store could not be read. Its content may be
+            whole. Nothing has been changed.
+        StoreFullError: There is no room for ``keep + 1`` slots in addition to the pinned ones.
+        PinError: ``fresh=True`` would withdraw a pinned checkpoint.
+        StoreError: The directory cannot be used, or is not a store of this kind. The message says
+            why.
     """
 
     def __init__(
@@ -122,10 +126,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(params, dict(rule.defaults))
         self.state = StateElsewhere()
         if options.overlap == "backward":
-            from offload.overlap.backward_hooks import require_no_ddp  # as in `_strategy_for`
+            from offload.overlap.backward_hooks import require_no_ddp  # slow, see `_strategy_for`
 
             require_no_ddp(p for group in self.param_groups for p in group["params"])
-        for group in self.param_groups:  # refuse what cannot be streamed before making a directory
+        for group in self.param_groups:  # refuse unsupported formats before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
         with neutral():
             describe_parameters(self.param_groups, model, rule, options.state_format)
@@ -149,7 +153,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             state.close()
             raise
         self._engine = engine
-        # A dropped optimizer lets go of its store; whether its last seal succeeded is then unknown.
+        # A garbage-collected optimizer releases its store, without reporting on its last seal.
         self._finalizer = weakref.finalize(self, close_quietly, engine)
         optimizer = weakref.ref(self)
         engine.strategy.attach(lambda: getattr(optimizer(), "param_groups", None))
@@ -164,20 +168,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one optimizer step: stream the state through torch's own update.
 
-        Returns when parameters are updated; the last writes may still be on their way, which is
-        safe, since no resume reads them.
+        The call returns when the parameters are updated (with ``overlap="forward"``, earlier). The
+        last writes may still be in flight, which is safe, since no resume reads them.
 
         Args:
-            closure: Re-evaluates the model and returns the loss, as in torch.
+            closure: Function that re-evaluates the model and returns the loss, as in torch.
+
+        Returns:
+            The result of the closure; None without a closure.
 
         Raises:
-            NotRestoredError: The store has checkpoints: call `restore` first, or construct with
-                ``fresh=True``.
+            NotRestoredError: The store has checkpoints. Call `restore` first, or construct the
+                optimizer with ``fresh=True``.
             SealError: The checkpoint before this step could not be sealed. This step was not
-                taken; calling it again goes on.
+                taken; another call continues.
             BrokenOptimizerError: An earlier step failed half way; call `restore`.
             SlotFullError: The disk is full, because of pins or checkpoints that are kept for good.
-                This step was not taken; make room as it says, and call it again.
+                This step was not taken; make room as the message says, and call it again.
+            OverlapError: The options' `overlap` does not allow the call, or does not allow a use of
+                parameters or gradients before it.
+            DamagedError: The state that was read differs from the data written; call `restore`.
             gds.StorageError: Reading or writing failed half way; call `restore`.
         """
         if self._materialized is not None:
@@ -196,33 +206,37 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def checkpoint(
         self, train_state: Any = None, *, metrics: Mapping[str, SupportsFloat] | None = None
     ) -> SealHandle:
-        """Make the present state a checkpoint, behind training.
+        """Make the present state a checkpoint, in the background.
 
-        No optimizer state is read, copied or moved; the parameters are written beside it, and
-        the directory is renamed. Returns at once. Parameters must not be edited before the next
-        `step` unless ``.result()`` has returned. If the step before has been checkpointed already
-        and nothing has changed, that checkpoint is kept, and only its train state is replaced, and
-        its metrics if there are new ones.
+        No optimizer state is read, copied or moved. The parameters are written beside it, and the
+        directory is renamed. The call returns at once. Parameters must not be edited before the
+        next `step` unless ``.result()`` of the handle has returned. If the present step has a
+        checkpoint already and nothing has changed, that checkpoint is kept. Then only its train
+        state is replaced, and its metrics if new ones are given.
 
         Args:
-            train_state: Whatever else is needed to continue (schedulers, random states, position
-                in the data), captured by value now: JSON-like values, numpy arrays, tensors. It is
-                no file name and no step number, so a bare text, path or number is refused.
-            metrics: What has been measured, such as ``{"val_loss": 1.2}``: at most 16 numbers, of
-                Python or as tensors of one element. `BestBy` decides by them, and ``offload ls``
-                shows them. One that is not finite is left out, with a `RuntimeWarning`.
+            train_state: Other values needed to continue (schedulers, random states, position in the
+                data), captured by value during the call: JSON-like values, numpy arrays, tensors.
+                A bare text, path or number is refused, since it may be meant as a file name or a
+                step number.
+            metrics: Measured values, such as ``{"val_loss": 1.2}``: at most 16 Python numbers or
+                tensors of one element. `BestBy` ranks by them, and ``offload ls`` shows them. A
+                value that is not finite is left out, with a `RuntimeWarning`.
 
         Returns:
             A handle; its ``result()`` returns when the checkpoint is durable.
 
         Raises:
             SealError: The checkpoint before this one could not be sealed.
-            MetricError: Something in `metrics` is not a number; names it. Nothing has been done.
+            MetricError: A metric is not a number. The message names it. Nothing has been done.
             PinError: Another checkpoint of this step is pinned, and would be replaced.
-            SlotFullError: As for `step`.
+            SlotFullError: The disk is full, because of pins or checkpoints that are kept for good.
+                Make room as the message says, and call this again.
             TrainStateTypeError: `train_state` cannot be stored losslessly, or is a bare text, path
-                or number; of `offload.format`.
-            TrainStateTooLargeError: It is larger than what is reserved; of `offload.format`.
+                or number. The class is that of `offload.format`.
+            TrainStateTooLargeError: `train_state` is larger than the space reserved for it. The
+                class is that of `offload.format`.
+            OverlapError: With ``overlap="backward"``, a backward has begun since the last step.
         """
         checked = None if metrics is None else take_metrics(metrics)
         require_state(train_state)
@@ -233,31 +247,31 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return engine.checkpoint(self.param_groups, train_state, checked)
 
     def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:
-        """Keep a checkpoint, whatever `keep` says, until `unpin`; durable on return.
+        """Keep a checkpoint until `unpin`, regardless of `keep`. The pin is durable on return.
 
-        A name that is in use is moved: the checkpoint that had it is subject to `keep` again. From
-        the next step on the disk holds one slot more.
+        A name that is in use moves: the checkpoint that had it is subject to `keep` again. From
+        the next step on, the disk holds one more slot.
 
         Args:
-            name: Letters, digits, ``.``, ``_`` and ``-``, such as ``"best"``.
-            checkpoint: A step number, a path, or a `Checkpoint`; None for the newest. One that is
-                being sealed is waited for.
+            name: Name of the pin, such as ``"best"``, of letters, digits, ``.``, ``_`` and ``-``.
+            checkpoint: Step number or path of a checkpoint, or a `Checkpoint`; None for the newest.
+                A checkpoint that is being sealed is waited for.
 
         Raises:
             SealError: The last checkpoint could not be sealed; nothing has been pinned.
-            CheckpointNotFoundError: There is no such checkpoint any more.
-            PinError: A pin cannot be called that.
-            gds.StorageError: It could not be written durably.
+            CheckpointNotFoundError: The checkpoint does not exist, or not any more.
+            PinError: The name is not allowed.
+            gds.StorageError: The pin could not be written durably.
         """
         with self._exclusive("pin") as engine:
             engine.pin(name, _which(checkpoint))
 
     def unpin(self, name: str) -> None:
-        """Remove a pin, durably. What is not kept otherwise is recycled later.
+        """Remove a pin, durably. If nothing else keeps its checkpoint, that is recycled later.
 
         Raises:
-            CheckpointNotFoundError: There is no pin of this name; says which there are.
-            gds.StorageError: It could not be removed durably.
+            CheckpointNotFoundError: There is no pin of this name. The message lists the pins.
+            gds.StorageError: The pin could not be removed durably.
         """
         with self._exclusive("unpin") as engine:
             engine.store.keeping.unpin(name)
@@ -271,36 +285,38 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> Checkpoint | None:
         """Continue from a checkpoint of this store, by default the newest usable one.
 
-        Reads the parameters and buffers only, into the live tensors, and compares them with their
-        digests; the first step does so with the optimizer state, or this call with `verify`.
-        Hyper-parameters become the checkpoint's. Parameters are matched by name: one that is frozen
-        now keeps its state, and one that was frozen then joins with the next step. What is wrong is
-        read a second time. A checkpoint that is found damaged is quarantined: marked on the drive
-        as not to be used. If none was asked for, the one before it is taken then, with a warning.
-        If that one is damaged as well, it is not marked, and this raises: bad memory would condemn
-        one after the other.
+        This reads only the parameters and buffers, into the live tensors, and compares them with
+        their digests. The optimizer state is read and compared in the first step, or in this call
+        with `verify`. Hyper-parameters become those of the checkpoint. Parameters are matched by
+        name. A parameter that is frozen now keeps its state; a parameter that was frozen in the
+        checkpoint joins with the next step.
+
+        Data with a wrong digest is read a second time. A checkpoint that is found damaged is
+        quarantined: marked on the drive as unusable. If `checkpoint` is None, the previous one is
+        then taken, with a warning. If that one is damaged as well, it is not marked, and this
+        raises, since bad memory would condemn one checkpoint after another.
 
         Args:
-            checkpoint: A step number, a path, or a `Checkpoint`; None for the newest.
+            checkpoint: Step number or path of a checkpoint, or a `Checkpoint`; None for the newest.
             discard_newer: Withdraw checkpoints that are newer than the chosen one. Without it,
-                choosing one that is not the newest is refused.
-            verify: True reads all optimizer state now, before anything is trained on it: 12 bytes
-                per parameter with Adam, so as long as the drive needs for that. Damage of it is
-                then dealt with as damage of parameters; otherwise it ends the first step. False
-                leaves it to the first step. None is what `Options.verify` says.
+                choosing a checkpoint that is not the newest is refused.
+            verify: True reads all optimizer state in this call, before any training with it: 12
+                bytes per parameter with Adam, which takes as long as the drive needs. Damage of the
+                state is then treated like damage of parameters. False leaves the check to the first
+                step, which fails at damage. None follows `Options.verify`.
 
         Returns:
-            The checkpoint, with ``.step``, ``.train_state`` and ``.path``; None if the store has
-            none, in which case training simply starts.
+            The checkpoint, with ``.step``, ``.train_state`` and ``.path``. None if the store has
+            no checkpoint; training then starts from the beginning.
 
         Raises:
-            MismatchError: Model or optimizer differ from the checkpoint's, or there are newer
-                checkpoints. Nothing has been changed.
+            MismatchError: Model or optimizer differ from those of the checkpoint, or there are
+                newer checkpoints. Nothing has been changed.
             PinError: A newer checkpoint is pinned. Nothing has been changed.
-            CheckpointNotFoundError: There is no such checkpoint.
-            DamagedError: The checkpoint that was asked for is damaged, or the last one left, or a
-                second one in a row.
-            CheckpointError: None in the store is usable.
+            CheckpointNotFoundError: The checkpoint does not exist.
+            DamagedError: The damaged checkpoint was asked for, or is the last one left, or is the
+                second damaged one in a row.
+            CheckpointError: No checkpoint in the store is usable.
         """
         which = _which(checkpoint)
         with self._exclusive("restore") as engine:
@@ -309,17 +325,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
 
     def synchronize(self) -> None:
-        """Wait for all transfers and any seal in flight; raises what went wrong with them."""
+        """Wait for all transfers, and any step or seal in flight, and raise their errors."""
         with self._exclusive("synchronize") as engine:
             engine.synchronize()
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps that the present state has seen; one that still runs counts."""
+        """Number of optimizer steps that the present state has seen, including a running one."""
         return self._live_engine().num_steps
 
     def stats(self) -> Stats:
-        """Return what has been moved and waited for so far."""
+        """Return the totals of transfers and waiting times so far."""
         return self._live_engine().stats()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -327,12 +343,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Raises:
             MismatchError: A parameter is given twice; nothing has changed.
-            UnsupportedParameterError: As for the constructor; nothing has changed.
-            gds.StorageError: There is no room for the larger state, likewise.
+            UnsupportedParameterError: A parameter is not supported, as in the constructor; nothing
+                has changed.
+            gds.StorageError: There is no room for the larger state; nothing has changed.
         """
         super().add_param_group(param_group)
         if self._engine is None:
-            return  # torch's constructor adds the first groups through here
+            return  # torch's constructor adds the first groups by this method
         try:
             with neutral():
                 check_given_once(self.param_groups, {})
@@ -344,10 +361,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a small reference to the state, not the state itself: builtins only, by value.
 
-        It names where the state is, and holds the hyper-parameters. It makes nothing durable: call
-        `checkpoint` first if it is to be loaded by another process. If steps have been taken since
-        the last checkpoint, a `RuntimeWarning` says so, once for each optimizer. Within
-        `materialized` it is the state itself; see `full_state_dict`.
+        The reference names the place of the state, and holds the hyper-parameters. This call makes
+        nothing durable. If another process will load the reference, call `checkpoint` first. If
+        steps have been taken since the last checkpoint, a `RuntimeWarning` says so, once for each
+        optimizer. Within `materialized` the result is the state itself; see `full_state_dict`.
         """
         engine = self._live_engine()
         with neutral():
@@ -363,27 +380,32 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return refer(engine, torch_dict)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Read all state into memory: the state dict of the wrapped class, for other programs.
+        """Read all state into memory, and return it as the state dict of the wrapped class.
 
-        ``state`` and ``param_groups`` are as torch would have them with FP32 parameters;
-        ``master`` has, by the same numbers, the FP32 values of parameters that are live in 16 bits,
-        and ``num_steps`` is the number of optimizer steps taken. A parameter that is in no group
-        any more has no number, so that its state is not in it. Takes as many bytes of host memory;
-        ``offload export`` does not.
+        ``state`` and ``param_groups`` are as torch would have them with FP32 parameters.
+        ``master`` has, by the same numbers, the FP32 values of parameters that are live in 16 bits.
+        ``num_steps`` is the number of optimizer steps taken. A parameter that is in no group any
+        more has no number, so its state is left out. The whole state must fit in host memory;
+        ``offload export`` does without.
 
         Raises:
-            gds.StorageError: It cannot be read.
-            DamagedError: It is not what was written.
+            gds.StorageError: The state cannot be read.
+            DamagedError: The state differs from the data that was written.
         """
         with self.materialized():
             return self.state_dict()
 
     @contextmanager
     def materialized(self) -> Iterator[None]:
-        """Hold the whole state in memory, where programs that know torch's optimizers look for it.
+        """Hold the whole state in memory in the block, in ``optimizer.state``, as torch has it.
 
-        Meanwhile `state` has FP32 tensors, `state_dict` returns them, and `step` is refused.
-        Changes made to the tensors are lost; `load_state_dict` is how to change the state.
+        Within the block, `state` has FP32 tensors, `state_dict` returns them, and `step` is
+        refused. Changes to the tensors are lost; use `load_state_dict` to change the state.
+
+        Raises:
+            OffloadError: The block is within another one.
+            gds.StorageError: The state cannot be read.
+            DamagedError: The state differs from the data that was written.
         """
         if self._materialized is not None:
             raise OffloadError("materialized() is active already: leave the one before first")
@@ -396,9 +418,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def gradients_times(self, *factors: float) -> Iterator[None]:
-        """Let `step` multiply gradients by each factor in turn, after they are upcast to FP32.
+        """Make each `step` in the block multiply gradients by each factor in turn, in FP32.
 
-        ``p.grad`` does not change. This is what a scaler of losses needs; see `GradScaler`.
+        Gradients are upcast to FP32 first, and ``p.grad`` does not change. A loss scaler needs
+        this; see `GradScaler`.
         """
         engine = self._live_engine()
         engine.strategy.require_unscaled()
@@ -419,23 +442,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a reference, or a state dict of the wrapped class.
 
-        A reference is loaded in no time if it names the present state, or the newest checkpoint of
-        this store: its state becomes the present one, with the reference's hyper-parameters.
-        Parameters are not touched, as in torch; `restore` reads them too.
+        A reference must name the present state, or the newest checkpoint of this store. The state
+        of that checkpoint then becomes the present one, with the reference's hyper-parameters,
+        without reading it. Parameters do not change, as in torch; `restore` reads them, too.
 
-        A torch state dict (or a `full_state_dict`) is streamed into the store: FP32 state as it is,
-        never in the parameters' dtype. Its tensors may be on any device, or memory-mapped. If it
-        has ``master``, the live 16-bit parameters become what those round to; otherwise masters
-        begin as the live parameters. The number of steps becomes its ``num_steps``, or without
-        that the largest ``step`` of a parameter. Checkpoints of the store stay; call `checkpoint`
-        after it.
+        A torch state dict (or a `full_state_dict`) is streamed into the store. FP32 state stays
+        FP32, whatever the parameters' dtype. Its tensors may be on any device, or memory-mapped. If
+        it has ``master``, the live 16-bit parameters become the rounded masters; otherwise the
+        masters begin as the live parameters. The number of steps becomes its ``num_steps``, or else
+        the largest ``step`` of a parameter. Checkpoints of the store stay; call `checkpoint`
+        afterwards.
 
         Raises:
-            ValueError: Numbers of groups or parameters differ, as torch says it.
-            MismatchError: The reference names something else, or the dict is of another class,
-                other shapes or other names. Nothing has been changed.
-            NotRestoredError: The store has checkpoints, and nobody has said what is to become of
-                them.
+            ValueError: The numbers of groups or parameters differ, in torch's own words.
+            MismatchError: The reference names another state, or the dict is of another class, or
+                has other shapes or names. Nothing has been changed.
+            NotRestoredError: The store has checkpoints, and neither `restore` nor ``fresh=True``
+                has decided about them.
         """
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -454,12 +477,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Where GradScaler asks: it must not find this, and is refused if it comes too late."""
+        """Attribute that torch's GradScaler looks for if an optimizer unscales; it must be missing.
+
+        Raises:
+            OverlapError: A pass beside backward has applied scaled gradients already.
+            AttributeError: In all other cases, so that GradScaler unscales the gradients itself.
+        """
         self._live_engine().strategy.require_unscaled()
         raise AttributeError("_step_supports_amp_scaling")
 
     def close(self) -> None:
-        """Wait for what is in flight and let go of the store. Idempotent.
+        """Wait for all work in flight, and release the store. Idempotent.
 
         Raises:
             SealError: The last checkpoint could not be sealed.
@@ -470,7 +498,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._finalizer.detach()
 
     def __repr__(self) -> str:
-        """Say in one line where the state is and how much there is of it; torch's lines follow."""
+        """Return one line with the place and size of the state, followed by torch's lines."""
         if self._engine is None:
             return super().__repr__()
         return f"{type(self).__name__} in {self._engine.describe()}\n{super().__repr__()}"
@@ -487,7 +515,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if error is None:
             self.close()
         elif self._engine is not None:
-            close_quietly(self._engine)  # the error that is on its way says more
+            close_quietly(self._engine)  # the error that is being raised says more
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -501,10 +529,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _exclusive(self, name: str) -> Iterator[Engine]:
-        """Refuse a call from within another one, which would find the state half way.
+        """Yield the engine, within `neutral`, and refuse a call during another call.
 
-        Signal handlers run between two instructions of a step, and a checkpoint made there would
+        Signal handlers run between two instructions of a step, and a checkpoint made in one would
         be of half a step.
+
+        Args:
+            name: Name of the public method.
         """
         if self._running:
             raise OffloadError(
@@ -536,7 +567,7 @@ def _strategy_for(
 ) -> Callable[[TrainingState], StepStrategy]:
     if overlap is None or model is None:  # the latter with an overlap has been refused before
         return WaitedFor
-    # Imported when asked for: they follow torch's compiler, which takes seconds to import.
+    # Imported only on demand: both modules import torch's compiler, which takes seconds.
     if overlap == "forward":
         from offload.overlap.forward import BesideForward
 

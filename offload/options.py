@@ -12,7 +12,7 @@ from offload.format.arrays import MasterFormat, StateDtype, StateFormat
 from offload.format.train_state import MAX_CAPACITY_BYTES
 
 Overlap: TypeAlias = Literal["forward", "backward"]
-"""What of the model's work a step may run beside."""
+"""Part of the model's work that a step may run beside."""
 
 Placement: TypeAlias = Literal["auto", "host", "device"]
 Verify: TypeAlias = Literal["restored", "at_restore", "always"]
@@ -22,115 +22,126 @@ _MIN_CHUNK_BYTES = ALIGNMENT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How state is streamed and stored; every default is right for most machines.
+    """Settings for streaming and storing state; every default is right for most machines.
 
     Results depend on `master`, `state_dtype`, `rounding_seed` (with ``state_dtype="bfloat16"``) and
-    `placement`. All others change no bit, neither of parameters nor of what is stored of them.
-    There is one exception: in stores that were made with compressed state by version 2 of the
-    format, results depend on `chunk_bytes` with ``state_dtype="int8"``. Such a store keeps its own.
+    `placement`. All other options change no bit of parameters or stored state. There is one
+    exception: with ``state_dtype="int8"``, in stores that version 2 of the format made with
+    compressed state, results depend on `chunk_bytes`. Such a store keeps its own value.
+
+    Raises:
+        ValueError: A value is not possible. The message says why.
     """
 
     chunk_bytes: int = 32 << 20
-    """Bytes of one FP32 state array that are streamed at a time. Rounded down to 4 KiB. Fixed when
-    a store is made: a resume keeps the store's own value."""
+    """Bytes of one FP32 state array that are streamed at a time, rounded down to 4 KiB. The value
+    is fixed when a store is made; a resume keeps the store's own value."""
 
     ring_chunks: int | None = None
-    """Chunks in memory at once: those being read, updated and written. At least 2. The ring takes
-    ``ring_chunks * chunk_bytes * number of state arrays`` of memory: of the host, or of the device
-    where state is updated there. None for what the drive needs, as measured, or 6."""
+    """Number of chunks in memory at once (being read, updated or written), at least 2. The ring
+    takes ``ring_chunks * chunk_bytes * number of state arrays`` bytes of host memory, or of device
+    memory if state is updated on the device. None for the number that the drive was measured to
+    need; 6 if nothing was measured."""
 
     threads: int | None = None
-    """Reads, and writes, that run at once. None for what was measured to suit the drive, or 3."""
+    """Number of reads, and of writes, that run at once. None for the number that was measured to
+    suit the drive; 3 if nothing was measured."""
 
     request_bytes: int | None = None
-    """Most bytes to ask of the drive at once, a multiple of 4096. None for what was measured to
-    suit the drive; where nothing was, a chunk of one state array is one request."""
+    """Most bytes in one request to the drive, a multiple of 4096. None for the size that was
+    measured to suit the drive; if nothing was measured, a chunk of one state array is one
+    request."""
 
     calibrate: bool = True
     """Measure the drive for a second or two before the first step of a store of 1 GiB or more, and
-    each drive when a store on several is made; remember it there, as ``calibration.json``."""
+    each drive when a store on several drives is made. The result is kept in the store's directory,
+    as ``calibration.json``."""
 
     host_memory: int | str = 0
-    """Bytes, or a string such as ``"8GiB"``, of host memory in which state may stay between steps,
-    besides the ring. Chunks that fit in it are neither read nor written by a step, only written
-    when a checkpoint is sealed."""
+    """Host memory in which state may stay between steps, in addition to the ring: a number of
+    bytes, or a string such as ``"8GiB"``. A step neither reads nor writes the chunks that fit in
+    it. They are written only when a checkpoint is sealed."""
 
     device_memory: int | str = 0
-    """Likewise of a device's memory, where state is updated there: see `placement`."""
+    """Device memory in which state may stay between steps, if state is updated on the device (see
+    `placement`): a number of bytes, or a string such as ``"8GiB"``."""
 
     master: MasterFormat = "float32"
     """``"split"``: for bf16 parameters, store only the lower 16 bits of each FP32 master; the live
-    parameter is the upper half. 2 bytes per parameter less to read and write, and no bit is lost;
-    but the parameter is then rounded half away from zero rather than half to even, so results
-    differ from torch's in that."""
+    parameter is the upper half. This saves 2 bytes per parameter of reading and of writing, and
+    loses no bit. But the parameter is then rounded half away from zero rather than half to even, so
+    results differ from torch's in that."""
 
     state_dtype: StateDtype = "float32"
-    """How state other than masters is stored: ``"bfloat16"`` (rounded stochastically) or
-    ``"int8"`` (in blocks of 32 with a common scale, as FlashOptim does). Fewer bytes, and results
-    that differ from FP32 state. Reproducible, and the same after a resume. What becomes of a
-    parameter depends on its own name and elements, and on nothing else that is in the store."""
+    """Format in which state other than masters is stored: ``"float32"``, ``"bfloat16"`` (rounded
+    stochastically) or ``"int8"`` (in blocks of 32 with a common scale, as FlashOptim does). The
+    last two take fewer bytes, and give results that differ from FP32 state. These results are
+    reproducible, and the same after a resume. The result for a parameter depends on its own name
+    and elements, and not on anything else in the store."""
 
     shares: tuple[int, ...] | None = None
-    """With ``directory=[a, b, ...]``: how much of the state each of them holds, as whole numbers in
-    proportion to each other. None means in proportion to their bandwidth, which is measured. Fixed
-    when a store is made: a resume keeps the store's own."""
+    """Proportions of the state on each drive with ``directory=[a, b, ...]``: whole numbers of at
+    least 1, one for each directory, and at most 1024 in total. None for the proportions of the
+    drives' measured bandwidths. The value is fixed when a store is made; a resume keeps the store's
+    own."""
 
     overlap: Overlap | None = None
-    """Hide the step behind the model's work; needs ``model=``. None: ``step()`` returns when the
-    parameters are updated. ``"forward"``: it returns at once, having moved the gradients out, and
-    the next forward waits, module by module, for the parameters that it uses, and so does whoever
-    else reads one through torch. ``"backward"``: parameters are updated as soon as their gradients
-    are final, so that nothing can be done to gradients between ``backward()`` and ``step()``. A
-    backward that goes on through the model to something else (a GAN's generator, an input) is
-    applied by ``step()``, which waits for it."""
+    """Part of the model's work that hides the step; needs ``model=``. None: ``step()`` returns when
+    the parameters are updated. ``"forward"``: ``step()`` moves the gradients out and returns at
+    once. The next forward waits, module by module, for the parameters that it uses, and any other
+    use of a parameter through torch waits as well. ``"backward"``: parameters are updated as soon
+    as their gradients are final, so nothing can be done to gradients between ``backward()`` and
+    ``step()``. If a backward goes on through the model to something else (a GAN's generator, an
+    input), ``step()`` applies its gradients, and returns when that is done."""
 
     placement: Placement = "auto"
-    """Where parameters on a device are updated. ``"host"``: on the CPU, next to the drive; their
-    gradients cross to the host, and the parameters both ways, chunk by chunk, while others are
-    updated. State never crosses. ``"device"``: where they are; state goes between the drive and
-    device memory (GPUDirect Storage where that works), the ring is there, and nothing but digests
-    crosses. Needs the extra ``gpu``, and all parameters on one device at the first step.
-    ``"auto"``: where a step takes less time, from what the drive, the CPU and the link were
-    measured to do; on the CPU if there is not much in it, and for parameters that are in host
-    memory when the optimizer is made. The two round differently in the last bit."""
+    """Place where parameters on a device are updated. ``"host"``: on the CPU, next to the drive.
+    The gradients cross to the host, and the parameters cross both ways, chunk by chunk, while other
+    chunks are updated. State never crosses. ``"device"``: on the device. State moves between the
+    drive and device memory (by GPUDirect Storage if that works), the ring is in device memory, and
+    only digests cross to the host. This needs the extra ``gpu``, and all parameters on one device
+    at the first step. ``"auto"``: the place where a step takes less time, according to measurements
+    of the drive, the CPU and the link; the CPU if the difference is small, or if parameters are in
+    host memory when the optimizer is made. The two places round differently in the last bit."""
 
     rounding_seed: int = 0
-    """Seed of the stochastic rounding of ``state_dtype="bfloat16"``. Not stored: give a resume the
-    same one if it is to go on to the same bits."""
+    """Seed of the stochastic rounding of ``state_dtype="bfloat16"``. It is not stored. Pass the
+    same seed when resuming, to get the same bits as without the interruption."""
 
     verify: Verify = "restored"
-    """When state that is read is compared with the digests taken as it was written. ``"restored"``:
-    in the first step after a `restore`. ``"at_restore"``: in the `restore` itself, and wherever
-    else a checkpoint is loaded (`load_state_dict`, the Trainer, Lightning); with Adam this reads 12
-    bytes per parameter more, and damage is found before a step is taken. ``"always"``: in every
-    step, which costs the CPU another digest of all state."""
+    """Time at which state that is read is compared with the digests taken when it was written.
+    ``"restored"``: in the first step after a `restore`. ``"at_restore"``: in the `restore` itself,
+    and whenever a checkpoint is loaded in another way (`load_state_dict`, the Trainer, Lightning).
+    With Adam this reads 12 more bytes per parameter, and finds damage before a step is taken.
+    ``"always"``: in every step, which costs the CPU another digest of all state."""
 
     direct: bool | None = None
-    """Bypass the page cache: True insists, False never does, None does wherever it works."""
+    """Whether to bypass the page cache: True requires it, False never does it, None does it if it
+    works."""
 
     allow_volatile: bool = False
-    """Accept a directory whose content is lost at power-off (tmpfs). Meant for tests."""
+    """Whether to accept a directory whose content is lost at power-off (tmpfs). Meant for tests."""
 
     allow_remote: bool = False
-    """Accept a directory on a file system that another machine or a program serves (NFS, SMB, FUSE,
-    ...). What a lock keeps out, and what has become durable, is then decided there: nothing in
-    docs/guarantees.md is promised."""
+    """Whether to accept a directory on a file system that another machine or a program serves (NFS,
+    SMB, FUSE, ...). The server then decides whether locks hold and whether data is durable, so
+    nothing in docs/guarantees.md is promised."""
 
     train_state_bytes: int = 256 << 10
-    """Bytes reserved in every checkpoint for `train_state`."""
+    """Bytes reserved in every checkpoint for `train_state`: a multiple of 4096, at least 8192."""
 
     reader_timeout_s: float = 60.0
-    """Seconds to wait, after a warning, for readers to let go of an expired checkpoint."""
+    """Seconds to wait, after a warning, until readers close an expired checkpoint."""
 
     trace: str | os.PathLike[str] | None = None
-    """File to write a Chrome trace to when the optimizer is closed, with lanes for the training
-    thread, updates, reads and writes. Open it in Perfetto."""
+    """Path of a Chrome trace to write when the optimizer is closed, with lanes for the training
+    thread, updates, reads and writes. Perfetto can open it. None for no trace."""
 
     backend: Backend | None = None
     """Storage backend to use instead of the built-in choice. The optimizer does not close it."""
 
     def __post_init__(self) -> None:
-        """Refuse values that could not work, saying why."""
+        """Raise `ValueError` for values that are not possible."""
         if self.chunk_bytes < _MIN_CHUNK_BYTES:
             raise ValueError(
                 f"chunk_bytes must be at least {_MIN_CHUNK_BYTES} (the alignment of direct I/O), "
@@ -197,22 +208,22 @@ class Options:
 
     @property
     def host_memory_bytes(self) -> int:
-        """`host_memory` as a number."""
+        """`host_memory` in bytes."""
         return parse_bytes(self.host_memory, "host_memory")
 
     @property
     def device_memory_bytes(self) -> int:
-        """`device_memory` as a number."""
+        """`device_memory` in bytes."""
         return parse_bytes(self.device_memory, "device_memory")
 
     @property
     def state_format(self) -> StateFormat:
-        """How the state of a new store is encoded."""
+        """Encoding of the state in a new store."""
         return StateFormat(self.master, self.state_dtype)
 
     @property
     def chunk_elements(self) -> int:
-        """Elements of element space in one chunk; a multiple of 1024."""
+        """Number of elements in one chunk; a multiple of 1024."""
         return self.chunk_bytes // ALIGNMENT * (ALIGNMENT // 4)
 
 
@@ -221,9 +232,14 @@ _UNITS |= {f"{unit}i": 1 << 10 * power for power, unit in enumerate("kmgt", star
 
 
 def parse_bytes(value: int | str, name: str) -> int:
-    """Return a number of bytes, given as one or as text such as ``"8GiB"`` or ``"500 MB"``.
+    """Return a number of bytes, given as a number or as text such as ``"8GiB"`` or ``"500 MB"``.
 
-    Raises `ValueError` naming the setting `name`.
+    Args:
+        value: The number or the text.
+        name: Name of the setting, for the message.
+
+    Raises:
+        ValueError: The value is neither. The message names the setting.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value

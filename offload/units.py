@@ -1,4 +1,4 @@
-"""Numbers for people, each with a unit that fits it, and other pieces of messages."""
+"""Text for messages: numbers with fitting units, and other pieces of sentences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RATES = (("GB/s", 10**9), ("MB/s", 10**6), ("kB/s", 10**3))
 
 
 def size(num_bytes: float) -> str:
-    """Return a size: ``1.50 GiB``, ``53.7 MiB``, ``512 bytes``."""
+    """Return a size in bytes as text: ``1.50 GiB``, ``53.7 MiB``, ``512 bytes``."""
     for unit, factor in _SIZES:
         if num_bytes >= factor:
             return f"{num_bytes / factor:,.{2 if factor >= 1 << 30 else 1}f} {unit}"
@@ -20,7 +20,7 @@ def size(num_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """Return a number of many things: ``9.0 M``, ``1.2 B``, ``850``."""
+    """Return a large number as text: ``9.0 M``, ``1.2 B``, ``850``."""
     for unit, factor in _COUNTS:
         if number >= factor:
             return f"{number / factor:,.1f} {unit}"
@@ -28,12 +28,12 @@ def count(number: float) -> str:
 
 
 def many(number: int, what: str) -> str:
-    """Return a number of things by name: ``1 step``, ``5 steps``."""
+    """Return a number with a noun: ``1 step``, ``5 steps``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def rate(bytes_per_s: float) -> str:
-    """Return a rate of transfers: ``2.51 GB/s``, ``12.30 MB/s``."""
+    """Return a rate of transfers as text: ``2.51 GB/s``, ``12.30 MB/s``."""
     for unit, factor in _RATES:
         if bytes_per_s >= factor:
             return f"{bytes_per_s / factor:.2f} {unit}"
@@ -41,7 +41,7 @@ def rate(bytes_per_s: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time: ``1.250 s``, ``12.3 ms``, ``45 us``."""
+    """Return a time as text: ``1.250 s``, ``12.3 ms``, ``45 us``."""
     if not seconds:
         return "0 s"
     if seconds >= 1:
@@ -50,12 +50,18 @@ def duration(seconds: float) -> str:
 
 
 def seen_from(directory: str, text: str) -> str:
-    """Return what is said of files in a directory, without its path: that has been said before."""
+    """Return a message about files in a directory without the directory's path.
+
+    Use this if the path precedes the message already.
+    """
     return text.removeprefix(f"{directory}: ").replace(f"{directory}/", "")
 
 
 def said_once(texts: Sequence[str]) -> list[str]:
-    """Return texts in which a sentence that several of them end with is left to the last one."""
+    """Return texts in which a sentence that several texts contain stays only in the last of them.
+
+    The first sentence of a text always stays.
+    """
     left = Counter(sentence for text in texts for sentence in text.split(". ")[1:])
     out = []
     for text in texts:
@@ -70,5 +76,5 @@ def said_once(texts: Sequence[str]) -> list[str]:
 
 
 def part_options(directories: Sequence[str]) -> str:
-    """Return what tells a command of ``offload`` where the further drives of a store are."""
+    """Return the command-line options that name a store's further directories to ``offload``."""
     return " ".join(f"--part {shlex.quote(directory)}" for directory in directories)

@@ -1,6 +1,6 @@
-"""Reading a checkpoint: open, verify. Needs no optimizer and writes nothing.
+"""Checkpoints as readers see them: open and verify. Needs no optimizer and writes nothing.
 
-Importing this module does not import torch, so that looking at one is quick.
+Importing this module does not import torch, so that looking at a checkpoint is quick.
 """
 
 from __future__ import annotations
@@ -53,15 +53,17 @@ if TYPE_CHECKING:
 _UNREAD = object()
 
 _MOST_LOOKS = 100
-"""At a store whose newest checkpoint is recycled each time before it is locked."""
+"""Largest number of looks at a store whose newest checkpoint is recycled each time before it is
+locked."""
 
 
 class Checkpoint:
     """A sealed, immutable checkpoint.
 
-    Made by `open_checkpoint`, `OffloadedOptimizer.restore` and a seal's `result`. One that
-    `open_checkpoint` made holds a shared lock until `close`, which keeps the training process
-    from recycling it meanwhile. One that is dropped without it lets go, with a `ResourceWarning`.
+    `open_checkpoint`, `OffloadedOptimizer.restore` and a seal's `result` return it. A checkpoint
+    from `open_checkpoint` holds a shared lock until `close`, which keeps the training process from
+    recycling it meanwhile. If it is garbage-collected without `close`, it releases the lock with a
+    `ResourceWarning`.
     """
 
     def __init__(
@@ -84,12 +86,12 @@ class Checkpoint:
 
     @property
     def backend(self) -> Backend:
-        """What it is read through."""
+        """Storage backend that the checkpoint is read through."""
         return self._backend
 
     @property
     def quarantined(self) -> str:
-        """Why it is marked as damaged; empty if it is not."""
+        """Reason why the checkpoint is marked as damaged; empty if it is not marked."""
         reason = read_quarantine(self._backend, self.path)
         return "" if reason is None else reason or "no reason is given"
 
@@ -110,7 +112,7 @@ class Checkpoint:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What was given to ``checkpoint(metrics=...)``, by name."""
+        """Metrics that were given to ``checkpoint(metrics=...)``, by name."""
         return dict(self.manifest.metrics)
 
     @property
@@ -125,12 +127,12 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        """Trainable elements."""
+        """Number of trainable elements."""
         return self.manifest.layout.num_elements
 
     @property
     def state_arrays(self) -> dict[str, int]:
-        """Bytes of each state array, by name."""
+        """Size in bytes of each state array, by name."""
         layout = self.manifest.layout
         return {name: layout.array_bytes(name) for name in layout.array_names}
 
@@ -141,15 +143,15 @@ class Checkpoint:
 
     @property
     def parts_are_only_recorded(self) -> bool:
-        """Whether `parts` were found in the manifest, and were not given by whoever opened it.
+        """Whether `parts` come from the manifest and not from whoever opened the checkpoint.
 
-        They may then be those of the store that this one is a copy of.
+        They may then belong to the store that this one is a copy of.
         """
         return are_only_recorded(self.manifest, self._part_directories)
 
     @property
     def files(self) -> dict[str, int]:
-        """Size in bytes of each file, by name; of those in `parts`, by path."""
+        """Size in bytes of each file: by name, or by path for the files in `parts`."""
         sizes = dict(self.manifest.layout.file_sizes())
         for name in (TRAIN_STATE_NAME, MANIFEST_NAME):
             stat = self._backend.stat(f"{self.path}/{name}")
@@ -166,12 +168,15 @@ class Checkpoint:
 
     @property
     def train_state(self) -> Any:
-        """What was passed to `checkpoint(train_state=...)`; read once, then kept.
+        """The value that was passed to `checkpoint(train_state=...)`; read once, then kept.
 
         Raises:
-            offload.errors.DamagedError: It is damaged or belongs to another checkpoint.
-            offload.errors.RecycledError: It was not opened by `open_checkpoint`, and has been
-                recycled.
+            offload.errors.DamagedError: The train state is damaged or belongs to another
+                checkpoint.
+            offload.errors.UnreadableError: The train state could not be read.
+            offload.errors.RecycledError: The checkpoint was not opened by `open_checkpoint`, and
+                has been recycled.
+            TrainStateTagError: A later version of this package wrote the train state.
         """
         if self._train_state is _UNREAD:
             self._train_state = self._decode_train_state()
@@ -182,13 +187,13 @@ class Checkpoint:
         path = f"{self.path}/{TRAIN_STATE_NAME}"
         try:
             return decode(stored.state)
-        except TrainStateTagError as error:  # what was written, by a later version
+        except TrainStateTagError as error:  # written by a later version, not damaged
             raise TrainStateTagError(f"{path}: {error}") from error
         except TrainStateFormatError as error:
             raise DamagedError(f"{path}: damaged: {error}") from error
 
     def read_train_state(self) -> StoredTrainState:
-        """Read the train state as it is stored, and check it; raises as `train_state`."""
+        """Read and check the train state as it is stored, with the errors of `train_state`."""
         path = f"{self.path}/{TRAIN_STATE_NAME}"
         try:
             with reading(self.path):
@@ -199,35 +204,38 @@ class Checkpoint:
             raise
 
     def held(self) -> AbstractContextManager[None]:
-        """Keep it from being recycled within a block, also if it was opened without a lock.
+        """Keep the checkpoint from being recycled within a block, even if it was opened unlocked.
 
         Raises:
-            RecycledError: It has been recycled already.
-            StoreBusyError: It is being replaced at this moment.
+            RecycledError: The checkpoint has been recycled already.
+            StoreBusyError: A writer is replacing the checkpoint at this moment.
         """
         return held(self._backend, self.path, self.manifest, self._lock)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read every byte and compare it with the digests taken when it was written.
 
-        What is wrong is read a second time, another way, before it counts as damage. May run
-        beside a process that trains in the store: meanwhile the checkpoint is not recycled.
+        A range that is wrong is read a second time in another way before it counts as damaged. This
+        may run beside a process that trains in the store: meanwhile the checkpoint is not recycled.
         Nothing is written; `offload.verify_and_mark` makes the verdict last.
 
         Args:
-            progress: Called with the bytes checked so far and the bytes in all.
+            progress: Function that is called with the bytes checked so far and the total.
 
         Raises:
-            RecycledError: It was not opened by `open_checkpoint`, and has been recycled.
+            RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been
+                recycled.
+            StoreBusyError: The checkpoint was not opened by `open_checkpoint`, and a writer is
+                replacing it.
         """
         with self.held():
             findings = Findings()
             try:
-                # Again, since it may have been damaged after opening.
+                # Read again, since it may have been damaged after opening.
                 found = read_manifest(
                     self._backend, self.path, need_parts=False, even_quarantined=True
                 )
-                # Metrics may be replaced at any time.
+                # Metrics are not compared: they may be replaced at any time.
                 if replace(found, metrics={}).digest != replace(self.manifest, metrics={}).digest:
                     path = f"{self.path}/{MANIFEST_NAME}"
                     findings.problems.append(f"{path}: replaced since it was opened")
@@ -237,8 +245,8 @@ class Checkpoint:
             try:
                 check_name(self.path, self.manifest)
             except CheckpointError as error:
-                findings.add(error, marks=False)  # to be mended by another name
-            # What is known only from the manifest may be the parts of another copy.
+                findings.add(error, marks=False)  # renaming the directory mends this
+            # Parts that are known only from the manifest may belong to another copy of the store.
             marks_parts = not self.parts_are_only_recorded
             try:
                 check_parts(self._backend, self.path, self.manifest, self._part_directories)
@@ -270,8 +278,8 @@ class Checkpoint:
             self._backend.close()
 
     def __del__(self) -> None:
-        # The lock and its backend refer to each other: without this it would be held until Python
-        # next looks for cycles, and keep a training process waiting meanwhile.
+        # The lock and its backend refer to each other. Without this method the lock would be held
+        # until Python next looks for cycles, and would keep a training process waiting meanwhile.
         lock = getattr(self, "_lock", None)
         if lock is None:
             return
@@ -309,24 +317,24 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint for reading, safely beside a process that is training.
 
-    Where the newest of a store is damaged, the one before it is opened, with a warning.
+    If the newest checkpoint of a store is damaged, the one before it is opened, with a warning.
 
     Args:
-        path: A checkpoint directory, or a store, which means its newest usable checkpoint.
-        parts: For a store on several drives that are no longer where they were: their
-            directories, all but the first, in the store's order.
-        even_quarantined: Open a checkpoint that is marked as damaged, too, or whose directory is
-            named for another step than it is of: for `Checkpoint.verify`, or to see what can be
-            saved. In a store these are passed over in any case.
-        backend: Where it is; the local file system by default.
+        path: Directory of a checkpoint, or of a store, which means its newest usable checkpoint.
+        parts: Directories of the state on several drives, if they have moved: all but the first, in
+            the store's order.
+        even_quarantined: Whether to open a checkpoint that is marked as damaged, or whose directory
+            is named for another step than its own. This serves `Checkpoint.verify`, and a look at
+            what can be saved. In a store such checkpoints are passed over in any case.
+        backend: Storage backend of the checkpoint; the local file system by default.
 
     Raises:
-        CheckpointNotFoundError: There is nothing at `path`.
-        CheckpointError: There is no usable checkpoint; says why.
-        RecycledError: A training process recycled it while it was being opened; open the store's
-            newest instead.
-        StoreBusyError: It is being recycled, or replaced, at this moment.
-        UnreadableError: Something could not be read, which says nothing about what it holds.
+        CheckpointNotFoundError: Nothing exists at `path`.
+        CheckpointError: There is no usable checkpoint. The message says why.
+        RecycledError: A training process recycled the checkpoint while it was being opened. Open
+            the store's newest one instead.
+        StoreBusyError: A writer is recycling or replacing the checkpoint at this moment.
+        UnreadableError: Something could not be read, which says nothing about its content.
     """
     return _open(
         os.fspath(path), parts, backend, need_parts=True, even_quarantined=even_quarantined
@@ -366,8 +374,8 @@ def _open(
                 StoreBusyError,
                 StorageError,
             ) as error:
-                # Of a store that trains there always is a newest one. If it was recycled while it
-                # was looked for, the one that has taken its place is meant.
+                # A store in training always has a newest checkpoint. If it was recycled during the
+                # search, another one has taken its place, and the search starts again.
                 now = _checkpoints_at(backend, path)
                 if not looks_left or present == now:
                     raise
@@ -380,7 +388,7 @@ def _open(
     opened = Checkpoint(backend, found.path, manifest, parts, lock=lock, owns_backend=owns_backend)
     try:
         _warn_passed_over(backend, found, parts, need_parts=need_parts)
-    except BaseException:  # a warning may be an error
+    except BaseException:  # filters may turn warnings into errors
         opened.close()
         raise
     return opened
@@ -389,7 +397,10 @@ def _open(
 def _warn_passed_over(
     backend: Backend, found: Found, parts: PartDirectories, *, need_parts: bool
 ) -> None:
-    """Warn about each that may be newer, and still is there and not usable: not just recycled."""
+    """Warn about each checkpoint that may be newer, still exists and is not usable.
+
+    A checkpoint that has just been recycled gets no warning.
+    """
     for one in found.passed_over:
         try:
             read_in_store(backend, one.path, parts, need_parts=need_parts)
@@ -401,7 +412,10 @@ def _warn_passed_over(
 
 
 def _checkpoints_at(backend: Backend, path: str) -> dict[str, int]:
-    """Return the inode of each checkpoint that a path may mean, by path: of one, or of a store."""
+    """Return the inode of each checkpoint that a path may mean, by the checkpoint's path.
+
+    The path may be that of one checkpoint, or of a store. The result is empty if it cannot be read.
+    """
     stats: dict[str, int] = {}
     path = os.path.abspath(path)
     try:

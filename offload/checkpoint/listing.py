@@ -1,4 +1,4 @@
-"""What checkpoints a store has, in one line each. Writes nothing, and does not import torch."""
+"""List of a store's checkpoints, one line for each. Writes nothing, and does not import torch."""
 
 from __future__ import annotations
 
@@ -25,40 +25,45 @@ from offload.retention.pins import FoundPins, read_pins
 _NO_STORE = "there is no store here; give the directory= that the training was given"
 
 _MOST_LOOKS = 20
-"""At a store whose checkpoints are recycled each time before they have been looked at."""
+"""Largest number of looks at a store, or at a directory, whose checkpoint is recycled each time
+before the look is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One line about a directory of a store that is named like a checkpoint."""
+    """Summary of one directory of a store that is named like a checkpoint."""
 
     path: str
+    """Path of the directory."""
+
     step: int
-    """Optimizer steps taken; from the directory's name where the manifest cannot be read."""
+    """Number of optimizer steps taken; the one in the directory's name if the checkpoint is not
+    valid."""
 
     generation: int
-    """The highest is the newest; -1 where the manifest cannot be read."""
+    """Counter of the store; the highest generation is the newest. -1 if the checkpoint is not
+    valid."""
 
     created: str
-    """ISO 8601; empty where the manifest cannot be read."""
+    """ISO 8601 time at which the seal began; empty if the checkpoint is not valid."""
 
     valid: bool
-    """Whether it is complete; tensor data is not looked at (that is `Checkpoint.verify`)."""
+    """Whether the checkpoint is complete. Tensor data is not read; `Checkpoint.verify` reads it."""
 
     reason: str
-    """Why it is not valid, for people."""
+    """Reason for people why the checkpoint is not valid; empty if it is valid."""
 
     num_parameters: int
-    """Trainable elements."""
+    """Number of trainable elements; 0 if the checkpoint is not valid."""
 
     bytes: int
-    """Size on disk."""
+    """Size on disk in bytes; 0 if the checkpoint is not valid."""
 
     pins: tuple[str, ...] = ()
-    """Names that it has been pinned by."""
+    """Names of the checkpoint's pins."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What was given to ``checkpoint(metrics=...)``."""
+    """Metrics that were given to ``checkpoint(metrics=...)``, by name."""
 
 
 def list_checkpoints(
@@ -69,20 +74,21 @@ def list_checkpoints(
 ) -> list[CheckpointInfo]:
     """Describe every directory of a store that is named like a checkpoint, the newest last.
 
-    They are in the order of their generations, whatever their steps are. One whose manifest cannot
-    be read has no generation: it comes before the first one that has a higher step.
+    They are in the order of their generations, whatever their steps are. A checkpoint that is not
+    valid has no generation: it comes before the first one that has a higher step.
 
-    May run beside a process that trains in the store: what is recycled meanwhile is left out.
+    This may run beside a process that trains in the store. Checkpoints that are recycled meanwhile
+    are left out.
 
     Args:
-        store: The directory; the first one, if there are several.
-        parts: As for `open_checkpoint`.
-        backend: Where it is; the local file system by default.
+        store: Directory of the store; the first one, if there are several.
+        parts: Directories of the parts on other drives, as in `open_checkpoint`.
+        backend: Storage backend of the store; the local file system by default.
 
     Raises:
-        CheckpointNotFoundError: There is nothing at `store`.
-        CheckpointError: It is something else than a store.
-        UnreadableError: Something could not be read, which says nothing about what it holds.
+        CheckpointNotFoundError: Nothing exists at `store`.
+        CheckpointError: `store` is not a store.
+        UnreadableError: Something could not be read, which says nothing about its content.
     """
     owns_backend = backend is None
     backend = backend or PosixBackend()
@@ -97,7 +103,7 @@ def list_checkpoints(
                 raise unreadable(pins.failures[0])
             found = [_describe_unchanged(backend, path, parts, pins) for path in paths]
             looks_left -= 1
-            # What has taken the place of one that was recycled has not been looked at.
+            # A checkpoint that has taken the place of a recycled one has not been looked at yet.
             if None not in found or not looks_left:
                 return _in_order([info for info in found if info is not None])
     finally:
@@ -106,12 +112,12 @@ def list_checkpoints(
 
 
 def checkpoints_of(backend: Backend, directory: str) -> list[str]:
-    """Return the directories in a store that are named like checkpoints, oldest step first.
+    """Return the paths in a store that are named like checkpoints, by rising step.
 
     Raises:
-        CheckpointNotFoundError: There is nothing at `directory`.
-        CheckpointError: It is something else than a store.
-        UnreadableError: It could not be read.
+        CheckpointNotFoundError: Nothing exists at `directory`.
+        CheckpointError: `directory` is not a store.
+        UnreadableError: The directory could not be read.
     """
     stat = given_directory(backend, directory)
     if stat is None:
@@ -136,10 +142,10 @@ def checkpoints_of(backend: Backend, directory: str) -> list[str]:
 def _describe_unchanged(
     backend: Backend, path: str, parts: PartDirectories, pins: FoundPins
 ) -> CheckpointInfo | None:
-    """Describe a directory that was the same before and after; None if it has been recycled.
+    """Describe a directory that is the same before and after; None if it has been recycled.
 
-    Listing takes no lock: what was found while a training process renamed the directory away, and
-    began to rewrite it, says nothing about what it held.
+    Listing takes no lock. If a training process renames the directory during the look and begins to
+    rewrite it, the findings say nothing about what was sealed.
     """
     for _ in range(_MOST_LOOKS):
         before = backend.stat(path)
@@ -153,7 +159,7 @@ def _describe_unchanged(
 
 
 def _in_order(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Sort by generation; what has none goes where its step says."""
+    """Sort by generation. An invalid checkpoint has none and is placed by its step."""
     ordered = sorted((i for i in infos if i.valid), key=lambda info: info.generation)
     for info in sorted((i for i in infos if not i.valid), key=lambda info: info.step):
         later = (n for n, other in enumerate(ordered) if other.step > info.step)

@@ -1,6 +1,6 @@
-"""What a path that is no store, or no checkpoint, may have been meant for: an end of a message.
+"""Hints for a path that is no store or no checkpoint: they end the message of an error.
 
-Nothing here may hide the error that is being reported, so that what cannot be read is left out.
+Errors of reading are ignored here, because they must not hide the error that is being reported.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from gds import Backend, StorageError
 from offload.format.names import LOCK_NAME, checkpoint_name, step_of
 
 _MOST_LOOKED_AT = 100
-"""Directories that are looked into for stores."""
+"""Largest number of directories that are searched for stores."""
 
 _MOST_SHOWN = 3
+"""Largest number of names in a hint."""
 
 
 def stores_below(backend: Backend, directory: str) -> str:
-    """Say which stores are directly below a directory, and how all of those below it are found."""
+    """Return a hint at the stores directly below a directory, and at how to find deeper ones."""
     found = []
     try:
         names = backend.list_dir(directory)
@@ -40,7 +41,10 @@ def stores_below(backend: Backend, directory: str) -> str:
 
 
 def other_checkpoints(backend: Backend, path: str) -> str:
-    """Say which checkpoints are beside a path that has the name of one; empty if there are none."""
+    """Return a hint at the checkpoints beside a path; empty if there are none.
+
+    The hint is also empty if the path is not named like a checkpoint.
+    """
     store, name = os.path.split(path)
     if not name.startswith("step-"):
         return ""

@@ -1,7 +1,7 @@
-"""The mark of a checkpoint that was found damaged: a file in it.
+"""Mark of a checkpoint that was found damaged: a file in its directory.
 
-Its presence is what counts; its text is for people. `offload.store.quarantine` writes and removes
-it.
+Only the presence of the file counts; its text is for people. `offload.store.quarantine` writes and
+removes it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from gds import Backend
 from offload.format.names import QUARANTINE_NAME
 
 MAX_REASON_BYTES = 4000
+"""Largest size of the reason in bytes."""
 
 
 def is_quarantined(backend: Backend, path: str) -> bool:
-    """Return whether a checkpoint has the mark."""
+    """Return whether a checkpoint is marked as damaged."""
     return backend.stat(f"{path}/{QUARANTINE_NAME}") is not None
 
 
 def read_quarantine(backend: Backend, path: str) -> str | None:
-    """Return why a checkpoint is quarantined; None if it is not."""
+    """Return the reason why a checkpoint is marked as damaged; None if it is not marked."""
     mark = f"{path}/{QUARANTINE_NAME}"
     stat = backend.stat(mark)
     if stat is None:
@@ -31,5 +32,5 @@ def read_quarantine(backend: Backend, path: str) -> str | None:
     finally:
         file.close()
     text = data.decode(errors="replace").strip("\0 \n")
-    # It may come from anywhere by now, and goes to terminals.
+    # The text is not trusted, and is shown on terminals.
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

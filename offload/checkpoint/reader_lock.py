@@ -1,10 +1,10 @@
-"""How a reader keeps a checkpoint from being recycled, and notices that it came too late.
+"""Shared locks of readers: they keep a checkpoint from being recycled.
 
-A training process takes an exclusive lock before it recycles a checkpoint, renames the directory
-away, and only then overwrites anything. So whoever has a shared lock on a directory, and finds the
-directory under its name after that, reads what was sealed. Whoever reads without a lock and finds
-something wrong looks at the name again: if it is gone, or names another directory, the checkpoint
-was recycled, and nothing is wrong with it.
+A training process takes an exclusive lock before it recycles a checkpoint. It then renames the
+directory, and only after that overwrites anything. So a reader that holds a shared lock on a
+directory, and finds the directory under its name after that, reads what was sealed. A reader
+without a lock that finds something wrong looks at the name again. If the name is gone, or names
+another directory, the checkpoint was recycled and is not damaged.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from offload.errors import CheckpointError, RecycledError, StoreBusyError
 from offload.format.manifest import Manifest
 
 _BUSY_S = 1.0
-"""How long a writer's lock is waited for: it may only have looked whether there is a pin."""
+"""Longest wait for a writer's lock, in seconds. The writer may hold it only to look for a pin."""
 
 _POLL_S = 0.01
 
 
 def lock_for_reading(backend: Backend, path: str) -> Lock:
-    """Take a shared lock on a checkpoint's directory.
+    """Take a shared lock on a checkpoint's directory. The caller must release it.
 
     Raises:
-        RecycledError: It has been recycled: it is gone, or another one has its name.
-        StoreBusyError: A writer has held it for a second, to recycle or to replace it.
-        gds.StorageError: It cannot be locked.
+        RecycledError: The checkpoint has been recycled: it is gone, or another one has its name.
+        StoreBusyError: A writer has held its lock for a second, to recycle or replace the
+            checkpoint.
+        gds.StorageError: The directory cannot be locked.
     """
     deadline = time.monotonic() + _BUSY_S
     while True:
@@ -52,7 +53,7 @@ def lock_for_reading(backend: Backend, path: str) -> Lock:
             if error.errno != errno.ENOENT:
                 raise
             raise recycled(path) from error
-        # The lock is on whatever had the name then; make sure that still has it now.
+        # The lock is on the directory that had the name then. Make sure that it still has the name.
         after = backend.stat(path)
         if after is None or after.inode != before.inode:
             lock.release()
@@ -65,15 +66,15 @@ def held(backend: Backend, path: str, manifest: Manifest, lock: Lock | None) -> 
     """Keep a checkpoint from being recycled within the block.
 
     Args:
-        backend: Where it is.
-        path: Its directory.
-        manifest: What it is.
-        lock: One that is held already; None to take one for the block.
+        backend: Storage backend of the checkpoint.
+        path: Directory of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        lock: Lock that the caller holds already; None to take a lock for the block.
 
     Raises:
-        RecycledError: It has been recycled before.
-        StoreBusyError: A writer holds it.
-        gds.StorageError: It cannot be locked.
+        RecycledError: The checkpoint was recycled before the block.
+        StoreBusyError: A writer holds a lock on the checkpoint.
+        gds.StorageError: The checkpoint cannot be locked.
     """
     if lock is not None:
         yield
@@ -88,9 +89,9 @@ def held(backend: Backend, path: str, manifest: Manifest, lock: Lock | None) -> 
 
 
 def is_another(backend: Backend, path: str, manifest: Manifest) -> bool:
-    """Return whether a path is that of another checkpoint by now, or of none.
+    """Return whether a path now belongs to another checkpoint, or to none.
 
-    One whose manifest cannot be read counts as the same: what is wrong with it is damage.
+    If the manifest cannot be read, the checkpoint counts as the same: its fault is damage.
     """
     if backend.stat(path) is None:
         return True

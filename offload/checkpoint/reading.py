@@ -1,4 +1,4 @@
-"""Finding and checking checkpoints without writing anything, and without torch."""
+"""Finding and checking of checkpoints, without writing anything and without torch."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ from offload.format.unreadable import reading
 from offload.units import said_once, seen_from
 
 PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
-"""Of the drives other than the first, in the store's order; None for those in the manifest."""
+"""Directories on the drives other than the first, in the store's order; None for those in the
+manifest."""
 
 _FIRST_BYTES = 4096
-"""Read of a file before the rest of it is: a hole shows in them."""
+"""Number of bytes read from a file before the rest: a hole in the file shows in them."""
 
 
 def read_manifest(
@@ -53,21 +54,21 @@ def read_manifest(
 ) -> Manifest:
     """Read and check the manifest of a checkpoint directory, and the files that it describes.
 
-    Checked: the manifest itself, and that every tensor file is there, is a regular file of the
-    right size, and has exactly the header that the layout asks for; and that the parts on other
-    drives are those that were sealed with it. Of the train state: that it is a regular file. Not
-    checked: tensor data and what the train state holds.
+    The manifest itself is checked. Every tensor file must exist, be a regular file of the right
+    size, and have exactly the header that the layout asks for. The parts on other drives must be
+    those that were sealed with the manifest. The train state must be a regular file. Tensor data
+    and the content of the train state are not checked.
 
     Args:
-        backend: Where the directory is.
-        path: The checkpoint directory.
-        parts: Where the parts on other drives are.
-        need_parts: Whether what is on other drives is checked.
-        even_quarantined: Whether one that is marked as damaged is read like any other.
+        backend: Storage backend of the checkpoint.
+        path: Directory of the checkpoint.
+        parts: Directories of the parts on other drives.
+        need_parts: Whether the parts on other drives are checked.
+        even_quarantined: Whether a checkpoint that is marked as damaged is read like any other.
 
     Raises:
-        CheckpointError: Something is missing, damaged or contradictory; says what.
-        UnreadableError: Something could not be read, and nothing is known of it.
+        CheckpointError: Something is missing, damaged or contradictory. The message says what.
+        UnreadableError: Something could not be read, so nothing is known about it.
     """
     manifest = decode_manifest(backend, path)
     check_files(
@@ -84,7 +85,7 @@ def read_manifest(
 def decode_manifest(backend: Backend, path: str) -> Manifest:
     """Read the manifest of a checkpoint directory, and look at nothing else.
 
-    Raises as `read_manifest`.
+    The errors are those of `read_manifest`.
     """
     with reading(path):
         return _decode_manifest(backend, path)
@@ -123,7 +124,7 @@ def _without_padding(data: bytes, path: str) -> bytes:
     """Return a manifest without the spaces and the line feed at its end.
 
     Raises:
-        ManifestError: It is longer than any that is written.
+        ManifestError: The content is longer than any that is written.
     """
     content = data.removesuffix(b"\n").rstrip(b" ")
     if len(content) > MAX_CONTENT_BYTES:
@@ -145,7 +146,7 @@ def read_in_store(
     *,
     need_parts: bool = True,
 ) -> Manifest:
-    """Read and check a directory of a store as `read_manifest` does, and that its name is right."""
+    """Read and check a directory of a store as `read_manifest` does, and check its name."""
     manifest = decode_manifest(backend, path)
     check_name(path, manifest)
     check_files(backend, path, manifest, parts, need_parts=need_parts)
@@ -153,10 +154,10 @@ def read_in_store(
 
 
 def check_name(path: str, manifest: Manifest) -> None:
-    """Check that a directory of a store is named for the step that its manifest is of.
+    """Check that a directory of a store is named for the step of its manifest.
 
     Raises:
-        CheckpointError: It is the manifest of another checkpoint: the drive has lost a write, or
+        CheckpointError: The manifest is of another checkpoint: the drive has lost a write, or
             somebody has renamed the directory.
     """
     named = step_of(os.path.basename(path))
@@ -177,7 +178,7 @@ def _refuse_link(backend: Backend, path: str) -> None:
 
 
 def kind_of(stat: Stat) -> str:
-    """Say what a name refers to, for a message."""
+    """Return the kind of file that a name refers to, in words for a message."""
     other = "something else (a symbolic link, a pipe or a device)"
     return other if stat.kind == "other" else f"a {stat.kind}"
 
@@ -191,7 +192,7 @@ def check_files(
     need_parts: bool = True,
     even_quarantined: bool = False,
 ) -> None:
-    """Check the files of a checkpoint against its manifest; as `read_manifest`."""
+    """Check the files of a checkpoint against its manifest, as `read_manifest` does."""
     with reading(path):
         if not even_quarantined:
             _refuse_quarantined(backend, path)
@@ -223,32 +224,35 @@ def _check_files(
 
 
 def check_parts(backend: Backend, path: str, manifest: Manifest, parts: PartDirectories) -> None:
-    """Check what a checkpoint has on other drives against its manifest; as `read_manifest`."""
+    """Check the parts of a checkpoint on other drives against its manifest.
+
+    The errors are those of `read_manifest`.
+    """
     with reading(path):
         for drive, part in enumerate(part_paths(manifest, parts, path), 1):
             _check_part(backend, part, manifest, drive, path)
 
 
 def are_only_recorded(manifest: Manifest, parts: PartDirectories) -> bool:
-    """Return whether nobody but the manifest says where the parts of a checkpoint are.
+    """Return whether only the manifest says where the parts of a checkpoint are.
 
-    Such directories may belong to the store that this one is a copy of. So they are read, and that
-    is all: nothing is written, locked or removed in them, and no verdict that depends on what is in
-    them is made to last.
+    Such directories may belong to the store that this one is a copy of. So they are only read:
+    nothing is written, locked or removed in them, and no verdict that depends on their content is
+    made to last.
     """
     return parts is None and bool(manifest.parts)
 
 
 def part_paths(manifest: Manifest, parts: PartDirectories, path: str) -> list[str]:
-    """Return where the parts of a checkpoint are.
+    """Return the paths of a checkpoint's parts.
 
     Args:
-        manifest: Names them.
-        parts: Directories that hold them.
-        path: The checkpoint, for messages.
+        manifest: Manifest that names the parts.
+        parts: Directories that hold the parts; None for those in the manifest.
+        path: Directory of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: There are not as many directories as drives.
+        CheckpointError: The number of directories is not that of the drives.
     """
     recorded = [part.directory for part in manifest.parts]
     given = recorded if parts is None else [os.path.abspath(directory) for directory in parts]
@@ -264,11 +268,11 @@ def part_paths(manifest: Manifest, parts: PartDirectories, path: str) -> list[st
 
 
 def read_part(backend: Backend, path: str) -> SealedPart:
-    """Read what a part of a checkpoint says of itself.
+    """Read the ``part.json`` of a part.
 
     Raises:
-        CheckpointError: It is not sealed, or is damaged.
-        UnreadableError: It could not be read, and nothing is known of it.
+        CheckpointError: The part is not sealed, or is damaged.
+        UnreadableError: The file could not be read, so nothing is known about it.
     """
     with reading():
         return _read_part(backend, path)
@@ -292,7 +296,7 @@ def _read_part(backend: Backend, path: str) -> SealedPart:
 def _check_part(
     backend: Backend, path: str, manifest: Manifest, drive: int, checkpoint: str
 ) -> None:
-    """Check that a part is the one that was sealed with a checkpoint, and its files."""
+    """Check that a part is the one that was sealed with a checkpoint, and check its files."""
     reference = manifest.parts[drive - 1]
     sealed_as = f"{reference.directory}/{reference.name}"
     own = backend.stat(path)
@@ -324,7 +328,8 @@ def check_header(backend: Backend, path: str, expected: Header) -> None:
     """Check that a tensor file has the size and the header that a layout asks for.
 
     Raises:
-        CheckpointError: It is missing, is not a regular file, or differs; says how.
+        CheckpointError: The file is missing, is not a regular file, or differs. The message says
+            how.
     """
     stat = backend.stat(path)
     if stat is None:
@@ -347,12 +352,12 @@ def check_header(backend: Backend, path: str, expected: Header) -> None:
 
 
 def _compare_header(found: bytes, file_bytes: int, expected: Header, path: str) -> None:
-    """Raise `CheckpointError`, saying what is different, unless a header is the expected one."""
+    """Raise a `CheckpointError` that says what differs, unless a header is the expected one."""
     if found == expected.encoded:
         return
     try:
         length = header_length(found, file_bytes, path)
-        if length > expected.data_start:  # else a small manifest could have much parsed
+        if length > expected.data_start:  # or a small manifest could cause a long parse
             raise CheckpointError(
                 f"{path}: its header takes {length} bytes, the manifest says {expected.data_start}"
             )
@@ -374,12 +379,14 @@ class PassedOver:
 
     path: str
     inode: int
-    """By which it is known again."""
+    """Inode of the directory, by which it is recognized later."""
 
     generation: int | None
-    """None where that cannot be read."""
+    """Generation of the checkpoint; None if its manifest cannot be read or its directory has a
+    wrong name."""
 
     reason: str
+    """Reason why the checkpoint is not usable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,10 +394,10 @@ class Found:
     """The checkpoint that a path means."""
 
     path: str
-    """Its directory."""
+    """Directory of the checkpoint."""
 
     passed_over: tuple[PassedOver, ...] = ()
-    """Those that may be newer than it, and are not usable."""
+    """Checkpoints that may be newer, and are not usable."""
 
 
 def find_checkpoint(
@@ -398,12 +405,17 @@ def find_checkpoint(
 ) -> Found:
     """Return the checkpoint that a path means: the directory itself, or the newest in a store.
 
-    `parts` and `need_parts` are as for `read_manifest`.
+    Args:
+        backend: Storage backend of the checkpoint.
+        path: Directory of a checkpoint or of a store.
+        parts: Directories of the parts on other drives.
+        need_parts: Whether the parts on other drives are checked.
 
     Raises:
-        CheckpointNotFoundError: There is nothing at `path`.
-        CheckpointError: It is neither a checkpoint nor a store that has a usable one.
-        UnreadableError: Something could not be read: so it is not known which is the newest.
+        CheckpointNotFoundError: Nothing exists at `path`.
+        CheckpointError: `path` is neither a checkpoint nor a store that has a usable one.
+        UnreadableError: Something could not be read, so it is not known which checkpoint is the
+            newest.
     """
     path = os.path.abspath(path)
     stat = given_directory(backend, path)
@@ -442,14 +454,17 @@ def find_checkpoint(
 
 
 def _without_any(backend: Backend, path: str) -> str:
-    """Say what is missing in a directory that has no checkpoint."""
+    """Return what is missing in a directory that has no checkpoint, for a message."""
     missing = "it has no step-<N> directory"
     is_store = backend.stat(f"{path}/{LOCK_NAME}") is not None
     return missing if is_store else f"{missing}; {stores_below(backend, path)}"
 
 
 def given_directory(backend: Backend, path: str) -> Stat | None:
-    """Say what the user's own path to a store is: that may be a symbolic link to a directory."""
+    """Return the status of a path that a user gave; None if nothing exists at it.
+
+    A store's path may be a symbolic link to a directory. A checkpoint's path may not.
+    """
     stat = backend.stat(path)
     if stat is None or stat.kind != "other" or is_checkpoint_path(path):
         return stat
@@ -457,7 +472,7 @@ def given_directory(backend: Backend, path: str) -> Stat | None:
 
 
 def checkpoint_paths(backend: Backend, store: str) -> list[str]:
-    """Return the directories in a store that are named like checkpoints, oldest step first."""
+    """Return the paths in a store that are named like checkpoints, by rising step."""
     steps = {name: step_of(name) for name in backend.list_dir(store)}
     found = [(step, name) for name, step in steps.items() if step is not None]
     return [f"{store}/{name}" for _, name in sorted(found)]

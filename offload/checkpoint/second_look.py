@@ -1,11 +1,12 @@
-"""A second read before a verdict: what was read and is wrong may only have been read wrong.
+"""Second reads before a verdict of damage, because the first read may have gone wrong.
 
-A cable, the memory of the host or a drive can change a bit on the way, while what is stored is
-whole. So nothing is called damaged after one read. The range is read once more, from the device,
-by the way that the first read did not take, and into other memory. If that is right, work goes on
-with it, and the log says which read was wrong. Only if both are wrong the content is damaged.
+A cable, the memory of the host or a drive can change a bit on the way, while the stored data is
+whole. So no data is called damaged after one read. The range is read once more: from the device, by
+the way that the first read did not take, and into other memory. If the second read is right, work
+goes on with it, and the log says which read was wrong. The content is damaged only if both reads
+are wrong.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -39,24 +40,24 @@ def look_again(
     expected: str,
     direct: bool | None = None,
 ) -> HostBuffer:
-    """Read a range once more whose digest is not what it should be.
+    """Read a range once more because its digest is wrong.
 
     Args:
-        file: Which was read.
-        offset: Of the range, in bytes.
-        nbytes: Its length.
-        digest: Returns the digest of its bytes.
-        found: What the digest of the first read is.
-        expected: What the digest should be.
-        direct: Whether the second read is to bypass the page cache; None for what `File.read` did
-            not do.
+        file: File that was read.
+        offset: Start of the range, in bytes.
+        nbytes: Length of the range, in bytes.
+        digest: Function that returns the digest of the range's bytes.
+        found: Digest of the bytes of the first read.
+        expected: Digest that the bytes should have.
+        direct: Whether the second read bypasses the page cache; None for the opposite of what
+            `File.read` did.
 
     Returns:
-        Memory with the right bytes. What read them wrong has been logged.
+        Memory with the right bytes. The log has an entry about the wrong read.
 
     Raises:
-        DamagedError: They are wrong again.
-        gds.StorageError: They cannot be read again.
+        DamagedError: The bytes are wrong again.
+        gds.StorageError: The bytes cannot be read again.
     """
     again = _read_again(file, offset, nbytes, direct=not file.direct if direct is None else direct)
     second = digest(again.memoryview())
@@ -82,17 +83,17 @@ def look_again(
 def read_document(
     file: File, nbytes: int, parse: Callable[[bytes], _T], refused: type[Exception]
 ) -> _T:
-    """Read the start of a file and parse it; what is refused is read and parsed once more.
+    """Read the start of a file and parse it. If the parser refuses it, read and parse it once more.
 
     Args:
-        file: Read through the page cache.
-        nbytes: How much of it.
-        parse: Called with the bytes; what it returns is returned.
-        refused: What `parse` raises where the bytes are not what was written.
+        file: File to read, through the page cache.
+        nbytes: Number of bytes to read.
+        parse: Function that is called with the bytes; its result is returned.
+        refused: Type of the error that `parse` raises if the bytes are not what was written.
 
     Raises:
         gds.StorageError: The file cannot be read.
-        Exception: `refused`: both reads are wrong; and what else `parse` raises.
+        Exception: An error of type `refused` if both reads are wrong, or another error of `parse`.
     """
     data = file.read_bytes(0, nbytes)
     try:
@@ -118,7 +119,7 @@ def read_document(
 
 
 def unreliable(file: File, offset: int, nbytes: int) -> UnreliableReadError:
-    """Return the error for a range that is right on the drive and does not arrive in memory."""
+    """Return the error for a range that is right on the drive but does not arrive in memory."""
     return UnreliableReadError(
         errno.EIO,
         f"bytes {offset} to {offset + nbytes} were read three times, and only one read was right: "
@@ -128,7 +129,8 @@ def unreliable(file: File, offset: int, nbytes: int) -> UnreliableReadError:
 
 
 def _read_again(file: File, offset: int, nbytes: int, *, direct: bool) -> HostBuffer:
-    # As aligned in memory as in the file: its whole blocks can bypass the page cache.
+    # The memory is aligned like the range in the file, so that whole blocks can bypass the page
+    # cache.
     before = offset % file.alignment
     buffer = HostBuffer(before + nbytes).slice(before, nbytes)
     file.read_again(buffer, offset, direct=direct).result()

@@ -1,4 +1,4 @@
-"""Reading the train state of a checkpoint: whole, checked, and its own."""
+"""Reading of a checkpoint's train state: complete, checked, and of the right checkpoint."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ from offload.units import seen_from
 
 
 class StoredTrainState(NamedTuple):
-    """What the train state's file holds, and its size."""
+    """Content and size of a train state's file."""
 
     state: EncodedState
+    """The encoded train state."""
+
     capacity_bytes: int
+    """Size of the file in bytes."""
 
 
 def read_train_state_file(backend: Backend, path: str, manifest: Manifest) -> StoredTrainState:
-    """Read a train state without building its values; what is wrong is read a second time.
+    """Read a train state without building its values. Wrong content is read a second time.
 
     Args:
-        backend: Where it is.
-        path: The file.
-        manifest: Of the checkpoint that it must belong to.
+        backend: Storage backend of the checkpoint.
+        path: Path of the file.
+        manifest: Manifest of the checkpoint that the train state must belong to.
 
     Raises:
-        DamagedError: It is damaged, or belongs to another checkpoint.
-        gds.StorageError: It cannot be read.
+        DamagedError: The train state is damaged, or belongs to another checkpoint.
+        gds.StorageError: The file cannot be read.
     """
     file = backend.open(path)
     try:
@@ -54,7 +57,7 @@ def read_train_state_file(backend: Backend, path: str, manifest: Manifest) -> St
 
 
 def train_state_header(manifest: Manifest) -> dict[str, str]:
-    """Return what ties a train state to its checkpoint."""
+    """Return the metadata that ties a train state to its checkpoint."""
     return {
         "store_id": manifest.store_id,
         "generation": str(manifest.generation),
@@ -63,7 +66,7 @@ def train_state_header(manifest: Manifest) -> dict[str, str]:
 
 
 def _refuse_hole(first: bytes, file: File) -> None:
-    """Refuse zeros in the header: the rest is not worth the memory that it takes."""
+    """Refuse zero bytes in the header: the rest is not worth the memory that it takes."""
     try:
         header_bytes = header_length(first, file.size_bytes, file.path)
     except TensorFileError as error:

@@ -1,4 +1,4 @@
-"""Reading every byte of a checkpoint's tensors, and comparing it with its digests."""
+"""Verification of a checkpoint: every byte of its tensors is compared with its digest."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ from offload.format.names import MODEL_NAME
 from offload.format.unreadable import is_of_content
 
 _Range = tuple[int, str, str, int, int, int, str]
-"""Drive, file, name that the digest has, its index, offset, length, digest."""
+"""Drive, path of the file, array in the digest, index in the digest, offset and length in bytes,
+and expected digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a complete read of a checkpoint found."""
+    """Result of a complete read of a checkpoint."""
 
     problems: tuple[str, ...]
     """One sentence for each damaged place; each names file and byte range."""
 
     bytes_checked: int
+    """Size in bytes of the tensor data that was checked, including unreadable places."""
 
     unreadable: tuple[str, ...] = ()
-    """One sentence for each place that could not be read, so that nothing is known of it."""
+    """One sentence for each place that could not be read. Nothing is known about its content."""
 
     quarantined: str = ""
-    """Why it is marked as damaged, now that it has been verified; empty if it is not marked."""
+    """Reason why the checkpoint is marked as damaged after verification; empty if unmarked."""
 
     not_marked: tuple[str, ...] = ()
-    """Those of `problems` for which `offload.verify_and_mark` does not mark it.
+    """Problems for which `offload.verify_and_mark` does not mark the checkpoint.
 
-    What is damaged lies in a directory that is known only from the manifest, and may belong to the
-    store that this one is a copy of; or nothing but the name of the checkpoint is wrong.
-    """
+    There are two kinds. The damage may be in a directory that is known only from the manifest, and
+    so may belong to the store that this one is a copy of. Or nothing is wrong but the name of the
+    checkpoint."""
 
     @property
     def ok(self) -> bool:
@@ -49,18 +51,18 @@ class VerifyReport:
 
 @dataclass(slots=True)
 class Findings:
-    """What is wrong with a checkpoint, as it is found."""
+    """Faults of a checkpoint, collected as they are found."""
 
     problems: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     not_marked: list[str] = field(default_factory=list)
 
     def add(self, error: CheckpointError | StorageError, *, marks: bool = True) -> None:
-        """Take note of an error of reading.
+        """Record an error of reading.
 
         Args:
-            error: Names the place.
-            marks: Whether the checkpoint may be marked as damaged because of it.
+            error: Error whose message names the place.
+            marks: Whether the checkpoint may be marked as damaged because of the error.
         """
         speaks = isinstance(error, CheckpointError) or is_of_content(error)
         (self.problems if speaks else self.unreadable).append(str(error))
@@ -78,18 +80,22 @@ def verify_tensors(
     *,
     marks_parts: bool,
 ) -> int:
-    """Read all tensors, and take note of each damaged place; return the bytes that were read.
+    """Read all tensors and record each damaged place.
 
-    What is wrong is read a second time before it counts.
+    A range whose digest is wrong is read a second time before it counts as damaged.
 
     Args:
-        backend: Where the checkpoint is.
-        path: Of it.
-        parts: Paths of its parts on other drives.
-        manifest: Of it.
-        progress: Called with the bytes checked so far and the bytes in all.
-        findings: Added to.
+        backend: Storage backend of the checkpoint.
+        path: Directory of the checkpoint.
+        parts: Paths of the checkpoint's parts on other drives.
+        manifest: Manifest of the checkpoint.
+        progress: Function that is called with the bytes checked so far and the total; None if
+            progress is not reported.
+        findings: Object to which faults are added.
         marks_parts: Whether the checkpoint may be marked because of damage in its parts.
+
+    Returns:
+        Size in bytes of the ranges that were checked, including those that could not be read.
     """
     context = DigestContext(manifest.store_id, manifest.generation)
     ranges = _ranges([path, *parts], manifest)

@@ -1,7 +1,7 @@
 """The command ``offload``.
 
-This wing may know what `offload` exports, and the wings that do not import torch; whatever does is
-imported by the command that needs it.
+This wing may know the exports of `offload`, and the wings that do not import torch. A module that
+imports torch is imported by the command that needs it.
 """
 
 from offload.cli.app import main

@@ -1,7 +1,7 @@
 """The command ``offload``: the demo, and a look at stores and checkpoints.
 
-Nothing heavy is imported before a command runs, so that ``offload --help`` answers at once.
-Exit status: 0; 1 for an error or a damaged checkpoint; 2 for wrong usage.
+Nothing heavy is imported before a command runs, so that ``offload --help`` answers at once. The
+exit status is 0 for success, 1 for an error or a damaged checkpoint, and 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -169,6 +169,7 @@ def _progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]
         task = bar.add_task(os.path.basename(path), total=None)
 
         def update(done: int, total: int) -> None:
+            """Show the bytes done and the bytes in all."""
             bar.update(task, completed=done, total=total)
 
         yield update
@@ -179,7 +180,7 @@ exchange.register(app, _progress)
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return everything that `show` knows, as JSON values."""
+    """Return all that `show` prints, as JSON values and hyper-parameters that may be tensors."""
     return {
         "path": checkpoint.path,
         "step": checkpoint.step,
@@ -206,7 +207,7 @@ def _show_list(store: str, found: list[CheckpointInfo]) -> None:
     if not found:
         typer.echo(f"{store}: no checkpoints")
         return
-    # Narrow enough for 80 columns: the name has the step, and `show` the rest.
+    # The table fits 80 columns: the name has the step, and `show` prints the rest.
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("checkpoint", no_wrap=True)
     table.add_column("created", no_wrap=True)
@@ -271,7 +272,7 @@ def _tree_bytes(directory: str) -> int:
 
 
 def _as_json(value: Any) -> Any:
-    """Return hyper-parameters as JSON has them: lists, numbers, and text for what is not finite."""
+    """Return hyper-parameters as JSON values: lists, numbers, and text for non-finite numbers."""
     if isinstance(value, dict):
         return {key: _as_json(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -291,7 +292,7 @@ retention.register(app, _progress)
 
 
 def main() -> None:
-    """Run the command line; an expected error is one line on standard error, status 1."""
+    """Run the command line. An expected error is one line on standard error, and status 1."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", RuntimeWarning)
         warnings.showwarning = _show_warning
@@ -302,7 +303,7 @@ def _run() -> None:
     try:
         app()
     except BrokenPipeError:
-        # Whoever read our output has enough. Keep the interpreter from flushing into the pipe.
+        # The reader of our output has closed the pipe. Keep the interpreter from flushing into it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OffloadError, OSError) as error:
@@ -321,12 +322,12 @@ def _show_warning(
     file: TextIO | None = None,  # noqa: ARG001
     line: str | None = None,  # noqa: ARG001
 ) -> None:
-    """Say a warning in a line, without the place in the code that it comes from."""
+    """Print a warning in one line, without the place in the code that it comes from."""
     typer.secho(f"warning: {one_line(message)}", fg="yellow", err=True)
 
 
 def _cell(text: object) -> Text:
-    """Return a cell of a table, with nothing in it taken for markup."""
+    """Return a cell of a table whose text is not taken for markup."""
     from rich.text import Text
 
     return Text(one_line(text))

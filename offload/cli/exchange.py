@@ -1,4 +1,4 @@
-"""``offload export`` and ``offload import``: checkpoints to and from other programs' files."""
+"""Commands ``offload export`` and ``offload import``, to and from the files of other programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Target(StrEnum):
 
 
 class Dtype(StrEnum):
-    """What live parameters can be."""
+    """The dtypes that live parameters can have."""
 
     bfloat16 = "bfloat16"
     float16 = "float16"
@@ -30,14 +30,14 @@ class Dtype(StrEnum):
 
 
 class Master(StrEnum):
-    """How masters can be stored."""
+    """The forms in which masters can be stored."""
 
     float32 = "float32"
     halves = "split"
 
 
 class StateDtype(StrEnum):
-    """How other state can be stored."""
+    """The forms in which state other than masters can be stored."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -45,7 +45,7 @@ class StateDtype(StrEnum):
 
 
 def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
-    """Add the commands of this module to the program."""
+    """Add the commands ``export`` and ``import`` to the program."""
 
     @app.command("export")
     def export(
@@ -204,7 +204,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return what was probably meant, as the end of a sentence; else all that there is."""
+    """Return the end of a sentence with the known names closest to a name, or else all of them."""
     by_lower = {one.lower(): one for one in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=3)
     if close:

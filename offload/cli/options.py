@@ -1,4 +1,4 @@
-"""What several commands of ``offload`` share."""
+"""Options and output functions that several commands of ``offload`` share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Annotated, TypeAlias
 import typer
 
 ProgressBar: TypeAlias = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
-"""Shows a bar with a title, unless ``quiet=``; gives what to call with bytes done and in all."""
+"""Function that shows a progress bar with a title, unless ``quiet=``. It returns a context, which
+gives the function to call with the bytes done and the total."""
 
 Parts = Annotated[
     list[str] | None,
@@ -20,7 +21,10 @@ Parts = Annotated[
         show_default=False,
     ),
 ]
+"""Option for the directories on further drives, if they have moved."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+"""Option for output as JSON."""
 
 
 def print_json(value: object) -> None:
@@ -29,5 +33,5 @@ def print_json(value: object) -> None:
 
 
 def one_line(text: object) -> str:
-    """Return what a store says as one line that does nothing to a terminal."""
+    """Return text from a store as one line without characters that control a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))

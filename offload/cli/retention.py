@@ -1,4 +1,4 @@
-"""``offload prune``, ``pin`` and ``unpin``: what is kept, decided from the shell.
+"""Commands ``offload prune``, ``pin`` and ``unpin``: control of what is kept, from the shell.
 
 Nothing heavy is imported before a command runs.
 """
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from offload.store.pruning import PruneReport
 
 Store = Annotated[str, typer.Argument(help="Directory of a store.", show_default=False)]
+"""Argument for the directory of a store."""
 
 
 def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
-    """Add the commands of this module."""
+    """Add the commands ``prune``, ``pin`` and ``unpin`` to the program."""
 
     @app.command()
     def prune(
@@ -122,7 +123,7 @@ def unpin(
 
 
 def show_lost_pins(store: str, found: Sequence[CheckpointInfo]) -> None:
-    """Say on standard error which pins are of no checkpoint, or cannot be read."""
+    """Print on standard error which pins belong to no checkpoint or cannot be read."""
     from gds import PosixBackend
     from offload.retention.pins import read_pins
 
@@ -131,7 +132,7 @@ def show_lost_pins(store: str, found: Sequence[CheckpointInfo]) -> None:
     shown = {name for info in found for name in info.pins}
     try:
         pins = read_pins(backend, directory)
-        # One of them may be of a checkpoint that was sealed since the store was listed.
+        # A pin may belong to a checkpoint that was sealed after the store was listed.
         lost_pins = [
             pin
             for pin in pins.pins

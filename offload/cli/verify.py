@@ -1,4 +1,4 @@
-"""``offload verify``: read every byte of checkpoints, also beside a process that trains.
+"""Command ``offload verify``: read every byte of checkpoints, even beside a training process.
 
 Nothing heavy is imported before the command runs.
 """
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
     from offload.checkpoint.checkpoint import Checkpoint
 
 _BUSY_S = 60.0
-"""How long a checkpoint is waited for that a writer is about to recycle, or to replace."""
+"""Longest wait in seconds for a checkpoint that a writer is about to recycle or to replace."""
 
 _BUSY_POLL_S = 0.1
 
 _MOST_ROUNDS = 100
-"""Of looking for the newest checkpoint of a store, which is recycled before it is opened."""
+"""Largest number of attempts to open the newest checkpoint of a store before it is recycled."""
 
 
 @dataclass(slots=True)
 class _Verified:
-    """What was found out about one checkpoint, or about a store that could not be looked at."""
+    """Result for one checkpoint, or for a store that could not be examined."""
 
     path: str
     problems: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     bytes_checked: int = 0
     quarantined: str = ""
-    """Why it is marked as damaged, at the end; empty if it is not."""
+    """Reason why the checkpoint is marked as damaged at the end; empty if it is not marked."""
     lifted: bool = False
-    """Whether a mark was taken away."""
+    """Whether a mark was removed."""
     not_marked: list[str] = field(default_factory=list)
-    """Those of `problems` that it is not marked for; see `VerifyReport.not_marked`."""
+    """Problems for which the checkpoint is not marked; see `VerifyReport.not_marked`."""
     recorded: list[str] = field(default_factory=list)
     """Directories on further drives that were read because the manifest names them."""
 
@@ -59,12 +59,12 @@ class _Verified:
         return not self.problems and not self.unreadable
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the result as JSON values."""
         return {"path": self.path, "ok": self.ok, **dataclasses.asdict(self)}
 
 
 def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
-    """Add the command."""
+    """Add the command ``verify`` to the program."""
 
     @app.command()
     def verify(
@@ -113,13 +113,13 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
 
 
 class _Work:
-    """Verifies one path after the other, and collects what is found.
+    """Verification of one path after the other, which collects the results.
 
     Args:
-        parts: Where the directories on further drives are.
+        parts: Directories on further drives; None for those in the manifests.
         mark: Whether to mark what is damaged, and to lift the marks of what is whole.
         quiet: Whether to show no progress.
-        progress_bar: Shows it otherwise.
+        progress_bar: Function that shows the progress otherwise.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class _Work:
         """Paths of checkpoints that were recycled before they could be opened."""
 
     def verify_below(self, directory: str) -> None:
-        """Verify all stores in a directory; what is wrong with one does not stop the others.
+        """Verify all stores in and below a directory. A fault of one does not stop the others.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: The directory has no store, itself or below.
         """
         unlisted: list[OSError] = []
         stores = list(_stores_below(directory, unlisted))
@@ -153,23 +153,29 @@ class _Work:
                 self.results.append(_Verified(store, unreadable=[str(error)]))
 
     def verify(self, path: str, *, may_be_empty: bool) -> None:
-        """Verify a checkpoint, or all of a store.
+        """Verify a checkpoint, or all checkpoints of a store.
+
+        Args:
+            path: Directory of a checkpoint or of a store.
+            may_be_empty: Whether a store without checkpoints is accepted.
 
         Raises:
-            CheckpointNotFoundError: There is nothing at `path`.
-            CheckpointError: There is something else.
-            gds.StorageError: It cannot be read.
+            CheckpointNotFoundError: Nothing exists at `path`.
+            CheckpointError: `path` is neither a checkpoint nor a store, or is a store without
+                checkpoints.
+            gds.StorageError: The directory cannot be read.
         """
         from offload.format.names import MANIFEST_NAME, is_checkpoint_path
 
-        # What holds a manifest, or is named like a checkpoint, is one; all else may be a store.
+        # A directory with a manifest, or with the name of a checkpoint, is a checkpoint. Any other
+        # directory may be a store.
         if is_checkpoint_path(path) or os.path.exists(os.path.join(path, MANIFEST_NAME)):
             self._verify_checkpoint(path)
             return
         names: list[str] = []
         for _ in range(_MOST_ROUNDS):
             names = _checkpoints_of(path)
-            # The newest at once: if it is recycled even so, another one has taken its place.
+            # Start with the newest: if it is recycled even so, another one has taken its place.
             if not names or not self._is_recycled_at(names[-1]):
                 break
         if not names and not may_be_empty:
@@ -218,7 +224,7 @@ class _Work:
         )
 
     def _open(self, name: str) -> Checkpoint:
-        """Open a checkpoint, waiting for a writer that is about to recycle or to replace it."""
+        """Open a checkpoint. Wait if a writer is about to recycle or to replace it."""
         from offload.checkpoint.checkpoint import open_checkpoint
 
         deadline = time.monotonic() + _BUSY_S
@@ -245,11 +251,11 @@ def _checkpoints_of(store: str) -> list[str]:
 
 
 def _stores_below(directory: str, unlisted: list[OSError]) -> Iterator[str]:
-    """Yield every store in a directory, itself included.
+    """Yield every store in and below a directory, which may itself be a store.
 
     Args:
-        directory: Where to look.
-        unlisted: Gets an error for each directory that cannot be looked into.
+        directory: Directory to search.
+        unlisted: List to which an error is added for each directory that cannot be listed.
     """
     from offload.format.names import LOCK_NAME
 
@@ -257,7 +263,8 @@ def _stores_below(directory: str, unlisted: list[OSError]) -> Iterator[str]:
         if LOCK_NAME in names or any(name.startswith("step-") for name in folders):
             yield folder
         parts_of_a_store = ("step-", ".slot-", "part-")
-        # What a check of the file system has found is root's own, and no store.
+        # lost+found holds what a check of the file system has found. It belongs to root and is no
+        # store.
         folders[:] = sorted(
             f for f in folders if not f.startswith(parts_of_a_store) and f != "lost+found"
         )

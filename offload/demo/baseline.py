@@ -1,4 +1,4 @@
-"""What the same state costs with `torch.save` and `torch.load`, on the same disk."""
+"""Measurement of `torch.save` and `torch.load` for the same state, on the same disk."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A measurement of `torch.save` and `torch.load`."""
+    """Costs of `torch.save` and `torch.load`."""
 
     bytes: int
-    """Size of the file: 16-bit parameters, FP32 masters and both moments."""
+    """Size of the file in bytes. It holds 16-bit parameters, FP32 masters and both moments."""
 
     save_s: float
-    """Seconds of saving and fsync, the faster of two."""
+    """Seconds for saving and fsync, the faster of two runs."""
 
     load_s: float
-    """Seconds of loading it from the disk, not from the page cache, the faster of two."""
+    """Seconds for loading from the disk, not from the page cache, the faster of two runs."""
 
 
 def measure(checkpoint: str, arrays: list[str], scratch: str) -> Baseline:
@@ -31,7 +31,7 @@ def measure(checkpoint: str, arrays: list[str], scratch: str) -> Baseline:
 
     Args:
         checkpoint: Directory of a checkpoint; its files are read with `safetensors`.
-        arrays: Which of its files, without ``.safetensors``.
+        arrays: Names of the checkpoint's files to save, without ``.safetensors``.
         scratch: Path of the file to write; it must be on the disk to be measured.
     """
     state: dict[str, Any] = {
@@ -40,7 +40,8 @@ def measure(checkpoint: str, arrays: list[str], scratch: str) -> Baseline:
     saves: list[float] = []
     loads: list[float] = []
     checksums = get_crc32_options()
-    # Without its checksums torch.save takes half the time: compare with the faster one.
+    # Without its checksums torch.save takes half the time. The comparison is with the faster
+    # variant.
     set_crc32_options(False)
     try:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""The training process as the parent sees it: events through a pipe, and signals."""
+"""The training process as its parent handles it: events through a pipe, and signals."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any, Self
 from offload.demo import DemoError
 
 Event = dict[str, Any]
-"""One line that the training process printed; ``event["event"]`` says which kind."""
+"""One line that the training process printed; ``event["event"]`` is its kind."""
 
 
 class Child:
-    """A training process. As a context manager: none is left behind, whatever happens."""
+    """A training process. As a context manager it leaves no process behind, whatever happens."""
 
     def __init__(self, arguments: list[str], *, log: str) -> None:
         """Start ``python -m offload.demo.train``.
 
         Args:
-            arguments: Its command line.
-            log: File that takes what it writes to standard error, added to the end.
+            arguments: Command line of the process.
+            log: Path of the file to which the standard error of the process is appended.
         """
         self._log = log
         environment = {
@@ -32,7 +32,7 @@ class Child:
             # a step twenty times as long; threads that sleep cost an idle machine next to nothing.
             "OMP_WAIT_POLICY": "PASSIVE",
             **os.environ,
-            # The model comes from a package: a hub is never asked, not even for a newer version.
+            # The model comes from a package. A hub is never asked, not even for a newer version.
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
         }
@@ -44,7 +44,7 @@ class Child:
                 stderr=file,
                 env=environment,
             )
-        if self._process.stdout is None:  # asked for above: only for the type checker
+        if self._process.stdout is None:  # never true; the type checker needs this
             raise DemoError("the training process has no standard output")
         self._fd = self._process.stdout.fileno()
         self._events: deque[Event] = deque()
@@ -64,7 +64,7 @@ class Child:
         """Yield the events as they come, until the process ends.
 
         Raises:
-            DemoError: The process ended in any way but by itself and well.
+            DemoError: The process ended with a status other than 0.
         """
         while True:
             while not self._events and not self._ended:
@@ -80,12 +80,12 @@ class Child:
             )
 
     def wait_stopped(self) -> None:
-        """Return when the process, which is about to stop itself, stands still (or has ended)."""
-        # WNOWAIT: should it have ended, then its status is left for `kill`.
+        """Wait until the process stands still, or has ended. It must be about to stop itself."""
+        # WNOWAIT leaves the status for `kill`, in case the process has ended.
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def kill(self) -> int:
-        """Send SIGKILL and return the status: the negative of the signal it died by."""
+        """Send SIGKILL and return the status: the negative number of the signal that ended it."""
         self._process.kill()
         return self._process.wait()
 

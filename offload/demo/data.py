@@ -1,4 +1,4 @@
-"""English text that every Python has, cut into batches that depend on nothing but the step."""
+"""English text that every Python has, cut into batches that depend only on the step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def text() -> str:
 
 
 class Batches:
-    """Batches of token ids. Batch k is the same in every process: a resume needs no sampler.
+    """Batches of token ids.
 
-    The last tenth of the text is never trained on.
+    Batch k is the same in every process, so that a resume needs no sampler. The last tenth of the
+    text is never trained on.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], *, batch: int, tokens: int) -> None:
@@ -27,14 +28,17 @@ class Batches:
         self._shape = (batch, tokens)
 
     def __getitem__(self, step: int) -> Tensor:
-        """Return the (batch, tokens) ids of a step: random windows, drawn by the step's number."""
+        """Return the ids of a step, as int64 of shape (batch, tokens).
+
+        They are random windows of the text, drawn by the step's number.
+        """
         batch, tokens = self._shape
         draw = torch.Generator().manual_seed(step)
         starts = torch.randint(self._training.numel() - tokens, (batch, 1), generator=draw)
         return self._training[starts + torch.arange(tokens)]
 
     def held_out(self) -> Tensor:
-        """Return (8, tokens) ids, spread evenly over the text that is never trained on."""
+        """Return ids of shape (8, tokens), spread evenly over the text that is never trained on."""
         _, tokens = self._shape
         starts = torch.linspace(0, self._held_out.numel() - tokens, 8).long()
         return self._held_out[starts[:, None] + torch.arange(tokens)]

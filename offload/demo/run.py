@@ -1,4 +1,4 @@
-"""The parent of the demo: train, kill in the middle of a step, train again, compare, measure."""
+"""Parent process of the demo: train, kill in the middle of a step, resume, compare, measure."""
 
 from __future__ import annotations
 
@@ -20,31 +20,36 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MARKER = ".offload-demo"
-"""Name of the file by which the demo knows a directory that it may empty."""
+"""Name of the file that marks a directory as made by the demo, which may then empty it."""
 
 _SLOTS = 3
-"""The two checkpoints kept, and the slot being written."""
+"""Number of slots: two checkpoints that are kept, and the working slot."""
 
 _BYTES_PER_PARAMETER = 14
-"""A 16-bit parameter, its FP32 master and two FP32 moments."""
+"""Bytes per parameter: 16 bits of the parameter, its FP32 master and two FP32 moments."""
 
 
 @dataclass(slots=True)
 class Record:
-    """What one training process printed."""
+    """The events of one training process."""
 
     losses: dict[int, str] = field(default_factory=dict)
-    """By step, as `float.hex` wrote it, from before the update of that step."""
+    """Loss by step, as `float.hex` wrote it, from before the update of that step."""
 
     evaluations: dict[int, float] = field(default_factory=dict)
-    """Loss on text that is not trained on, by step."""
+    """Loss on held-out text, by step."""
 
     steps: list[Event] = field(default_factory=list)
+    """Events of completed steps, in order."""
+
     resumed: Event | None = None
+    """Event of the resume; None if the process did not resume."""
+
     last: Event | None = None
+    """Event at the end of the run; None if the process did not reach it."""
 
     def add(self, event: Event) -> None:
-        """Take note of an event."""
+        """Record an event."""
         kind = event["event"]
         if kind == "update":
             self.losses[event["step"]] = event["loss"]
@@ -67,19 +72,19 @@ def run_demo(
     allow_volatile: bool = False,
     quiet: bool = False,
 ) -> Report:
-    """Run the whole demo and return what it showed.
+    """Run the whole demo and return its results.
 
     Args:
-        console: Where the progress goes.
+        console: Console for the progress.
         model: A name in `SCENARIOS`.
-        directory: Where the store goes. Emptied first if an earlier demo made it, else it must be
-            empty or absent.
-        steps: Optimizer steps of the whole run; None for the scenario's own.
-        allow_volatile: Accept a file system that forgets at power-off.
-        quiet: Print nothing.
+        directory: Directory for the store. If an earlier demo made it, it is emptied first.
+            Otherwise it must be empty or absent.
+        steps: Number of optimizer steps in the whole run; None for the scenario's own number.
+        allow_volatile: Whether to accept a file system that forgets at power-off.
+        quiet: Whether to print nothing.
 
     Raises:
-        DemoError: It cannot run here, or what it set out to show did not hold.
+        DemoError: The demo cannot run here, or what it set out to show did not hold.
     """
     began = time.perf_counter()
     scenario = SCENARIOS[model]
@@ -126,7 +131,7 @@ def run_demo(
 
 
 def _prepare(directory: str, scenario: Scenario) -> str:
-    """Make the directory ready and return the path of the store in it."""
+    """Empty or make the directory, check its free space, and return the store's path in it."""
     marker = os.path.join(directory, _MARKER)
     try:
         os.makedirs(directory, exist_ok=True)
@@ -159,7 +164,7 @@ def _prepare(directory: str, scenario: Scenario) -> str:
 def _train_and_kill(
     child: Child, progress: Progress, store: str, kill_step: int
 ) -> tuple[Record, Killed]:
-    """Follow a training process into the update of step `kill_step`, and kill it there."""
+    """Follow a training process into the update of step `kill_step` or later, and kill it in it."""
     record = Record()
     for event in child.events():
         record.add(event)
@@ -199,7 +204,7 @@ def _report(
     every: int,
     began: float,
 ) -> Report:
-    """Measure `torch.save` beside it, and put everything together."""
+    """Measure `torch.save` on the same state, and return the complete report."""
     from offload import open_checkpoint
     from offload.demo import baseline
 

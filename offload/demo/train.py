@@ -52,7 +52,7 @@ def train(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         value = float(loss.item())
         if handle is not None and hold.is_due(step):
-            handle.result()  # there must be something to resume from
+            handle.result()  # after the kill there must be a checkpoint to resume from
         say("update", step=step, loss=value.hex())
         updating = time.perf_counter()
         with hold.amid(step):
@@ -87,7 +87,7 @@ def train(
 def resume(
     optimizer: offload.OffloadedOptimizer, scheduler: torch.optim.lr_scheduler.LRScheduler
 ) -> int:
-    """Restore the newest checkpoint, if there is one, and return its step, else 0."""
+    """Restore the newest checkpoint and return its step; 0 if there is no checkpoint."""
     before = kernel_read_bytes()
     began = time.perf_counter()
     checkpoint = optimizer.restore()
@@ -111,10 +111,10 @@ def resume(
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the loss of one batch.
+    """Return the loss of one batch, as a 0-d tensor.
 
-    Without hardware support a product of bf16 matrices takes ten times as long as one of float32,
-    so on a CPU the parameters are upcast on their way in. The gradients still arrive in bf16.
+    Without hardware support a product of bf16 matrices takes ten times as long as one of float32.
+    So the parameters are upcast on their way in. The gradients still arrive in bf16.
     """
     weights = {name: parameter.float() for name, parameter in model.named_parameters()}
     inputs = {"input_ids": ids, "labels": ids}
@@ -124,7 +124,7 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Batches) -> float:
-    """Return the loss on batches that are not trained on."""
+    """Return the loss on held-out batches."""
     model.eval()
     loss = float(loss_of(model, batches.held_out()).item())
     model.train()
@@ -132,7 +132,7 @@ def evaluate(model: nn.Module, batches: Batches) -> float:
 
 
 def totals(optimizer: offload.OffloadedOptimizer) -> dict[str, float]:
-    """Return what the optimizer has counted so far, as the parent wants it."""
+    """Return what the optimizer has counted so far, for the parent process."""
     stats = optimizer.stats()
     names = (
         "num_parameters",
@@ -152,7 +152,7 @@ def totals(optimizer: offload.OffloadedOptimizer) -> dict[str, float]:
 
 
 def kernel_read_bytes() -> int:
-    """Return what this process made the disk read, as the kernel counts it; 0 if it is silent."""
+    """Return the bytes that this process made the disk read; 0 if the kernel does not say."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
             fields = dict(line.split(": ") for line in file)
@@ -162,7 +162,7 @@ def kernel_read_bytes() -> int:
 
 
 def say(event: str, **fields: object) -> None:
-    """Print one event as a line of JSON, at once: a killed process flushes nothing."""
+    """Print one event as a line of JSON, and flush it: a killed process flushes nothing."""
     print(json.dumps({"event": event, **fields}), flush=True)
 
 

@@ -1,8 +1,8 @@
 """The boundary between host memory and a device that holds parameters and gradients.
 
-Nothing else in this package touches what is on a device. Bytes cross on two streams for each
-device, made once: one towards the host, one away from it. They are ordered with the streams of the
-training loop by events alone; no stream is ever synchronised as a whole.
+Apart from `compute`, no other code in this package touches memory of a device. Bytes cross on two
+streams for each device, created once: one towards the host, one towards the device. Only events
+order them with the streams of the training loop. No stream is ever synchronised as a whole.
 
     training stream  ...backward) now |                                    fence| next forward
     to the host                       |- fetch chunk 0 -|- fetch chunk 1 -|     |
@@ -23,37 +23,48 @@ import torch
 HOST = torch.device("cpu")
 
 Event: TypeAlias = Any
-"""A point in the work of a device; each boundary has its own class."""
+"""A point in the work of a device. Each boundary has its own class of events."""
 
 Marks: TypeAlias = Mapping[torch.device, Event]
-"""A point in the work of each of some devices."""
+"""A point in the work of each of several devices."""
 
 Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of source and target, of the same dtype and number of elements, both contiguous."""
 
 
-_cuda: Any = torch.cuda  # which is typed in part
+_cuda: Any = torch.cuda  # torch.cuda has only partial types
 
 
 class Boundary(Protocol):
     """Moves bytes between one device and host memory. Safe for several threads."""
 
     def now(self) -> Event:
-        """Return the point that the calling thread's current stream has been given work up to."""
+        """Return the present end of the work on the calling thread's current stream."""
         ...
 
     def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
-        """Begin to copy to the host, after these points and everything that has been sent.
+        """Begin to copy to the host, after some points and after everything that was sent.
+
+        Args:
+            copies: Pairs of source and target. The sources must not be freed before a `wait`
+                for the returned event is over.
+            after: Points that the copies wait for.
 
         Returns:
-            When it is done. The sources must not be freed before `wait` for it has returned.
+            End of the copies.
         """
         ...
 
     def send(self, copies: Copies, after: Iterable[Event]) -> Event:
-        """Begin to copy to the device, in this order, after these points.
+        """Begin to copy to the device, in this order, after some points.
 
-        A source may be on the device, too. The sources must not change before the returned event.
+        Args:
+            copies: Pairs of source and target. A source may be on the device, too. The sources must
+                not change before the returned event.
+            after: Points that the copies wait for.
+
+        Returns:
+            End of the copies.
         """
         ...
 
@@ -62,24 +73,28 @@ class Boundary(Protocol):
         ...
 
     def wait(self, event: Event) -> None:
-        """Let the calling thread wait for a point, in the kernel and without the GIL."""
+        """Block the calling thread until a point is reached, in the kernel and without the GIL."""
         ...
 
     def fence(self) -> None:
-        """Let the calling thread's current stream wait for everything that has been sent."""
+        """Make the calling thread's current stream wait for everything that was sent."""
         ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return page-locked host memory, as bytes; it may be let go of while it is being read."""
+        """Return page-locked host memory as bytes. It may be released while copies still use it."""
         ...
 
     def lock_pages(self, memory: torch.Tensor) -> object:
-        """Page-lock host memory for as long as what is returned is referred to."""
+        """Page-lock host memory, for as long as the returned object is referenced."""
         ...
 
 
 class CudaBoundary:
-    """A `Boundary` with a CUDA device (or ROCm's, which torch calls by the same name)."""
+    """`Boundary` of a CUDA device, or of a ROCm device, which torch calls by the same name.
+
+    Args:
+        device: The device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,7 +108,7 @@ class CudaBoundary:
         return _record(torch.cuda.current_stream(self._device))
 
     def fetch(self, copies: Copies, after: Iterable[Event]) -> torch.cuda.Event:
-        """Copy to the host on the one stream."""
+        """Copy on the stream towards the host."""
         with self._lock:
             sent = self._sent
             with torch.cuda.stream(self._to_host):
@@ -103,7 +118,7 @@ class CudaBoundary:
                 return _record(self._to_host)
 
     def send(self, copies: Copies, after: Iterable[Event]) -> torch.cuda.Event:
-        """Copy to the device on the other stream."""
+        """Copy on the stream towards the device."""
         with self._lock:
             with torch.cuda.stream(self._to_device):
                 self._order(self._to_device, after, None)
@@ -113,7 +128,7 @@ class CudaBoundary:
             return event
 
     def flatten(self, tensor: torch.Tensor, after: Iterable[Event]) -> torch.Tensor:
-        """Copy on the device, on the stream that fetches."""
+        """Copy on the device, on the stream towards the host."""
         with self._lock, torch.cuda.stream(self._to_host):
             self._order(self._to_host, after, self._sent)
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -121,22 +136,22 @@ class CudaBoundary:
             return flat
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Wait for an event."""
+        """Wait for the event."""
         event.synchronize()
 
     def fence(self) -> None:
-        """Let the current stream wait for the newest event of the stream that sends."""
+        """Make the current stream wait for the newest event of the stream towards the device."""
         sent = self._sent
         if sent is not None:
             torch.cuda.current_stream(self._device).wait_event(sent)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Take memory from torch's pool of pinned memory, which minds copies in progress."""
+        """Return memory from torch's pool of pinned memory, which keeps it while copies use it."""
         with torch.cuda.device(self._device):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def lock_pages(self, memory: torch.Tensor) -> object:
-        """Register memory with the driver; where it refuses, copies are slower and as correct."""
+        """Register memory with the driver. If the driver refuses, copies are correct but slower."""
         with torch.cuda.device(self._device):
             return _Registered(memory, self._device)
 
@@ -150,18 +165,18 @@ class CudaBoundary:
 
 
 class _Registered:
-    """Host memory that the driver has page-locked; unlocked before it is unmapped."""
+    """Host memory that the driver has page-locked. It is unlocked before it is unmapped."""
 
     def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
         refused = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
-        if refused:  # by some sandboxes; and where it has been locked already, for another device
+        if refused:  # by some sandboxes, and if the memory is already locked for another device
             _forget_error(device)
         else:
-            weakref.finalize(self, _unregister, memory)  # which keeps the memory until then
+            weakref.finalize(self, _unregister, memory)  # keeps the memory until then
 
 
 def _forget_error(device: torch.device) -> None:
-    """Take the last error away, which torch would report after this thread's next kernel."""
+    """Clear the last error, which torch would otherwise report after this thread's next kernel."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, dtype=torch.uint8, device=device)
 
@@ -171,20 +186,20 @@ def _unregister(memory: torch.Tensor) -> None:
 
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event: torch.cuda.Event = _cuda.Event(blocking=True)  # waiting for it does not keep a core busy
+    event: torch.cuda.Event = _cuda.Event(blocking=True)  # a waiting thread uses no core
     event.record(stream)
     return event
 
 
 BOUNDARIES: dict[str, Callable[[torch.device], Boundary]] = {"cuda": CudaBoundary}
-"""What makes a boundary, by type of device."""
+"""Constructors of boundaries, by type of device."""
 
 _made: dict[torch.device, Boundary] = {}
 _making = threading.Lock()
 
 
 def boundary_of(device: torch.device) -> Boundary:
-    """Return the boundary with a device: always the same one, so that streams are made once."""
+    """Return the boundary of a device: always the same object, so that streams are made once."""
     with _making:
         if device not in _made:
             _made[device] = BOUNDARIES[device.type](device)
@@ -192,23 +207,23 @@ def boundary_of(device: torch.device) -> Boundary:
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is anywhere but in host memory."""
+    """Return whether a tensor is outside of host memory."""
     return tensor.device.type != "cpu"
 
 
 def is_reachable(device: torch.device) -> bool:
-    """Return whether parameters may be there."""
+    """Return whether parameters may be on a device."""
     return device.type == "cpu" or device.type in BOUNDARIES
 
 
 def marks_of(tensors: Iterable[torch.Tensor | None]) -> Marks:
-    """Return the present point of every device that has one of these tensors."""
+    """Return the present point of every device that holds at least one of these tensors."""
     devices = {t.device for t in tensors if t is not None and is_on_device(t)}
     return {device: boundary_of(device).now() for device in devices}
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a small tensor as it is now, in host memory; waits for what computes it."""
+    """Return a small tensor's present value in host memory; waits until it is computed."""
     if not is_on_device(tensor):
         return tensor
     boundary = boundary_of(tensor.device)

@@ -1,10 +1,10 @@
-"""Computing on a device that holds state: a stream of its own, memory, kernels.
+"""Computing on a device that holds state: its own stream, memory and kernels.
 
-Nothing else in this package computes on a device. Work is queued on one stream, made once, after
-the points in the training's streams that it depends on; whoever has queued it waits for its end
-before memory of the frames, gradients or parameters is used for anything else. So neither stream
-is ever synchronised as a whole, and the training's stream waits for nothing: what is launched on it
-after `wait` has returned comes after the update.
+No other code in this package computes on a device. Work is queued on one stream, which is created
+once. It is ordered after the points in the training's streams that it depends on. The thread that
+queued the work waits for its end before memory of the frames, gradients or parameters is used for
+anything else. So neither stream is ever synchronised as a whole, and the training's stream waits
+for nothing: work that is launched on it after `wait` has returned comes after the update.
 """
 
 from __future__ import annotations
@@ -21,40 +21,43 @@ from offload.device.boundary import Event
 from offload.device.kernels import digest, update
 from offload.device.kernels.forms import DeviceBlock, DeviceScalars, Form
 
-_cuda: Any = torch.cuda  # which is typed in part
+_cuda: Any = torch.cuda  # torch.cuda has only partial types
 
 
 class Compute(Protocol):
-    """Runs work on one device, in the order in which it is queued. For several threads."""
+    """Runs work on one device, in the order in which it is queued. Safe for several threads."""
 
     device: torch.device
 
     def view(self, buffer: Buffer) -> torch.Tensor:
-        """Return device memory of a backend as a tensor of bytes, which keeps it alive."""
+        """Return a backend's device memory as a tensor of bytes, which keeps the buffer alive."""
         ...
 
     def trim(self) -> None:
-        """Give memory back to the device that torch keeps for later, but nobody uses."""
+        """Return memory to the device that torch caches and nothing uses."""
         ...
 
     def queue(self, after: Iterable[Event]) -> AbstractContextManager[None]:
-        """Have the block's work on this device queued here, after these points.
+        """Queue the block's work for this device on this object's stream, after some points.
 
-        The other methods but `wait`, and torch's operations on tensors of the device, belong into
-        such a block. Other threads wait until it has ended.
+        The other methods except `wait`, and torch's operations on tensors of the device, must be
+        called within such a block. Other threads that want to queue work wait for its end.
+
+        Args:
+            after: Points that the work waits for.
         """
         ...
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of the device, of any content."""
+        """Return uninitialised memory of the device, shape (num_elements,)."""
         ...
 
     def number(self, value: float) -> torch.Tensor:
-        """Return a number as FP32, of one element, without copying it from the host."""
+        """Return a number as FP32, shape (1,), without a copy from the host."""
         ...
 
     def prepare(self, form: Form) -> None:
-        """Compile a variant of the update, unless that has been done."""
+        """Compile a variant of the update kernel, unless it has been compiled already."""
         ...
 
     def update(
@@ -68,32 +71,47 @@ class Compute(Protocol):
         rounding_step: int,
         scalars: DeviceScalars,
     ) -> None:
-        """Queue `kernels.update.update_block`."""
+        """Queue `kernels.update.update_block`; the arguments are the same."""
         ...
 
     def leaf_digests(self, data: torch.Tensor) -> torch.Tensor:
-        """Queue the digests of a tensor's leaves; they are in the result, on the host, later."""
+        """Queue the digests of a tensor's leaves.
+
+        Returns:
+            Host memory, int64, that has the digests when the queued work has ended.
+        """
         ...
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
-        """Queue a copy of a tensor to the host; it is in the result later."""
+        """Queue a copy of a tensor to the host.
+
+        Returns:
+            Host memory that has the values when the queued work has ended.
+        """
         ...
 
     def send(self, source: torch.Tensor, into: torch.Tensor) -> None:
-        """Queue a copy of a tensor of the host, which must not change before it is done."""
+        """Queue a copy of a host tensor to the device.
+
+        `source` must not change before the queued work has ended.
+        """
         ...
 
     def mark(self) -> Event:
-        """Return the point that has been queued up to."""
+        """Return the point at the end of the work that is queued so far."""
         ...
 
     def wait(self, event: Event) -> None:
-        """Let the calling thread wait for a point, in the kernel and without the GIL."""
+        """Block the calling thread until a point is reached, in the kernel and without the GIL."""
         ...
 
 
 class CudaCompute:
-    """`Compute` on a CUDA device."""
+    """`Compute` on a CUDA device.
+
+    Args:
+        device: The device; its kernels for digests are compiled now.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -103,13 +121,13 @@ class CudaCompute:
         digest.compile_kernels(device.index or 0)
 
     def view(self, buffer: Buffer) -> torch.Tensor:
-        """Make a tensor by ``__cuda_array_interface__``.
+        """Return the buffer as a tensor by means of ``__cuda_array_interface__``.
 
         Raises:
             ValueError: The buffer is not on this device.
         """
         tensor = torch.as_tensor(buffer, device=self.device)
-        if tensor.data_ptr() != buffer.address:  # torch has made a copy
+        if tensor.data_ptr() != buffer.address:  # torch has copied it from another device
             raise ValueError(
                 f"the backend allocates memory of another device than {self.device}, where the "
                 "parameters are: make it with KvikioBackend(device=...), or with that device as "
@@ -118,28 +136,28 @@ class CudaCompute:
         return tensor
 
     def trim(self) -> None:
-        """Empty torch's pool."""
+        """Empty torch's memory pool of the device."""
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
 
     @contextmanager
     def queue(self, after: Iterable[Event]) -> Iterator[None]:
-        """Make the stream the current one."""
+        """Make this object's stream the current one, and hold its lock."""
         with self._lock, torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             for event in after:
                 self._stream.wait_event(event)
             yield
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Take memory from torch's pool for the stream."""
+        """Return memory from torch's pool for the stream."""
         return torch.empty(num_elements, dtype=dtype, device=self.device)
 
     def number(self, value: float) -> torch.Tensor:
-        """Fill a tensor."""
+        """Fill a tensor on the device."""
         return torch.full((1,), value, dtype=torch.float32, device=self.device)
 
     def prepare(self, form: Form) -> None:
-        """Compile it."""
+        """Compile the variant for this device."""
         update.compile_form(form, self.device.index or 0)
 
     def update(
@@ -153,7 +171,7 @@ class CudaCompute:
         rounding_step: int,
         scalars: DeviceScalars,
     ) -> None:
-        """Launch the kernel."""
+        """Launch the update kernel."""
         update.update_block(
             optimizer_class,
             group,
@@ -166,7 +184,7 @@ class CudaCompute:
         )
 
     def leaf_digests(self, data: torch.Tensor) -> torch.Tensor:
-        """Launch the kernels, and a copy of what they find."""
+        """Launch the digest kernels, and a copy of their results to the host."""
         needed = digest.workspace_bytes(data.nbytes)
         if self._workspace.nbytes < needed:
             self._workspace = self.empty(needed, torch.uint8)
@@ -175,34 +193,34 @@ class CudaCompute:
         return self.fetch(found)
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
-        """Copy to page-locked memory."""
+        """Copy to new page-locked memory."""
         out = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
         return out.copy_(source, non_blocking=True)
 
     def send(self, source: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy from there."""
+        """Copy from page-locked memory."""
         into.copy_(source, non_blocking=True)
 
     def mark(self) -> torch.cuda.Event:
         """Record an event on the stream."""
-        event: torch.cuda.Event = _cuda.Event(blocking=True)  # waiting does not keep a core busy
+        event: torch.cuda.Event = _cuda.Event(blocking=True)  # a waiting thread uses no core
         event.record(self._stream)
         return event
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Wait for an event."""
+        """Wait for the event."""
         event.synchronize()
 
 
 COMPUTES: dict[str, Callable[[torch.device], Compute]] = {"cuda": CudaCompute}
-"""What computes, by type of device."""
+"""Constructors of `Compute`, by type of device."""
 
 _made: dict[torch.device, Compute] = {}
 _making = threading.Lock()
 
 
 def compute_on(device: torch.device) -> Compute:
-    """Return what computes on a device: always the same, so that its stream is made once."""
+    """Return the `Compute` of a device: always the same object, so that its stream is made once."""
     with _making:
         if device not in _made:
             _made[device] = COMPUTES[device.type](device)

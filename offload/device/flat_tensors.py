@@ -1,4 +1,4 @@
-"""Flat views of tensors that may have none."""
+"""Flat views of tensors, contiguous or not."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import torch
 
 
 class FlatTensors:
-    """Flat views of tensors, through a copy where a tensor has none.
+    """Flat views of tensors; a tensor that has no flat view is copied.
 
-    What may be changed is contiguous. A copy lives until all its elements have been finished, and
-    is then written back if it may have been changed. Tensors that are only read are let go of at
-    that moment. Safe for several threads that ask for different elements.
+    Tensors that may be changed are viewed contiguously. A copy lives until all its elements are
+    finished, and is then written back if it may have been changed. Tensors that are only read are
+    released at that moment. Safe for several threads that request different elements.
+
+    Args:
+        tensors: Parameters or gradients; None for a missing gradient.
+        writable: Whether the tensors may be changed.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor | None], *, writable: bool) -> None:
@@ -21,11 +25,15 @@ class FlatTensors:
         self._writable = writable
         self._flat: dict[int, torch.Tensor] = {}
         self._num_left: dict[int, int] = {}
-        """Elements of each viewed tensor that have not been finished."""
+        """Number of elements of each viewed tensor that have not been finished."""
         self._lock = threading.Lock()
 
     def view(self, index: int, start: int, stop: int) -> torch.Tensor:
-        """Return elements `start` to `stop` of a tensor, in row-major order."""
+        """Return elements `start` to `stop` of a tensor, in row-major order.
+
+        Raises:
+            RuntimeError: The tensor is missing or has been released.
+        """
         flat = self._flat.get(index)
         if flat is None:
             with self._lock:
@@ -34,7 +42,7 @@ class FlatTensors:
                     tensor = self._tensors[index]
                     if tensor is None:
                         raise RuntimeError(f"tensor {index} is asked for, but there is none")
-                    # reshape is a view where one exists and a copy elsewhere
+                    # reshape returns a view if one exists, and a copy otherwise
                     flat = tensor.detach().reshape(-1)
                     if self._writable:
                         flat = flat.contiguous()
@@ -43,7 +51,7 @@ class FlatTensors:
         return flat[start:stop]
 
     def tensor(self, index: int) -> torch.Tensor | None:
-        """Return a tensor itself; None if there is none, or it has been let go of."""
+        """Return a tensor itself; None if it is missing or has been released."""
         return self._tensors[index]
 
     def replace(self, index: int, tensor: torch.Tensor) -> None:
@@ -51,7 +59,7 @@ class FlatTensors:
         self._tensors[index] = tensor
 
     def finish(self, index: int, num_elements: int) -> None:
-        """Say that so many more elements of a tensor, which has been viewed, are done."""
+        """Report that this many more elements of a viewed tensor are done."""
         with self._lock:
             self._num_left[index] -= num_elements
             if self._num_left[index]:

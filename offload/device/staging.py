@@ -1,8 +1,8 @@
-"""Tensors on a device, as flat views in host memory: what the CPU needs of them, chunk by chunk.
+"""Staging of device tensors in host memory, chunk by chunk, as flat views for the CPU.
 
-What a chunk needs is fetched into page-locked memory while the chunk before is being updated, and
-what has changed is sent back while the next one is. At most `_MAX_SENDING` chunks are on their way
-back, and one on its way here, so the memory that this takes depends on the chunk alone.
+The data that a chunk needs is fetched into page-locked memory while the previous chunk is updated.
+Changes are sent back while the next chunk is updated. At most `_MAX_SENDING` chunks are on their
+way back and one on its way to the host, so the memory for this depends only on the chunk size.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from offload.format.layout import Piece
 
 _MAX_SENDING = 2
 _PIECE_ALIGNMENT = 64
-"""Bytes. Of each parameter's part: what the CPU's widest loads like."""
+"""Alignment in bytes of each parameter's part, for the widest loads of the CPU."""
 
 
 class Traffic:
-    """Counts what crosses between host and devices; from any thread."""
+    """Counts the bytes that cross between host and devices. Safe for several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.to_host_bytes = 0
         self.to_device_bytes = 0
         self.peak_bytes = 0
-        """Most host memory that was held at once, on the way in one of the directions."""
+        """Maximal host memory, in bytes, held at one time for both directions together."""
         self._held_bytes = 0
 
     def fetched(self, nbytes: int) -> None:
-        """Count bytes that have been copied to the host."""
+        """Count bytes that are copied to the host."""
         with self._lock:
             self.to_host_bytes += nbytes
 
     def sent(self, nbytes: int) -> None:
-        """Count bytes that have been copied to a device."""
+        """Count bytes that are copied to a device."""
         with self._lock:
             self.to_device_bytes += nbytes
 
     def hold(self, nbytes: int) -> None:
-        """Count memory that is taken, or with a negative number, given back."""
+        """Count bytes of host memory that are taken; a negative number counts released bytes."""
         with self._lock:
             self._held_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self._held_bytes)
@@ -65,18 +65,18 @@ class _Part:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """What a chunk needs from one device."""
+    """Parts of one chunk that cross from or to one device."""
 
     boundary: Boundary
     memory: torch.Tensor
     parts: list[_Part]
     event: Event
-    """When it has arrived; later, when it has been sent back."""
+    """End of the fetch; later, end of the sending back."""
 
 
 @dataclass(slots=True)
 class _Split:
-    """The parts of a chunk that are on one device, and what is known of them in advance."""
+    """Pieces of a chunk on one device, and the events that their fetch must wait for."""
 
     pieces: list[Piece] = field(default_factory=list)
     after: list[Event] = field(default_factory=list)
@@ -85,14 +85,15 @@ class _Split:
 class CrossingTensors(FlatTensors):
     """Flat views of tensors, of which some are on a device.
 
-    For each chunk: `prepare`, `arrive`, then `view` from any thread, then `leave`. Tensors in host
-    memory are viewed as `FlatTensors` does.
+    The order for each chunk is `prepare`, `arrive`, then `view` from any thread, then `leave`.
+    Tensors in host memory are viewed as `FlatTensors` does.
 
     Args:
-        tensors: Parameters or gradients. They are as the calling thread's current streams have
-            been told to leave them: nothing is read before that.
+        tensors: Parameters or gradients; None for a missing gradient. Their values are those that
+            the work queued so far on the calling thread's current streams computes. No read is
+            earlier than that.
         writable: Whether changes are sent back.
-        traffic: Counts.
+        traffic: Counter of the bytes that cross.
     """
 
     def __init__(
@@ -106,12 +107,12 @@ class CrossingTensors(FlatTensors):
         self._begun = marks_of(tensors)
         self._given: dict[int, Event] = {}
         self._copies: dict[int, torch.Tensor] = {}
-        """Contiguous copies of tensors that are not, on the device."""
+        """Contiguous copies, on the device, of tensors that are not contiguous."""
         self._left: dict[int, int] = {}
-        """Elements of each tensor that have been prepared and not been left yet."""
+        """Number of elements not left yet, of each tensor of which a part has been fetched."""
 
     def __del__(self) -> None:
-        # After a pass that failed, memory is given back with the pass.
+        # If a pass has failed, the memory of its chunks is released together with the pass.
         for batches in self._batches.values():
             for batch in batches:
                 self._traffic.hold(-batch.memory.nbytes)
@@ -119,18 +120,21 @@ class CrossingTensors(FlatTensors):
             self._traffic.hold(-batch.memory.nbytes)
 
     def replace(self, index: int, tensor: torch.Tensor) -> None:
-        """Set a tensor that has not been viewed yet; it is as the current stream leaves it."""
+        """Set a tensor that has not been viewed yet.
+
+        Its values are those that the work queued on the current stream so far computes.
+        """
         super().replace(index, tensor)
         if is_on_device(tensor):
             self._given[index] = boundary_of(tensor.device).now()
 
     def prepare(self, chunk: int, pieces: Sequence[Piece], changes: Callable[[int], bool]) -> None:
-        """Begin to fetch what a chunk needs, unless that has been done.
+        """Begin to fetch the data that a chunk needs, unless that has begun already.
 
         Args:
-            chunk: Its index.
-            pieces: The parts of parameters to fetch: no parameter twice.
-            changes: Says of a parameter, by its index, whether it is to be sent back.
+            chunk: Index of the chunk.
+            pieces: Parts of parameters to fetch; each parameter at most once.
+            changes: Returns whether a parameter, given by its index, is sent back.
         """
         if chunk in self._batches:
             return
@@ -150,12 +154,12 @@ class CrossingTensors(FlatTensors):
         ]
 
     def arrive(self, chunk: int) -> None:
-        """Wait until everything that a chunk needs is in host memory."""
+        """Wait until all data that `prepare` requested for a chunk is in host memory."""
         for batch in self._batches[chunk]:
             batch.boundary.wait(batch.event)
 
     def leave(self, chunk: int) -> None:
-        """Begin to send back what has changed of a chunk; its views must not be used any more."""
+        """Begin to send a chunk's changes back. Its views must not be used any more."""
         for batch in self._batches.pop(chunk):
             copies = []
             for part in batch.parts:
@@ -170,7 +174,7 @@ class CrossingTensors(FlatTensors):
                     if copy is not None and part.changes and self._writable:
                         copies.append((copy.view(tensor.shape), tensor.detach()))
                     if not self._writable:
-                        self._tensors[part.index] = None  # it has been applied
+                        self._tensors[part.index] = None  # this gradient has been applied
             if copies:
                 batch.event = batch.boundary.send(copies, [])
                 self._sending.append(batch)
@@ -178,19 +182,19 @@ class CrossingTensors(FlatTensors):
                 self._end(batch, sent=False)
 
     def fence(self) -> None:
-        """Let the calling thread's current streams wait for everything that has been sent."""
+        """Make the calling thread's current streams wait for all sends so far."""
         for device in self._begun:
             boundary_of(device).fence()
 
     def view(self, index: int, start: int, stop: int) -> torch.Tensor:
-        """Return elements `start` to `stop` of a tensor, in host memory."""
+        """Return elements `start` to `stop` of a tensor, flat, in host memory."""
         for part in self._parts.get(index, ()):
             if part.start <= start and stop <= part.stop:
                 return part.host[start - part.start : stop - part.start]
         return super().view(index, start, stop)
 
     def finish(self, index: int, num_elements: int) -> None:
-        """Say that so many more elements of a tensor are done."""
+        """Report that this many more elements of a tensor are done."""
         if index not in self._left:
             super().finish(index, num_elements)
 
@@ -243,7 +247,7 @@ class CrossingTensors(FlatTensors):
 def flat_tensors(
     tensors: Sequence[torch.Tensor | None], *, writable: bool, traffic: Traffic
 ) -> FlatTensors:
-    """Return flat views of parameters, wherever they are."""
+    """Return flat views of parameters or gradients, on any device; see `CrossingTensors`."""
     if any(tensor is not None and is_on_device(tensor) for tensor in tensors):
         return CrossingTensors(tensors, writable=writable, traffic=traffic)
     return FlatTensors(tensors, writable=writable)
@@ -251,7 +255,15 @@ def flat_tensors(
 
 @contextmanager
 def on_host(tensors: object, chunk: int, pieces: Sequence[Piece]) -> Iterator[None]:
-    """Have parts of tensors in host memory within the block, and send all of them back after it."""
+    """Hold parts of tensors in host memory within the block, and send all of them back after it.
+
+    Does nothing if `tensors` are not `CrossingTensors`.
+
+    Args:
+        tensors: Source of the views.
+        chunk: Index of the chunk.
+        pieces: Parts of parameters to hold; each parameter at most once.
+    """
     if not isinstance(tensors, CrossingTensors):
         yield
         return

@@ -1,4 +1,4 @@
-"""What orders the others: a step, a seal, a restore, the state as a dict, and the end.
+"""Coordination of an optimizer's work: steps, seals, restores, state dicts, and closing.
 
 This wing may know every wing below it. It never imports `overlap`, the optimizer, `integrations` or
 `cli`.

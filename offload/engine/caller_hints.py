@@ -1,6 +1,6 @@
-"""Which library's loop a call has come from, so that its users are told what they can do.
+"""Hints for users of a training library, which the call stack identifies.
 
-Nothing is imported for it: a library that has called is there already.
+Nothing is imported: a library that has made a call is imported already.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _SAVES = {
         for package in ("lightning.pytorch", "pytorch_lightning")
     },
 }
-"""What writes a folder, by module and function: what becomes of it, and what helps."""
+"""Functions that write checkpoints, by module and name: the consequence for the user, and the
+remedy."""
 
 _RESUMES = {
     "transformers.trainer": (
@@ -37,23 +38,24 @@ _RESUMES = {
     "lightning.pytorch.trainer.trainer": "pass ckpt_path= to Trainer.fit()",
     "pytorch_lightning.trainer.trainer": "pass ckpt_path= to Trainer.fit()",
 }
-"""How users of a library go on from a checkpoint, by the module that runs their training."""
+"""Advice on continuing from a checkpoint, by the module that runs the training."""
 
 _TAKES_BACK = ("accelerate.optimizer", "__init__")
-"""What loads at once the state dict that it takes: nothing is written."""
+"""Function that immediately loads the state dict that it takes, so that nothing is written."""
 
 _NEAR = 16
-"""Frames between a library's save and the optimizer's `state_dict`: wrappers and decorators."""
+"""Most frames between a library's save and the optimizer's `state_dict`: wrappers and
+decorators."""
 
 
 def warn_unsealed(directory: str, step: int) -> None:
-    """Warn that `state_dict` returns a reference to a state that nobody has sealed.
+    """Warn that `state_dict` returns a reference to a state that has not been sealed.
 
-    The warning points at the caller of `state_dict`, two calls above the caller of this. It is left
-    out if that caller is known to keep nothing of the reference.
+    The warning points at the caller of `state_dict`, two calls above the caller of this function.
+    There is no warning if that caller is known to keep nothing of the reference.
 
     Args:
-        directory: Of the store.
+        directory: The store's first directory.
         step: Optimizer steps taken.
     """
     lost = "the reference that state_dict() has returned cannot be resumed from"
@@ -76,7 +78,7 @@ def warn_unsealed(directory: str, step: int) -> None:
 
 
 def how_to_resume() -> str:
-    """Return what to do to go on from the newest checkpoint, in the words of whose loop it is."""
+    """Return advice on continuing from the newest checkpoint, for the library that calls."""
     for module, _ in _callers():
         if module in _RESUMES:
             return _RESUMES[module]
@@ -84,7 +86,7 @@ def how_to_resume() -> str:
 
 
 def _callers() -> Iterator[tuple[str, str]]:
-    """Yield module and function of each call that is under way, the innermost one first."""
+    """Yield the module and function name of each call under way, the innermost one first."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""One pass of the state through the update: chunk by chunk from a source slot to a target."""
+"""One pass of the state through the update: chunk by chunk, from a source slot to a target slot."""
 
 from __future__ import annotations
 
@@ -19,43 +19,48 @@ from offload.stream.streamer import Streamer
 from offload.update.rules import Scalars
 
 STEP_THREAD = "offload-step"
-"""Name of threads that run a pass beside the model."""
+"""Name of the threads that run a pass beside the model."""
 
 
 class ChunkWork(Protocol):
-    """What is done to the chunks of a pass: a step, or filling them with other state."""
+    """Work on the chunks of a pass: a step, or filling the chunks with other state."""
 
     @property
     def device(self) -> torch.device:
-        """Where it wants a chunk to be: where the frames are, or the CPU."""
+        """Device on which the work needs a chunk: that of the frames, or the CPU."""
         ...
 
     def touched(self, chunk: int) -> bool:
-        """Return whether there is anything to do to a chunk, even if the state does not move."""
+        """Return whether the work changes a chunk, even if the state stays in its slot."""
         ...
 
     def update(
         self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
     ) -> None:
-        """Change a chunk in place, given just its range of each state array, as it is stored.
+        """Change a chunk in place.
 
-        `digests`, if there are any, may be told what has been written, as soon as it has.
+        Args:
+            chunk: Index of the chunk.
+            arrays: The chunk's range of each state array, by name, in the stored dtype.
+            digests: Is told of each range of bytes as soon as the range is final; None if nothing
+                is to be digested early.
         """
         ...
 
     def prepare(self, chunk: int) -> bool:
-        """Begin what can be done for a chunk before it is updated; more than once does no harm.
+        """Begin the work for a chunk that is possible before its update. Idempotent.
 
-        Returns whether `arrive` is to be called before `update`.
+        Returns:
+            Whether `arrive` must be called before `update`.
         """
         ...
 
     def arrive(self, chunk: int) -> None:
-        """Wait for what `prepare` has begun."""
+        """Wait for the work that `prepare` has begun for a chunk."""
         ...
 
     def fence(self) -> None:
-        """Let the calling thread's work on devices wait for the parameters changed so far."""
+        """Make the calling thread's work on devices wait for the parameters changed so far."""
         ...
 
     def finish(self) -> list[Scalars | None]:
@@ -64,18 +69,18 @@ class ChunkWork(Protocol):
 
 
 class StatePass:
-    """Reads, updates and writes a number of chunks.
+    """Reads, updates and writes a sequence of chunks.
 
     Args:
-        streamer: Moves them.
-        updater: Updates them.
-        step: Number of the step that this is, from 1.
-        source: The slot that holds the state; None if there is none yet.
-        target: The slot to write; the same one, if it is the working slot.
-        chunks: In the order in which to update them.
-        seal: One in flight, which still copies parameters that the update changes.
+        streamer: Ring that moves the chunks.
+        updater: Work that updates the chunks.
+        step: Number of the step, from 1.
+        source: Slot that holds the state; None if there is no state yet.
+        target: Slot to write. It is the source itself if that is the working slot.
+        chunks: Chunks in the order of their update.
+        seal: Seal in flight that still copies parameters which the update changes, or None.
         meter: Counts seconds.
-        run: Spreads what remains of a chunk's digests over threads.
+        run: Computes the remaining digests of a chunk on several threads.
         lock: Held while the updater computes; None if it needs no lock.
     """
 
@@ -98,8 +103,8 @@ class StatePass:
         self.target = target
         self.chunks = chunks
         self.schedule: Iterable[int] = chunks
-        """Yields each of the chunks, in that order, when it may be updated; some may be left out
-        in the end, if `announce` is told."""
+        """Yields the chunks in their order, each as soon as it may be updated. Some of the last
+        chunks may be left out after a call of `announce` without them."""
         self._ring = RingPass(streamer, source=source, target=target, run=run)
         self._model_stops = streamer.layout.model_stops
         self.updater = updater
@@ -108,25 +113,25 @@ class StatePass:
         self._lock = nullcontext() if lock is None else lock
 
     def is_needed(self, chunk: int) -> bool:
-        """Return whether anything is to be done to a chunk: it is stepped, or moves."""
+        """Return whether the pass must process a chunk: it is stepped, or moves to another slot."""
         return self.source is not self.target or self.updater.touched(chunk)
 
     def announce(self, chunks: Sequence[int]) -> None:
-        """Say which chunks are still to come."""
+        """Tell the ring which chunks are still to come."""
         self._ring.announce(chunks)
 
     def run(self, updated: Callable[[int], object] | None = None) -> list[Scalars | None]:
         """Update all chunks; the last writes may still be in progress on return.
 
         Args:
-            updated: Called with each chunk when its parameters have their new values.
+            updated: Called with each chunk after its parameters have received their new values.
 
         Returns:
             The scalar state of each parameter after the step.
 
         Raises:
             gds.StorageError: A transfer failed.
-            DamagedError: The state that was read is not what was written.
+            DamagedError: The state that was read is not the state that was written.
         """
         seal = self._seal
         self.announce(self.chunks)
@@ -149,12 +154,12 @@ class StatePass:
             scalars = self.updater.finish()
         self.updater.fence()
         if seal is not None:
-            # From here on the user may also change what no step does: frozen parameters.
+            # After the pass, the user may also change frozen parameters, which no step changes.
             seal.wait_copied(seal.data_bytes)
         return scalars
 
     def _update(self, chunk: int, frame: Frame) -> None:
         work, digests = self.updater, frame.digests
         with frame.tensors_on(work.device, changes=True) as arrays, self._lock:
-            # Of copies nothing is final before they are sent back.
+            # No byte of a copy is final before the copy has been sent back to the frame.
             work.update(chunk, arrays, digests if frame.device == work.device else None)

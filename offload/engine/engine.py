@@ -36,7 +36,7 @@ from offload.units import size
 
 
 class Engine:
-    """What an optimizer calls.
+    """Carries out the calls of an optimizer, on its training state.
 
     Args:
         state: The state, which the engine closes.
@@ -44,9 +44,9 @@ class Engine:
     """
 
     seals_references = False
-    """Whether somebody seals the state whenever a reference to it is written: an integration."""
+    """Whether an integration seals the state whenever a reference to it is written."""
     has_warned = False
-    """Whether a reference to a state that is not sealed has been warned of."""
+    """Whether the warning about a reference to unsealed state has been given."""
 
     def __init__(self, state: TrainingState, strategy: StepStrategy) -> None:
         self.state = state
@@ -61,7 +61,7 @@ class Engine:
 
     @property
     def position(self) -> Position:
-        """Where the present state is."""
+        """Position of the present state."""
         state, slot = self.state, self.state.slots.present
         sealing = state.seal is not None and state.seal.slot is slot and not state.slots.is_working
         return Position(
@@ -76,7 +76,8 @@ class Engine:
     def require_space(self, groups: Groups) -> None:
         """Check names, parameters, rules and free space; touches nothing.
 
-        Raises whatever would otherwise be raised by the first step. Warns about pins of nothing.
+        Raises the errors that the first step would otherwise raise. Warns about pins of checkpoints
+        that do not exist.
         """
         layout = self.lay_out(groups)
         with stopping(NOTHING_CHANGED):
@@ -84,11 +85,11 @@ class Engine:
             self.store.require_space(layout, len(groups))
 
     def lay_out(self, groups: Groups) -> Layout:
-        """Return how what the groups and the model hold now is laid out; changes nothing."""
+        """Return the layout of the present parameters and model tensors; changes nothing."""
         return self.state.table.describe(groups)[0]
 
     def relayout(self, groups: Groups) -> None:
-        """Follow parameters, and tensors of the model, that are new since the last call.
+        """Update the layout for parameters and model tensors that are new since the last call.
 
         Raises what `TrainingState.relayout` does.
         """
@@ -110,11 +111,11 @@ class Engine:
         """Lay out parameters that were added to the groups, and reserve their space now.
 
         Raises:
-            gds.StorageError: No space; nothing has changed.
+            gds.StorageError: There is no space. Nothing has changed.
         """
         self.strategy.settle("add_param_group()")
         if self.state.table.layout is None:
-            self.state.table.describe(groups)  # what cannot be updated is refused now
+            self.state.table.describe(groups)  # refuses parameters that cannot be updated
         else:
             self.state.lifecycle.require_usable()
             self.relayout(groups)
@@ -138,20 +139,20 @@ class Engine:
         if (
             sealed is not None
             and sealed.manifest.step == state.num_steps
-            # Else there may be one that failed, of a higher generation, which has been given up.
+            # In a poisoned store, a failed seal may have left a newer checkpoint, now abandoned.
             and not store.poisoned
             and is_unchanged(sealed, groups, state.table, stored, state.block_buffers())
-            # Last, as it is what others may change meanwhile.
+            # Checked last, because other programs may change the checkpoint meanwhile.
             and store.is_usable(sealed)
         ):
             return replace_train_state(store, sealed, encoded, metrics)
-        store.warn_of_lost()  # perhaps just now
+        store.warn_of_lost()  # `is_usable` may just have found a loss
         store.keeping.require_replaceable(store.path_of(state.num_steps))
         if state.slots.present is None:
             slot = state.slots.begin(state.layout, len(groups))
         else:
             if not state.slots.is_working:
-                # Nothing was stepped since the last seal, yet the checkpoint must differ from it.
+                # No step was taken since the last seal, yet the new checkpoint differs from it.
                 step_chunks(state, groups, [None] * len(state.table.trainables))
             slot = state.slots.present
         captured = capture(
@@ -204,13 +205,13 @@ class Engine:
         """Make a checkpoint the present state.
 
         Args:
-            found: One of the store's.
-            groups: Of the optimizer.
-            parameters: Whether parameters, buffers and hyper-parameters are loaded, too.
-            verify: Whether the state is read and checked at once; None for what the options say.
+            found: One of the store's checkpoints.
+            groups: ``param_groups`` of the optimizer.
+            parameters: Whether parameters, buffers and hyper-parameters are loaded as well.
+            verify: Whether the state is read and checked at once; None to follow the options.
 
         Raises:
-            DamagedError: It is not what was written; the model may hold parts of it.
+            DamagedError: The content is not what was written. The model may hold parts of it.
         """
         state, store, lifecycle = self.state, self.store, self.state.lifecycle
         trainables, stored = match_checkpoint(
@@ -230,7 +231,7 @@ class Engine:
             state.meter.restore_bytes = load_checkpoint(
                 found, slot, stored, state.block_buffers(), groups
             )
-        slot.unchecked = True  # also if this process wrote it: the first pass reads it again
+        slot.unchecked = True  # the first pass checks the state, even if this process wrote it
         if state.options.verify == "at_restore" if verify is None else verify:
             state.meter.restore_bytes += check_state(
                 state.ring(), slot, state.chunks(), state.meter
@@ -239,7 +240,7 @@ class Engine:
         state.num_steps = found.manifest.step
         state.slots.resume(slot, found)
         lifecycle.decided, lifecycle.broken = True, ""
-        lifecycle.steps_settled = state.meter.steps  # those after the checkpoint are given up
+        lifecycle.steps_settled = state.meter.steps  # steps after the checkpoint are abandoned
         state.meter.restore_s = time.perf_counter() - started
         return checkpoint
 
@@ -253,7 +254,7 @@ class Engine:
         self.store.keeping.pin(name, which)
 
     def synchronize(self) -> None:
-        """Wait until every transfer and seal that was started has ended; raises their errors."""
+        """Wait until every transfer and seal in flight has ended; raise their errors."""
         state = self.state
         self.strategy.settle("synchronize()")
         state.lifecycle.require_usable()
@@ -261,26 +262,26 @@ class Engine:
         state.memory.synchronize()
 
     def describe(self) -> str:
-        """Say in one line where the state is, and how much of it; waits for nothing."""
+        """Say in one line where the state is and how large it is; waits for nothing."""
         layout = self.state.table.layout
         state = f"{size(layout.state_bytes)} of state" if layout else "no state yet"
         closed = ", closed" if self.state.lifecycle.closed else ""
         return f"{self.store.directory}: step {self.num_steps}, {state}{closed}"
 
     def stats(self) -> Stats:
-        """Return the totals so far."""
+        """Return the totals since construction."""
         state = self.state
         return collect_stats(state.meter, state.drives, state.memory.streamer, state.table.layout)
 
     def close(self) -> None:
-        """Wait for what is in flight and let go of everything. Idempotent.
+        """Wait for transfers and seals in flight, and release everything. Idempotent.
 
         Raises:
             SealError: The last seal failed.
         """
         if self.state.lifecycle.is_over:
             return
-        self.strategy.end()  # interrupted here, it can be closed again
+        self.strategy.end()  # after an interrupt here, `close` can be called again
         try:
             self.strategy.raise_late()
         finally:

@@ -1,7 +1,7 @@
-"""Letting go of the engine of an optimizer that nobody has closed.
+"""Closing the engines of optimizers that nobody has closed before they are collected.
 
-Garbage is collected on whatever thread allocates, in the middle of anything. There, an engine may
-not be able to wait for its own threads, or to start another one.
+Garbage collection runs on any thread that allocates, in the middle of any operation. On that
+thread, an engine may be unable to wait for its own threads, or to start another thread.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from offload.update.pool import UPDATE_THREAD
 _OWN_THREADS = (SEAL_THREAD, STEP_THREAD, UPDATE_THREAD, "gds-")
 
 _left_open: list[Engine] = []
-"""Engines of optimizers that were collected where nothing can be waited for."""
+"""Engines of optimizers that were collected on a thread that cannot wait for others."""
 
 
 @in_neutral
 def close_quietly(engine: Engine) -> None:
-    """Close an engine, on this thread or another, now or later; errors are logged only."""
+    """Close an engine, on this thread or another, now or later; errors are only logged."""
     if _is_starting_thread():
         _left_open.append(engine)
         return
     if threading.current_thread().name.startswith(_OWN_THREADS):
-        with suppress(RuntimeError):  # at exit no thread can be started, and none is waited for
+        with suppress(RuntimeError):  # at exit, no thread can be started or waited for
             threading.Thread(target=close_quietly, args=(engine,), name="offload-close").start()
         return
     try:
         engine.close()
     except (OffloadError, OSError) as error:
-        # Nobody is left who could catch it. What has been sealed before is sealed.
+        # No caller is left to catch the error. Checkpoints that were sealed before stay sealed.
         logging.getLogger("offload").error("%s: %s", engine.store.directory, error)
 
 
 @atexit.register
 def close_left_open() -> None:
-    """Close what was put off: when the next optimizer is made, and at exit."""
+    """Close the engines that were put off; called when the next optimizer is made, and at exit."""
     while _left_open:
         close_quietly(_left_open.pop())
 
 
 def _is_starting_thread() -> bool:
-    # A thread that is just being started holds locks that joining or starting another one needs.
-    # Asked of the module's own table, since its functions take those locks.
+    """Return whether this thread is only being started."""
+    # A thread that is being started holds locks that joining or starting another thread needs.
+    # The functions of `threading` take those locks, so its own table is read instead.
     return threading.get_ident() not in getattr(threading, "_active", {threading.get_ident()})

@@ -1,4 +1,4 @@
-"""When an optimizer refuses to go on, and what it says to do about it."""
+"""Guards of an engine's public calls, and the advice in their errors."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _log = logging.getLogger("offload")
 
 
 class Lifecycle:
-    """The part of an engine that knows whether it can be used.
+    """The part of an engine that knows whether the engine can be used.
 
     Args:
-        store: Opened by this process.
+        store: Store that this process has opened.
         memory: Memory of the state, which knows whether a transfer has failed.
-        decided: Whether it is clear what becomes of the checkpoints in the store.
+        decided: Whether the store has no checkpoints, or the user has decided about them.
     """
 
     def __init__(self, store: Store, memory: WorkingMemory, *, decided: bool) -> None:
         self.store = store
         self._memory = memory
         self.decided = decided
-        """Whether it is clear what becomes of the checkpoints in the store."""
+        """Whether the store has no checkpoints, or the user has decided about them."""
         self._pid = os.getpid()
         self.closed = False
         self.broken = ""
-        """Why the working state is torn, if it is."""
+        """Reason why the working state is torn; empty if it is not."""
         self.steps_settled = self.steps_in_seal = 0
-        """How many of this optimizer's steps a checkpoint has, or a restore has given up; and how
-        many the seal that began last will have."""
+        """Two counts of this optimizer's steps: the steps that a checkpoint has or a restore has
+        abandoned, and the steps that the newest seal will have."""
 
     @property
     def is_over(self) -> bool:
@@ -64,7 +64,11 @@ class Lifecycle:
             )
 
     def say_what_is_lost(self, num_steps: int) -> None:
-        """Log that no checkpoint has the last steps of this optimizer."""
+        """Log that no checkpoint has the last steps of this optimizer.
+
+        Args:
+            num_steps: Number of these steps.
+        """
         newest = self.store.newest
         is_one = num_steps == 1
         _log.warning(
@@ -76,7 +80,7 @@ class Lifecycle:
         )
 
     def remedy(self) -> str:
-        """Say how to go on from a state that is torn."""
+        """Return advice on going on from a state that is torn."""
         newest = self.store.newest
         if newest is None and self.store.refused:
             return (

@@ -1,8 +1,8 @@
-"""What `state_dict()` returns: where the state is, not the state.
+"""References to state: the result of `state_dict()` says where the state is, and does not hold it.
 
-A reference names a store, a step and a generation, all by value. It is loaded where it names what
-the optimizer is at already, or a sealed checkpoint of its store. A step number alone would not do:
-after going back to an older checkpoint, a store has another step 5 than the one it had before.
+A reference names a store, a step and a generation, all by value. It can be loaded if it names the
+state that the optimizer is at already, or a sealed checkpoint of its store. A step number alone
+would be ambiguous: after going back to an older checkpoint, a store has another step 5 than before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload.errors import MismatchError
@@ -24,7 +25,7 @@ _PREFIX = "offload-reference"
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the state of an optimizer is."""
+    """Location of an optimizer's state."""
 
     store: str
     """Identity of the store."""
@@ -33,16 +34,16 @@ class Position:
     """Optimizer steps taken."""
 
     generation: int
-    """Of the slot that holds the state; 0 if no parameter has state yet."""
+    """Generation of the slot that holds the state; 0 if no parameter has state yet."""
 
     run: str
-    """Names the optimizer object: what is not sealed exists for it only."""
+    """Identity of the optimizer object. State that is not sealed exists for this object only."""
 
     sealed: bool
-    """Whether the state is a checkpoint, or one is being made of it."""
+    """Whether the state is a checkpoint, or is being sealed."""
 
     def is_same_as(self, other: Position) -> bool:
-        """Return whether both are the same state; `self` is what the optimizer is at."""
+        """Return whether both positions are of the same state; `self` is that of the optimizer."""
         mine = (self.store, self.step, self.generation)
         if mine != (other.store, other.step, other.generation):
             return False
@@ -55,19 +56,20 @@ class Position:
 
 
 def is_reference(state_dict: Mapping[str, Any]) -> bool:
-    """Return whether this is a reference, of any version, rather than a torch state dict."""
+    """Return whether a state dict is a reference, of any version, rather than torch's own form."""
     return str(state_dict.get("format", "")).startswith(_PREFIX)
 
 
 def reference_to(position: Position, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn torch's state dict into a reference: builtins only, nothing shared with the optimizer.
+    """Return a reference to a position, which shares nothing with the optimizer.
 
-    It has no ``state``, so that code which takes it for the state itself fails (`KeyError`), rather
-    than going on with no state at all.
+    Scalar tensors and NumPy values become builtins; other values are copied. A reference has no
+    ``state``, so that code which takes it for the state itself fails (`KeyError`), instead of going
+    on with no state at all.
 
     Args:
-        position: What it refers to.
-        state_dict: With ``param_groups``, and a ``state`` that is left out.
+        position: Position that the reference names.
+        state_dict: torch's state dict with ``param_groups``. Its ``state`` is left out.
     """
     return {
         **{key: copy.deepcopy(v) for key, v in state_dict.items() if key != "state"},
@@ -87,10 +89,10 @@ def reference_to(position: Position, state_dict: Mapping[str, Any]) -> dict[str,
 def read_reference(
     state_dict: Mapping[str, Any],
 ) -> tuple[Position, list[dict[str, Any]]]:
-    """Return what a reference refers to, and the hyper-parameters of its groups.
+    """Return the position that a reference names, and the hyper-parameters of its groups.
 
     Raises:
-        MismatchError: It is of another version, or not complete.
+        MismatchError: The reference is of another version, or is incomplete.
     """
     if state_dict.get("format") != REFERENCE_FORMAT:
         raise MismatchError(
@@ -113,15 +115,15 @@ def read_reference(
 
 
 def find_referenced(store: Store, wanted: Position, present: Position) -> StoredCheckpoint:
-    """Return the sealed checkpoint that a reference names, which must be the store's newest.
+    """Return the sealed checkpoint that a reference names, if it is the store's newest.
 
     Args:
-        store: Of the optimizer.
-        wanted: What the reference names.
-        present: What the optimizer is at.
+        store: Store of the optimizer.
+        wanted: Position that the reference names.
+        present: Present position of the optimizer.
 
     Raises:
-        MismatchError: As `find_sealed`, or it is not the newest.
+        MismatchError: The checkpoint cannot be found, as in `find_sealed`, or is not the newest.
     """
     checkpoint = find_sealed(store, wanted, present)
     if checkpoint is not store.newest:
@@ -136,12 +138,13 @@ def find_sealed(store: Store, wanted: Position, present: Position) -> StoredChec
     """Return the sealed checkpoint that a reference names, whether or not there are newer ones.
 
     Args:
-        store: Of the optimizer.
-        wanted: What the reference names.
-        present: What the optimizer is at.
+        store: Store of the optimizer.
+        wanted: Position that the reference names.
+        present: Present position of the optimizer.
 
     Raises:
-        MismatchError: It is of another store, has never been sealed, or is not there any more.
+        MismatchError: The reference is to another store, its state has never been sealed, or its
+            checkpoint does not exist any more.
     """
     usable = [c for c in store.checkpoints if not c.superseded]
     at = f"load_state_dict() got a reference to {wanted}"
@@ -150,7 +153,7 @@ def find_sealed(store: Store, wanted: Position, present: Position) -> StoredChec
             f"{at}, which was taken before the first step of another optimizer: it names no state "
             f"that there ever was. This optimizer is at {present}, in {store.directory}"
         )
-    if not wanted.sealed:  # said first: a store without checkpoints has no lasting identity
+    if not wanted.sealed:  # checked first: a store without checkpoints has no lasting identity
         raise MismatchError(_never_sealed(store, wanted, present, usable))
     if wanted.store != present.store:
         other = (
@@ -179,7 +182,7 @@ def find_sealed(store: Store, wanted: Position, present: Position) -> StoredChec
 def _never_sealed(
     store: Store, wanted: Position, present: Position, usable: Sequence[StoredCheckpoint]
 ) -> str:
-    """Say what has become of a state that was not sealed when a reference to it was made."""
+    """Return the message about a state that was not sealed when a reference to it was made."""
     named = (wanted.store, wanted.step, wanted.generation)
     later = [
         c.path
@@ -207,20 +210,25 @@ def _never_sealed(
 
 
 def _by_value(value: Any) -> Any:
-    """Return a copy made of builtins: a tensor is tagged, with its dtype."""
+    """Return a copy of a value: a scalar tensor as a dict with its value, dtype and shape.
+
+    Plain lists and tuples are copied with their items, and NumPy scalars become builtins.
+    Everything else is copied as a whole.
+    """
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             return value.detach().clone()
         dtype = str(value.dtype).removeprefix("torch.")
         return {"tensor": value.item(), "dtype": dtype, "shape": list(value.shape)}
-    if isinstance(value, list | tuple):
-        return type(value)([_by_value(v) for v in value]) if type(value) in (list, tuple) else value
-    if type(value).__module__ == "numpy":
+    if type(value) in (list, tuple):
+        return type(value)([_by_value(v) for v in value])
+    if isinstance(value, np.generic):
         return value.item()
     return copy.deepcopy(value)
 
 
 def _from_value(value: Any) -> Any:
+    """Return the value that `_by_value` has copied, with scalar tensors on the CPU."""
     if isinstance(value, dict) and value.keys() == {"tensor", "dtype", "shape"}:
         dtype = getattr(torch, str(value["dtype"]), None)
         if not isinstance(dtype, torch.dtype):

@@ -1,4 +1,4 @@
-"""A checkpoint of a step that has been sealed already: nothing but the train state can differ."""
+"""Repeated checkpoints of one step: only the train state and the metrics can differ."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def is_unchanged(
     stored: Sequence[Stored],
     buffers: BlockBuffers,
 ) -> bool:
-    """Return whether hyper-parameters, parameters and buffers are, to the bit, what was sealed.
+    """Return whether hyper-parameters, parameters and buffers equal the sealed ones, bit for bit.
 
-    Reads memory, not storage. The optimizer state cannot differ: no step has been taken.
+    Reads memory, not storage. The optimizer state cannot differ, because no step has been taken.
 
     Args:
-        sealed: The checkpoint that the optimizer is at.
-        groups: ``param_groups`` now.
-        table: The layout now.
-        stored: The tensors of the model file now.
-        buffers: Memory for copying them.
+        sealed: Checkpoint that the optimizer is at.
+        groups: Present ``param_groups``.
+        table: Table of the parameters, with the present layout.
+        stored: Present tensors of the model file.
+        buffers: Memory for copying the tensors.
     """
     manifest, slot = sealed.manifest, sealed.slot
     if slot is None or manifest.layout != table.layout:
@@ -57,13 +57,13 @@ def replace_train_state(
     Each of the two is replaced atomically, the train state first.
 
     Args:
-        store: Holds the checkpoint.
-        sealed: The checkpoint.
-        encoded: What its train state is to be.
-        metrics: What its metrics are to be; None leaves them as they are.
+        store: Store that holds the checkpoint.
+        sealed: Checkpoint to change.
+        encoded: New train state, encoded.
+        metrics: New metrics; None leaves them as they are.
 
     Raises:
-        gds.StorageError: No space; what had not been replaced is what it was.
+        gds.StorageError: There is no space. Whichever of the two was not replaced is unchanged.
     """
     checkpoint = Checkpoint(store.backend, sealed.path, sealed.manifest, store.directories[1:])
     present, capacity_bytes = checkpoint.read_train_state()

@@ -1,7 +1,7 @@
-"""Continuing from a checkpoint: match it with the live model, then load parameters only.
+"""Continuing from a checkpoint: match it with the live model, then load the parameters.
 
-The optimizer state is not touched: it is used where it lies. Everything is matched by name before
-anything is changed.
+The optimizer state is not read: the next step reads it from the checkpoint. Everything is matched
+by name before anything is changed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ADVICE = {
         "if this is another run, give it another directory=, or pass fresh=True to start over"
     ),
 }
-"""What to do about a checkpoint of another model."""
+"""Advice for the user about a checkpoint of another model."""
 
 
 def choose_checkpoint(
@@ -50,12 +50,17 @@ def choose_checkpoint(
 ) -> StoredCheckpoint | None:
     """Return the checkpoint to restore; None if there is none and none was asked for.
 
-    Warns about directories that look like checkpoints and cannot be used.
+    Warns about directories that look like checkpoints but cannot be used.
+
+    Args:
+        store: Store of the optimizer.
+        which: Step number, or path or name of the checkpoint's directory; None for the newest.
+        discard_newer: Whether newer checkpoints may be given up.
 
     Raises:
-        CheckpointNotFoundError: There is none of that name or step.
+        CheckpointNotFoundError: No checkpoint has that step, path or name.
         CheckpointError: There are checkpoints, but none can be used.
-        MismatchError: There are newer ones, and `discard_newer` is not set.
+        MismatchError: There are newer checkpoints, and `discard_newer` is not set.
     """
     reasons = said_once([seen_from(path, reason) for path, reason in store.refused])
     for (path, _), reason in zip(store.refused, reasons, strict=True):
@@ -80,14 +85,19 @@ def choose_checkpoint(
 def give_up_damaged(
     store: Store, damaged: StoredCheckpoint, error: DamagedError, which: int | str | None
 ) -> StoredCheckpoint | None:
-    """Quarantine a checkpoint, and choose another one, with a warning.
+    """Quarantine a damaged checkpoint, and choose the newest one left, with a warning.
+
+    Args:
+        store: Store of the optimizer.
+        damaged: Checkpoint that was found damaged.
+        error: Error that describes the damage.
+        which: Checkpoint that the user asked for; None for the newest.
 
     Returns:
-        The newest that is left; None if there is none, or if it was the damaged one that was asked
-        for.
+        The newest checkpoint left; None if there is none, or if the user asked for the damaged one.
 
     Raises:
-        DamagedError: The one before it was given up as well: a person has to look.
+        DamagedError: A newer checkpoint was quarantined already, so a person has to look.
     """
     if refusal := give_up(store, damaged, error):
         raise DamagedError(f"{error}. {refusal}") from error
@@ -109,18 +119,26 @@ def match_checkpoint(
     rule: UpdateRule,
     state_format: StateFormat,
 ) -> tuple[list[Trainable], list[Stored]]:
-    """Find the live tensor for everything that a checkpoint holds, by name.
+    """Find, by name, the live tensor for every tensor of a checkpoint.
 
-    Hyper-parameters are the checkpoint's, as in torch's `load_state_dict`. A parameter that has
-    state and is frozen now keeps its state, and is not stepped. One that was frozen when the
-    checkpoint was made and is trained now joins with the next step, as an added one does.
+    The hyper-parameters are those of the checkpoint, as in torch's `load_state_dict`. A parameter
+    that has state and is frozen now keeps its state, and is not stepped. A parameter that was
+    frozen when the checkpoint was made and is trained now joins with the next step, like an added
+    one.
+
+    Args:
+        checkpoint: Checkpoint to match.
+        groups: ``param_groups`` of the optimizer.
+        model: Model of the optimizer, or None.
+        rule: Update rule of the optimizer.
+        state_format: Form in which the optimizer stores its state.
 
     Returns:
         The trainable parameters in the checkpoint's order, and the tensors of its model file.
 
     Raises:
-        MismatchError: Another optimizer class, other groups, or other names, shapes or dtypes.
-        CheckpointError: Its hyper-parameters or scalar state are none that this class can have.
+        MismatchError: The optimizer class, the groups, or names, shapes or dtypes are different.
+        CheckpointError: The class cannot have the checkpoint's hyper-parameters or scalar state.
     """
     manifest, path = checkpoint.manifest, checkpoint.path
     if manifest.optimizer != rule.class_name:
@@ -149,7 +167,7 @@ def match_checkpoint(
     }
     held = {tensor.name for tensor in manifest.layout.model}
     for name in live.keys() & held - saved_specs.keys():
-        del live[name]  # it was frozen then, and joins with the next step
+        del live[name]  # it was frozen in the checkpoint, and joins with the next step
     live |= _not_given(manifest, restored, model, rule, state_format, live.keys(), path)
     check_same(
         {n: (s.dtype, s.shape) for n, s in saved_specs.items()},
@@ -192,12 +210,13 @@ def _not_given(
     given: Container[str],
     path: str,
 ) -> dict[str, Trainable]:
-    """Find parameters of the model that have state and are in no group: it is kept for them.
+    """Find parameters of the model that have state but are in no group; their state is kept.
 
-    They are frozen now, or had been taken out of their group by then.
+    These parameters are frozen now, or had been taken out of their group before the checkpoint.
 
     Raises:
-        MismatchError: One is neither.
+        MismatchError: A parameter requires gradients, and may have been in a group of the
+            checkpoint.
     """
     parameters = {} if model is None else dict(model.named_parameters())
     names = [tensor.name for tensor in manifest.layout.model]
@@ -229,10 +248,17 @@ def load_checkpoint(
     buffers: BlockBuffers,
     groups: Sequence[dict[str, Any]],
 ) -> int:
-    """Load parameters, buffers and hyper-parameters in place; returns the bytes read.
+    """Load parameters, buffers and hyper-parameters in place; return the number of bytes read.
+
+    Args:
+        checkpoint: Checkpoint to load.
+        slot: Open files of the checkpoint.
+        stored: Live tensors of the model file.
+        buffers: Memory for copying tensors.
+        groups: ``param_groups`` of the optimizer.
 
     Raises:
-        DamagedError: The model file is damaged; some parameters may have been overwritten.
+        DamagedError: The model file is damaged. Some parameters may have been overwritten.
     """
     manifest = checkpoint.manifest
     tensors = {item.spec.name: item.tensor for item in stored}

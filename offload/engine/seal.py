@@ -1,9 +1,10 @@
-"""Turning the working slot into a checkpoint, behind training.
+"""Sealing: turns the working slot into a checkpoint, behind training.
 
-`Seal` captures by value what the next forward may change (buffers, train state, hyper-parameters)
-and leaves the rest to a thread: write the parameters from the live tensors, make everything
-durable, rename. The parameters do not change until the next step, and that step waits, chunk by
-chunk, until the seal has copied what it is about to overwrite.
+`capture` copies everything that the next forward pass may change (buffers, train state,
+hyper-parameters). `Seal` leaves the rest to a thread, which writes the parameters from the live
+tensors, makes everything durable, and renames the slot. The parameters do not change until the next
+step. That step waits, chunk by chunk, until the seal has copied the parameters that the step is
+about to overwrite.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ SEAL_THREAD = "offload-seal"
 
 
 class SealHandle:
-    """A checkpoint that is being sealed, or has been.
+    """Handle of a checkpoint that is being sealed, or has been sealed.
 
-    It becomes durable by itself; nothing needs to be called. If sealing fails, `result`, the next
-    `step` and the next `checkpoint` raise the error.
+    The checkpoint becomes durable by itself; nothing needs to be called. If sealing fails,
+    `result`, the next `step` and the next `checkpoint` raise the error.
     """
 
     def __init__(self, step: int) -> None:
         self.step = step
-        """Optimizer steps that the checkpoint will stand for."""
+        """Number of optimizer steps after which the checkpoint was asked for."""
         self._future: Pending[Checkpoint] = Pending()
 
     def done(self) -> bool:
-        """Return whether sealing has ended, well or badly."""
+        """Return whether sealing has ended, with success or with an error."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Checkpoint:
@@ -66,8 +67,8 @@ class SealHandle:
             timeout: Seconds to wait; None waits for ever.
 
         Raises:
-            SealError: It could not be sealed; older checkpoints are untouched.
-            TimeoutError: It is still being sealed.
+            SealError: The checkpoint could not be sealed. Older checkpoints are untouched.
+            TimeoutError: The checkpoint is still being sealed after `timeout` seconds.
         """
         return self._future.result(timeout)
 
@@ -81,11 +82,11 @@ class SealHandle:
         return f"SealHandle(step={self.step}, done={self.done()})"
 
     def wait(self) -> None:
-        """Wait until sealing has ended, well or badly."""
+        """Wait until sealing has ended, with success or with an error."""
         self._future.wait()
 
     def fail(self, error: SealError) -> None:
-        """Make `result` raise an error: it will never be sealed."""
+        """Make `result` raise an error, because the checkpoint will never be sealed."""
         self._future.set_exception(error)
 
     @classmethod
@@ -98,37 +99,37 @@ class SealHandle:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What a checkpoint is, as of the moment at which it was asked for."""
+    """Content of a checkpoint, as of the moment at which it was asked for."""
 
     manifest: Manifest
-    """Digests are filled in as they become known."""
+    """Manifest of the checkpoint. Its digests are filled in as they become known."""
 
     train_state: bytes
-    """Packed, of just the size of the slot's file."""
+    """Packed train state, of exactly the size of the slot's file."""
 
     stored: Sequence[Stored]
-    """The tensors of the model file: copies of those that a forward changes."""
+    """Tensors of the model file. Those that a forward pass changes are copies."""
 
     versions: Mapping[str, int]
-    """By name of each that is not a copy: how often it had been changed in place by then."""
+    """Number of in-place changes of each tensor that is not a copy, by name, at that moment."""
 
     marks: Marks
-    """Where the streams of devices were at that moment."""
+    """Positions in the streams of devices at that moment."""
 
     handle: SealHandle
-    """What the caller has got."""
+    """Handle that the caller has received."""
 
 
 class Seal:
     """One seal in flight.
 
     Args:
-        store: Where the slot belongs; `Store.begin_seal` has been called.
-        slot: The working slot.
-        captured: What the checkpoint is.
+        store: Store of the slot. `Store.begin_seal` must be called before `start`.
+        slot: Working slot that holds the state.
+        captured: Content of the checkpoint.
         buffers: Memory for copying tensors.
-        flush: What of the state is not in the slot yet.
-        meter: Counts the seconds that others wait for it.
+        flush: State that is not in the slot yet.
+        meter: Counts the seconds that other threads wait for the seal.
     """
 
     def __init__(
@@ -157,12 +158,12 @@ class Seal:
         for item in captured.stored:
             name = item.spec.name
             tensors[name] = item.tensor
-            if not item.by_value and not item.tensor.is_inference():  # those have no version
+            if not item.by_value and not item.tensor.is_inference():  # these have no version
                 stop = entries[name].stop
                 self._versions.append((name, item.tensor, captured.versions[name], stop))
         self._versions.sort(key=lambda version: version[3], reverse=True)
         self._model_bytes = 0
-        """Written to the model file."""
+        """Bytes written to the model file."""
         header = manifest.layout.model_header
         trained = {spec.name for spec in manifest.layout.parameters}
         changing = {s.spec.name for s in captured.stored if s.tensor.requires_grad} & trained
@@ -171,10 +172,11 @@ class Seal:
         self._image = ModelImage(header, tensors, captured.marks, buffers.traffic)
 
     def start(self, succeeded: Callable[[int, float], None]) -> None:
-        """Seal on a thread of its own, which the interpreter waits for before it exits.
+        """Seal on a new thread, which the interpreter waits for before it exits.
 
         Args:
-            succeeded: Called at the end with bytes written and seconds taken, if all went well.
+            succeeded: Called with the number of bytes written and the seconds taken, if the seal
+                succeeds.
         """
         try:
             target = in_neutral(self.run)
@@ -184,22 +186,28 @@ class Seal:
             self.run(succeeded)
 
     def cancel(self) -> bool:
-        """Keep a seal from beginning; False if it has begun."""
+        """Keep the seal from beginning; return False if it has begun."""
         return self._claim()
 
     def _claim(self) -> bool:
-        """Return whether the caller is the first to ask: that one runs the seal, or cancels it."""
+        """Return True to the first caller only, which then runs the seal or cancels it."""
         with self._progress:
             is_first, self._is_claimed = not self._is_claimed, True
             return is_first
 
     def run(self, succeeded: Callable[[int, float], None]) -> None:
-        """Seal, if that is not cancelled. Never raises: the outcome is in `handle`."""
+        """Seal, unless the seal has been cancelled. Never raises: the outcome is in `handle`.
+
+        Args:
+            succeeded: Called with the number of bytes written and the seconds taken, if the seal
+                succeeds.
+        """
         if not self._claim():
             return
         started = time.perf_counter()
         try:
-            # A step that has begun since waits for this thread, and readers of parameters for it.
+            # A step that has begun since waits for this thread, and reading a watched parameter
+            # waits for that step. With watching off, this thread does not wait for itself.
             with torch._C.DisableTorchFunctionSubclass():
                 checkpoint = self._seal()
         except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
@@ -208,8 +216,8 @@ class Seal:
                 f"before are untouched: {reason_of(error)}"
             )
             failure.__cause__ = error
-            # A write that failed has left the file as it was: nothing of it is known any more, and
-            # what it is read to be may be in a cache only.
+            # After a failed write the content of the file is unknown, and data read back from it
+            # may exist only in a cache.
             self.slot.model_leaves.forget(readable=False)
             self._flush.abandon()
             self._finish()
@@ -217,17 +225,18 @@ class Seal:
         else:
             succeeded(self._written_bytes(), time.perf_counter() - started)
             self._finish()
-            # Who hears of it may take as much memory again before this thread has ended.
+            # The thread that waits for the result may take as much memory again before this
+            # thread has ended.
             del self._buffers, self._flush
             self.handle._future.set_result(checkpoint)
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of the model file's data: what there is to copy."""
+        """Bytes of the model file's data, all of which the seal copies from the model."""
         return self._image.data_bytes
 
     def wait_copied(self, nbytes: int) -> None:
-        """Wait until that many bytes of the model file's data have been copied from the model."""
+        """Wait until `nbytes` bytes of the model file's data have been copied from the model."""
         if self._copied >= nbytes:
             return
         with self._meter.timed("wait_seal_s"):
@@ -279,12 +288,12 @@ class Seal:
     def _finish(self) -> None:
         self._store.end_seal()
         with self._progress:
-            self._copied = 1 << 62  # nobody needs to wait any longer, whatever became of it
+            self._copied = 1 << 62  # no thread needs to wait any longer, whatever the outcome
             self._progress.notify_all()
 
     def _clone_source(self) -> CloneSource | None:
         """Return the newest checkpoint's model file, if it can be cloned from."""
-        newest = self._store.newest  # which stays what it is until this seal has ended
+        newest = self._store.newest  # it stays the newest until this seal has ended
         source = newest.slot if newest is not None else None
         header = self._manifest.layout.model_header
         if newest is None or source is None or not len(source.model_leaves):
@@ -293,7 +302,7 @@ class Seal:
             return None
         try:
             if not self._store.is_usable(newest):
-                return None  # somebody has marked or replaced it, beside the training
+                return None  # it was quarantined or replaced while training runs
         except StorageError:
             return None
         return CloneSource(source.model, source.model_leaves, self._trained)
@@ -312,22 +321,22 @@ def capture(
     train_state: EncodedState,
     metrics: Mapping[str, float],
 ) -> Captured:
-    """Capture by value what a checkpoint of this moment is, apart from its parameters.
+    """Capture by value the content of a checkpoint of this moment, apart from its parameters.
 
-    Everything that can be too large fails here, before a checkpoint is withdrawn.
+    Data that is too large fails here, before a checkpoint is withdrawn.
 
     Args:
         groups: ``param_groups`` of the optimizer.
-        table: Its parameters, and their scalar state.
-        stored: What ``model.safetensors`` will have.
-        slot: Has the state.
+        table: Parameters of the optimizer, and their scalar state.
+        stored: Tensors that ``model.safetensors`` will have.
+        slot: Slot that holds the state.
         step: Optimizer steps taken.
-        train_state: The user's.
-        metrics: The user's, checked.
+        train_state: Encoded train state of the user.
+        metrics: Checked metrics of the user.
 
     Raises:
-        OffloadError: The hyper-parameters do not fit into what the slot reserves.
-        TypeError: A hyper-parameter cannot be stored; names it.
+        OffloadError: The hyper-parameters do not fit into the space that the slot reserves.
+        TypeError: A hyper-parameter cannot be stored. The message names it.
         offload.format.train_state.TrainStateTooLargeError: The train state does not fit.
     """
     manifest = _describe(groups, table, stored, slot, step, metrics)
@@ -342,11 +351,12 @@ def capture(
 
 
 def versions_of(stored: Iterable[Stored]) -> dict[str, int]:
-    """Return how often tensors that a seal does not copy at once have been changed in place.
+    """Return how often each tensor that a seal does not copy at once has been changed in place.
 
-    Those that were made in inference mode do not count their changes, and are left out.
+    The result is by name. Tensors that were made in inference mode do not count their changes, and
+    are left out.
     """
-    # A step may be changing them beside the model. This does not wait for it.
+    # A step beside the model may be changing the tensors. Watching is off, so this does not wait.
     with torch._C.DisableTorchFunctionSubclass():
         return {
             item.spec.name: item.tensor._version
@@ -363,7 +373,7 @@ def _describe(
     step: int,
     metrics: Mapping[str, float],
 ) -> Manifest:
-    """Return the manifest of a seal; digests are placeholders yet."""
+    """Return the manifest of a seal, with placeholders for its digests."""
     layout = slot.layout
     manifest = Manifest(
         store_id=slot.context.store_id,
@@ -394,5 +404,5 @@ def _parameter_order(
     positions = {tensor.name: position for position, tensor in enumerate(layout.model)}
     known = {item.tensor: positions[item.spec.name] for item in stored}
     if any(p not in known for group in groups for p in group["params"]):
-        return None  # a frozen parameter that is not the model's
+        return None  # a frozen parameter that does not belong to the model
     return tuple(tuple(known[p] for p in group["params"]) for group in groups)

@@ -1,4 +1,4 @@
-"""Taking the state of an optimizer out, and putting state from elsewhere in, through the ring."""
+"""Reading an optimizer's whole state, and replacing it by other state, through the ring."""
 
 from __future__ import annotations
 
@@ -28,9 +28,13 @@ from offload.update.filler import ParameterState, StateFiller
 
 
 def refer(engine: Engine, torch_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a reference of torch's state dict; see `OffloadedOptimizer.state_dict`.
+    """Make a reference from torch's state dict; see `OffloadedOptimizer.state_dict`.
 
-    Only that method calls this function: a warning points at the caller of the method.
+    Only that method may call this, because a warning points at the caller of that method.
+
+    Args:
+        engine: Engine of the optimizer.
+        torch_dict: torch's state dict of the optimizer.
     """
     position = engine.position
     if position.step and not position.sealed and not engine.seals_references:
@@ -41,7 +45,17 @@ def refer(engine: Engine, torch_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any]) -> None:
-    """Go where a reference says; see `OffloadedOptimizer.load_state_dict`."""
+    """Load a reference; see `OffloadedOptimizer.load_state_dict`.
+
+    Args:
+        engine: Engine of the optimizer.
+        groups: ``param_groups`` of the optimizer.
+        reference: Reference to the present state, or to the newest checkpoint of the store.
+
+    Raises:
+        MismatchError: The reference names another state, or does not fit the optimizer.
+        DamagedError: The state of the checkpoint is damaged.
+    """
     wanted, hyper = read_reference(reference)
     if not engine.position.is_same_as(wanted):
         found = find_referenced(engine.store, wanted, engine.position)
@@ -63,7 +77,7 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
 
     Raises:
         gds.StorageError: A transfer failed.
-        DamagedError: What was read is not what was written.
+        DamagedError: The data read differs from the data written.
     """
     state = engine.state
     state.lifecycle.require_usable()
@@ -94,7 +108,17 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
 
 
 def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
-    """Stream a torch state dict into the store; see `OffloadedOptimizer.load_state_dict`."""
+    """Stream a torch state dict into the store; see `OffloadedOptimizer.load_state_dict`.
+
+    Args:
+        engine: Engine of the optimizer.
+        groups: ``param_groups`` of the optimizer.
+        state_dict: State dict with ``state`` and ``param_groups``, as torch's optimizers return
+            it.
+
+    Raises:
+        MismatchError: The state dict does not fit the optimizer.
+    """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise MismatchError(
             f"load_state_dict() got a dict with the keys {sorted(map(str, state_dict))}, "

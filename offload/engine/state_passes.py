@@ -22,11 +22,11 @@ from offload.update.updater import ChunkUpdater
 def step_chunks(
     state: TrainingState, groups: Groups, gradients: Sequence[torch.Tensor | None]
 ) -> None:
-    """Read, update and write every chunk that needs it; all of them if the state moves.
+    """Read, update and write every chunk that needs it, or all chunks if the state moves.
 
     Args:
         state: The state.
-        groups: Of the optimizer.
+        groups: ``param_groups`` of the optimizer.
         gradients: Gradient of each parameter in element-space order; None if it has none.
 
     Raises what `StatePass.run` does; the state is broken then.
@@ -48,9 +48,9 @@ def run_pass(state: TrainingState, state_pass: StatePass) -> None:
 def begin_pass(
     state: TrainingState, groups: Groups, gradients: Sequence[torch.Tensor | None]
 ) -> StatePass:
-    """Prepare a step over every chunk that needs it; over all of them if the state moves."""
+    """Prepare a step over every chunk that needs it, or over all chunks if the state moves."""
     table, traffic = state.table, state.meter.traffic
-    settle_all(t.tensor for t in table.trainables)  # another optimizer may step them, too
+    settle_all(t.tensor for t in table.trainables)
     inputs = StepInputs(
         layout=state.layout,
         groups=groups,
@@ -84,7 +84,7 @@ def new_pass(
     source: Slot | None,
     lock: AbstractContextManager[object] | None = None,
 ) -> StatePass:
-    """Prepare a pass into the working slot, or into a new one.
+    """Return a pass that writes the working slot, or a new slot if there is no working slot.
 
     Raises what `StateSlots.target` does.
     """
@@ -105,7 +105,7 @@ def new_pass(
 
 
 def pass_ended(state: TrainingState, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
-    """Take note of a pass that has gone well, and read ahead for the next one."""
+    """Record that a pass has succeeded, and read ahead for the next one."""
     state.table.scalars = scalars
     sealing = state.seal.slot if state.seal is not None else None
     ring, left = state.ring(), state.slots.moved_to(state_pass.target, sealing)
@@ -116,10 +116,10 @@ def pass_ended(state: TrainingState, state_pass: StatePass, scalars: list[Scalar
 
 
 def pass_failed(state: TrainingState, state_pass: StatePass, error: BaseException) -> BaseException:
-    """Take note of a pass that has failed half way: only a restore helps.
+    """Record that a pass has failed half way, so that only a restore helps.
 
     Returns:
-        What to raise.
+        The exception to raise.
     """
     state.lifecycle.broken = f"step {state_pass.step} failed half way ({error!r})"
     state.num_steps = state_pass.step - 1

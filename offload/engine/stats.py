@@ -1,4 +1,4 @@
-"""What an optimizer has moved and waited for since it was made."""
+"""Statistics of an optimizer: its transfers and waiting times since construction."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Stats:
-    """Totals since construction. Bytes are what was transferred; times are seconds."""
+    """Totals since construction. Bytes are bytes transferred; times are in seconds."""
 
     steps: int
-    """Calls of ``step()`` that updated parameters."""
+    """Number of calls of ``step()`` that updated parameters."""
 
     num_parameters: int
-    """Trainable elements."""
+    """Number of trainable elements."""
 
     bytes_read: int
-    """Bytes read from storage: state, parameters at a restore, and what an earlier process has left
-    in a slot, which a seal compares with the model."""
+    """Bytes read from storage: state, parameters at a restore, and data left in a slot by an
+    earlier process, which a seal compares with the model."""
 
     bytes_written: int
     """Bytes written to storage: state, and parameters at seals."""
@@ -41,8 +41,9 @@ class Stats:
     """Seconds inside ``step()``."""
 
     beside_s: float
-    """With ``Options(overlap=...)``: seconds that steps took beside the model, on their own thread.
-    The computing and the waits below are parts of these and of `step_s`; nothing else counts."""
+    """Seconds that steps took on their own thread beside the model, with ``Options(overlap=...)``.
+    The computing and waiting times below are parts of this time and of `step_s`, and of nothing
+    else."""
 
     compute_s: float
     """Seconds of updating: gathering gradients, torch's step, casting back."""
@@ -51,37 +52,38 @@ class Stats:
     """Seconds that the update waited for reads."""
 
     wait_write_s: float
-    """Seconds that it waited for a free frame of the ring, which writes were holding."""
+    """Seconds that the update waited for a free frame of the ring while writes held all frames."""
 
     wait_seal_s: float
-    """Seconds that it waited for a seal to copy parameters or to free a slot."""
+    """Seconds that the update waited for a seal to copy parameters or to free a slot."""
 
     outside_s: float
-    """Seconds of the same kinds outside of steps: that `checkpoint` and `synchronize` waited for
-    seals, and that other methods took to read or replace the state."""
+    """Seconds of computing and waiting outside of steps: `checkpoint` and `synchronize` wait for
+    seals, and other methods read or replace the state."""
 
     wait_update_s: float
-    """With ``Options(overlap=...)``: seconds that the training thread waited for the step that runs
-    beside it."""
+    """Seconds that the training thread waited for the step that runs beside it, with
+    ``Options(overlap=...)``."""
 
     wait_device_s: float
-    """Seconds that the update waited for gradients and parameters that are on a device: for the
-    backward that computes them, mostly, as that has only been queued when ``step()`` is called."""
+    """Seconds that the update waited for gradients and parameters that are on a device. Most of
+    this is the time of the backward pass, which has only been queued when ``step()`` is called."""
 
     moved_gradient_bytes: int
-    """With ``Options(overlap=...)``: most bytes of gradients that such a step has held at once."""
+    """Most bytes of gradients that one step beside the model has held at once, with
+    ``Options(overlap=...)``."""
 
     copied_gradient_bytes: int
-    """With ``Options(overlap="forward")``: most bytes of gradients that one ``step()`` has copied,
-    because somebody else could have written into them: they are in a buffer of yours, or you have
-    kept the tensors."""
+    """Most bytes of gradients that one ``step()`` has copied, with ``Options(overlap="forward")``.
+    A gradient is copied if other code could have written into it: it is in a buffer of yours, or
+    you have kept the tensor."""
 
     seals: int
-    """Checkpoints sealed."""
+    """Number of checkpoints sealed."""
 
     seal_bytes: int
-    """Bytes that the newest seal wrote: of parameters and buffers those that were not in the slot
-    already, train state, manifest."""
+    """Bytes that the newest seal wrote: parameters and buffers that were not in the slot already,
+    train state, and manifest."""
 
     seal_s: float
     """Seconds that the newest seal took, behind training."""
@@ -93,10 +95,11 @@ class Stats:
     """Seconds that the last restore took."""
 
     ring_bytes: int
-    """Memory that state passes through: of the host, or of the device where it is updated there."""
+    """Bytes of memory that state passes through, on the host or on the device that updates it."""
 
     resident_bytes: int
-    """Memory, of the same place, in which state is kept between steps."""
+    """Bytes of memory in which state is kept between steps, on the host or device that updates
+    it."""
 
     to_host_bytes: int
     """Bytes copied from devices to the host: gradients and parameters, for steps and seals."""
@@ -105,56 +108,61 @@ class Stats:
     """Bytes copied from the host to devices: parameters, by steps and restores."""
 
     crossing_bytes: int
-    """Most page-locked host memory that gradients and parameters have passed through at once."""
+    """Most bytes of page-locked host memory that gradients and parameters have passed through at
+    once."""
 
     state_bytes: int
     """Bytes of optimizer state on storage in one slot."""
 
     drive_read_gbps: float
-    """Gigabytes (1e9) per second that the drive was measured to read; 0 if it was not measured."""
+    """Measured read rate of the drives, in gigabytes (1e9 bytes) per second; 0 if it was not
+    measured."""
 
     drive_write_gbps: float
-    """Likewise, to write."""
+    """Measured write rate of the drives, in gigabytes (1e9 bytes) per second; 0 if it was not
+    measured."""
 
     drive_mixed_gbps: float
-    """Likewise, to read and write as much at the same time, both together."""
+    """Measured rate of reading and writing as much at the same time, both together, in gigabytes
+    (1e9 bytes) per second; 0 if it was not measured."""
 
     drive_bytes: int
-    """Size of the file systems that hold the state; 0 if that is not known."""
+    """Size in bytes of the file systems that hold the state; 0 if it is not known."""
 
     @property
     def read_gbps(self) -> float:
-        """Gigabytes (1e9) read per second of reading; 0 before the first read."""
+        """Gigabytes (1e9 bytes) read per second of reading; 0 before the first read."""
         return self.bytes_read / self.read_s / 1e9 if self.read_s else 0.0
 
     @property
     def write_gbps(self) -> float:
-        """Gigabytes (1e9) written per second of writing; 0 before the first write."""
+        """Gigabytes (1e9 bytes) written per second of writing; 0 before the first write."""
         return self.bytes_written / self.write_s / 1e9 if self.write_s else 0.0
 
     @property
     def drive_writes(self) -> float:
-        """How many times the drive's size has been written; 0 if its size is not known.
+        """Number of times that the drive's size has been written; 0 if its size is not known.
 
-        Flash drives are sold with the number that they endure: some hundreds for consumer drives
-        (a 1 TB drive rated at 600 TBW endures 600), thousands for data centre ones.
+        Flash drives are sold with the number of such writes that they endure: some hundreds for
+        consumer drives (a 1 TB drive rated at 600 TBW endures 600), thousands for data centre
+        drives.
         """
         return self.bytes_written / self.drive_bytes if self.drive_bytes else 0.0
 
     def scalars(self, prefix: str = "offload/") -> dict[str, float]:
-        """Return all of it as a flat dict of finite floats, which is what loggers of metrics take.
+        """Return all statistics as a flat dict of finite floats, which loggers of metrics take.
 
-        One entry for each field and each rate above. Nearly all are totals since construction:
-        the difference of two calls is what happened between them.
+        The dict has one entry for each field and each rate above. Nearly all values are totals
+        since construction, so the difference of two calls covers the time between them.
 
         Args:
-            prefix: Begins every name. Loggers make a group of what stands before a slash.
+            prefix: Beginning of every name. Loggers group names by the text before a slash.
         """
         names = [*(field.name for field in fields(self)), "read_gbps", "write_gbps", "drive_writes"]
         return {prefix + name: float(getattr(self, name)) for name in names}
 
     def summary(self) -> str:
-        """Say in a few lines, for people, where the time of the steps went."""
+        """Say in a few lines, for people, how the time of the steps was spent."""
         steps = max(self.steps, 1)
         parts = {
             "updating": self.compute_s,
@@ -187,7 +195,7 @@ class Stats:
             if self.drive_mixed_gbps
             else ""
         )
-        # Nothing is read in the first step; what it has written may be on its way yet.
+        # The first step reads nothing, and its writes may still be in progress.
         lines += [line] if (line := f"{moved} {measured}".strip()) else []
         lines.append(f"{size(self.bytes_written)} written")
         if self.drive_writes >= _FEWEST_WRITES:
@@ -196,7 +204,7 @@ class Stats:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        """Say in one short line what has been done; `summary` says more."""
+        """Say in one short line how much work was done; `summary` says more."""
         return (
             f"<Stats: {self._steps_taken()}, {many(self.seals, 'seal')}, "
             f"{size(self.bytes_read)} read, {size(self.bytes_written)} written>"
@@ -207,7 +215,7 @@ class Stats:
 
 
 _FEWEST_WRITES = 1e-4
-"""Full drive writes that are worth a word: a ten-thousandth of what a drive endures for a year."""
+"""Smallest number of full drive writes that `summary` shows."""
 
 
 def collect_stats(
@@ -216,13 +224,13 @@ def collect_stats(
     streamer: Streamer | None,
     layout: Layout | None,
 ) -> Stats:
-    """Put the totals together from all who count them.
+    """Return the totals, collected from the objects that count them.
 
     Args:
-        meter: What the engine has counted.
-        drives: What has been moved, and what they can do.
-        streamer: The ring, if there is one.
-        layout: Of the state, if it has been laid out.
+        meter: Counters of the engine.
+        drives: Drives, which count their transfers and know their rates.
+        streamer: The ring, or None if it does not exist.
+        layout: Layout of the state, or None if it has not been laid out.
     """
     traffic = meter.traffic
     own = {f.name for f in fields(meter)} & {f.name for f in fields(Stats)}

@@ -10,7 +10,8 @@ from offload.engine.state_passes import step_chunks
 from offload.engine.training_state import Groups, TrainingState
 
 Metrics: TypeAlias = Mapping[str, float] | None
-"""What was measured, checked; None where nobody said, which leaves those of a checkpoint alone."""
+"""Checked metrics of a checkpoint. None means that none were given, so that an existing checkpoint
+keeps its metrics."""
 
 
 class StepStrategy(Protocol):
@@ -22,7 +23,7 @@ class StepStrategy(Protocol):
     """
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:
-        """Begin to follow the model.
+        """Begin to follow the model if steps run beside it.
 
         Args:
             groups: Returns ``param_groups``, or None if the optimizer is gone.
@@ -34,7 +35,7 @@ class StepStrategy(Protocol):
         ...
 
     def require_unscaled(self) -> None:
-        """Raise `OverlapError` if it is too late to unscale gradients, or to skip the step."""
+        """Raise `OverlapError` if it is too late to unscale gradients or to skip the step."""
         ...
 
     def step(self, groups: Groups) -> None:
@@ -42,7 +43,7 @@ class StepStrategy(Protocol):
         ...
 
     def before_hooks(self) -> None:
-        """Wait at the end of a step for what the user's hooks may read without being seen."""
+        """Wait at the end of a step if the user's hooks could read parameters unnoticed."""
         ...
 
     def settle(self, call: str) -> None:
@@ -100,7 +101,7 @@ class WaitedFor:
     """Steps that have ended when `step` returns.
 
     Args:
-        state: The engine's.
+        state: Training state of the engine.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -156,9 +157,13 @@ class WaitedFor:
 def take_step(state: TrainingState, groups: Groups) -> None:
     """Update every parameter that has a gradient, and wait for that.
 
+    Args:
+        state: The state.
+        groups: ``param_groups`` of the optimizer.
+
     Raises:
-        NotRestoredError: The store has checkpoints and nobody has decided about them.
-        SealError: The seal before this step failed; the step has not been taken.
+        NotRestoredError: The store has checkpoints; call `restore` or pass fresh=True first.
+        SealError: The seal before this step failed. The step has not been taken.
         BrokenOptimizerError: An earlier step failed half way.
     """
     state.lifecycle.require_usable()

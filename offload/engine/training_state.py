@@ -1,7 +1,8 @@
-"""The state that is trained: where it is, what moves it, and whether it may be used.
+"""The state that is trained, and the store, ring and threads that it needs.
 
-Slots and checkpoints are the store's business, chunks in memory the streamer's, and arithmetic the
-updater's. The parts of an engine share one `TrainingState`, and it knows none of them.
+The parts of an engine share one `TrainingState`, which knows none of them. The store manages
+`LOCK`, slots and checkpoints. `StateSlots` says which slot holds the state, the streamer moves
+chunks through memory, the updater does the arithmetic, and the seal makes checkpoints.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 
 Groups: TypeAlias = Sequence[dict[str, Any]]
-"""``param_groups`` of the optimizer, passed anew to each call: libraries replace the dicts."""
+"""``param_groups`` of the optimizer, passed anew to each call because libraries replace the
+dicts."""
 
 
 class ChunkOrder:
-    """The order in which steps take the chunks; whoever takes the steps sets it."""
+    """The order in which steps take the chunks; the step strategy sets it."""
 
     def __init__(self) -> None:
         self.learned: Sequence[int] = ()
@@ -63,13 +65,13 @@ class TrainingState:
     """The state of one optimizer: its store, its ring, its threads and the seal in flight.
 
     Args:
-        rule: Runs the wrapped optimizer's step.
-        directories: The store: one on each drive.
-        model: Gives names, buffers and frozen parameters; None for parameters only.
-        keep: Which checkpoints to keep.
+        rule: Update rule that runs the wrapped optimizer's step.
+        directories: Directories of the store, one on each drive.
+        model: Model that gives names, buffers and frozen parameters; None for parameters only.
+        keep: Retention policy of the store.
         fresh: Whether to start over although the store has checkpoints.
         options: Settings of the machine.
-        device: That the parameters are on now; None for host memory.
+        device: Device that the parameters are on now; None for host memory.
 
     Raises:
         StoreError: The directories cannot be used; says why.
@@ -117,7 +119,7 @@ class TrainingState:
         self.lifecycle = Lifecycle(store, self.memory, decided=decided)
         self.slots = StateSlots(store)
         self.compute: Compute | None = None
-        """Runs kernels on the device that state is updated on; None for the CPU."""
+        """Runs work on the device that state is updated on; None for the CPU."""
         self.seal: Seal | None = None
         """The seal that has begun, until `collect_seal` has taken note of its end."""
         self.run_id = uuid.uuid4().hex
@@ -125,7 +127,8 @@ class TrainingState:
         self.num_steps = 0
         """Optimizer steps taken."""
         self.gradient_factors: tuple[float, ...] = ()
-        """What gradients are multiplied by, in turn, in steps that begin now."""
+        """Factors that gradients are multiplied by, one after the other, in steps that begin
+        now."""
         self.order = ChunkOrder()
         self.update_lock: AbstractContextManager[object] | None = None
         """Held while torch's own step runs on a chunk; None if nothing else can disturb it."""
@@ -161,13 +164,16 @@ class TrainingState:
         return self._state_device.choose(groups, layout, trainables)
 
     def relayout(self, groups: Groups) -> bool:
-        """Follow parameters, and tensors of the model, that are new since the last call.
+        """Update the layout for parameters and model tensors that are new since the last call.
+
+        Args:
+            groups: ``param_groups`` of the optimizer.
 
         Returns:
             Whether there was a layout before, and there is another one now.
 
         Raises:
-            SlotFullError: No space; nothing has changed.
+            SlotFullError: There is no space. Nothing has changed.
             gds.StorageError: Another failure.
         """
         layout, trainables = self.table.describe(groups)
@@ -179,7 +185,7 @@ class TrainingState:
             self.collect_seal(wait=True)
             self.slots.reserve(layout, len(groups))
         if self.memory.streamer is not None and present is not None:
-            flush = self.memory.streamer.flush()  # what is only in memory belongs to the old slot
+            flush = self.memory.streamer.flush()  # state only in memory belongs to the old slot
             flush.start(present)
             flush.wait()
         self.memory.drop()
@@ -188,14 +194,14 @@ class TrainingState:
         return before is not None
 
     def begin_seal(self, slot: Slot, captured: Captured) -> SealHandle:
-        """Start to seal the state, which is in `slot`."""
+        """Begin to seal the state, which is in `slot`."""
         ring, buffers, seal = self.ring(), self.block_buffers(), None
         try:
             seal = Seal(self.store, slot, captured, buffers, ring.flush(), self.meter)
             self.store.begin_seal(captured.manifest)
             self.slots.froze()
             self.lifecycle.steps_in_seal = self.meter.steps
-            self.seal = seal  # known before it begins: it may be interrupted here
+            self.seal = seal  # set before the seal begins, as the start may be interrupted
             seal.start(self.meter.count_seal)
         except BaseException:
             if seal is None or seal.cancel():  # else it goes on
@@ -207,12 +213,13 @@ class TrainingState:
         return seal.handle
 
     def collect_seal(self, *, wait: bool = False, errors: bool = True) -> None:
-        """Take note of a seal that has ended.
+        """Record the end of a seal, if one has ended.
 
         Args:
-            wait: Wait for it.
-            errors: Raise its error, rather than warn. The working slot stays what it was if the
-                state is still in it, so that training may go on after the error has been seen.
+            wait: Whether to wait for a seal in flight.
+            errors: Whether to raise the seal's error, rather than warn. If the state is still in
+                the working slot, the slot stays the working slot, so that training may go on after
+                the error has been seen.
 
         Raises:
             SealError: The seal failed, and `errors` is set.
@@ -221,7 +228,7 @@ class TrainingState:
         if seal is None or not (wait or seal.handle.done()):
             return
         with self.meter.timed("wait_seal_s"):
-            seal.handle.wait()  # an interrupt leaves the seal in flight, and known
+            seal.handle.wait()  # an interrupt leaves `_seal` set, with the seal in flight
         self.seal = None
         lifecycle, slots = self.lifecycle, self.slots
         try:
@@ -231,7 +238,7 @@ class TrainingState:
                 self.store.release(seal.slot)
             elif self.store.poisoned:
                 lifecycle.broken = f"the state of step {self.num_steps} could not be made durable"
-            else:  # of which nobody has replaced a file: else the state moves to another slot
+            else:  # if files of the slot were replaced, the state moves to another slot
                 slots.is_working = self.store.is_in_place(seal.slot)
             if errors:
                 raise
@@ -243,7 +250,7 @@ class TrainingState:
                 slots.sealed = next(sealed, None)
 
     def forget(self) -> None:
-        """Drop what was read ahead, and the working slot, for a restore."""
+        """Drop data that was read ahead, and the working slot, before a restore."""
         self.memory.reset()
         self.memory.drop()
         self.slots.forget()
@@ -252,13 +259,13 @@ class TrainingState:
     def close(self) -> None:
         """Wait for the seal in flight and free everything.
 
-        An interrupt of the wait leaves everything as it was; call this again.
+        After an interrupt of the wait nothing is freed, and this can be called again.
 
         Raises:
             SealError: The last seal failed.
         """
         if self.seal is not None:
-            self.seal.handle.wait()  # interrupted here, it can be closed again
+            self.seal.handle.wait()  # after an interrupt here, `close` can be called again
         self.lifecycle.closed = True
         try:
             self.collect_seal(wait=True)

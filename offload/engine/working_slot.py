@@ -1,4 +1,4 @@
-"""In which slot the state is, and in which one it will be."""
+"""The slots of the state: the one that holds it now, and the one that the next pass writes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from offload.store.store import Store
 
 
 class StateSlots:
-    """The state's place: always exactly one slot, `present`.
+    """Slots of the state: at any time, one slot, `present`, holds the state.
+
+    The present slot is one of these:
 
     - None: no parameter has state yet.
-    - a working slot (`is_working`): the next step reads it and writes it in place.
-    - a sealed slot: the next step reads it (the source) and writes every chunk of another (the
-      target), which then becomes the working slot. A seal and a restore lead here.
+    - A working slot (`is_working`): the next step reads it and writes it in place.
+    - A sealed slot: the next step reads it (the source) and writes every chunk of another slot (the
+      target), which then becomes the working slot. A seal or a restore makes a sealed slot the
+      present one.
 
     Args:
-        store: Has the slots.
+        store: Store that has the slots.
     """
 
     def __init__(self, store: Store) -> None:
@@ -25,17 +28,18 @@ class StateSlots:
         self.present: Slot | None = None
         self.is_working = False
         self.sealed: StoredCheckpoint | None = None
-        """The checkpoint that the present state is, if nothing has been stepped since."""
+        """Checkpoint that the present state is, if no step has been taken since."""
         self._reserved: Slot | None = None
-        """A slot of a new layout, got in advance so that a full disk is noticed in time."""
+        """Slot of a new layout, acquired in advance so that a full disk is noticed in time; or the
+        target of a pass that failed half way."""
 
     def target(self, layout: Layout, num_groups: int) -> Slot:
-        """Return the slot that the next pass writes: the working one, a reserved or a new one.
+        """Return the slot that the next pass writes: the working slot, a reserved or a new one.
 
         Raises:
             StoreBusyError: Readers hold every expired checkpoint.
-            SlotFullError: No space; nothing has changed.
-            gds.StorageError: Another failure.
+            SlotFullError: There is no space. Nothing has changed.
+            gds.StorageError: Another operation on a file failed.
         """
         if self.is_working and self.present is not None:
             return self.present
@@ -44,9 +48,9 @@ class StateSlots:
         return target
 
     def reserve(self, layout: Layout, num_groups: int) -> None:
-        """Get a slot of a new layout now; the next pass moves the state there.
+        """Acquire a slot of a new layout now; the next pass moves the state to it.
 
-        Raises what `target` does.
+        Raises the errors of `target`.
         """
         reserved = self._store.acquire(layout, num_groups)
         if self._reserved is not None:
@@ -54,19 +58,20 @@ class StateSlots:
         self._reserved, self.is_working = reserved, False
 
     def begin(self, layout: Layout, num_groups: int) -> Slot:
-        """Place state that no parameter has yet: the slot's arrays stay empty."""
+        """Acquire a slot for a model in which no parameter has state yet; its arrays stay empty."""
         self.present = self.target(layout, num_groups)
         return self.present
 
     def moved_to(self, target: Slot, sealing: Slot | None) -> Slot | None:
-        """Note that the state is now in `target`, which is written in place from here on.
+        """Record that the state is now in `target`, which steps write in place from here on.
 
         Args:
-            target: From `target`.
-            sealing: A slot that is about to be a checkpoint.
+            target: Result of the method `target`.
+            sealing: Slot that is about to be a checkpoint, or None.
 
         Returns:
-            Where it was before, if that is neither the same nor a checkpoint: to be released.
+            The previous slot, which the caller releases; None if it is the target, or is or will be
+            a checkpoint.
         """
         source = self.present
         self.present, self.is_working, self.sealed = target, True, None
@@ -76,12 +81,12 @@ class StateSlots:
         return None if is_checkpoint else source
 
     def torn(self, target: Slot) -> None:
-        """Note that a pass to `target` has failed half way; `forget` gives it back."""
+        """Record that a pass to `target` has failed half way; `forget` releases the slot."""
         if target is not self.present:
             self._reserved = target
 
     def froze(self) -> None:
-        """Note that the present slot is being sealed: no step writes it any more."""
+        """Record that the present slot is being sealed, so that no step writes it any more."""
         self.is_working, self.sealed = False, None
 
     def resume(self, slot: Slot, checkpoint: StoredCheckpoint) -> None:
@@ -89,7 +94,7 @@ class StateSlots:
         self.present, self.is_working, self.sealed = slot, False, checkpoint
 
     def forget(self) -> None:
-        """Give back what is no checkpoint, for a restore."""
+        """Release every slot that is not a checkpoint, for a restore."""
         sealed = [checkpoint.slot for checkpoint in self._store.checkpoints]
         for slot in (self.present, self._reserved):
             if slot is not None and all(slot is not other for other in sealed):

@@ -1,4 +1,4 @@
-"""Other programs' files: torch's state dicts and checkpoints, Hugging Face's, import and export.
+"""Import and export of state dicts and checkpoints in the formats of torch and Hugging Face.
 
 This wing may know `stream`, `update`, `store`, `checkpoint`, `model`, `retention` and `options`. It
 never imports `engine` or the optimizer.

@@ -1,4 +1,4 @@
-"""Streaming a checkpoint's state out of its store as FP32, in a bounded ring, digests checked."""
+"""Stream of a checkpoint's state as FP32, through a bounded ring, with its digests checked."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from offload.update.decoder import (
 from offload.update.rules import Scalars, write_scalars
 
 Progress: TypeAlias = Callable[[int, int], object]
-"""Called with the bytes done so far and the bytes in all."""
+"""Function that is called with the number of bytes done so far and the total number of bytes."""
 
 
 class CheckpointStream:
-    """What an export reads. Made by `open_stream`.
+    """Source of an export's data: one checkpoint, read in order. Made by `open_stream`.
 
     Args:
-        checkpoint: Open, and locked against recycling.
-        slot: Its files.
-        progress: Called after each block.
+        checkpoint: The open checkpoint, locked against recycling.
+        slot: The open files of the checkpoint.
+        progress: Function that is called after each block; None for no reports.
     """
 
     def __init__(self, checkpoint: Checkpoint, slot: Slot, progress: Progress | None) -> None:
@@ -55,10 +55,11 @@ class CheckpointStream:
             4 * p.num_elements * len(self.exported_arrays(i))
             for i, p in enumerate(self.layout.parameters)
         )
-        """Of the model in its own dtype and the state in FP32: an export takes them at least."""
+        """Bytes of the model in its own dtype plus the state in FP32. An export is at least this
+        large."""
 
     def exported_arrays(self, index: int) -> tuple[str, ...]:
-        """Return the FP32 arrays of a parameter that `blocks` gives: the master, then its state."""
+        """Return the names of the FP32 arrays in a parameter's `blocks`: the master, then state."""
         spec = self.layout.parameters[index]
         names: tuple[str, ...] = (MASTER,) if has_master(spec) else ()
         if self.manifest.scalars[index] is not None:
@@ -93,8 +94,10 @@ class CheckpointStream:
     def blocks(self) -> Iterator[Block]:
         """Yield the FP32 state block by block, as the next step would see it.
 
+        Every chunk is compared with its digests.
+
         Raises:
-            DamagedError: What was read is not what was written.
+            DamagedError: The data that was read differs from the data that was written.
         """
         decoder = StateDecoder(
             self.layout, self.manifest.scalars, StoredParameters(self._slot.model, self.layout)
@@ -111,10 +114,12 @@ class CheckpointStream:
                         self._advance(sum(values.nbytes for values in block[2].values()))
 
     def model_blocks(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the data of ``model.safetensors``, each piece with its first byte.
+        """Yield the data of ``model.safetensors`` in order, as pairs of byte offset and bytes.
+
+        Offsets count from the start of the data. Every block is compared with its digest.
 
         Raises:
-            DamagedError: What was read is not what was written.
+            DamagedError: The data that was read differs from the data that was written.
         """
         data_start = self.layout.model_header.data_start
         for index, start in enumerate(range(0, self._model_bytes, MODEL_BLOCK_BYTES)):
@@ -130,14 +135,17 @@ class CheckpointStream:
                     digest,
                     found=found,
                     expected=expected,
-                    direct=True,  # the first read went through the page cache
+                    direct=True,  # bypass the page cache, which served the first read
                 )
                 data = bytes(again.memoryview())
             yield start, data
             self._advance(len(data))
 
     def read_model(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return bytes of one tensor of the model; not compared with digests."""
+        """Return bytes `start` to `stop` of one tensor of the model, as a flat uint8 tensor.
+
+        The bytes are not compared with digests.
+        """
         header = self.layout.model_header
         at = header.data_start + header.entries[name].start
         return _bytes_of(self._slot, at + start, stop - start)
@@ -152,11 +160,15 @@ class CheckpointStream:
 def open_stream(
     checkpoint: Checkpoint, progress: Progress | None = None
 ) -> Iterator[CheckpointStream]:
-    """Open the files of a checkpoint for streaming.
+    """Open the files of a checkpoint for streaming; they are closed at the end of the block.
+
+    Args:
+        checkpoint: The checkpoint. It is kept from being recycled within the block.
+        progress: Function that is called after each block of data; None for no reports.
 
     Raises:
         RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
-        gds.StorageError: One cannot be opened.
+        gds.StorageError: A file cannot be opened.
     """
     with checkpoint.held(), _open_stream(checkpoint, progress) as stream:
         yield stream

@@ -1,7 +1,8 @@
-"""Directories of `torch.distributed.checkpoint`, read range by range.
+"""Reader of `torch.distributed.checkpoint` directories, range by range.
 
-Their ``.metadata`` is a pickle, which torch itself loads without restriction. Here it is read by
-`pickle_reading`: the classes that it names stand for records of fields, and nothing is run.
+The file ``.metadata`` in such a directory is a pickle, which torch itself loads without
+restriction. This module reads it with `pickle_reading`. The classes that the pickle names become
+plain records of fields, and nothing is run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from offload.exchange.torch_reading import DTYPES, read_structure
 _METADATA = "torch.distributed.checkpoint.metadata"
 _MAX_DIMS = 64
 _MAX_DEPTH = 64
-"""Of names within names."""
+"""Largest number of parts in the nested name of a value."""
 
 _MAX_NAME_BYTES = 4096
 
@@ -69,11 +70,14 @@ _NAMES: Final[Mapping[tuple[str, str], Any]] = {
 
 
 def read_dcp(path: str) -> Any:
-    """Return the nested state dict of a distributed checkpoint, with tensors that can be read.
+    """Return the nested state dict of a distributed checkpoint; tensors are read later, on demand.
+
+    Args:
+        path: Path of the directory.
 
     Raises:
-        CheckpointError: It is damaged, names what would have to be executed, or would take more
-            memory than any such file needs.
+        CheckpointError: The checkpoint is damaged, names code that would have to be executed, or
+            would take more memory than any valid file of its length needs.
     """
     metadata = f"{path}/.metadata"
     require_file(metadata)
@@ -101,7 +105,7 @@ def _fields(value: Any, kind: str) -> dict[str, Any]:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """Return sizes, or offsets, in each dimension."""
+    """Check that a value is a tuple of sizes or offsets, one for each dimension, and return it."""
     if (
         type(value) is not tuple
         or len(value) > _MAX_DIMS
@@ -115,7 +119,7 @@ class _Directory:
     """The files of a distributed checkpoint.
 
     Args:
-        path: Of the directory.
+        path: Path of the directory.
     """
 
     def __init__(self, path: str) -> None:
@@ -124,7 +128,7 @@ class _Directory:
         self._places: dict[tuple[Any, tuple[int, ...] | None], dict[str, Any]] = {}
 
     def read(self, metadata: Mapping[str, Any]) -> Any:
-        """Return what is stored, nested as it was."""
+        """Return the stored value with its original nesting, given the fields of the metadata."""
         for index, info in metadata["storage_data"].items():
             found = _fields(index, "MetadataIndex")
             offset = found.get("offset")
@@ -147,7 +151,16 @@ class _Directory:
         return read_structure(*self.region(key, None if (key, None) in self._places else ()))
 
     def region(self, key: str, offsets: tuple[int, ...] | None) -> tuple[str, int, int]:
-        """Return in which file, and between which bytes, something is stored."""
+        """Return the location of a stored value: path of the file, first byte, and end byte.
+
+        Args:
+            key: Name of the value.
+            offsets: Offsets of the box in its tensor; None for a value that is not a tensor.
+
+        Raises:
+            CheckpointError: The location is outside the directory or the file, or the data is
+                compressed.
+        """
         info = self._places[key, offsets]
         name, begin, length = info["relative_path"], info["offset"], info["length"]
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
@@ -168,7 +181,7 @@ class _Directory:
 
 
 def _put(root: dict[Any, Any], names: Any, value: Any) -> None:
-    """Put a value where its names lead."""
+    """Put a value into nested dictionaries, under a path of names."""
     if type(names) is not tuple or not 0 < len(names) <= _MAX_DEPTH:
         raise PickleError(f"a name of {len(names)} parts, at most {_MAX_DEPTH} are read")
     at = root
@@ -180,7 +193,10 @@ def _put(root: dict[Any, Any], names: Any, value: Any) -> None:
 
 
 def _with_lists(value: Any, name: Any = None) -> Any:
-    """Make lists of what the planner flattened as numbered entries; not of state by number."""
+    """Turn dictionaries with the keys 0, 1, 2, ... back into lists, as the planner flattened lists.
+
+    The dictionary ``state`` is left alone, since its keys may be the numbers of parameters.
+    """
     if not isinstance(value, dict):
         return value
     inner = {key: _with_lists(item, key) for key, item in value.items()}
@@ -190,15 +206,15 @@ def _with_lists(value: Any, name: Any = None) -> Any:
 
 
 class BoxedTensor:
-    """A tensor that is stored as boxes; a `TensorSource`.
+    """A tensor that is stored as boxes; implements `TensorSource`.
 
     Args:
-        directory: Has the files.
-        key: Its name there.
-        fields: Of its metadata.
+        directory: Directory that has the files.
+        key: Name of the tensor in the directory.
+        fields: Fields of the tensor's metadata.
 
     Raises:
-        CheckpointError: Its boxes are not the whole tensor, or are not in the files.
+        CheckpointError: The boxes do not add up to the whole tensor, or are not in the files.
     """
 
     def __init__(self, directory: _Directory, key: str, fields: Mapping[str, Any]) -> None:
@@ -224,7 +240,7 @@ class BoxedTensor:
         self._opened: tuple[int, StoredTensor] | None = None
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements in row-major order."""
+        """Return elements `start` to `stop` in row-major order, flat, in host memory."""
         if stop > start and len(self._boxes) == 1:
             return self._tensor(0).read(start, stop)
         if stop <= start:
@@ -271,5 +287,5 @@ class BoxedTensor:
 
 
 def _strides(sizes: tuple[int, ...]) -> list[int]:
-    """Return the strides of a contiguous tensor, in elements."""
+    """Return the strides of a contiguous tensor with these sizes, in elements."""
     return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]

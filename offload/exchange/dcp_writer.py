@@ -1,8 +1,8 @@
-"""Directories of `torch.distributed.checkpoint`, written through its own public classes, streamed.
+"""Streaming writer of `torch.distributed.checkpoint` directories, on torch's own public classes.
 
-Its planner is told that every tensor consists of many boxes, and asks for the data of one at a
-time. The writer keeps what it has been given until the end (torch 2.13), so what it has written is
-emptied again.
+The planner declares that every tensor consists of many boxes, and torch asks for the data of one
+box at a time. torch's writer (2.13) holds every tensor that it was given until the end. So the
+planner frees the memory of a box once it has been written.
 """
 
 from __future__ import annotations
@@ -29,27 +29,31 @@ from offload.update.decoder import STATE_BLOCK_ELEMENTS, Block, cut_pieces
 from offload.update.dtypes import DTYPES
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes in each dimension."""
+"""Offsets and sizes of a box, in each dimension."""
 
 
 def write_dcp(
     stream: CheckpointStream, path: str, state_dict: Callable[..., dict[str, Any]]
 ) -> None:
-    """Write a checkpoint as ``{"model": ..., "optim": ..., "master": ...}``, by names.
+    """Write a checkpoint as ``{"model", "optim", "step", "master"}``, keyed by parameter names.
+
+    ``master`` is left out if no parameter has one.
 
     Args:
-        stream: What to write.
-        path: The directory to make.
-        state_dict: Gives ``optim`` by names, with what it is told for each array.
+        stream: Checkpoint to write.
+        path: Path of the directory to make.
+        state_dict: Function that returns ``optim``, keyed by names. It is called with the stream, a
+            function that returns the tensor for each state array, and ``by_name=True``.
 
     Raises:
-        DamagedError: What was read is not what was written.
-        gds.StorageError: Something could not be read or written.
+        DamagedError: The data that was read differs from the data that was written.
+        gds.StorageError: A file could not be read or written.
     """
     tensors: dict[int, _Source] = {}
-    """By identity of what stands for it: a tensor without data."""
+    """Source of each tensor, by the identity of the placeholder (a tensor without data)."""
 
     def stand_in(source: _Source) -> torch.Tensor:
+        """Return a placeholder without data for a source, and register it."""
         tensor = torch.empty(source.shape, dtype=source.dtype, device="meta")
         tensors[id(tensor)] = source
         return tensor
@@ -75,13 +79,15 @@ def write_dcp(
     }
     if masters:
         value["master"] = masters
+    # This compares every block of the model with its digest; later range reads are not compared.
     for _ in stream.model_blocks():
-        continue  # compares every block with its digest; below, ranges are read
-    # One thread and nothing copied ahead: tensors are asked for one after the other.
+        continue
+    # With one thread and no copies ahead, torch asks for one tensor after another.
     writer = FileSystemWriter(path, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
     planner = _StreamingPlanner(stream, tensors)
     with torch_writing(path, stream.total_bytes), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # by no_dist
+        # The option no_dist of the save causes this warning.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         _save(value, writer, planner)
     planner.finish()
 
@@ -90,28 +96,33 @@ def _save(value: dict[str, Any], writer: FileSystemWriter, planner: _StreamingPl
     try:
         save(value, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
-        # What went wrong is inside, with a traceback for each rank.
+        # The original error is inside, with a traceback for each rank.
         raise next(iter(error.failures.values()))[0] from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
+    """Origin of one exported tensor in the checkpoint."""
+
     index: int | None
-    """Of a parameter in the layout; None for a tensor of the model."""
+    """Index of the parameter in the layout; None for a tensor of the model."""
 
     name: str
-    """Of a state array, or of a tensor of the model."""
+    """Name of the state array, or of the tensor of the model."""
 
     shape: tuple[int, ...]
+    """Sizes of the dimensions."""
+
     dtype: torch.dtype
+    """Data type of the exported elements."""
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Plans boxes in the order in which the state is streamed, and reads each when it is written.
+    """Planner of boxes in the order of the stream; a box is read at the moment it is written.
 
     Args:
-        stream: Where data comes from.
-        tensors: By identity of the tensors without data that are to be saved.
+        stream: Checkpoint that the data is read from.
+        tensors: Source of each placeholder that is saved, by the identity of the placeholder.
     """
 
     def __init__(self, stream: CheckpointStream, tensors: dict[int, _Source]) -> None:
@@ -124,7 +135,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         self._ranges: dict[tuple[str, tuple[int, ...]], tuple[_Source, int, int]] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """Replace each tensor that has no data by its boxes."""
+        """Return torch's plan with each placeholder replaced by its boxes."""
         plan = super().create_local_plan()
         layout = self._stream.layout
         items: list[WriteItem] = []
@@ -141,21 +152,21 @@ class _StreamingPlanner(DefaultSavePlanner):
                     items += self._boxes(item, source, start, stop)
             else:
                 state[source.index, source.name] = item
-                if not math.prod(source.shape):  # no block has it
+                if not math.prod(source.shape):  # an empty tensor is in no block
                     items += self._boxes(item, source, 0, 0)
         for chunk in range(layout.num_chunks):
             for piece in cut_pieces(layout, chunk):
                 for name in self._stream.exported_arrays(piece.parameter):
                     found = state.get((piece.parameter, name))
                     if found is None:
-                        continue  # of a parameter that is in no group
+                        continue  # the parameter is in no group
                     source = self._tensors[id(self.state_dict[found.index.fqn])]
                     items += self._boxes(found, source, piece.start, piece.stop)
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the data of one box; that of the one before is emptied."""
+        """Return the data of one box, and free the memory of the previous box."""
         if write_item.type == WriteItemType.BYTE_IO or write_item.tensor_data is None:
             return super().resolve_data(write_item)
         chunk = write_item.tensor_data.chunk
@@ -168,7 +179,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         if source.index is None:
             size = source.dtype.itemsize
             data = self._stream.read_model(source.name, start * size, stop * size)
-            flat = data.view(source.dtype).clone()  # whose memory can be given back
+            flat = data.view(source.dtype).clone()  # the memory of a clone can be freed
         elif start == stop:
             flat = torch.empty(0, dtype=source.dtype, device="cpu")
         else:
@@ -177,12 +188,13 @@ class _StreamingPlanner(DefaultSavePlanner):
         return self._written
 
     def finish(self) -> None:
-        """Read to the end, where the stream lets go of its memory."""
+        """Read the stream to its end, so that it frees its memory."""
         for _ in self._blocks or ():
             continue
 
     def _state(self, index: int, name: str, start: int, stop: int) -> torch.Tensor:
-        for _ in range(2):  # the order is that of the plan; if it were not, all is read again
+        # The writer follows the order of the plan. If it did not, the second pass reads all again.
+        for _ in range(2):
             if self._blocks is None:
                 self._blocks = self._stream.blocks()
             while True:
@@ -214,7 +226,16 @@ class _StreamingPlanner(DefaultSavePlanner):
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Box]:
-    """Cut a range of a tensor's elements, in row-major order, into boxes of it, in that order."""
+    """Cut a range of a tensor's elements into boxes of the tensor.
+
+    Args:
+        shape: Shape of the tensor.
+        start: First element of the range, in row-major order.
+        stop: End of the range (exclusive).
+
+    Yields:
+        Offsets and sizes of each box, in row-major order.
+    """
     if not shape:
         yield (), ()
         return

@@ -1,8 +1,9 @@
-"""Where an export goes: it appears under its name when it is whole, or leaves nothing.
+"""Destination of an export: it appears under its name once it is whole, or leaves nothing.
 
-What cannot be written is found before anything is read, if that can be known then. torch's own
-writers report a disk that fills, or a missing permission, in words of their implementation and
-without a number: here those become errors that name the path and what to do next.
+If it can be known beforehand that the destination cannot be written, the export fails before it
+reads anything. torch's own writers report a full disk or a missing permission in words of their
+implementation and without an error number. This module turns those reports into errors that name
+the path and the next thing to do.
 """
 
 from __future__ import annotations
@@ -18,27 +19,31 @@ from offload.store.full_disk import FULL
 from offload.units import size
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Numbers of the errors that say that a directory is none in which this user can make a file."""
+"""Error numbers that mean that this user cannot make a file in a directory."""
 
 _TORCHS = ("inline_container", "iostream error", "PytorchStreamWriter")
-"""What is in the messages of a `RuntimeError` of torch's writer of files."""
+"""Words that mark a `RuntimeError` as raised by torch's file writer."""
 
 _LEFT_NOTHING = "Nothing is left of it"
 
 
 @contextmanager
 def appearing(backend: Backend, target: str, needed_bytes: int) -> Iterator[str]:
-    """Give a name to write under, renamed to the target at the end; removed after a failure.
+    """Yield a temporary path to write to; rename it to the target at the end.
+
+    The rename is durable when the block ends; the caller syncs the content of files. If the block
+    fails, everything at the temporary path is removed.
 
     Args:
-        backend: Where the target is to be.
+        backend: Backend that makes, renames and syncs the target.
         target: The absolute path of the file or directory to make.
-        needed_bytes: What it will take at least.
+        needed_bytes: Least size of the export in bytes.
 
     Raises:
-        StoreFullError: There is no room for it; says how much it needs and how much is free.
-        StoreError: There is something at the target already, or its directory is not there or
-            cannot be written.
+        StoreFullError: There is no room for the export. The message says how much it needs and how
+            much is free.
+        StoreError: A file or directory of this name exists already, or the parent directory is
+            missing or cannot be written.
     """
     directory = os.path.dirname(target)
     if backend.stat(directory) is None:
@@ -60,7 +65,8 @@ def appearing(backend: Backend, target: str, needed_bytes: int) -> Iterator[str]
         backend.rename(partial, target)
         backend.sync_dir(directory)
     except BaseException as error:
-        with suppress(StorageError):  # the first error says more, and the next export names it
+        # The first error says more. The next export names a temporary file that stays.
+        with suppress(StorageError):
             _remove(backend, partial)
         if isinstance(error, StorageError) and not isinstance(error, OffloadError):
             named = _named(backend, error, target, needed_bytes)
@@ -71,14 +77,14 @@ def appearing(backend: Backend, target: str, needed_bytes: int) -> Iterator[str]
 
 @contextmanager
 def torch_writing(path: str, needed_bytes: int = 0) -> Iterator[None]:
-    """Turn what torch raises if it cannot write into an error with the path and a number.
+    """Convert torch's errors of writing into errors with the path and an error number.
 
     Args:
-        path: Of what is written: a file, or a directory.
-        needed_bytes: What it takes in the end.
+        path: Path of the file or directory that torch writes.
+        needed_bytes: Final size of the file or directory in bytes.
 
     Raises:
-        gds.StorageError: It could not be written.
+        gds.StorageError: The file or directory could not be written.
     """
     try:
         yield
@@ -94,7 +100,10 @@ def torch_writing(path: str, needed_bytes: int = 0) -> Iterator[None]:
 
 
 def _number_of(said: str, path: str, needed_bytes: int) -> int:
-    """Return the number of an error of which torch says a sentence, or nothing of its cause."""
+    """Return the error number for a message of torch, which may not name the cause.
+
+    If the message names none, the error is ENOSPC if the space left is too small, else EIO.
+    """
     for number in (*_FORBIDDEN, *FULL, errno.EIO):
         if os.strerror(number) in said:
             return number
@@ -104,7 +113,7 @@ def _number_of(said: str, path: str, needed_bytes: int) -> int:
 
 
 def _taken(path: str) -> int:
-    """Return the space that a file, or the files of a directory, have by now."""
+    """Return the disk space that a file, or the files of a directory, occupy, in bytes."""
     files = [path]
     if os.path.isdir(path):
         files = [entry.path for entry in os.scandir(path)]
@@ -112,6 +121,7 @@ def _taken(path: str) -> int:
 
 
 def _try_out(backend: Backend, partial: str, needed_bytes: int) -> None:
+    """Raise `StorageError` if a file cannot be made at a path, or its disk has too little space."""
     backend.create(partial, 0).close()
     backend.remove(partial)
     if backend.free_bytes(os.path.dirname(partial)) < needed_bytes:
@@ -121,7 +131,10 @@ def _try_out(backend: Backend, partial: str, needed_bytes: int) -> None:
 def _named(
     backend: Backend, error: StorageError, target: str, needed_bytes: int
 ) -> StoreError | None:
-    """Return what to say of an error of writing; None if it is one of reading, or another."""
+    """Return the error to raise for a failed write of the export.
+
+    None means that the error concerns another path (one that is read), or has another cause.
+    """
     directory = os.path.dirname(target)
     where = os.fsdecode(error.filename or "")
     if where != directory and not where.startswith(f"{target}.partial"):
@@ -149,7 +162,7 @@ def _is_there(backend: Backend, path: str) -> bool:
         return backend.stat(path) is not None
     except StorageError as error:
         if error.errno in _FORBIDDEN:
-            return False  # it cannot be made either, which is said next
+            return False  # the target cannot be made either, and the next call reports that
         raise
 
 

@@ -1,7 +1,7 @@
-"""``offload export``: a checkpoint as the files of other programs, streamed.
+"""Streaming export of a checkpoint to the files of other programs (``offload export``).
 
 Every format has the model in its own dtype, and the optimizer state in FP32, decoded if the store
-keeps it in fewer bits. What is exported appears under its name when it is complete and durable.
+keeps it in fewer bits. The export appears under its name when it is complete and durable.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIMIZER_PT = "optimizer.pt"
 OPTIMIZER_JSON = "optimizer.json"
 
 _Key = tuple[int, str]
-"""A parameter's index in the layout, and a state array."""
+"""Index of a parameter in the layout, and name of a state array."""
 
 
 @in_neutral
@@ -49,28 +49,31 @@ def export_checkpoint(
     """Write a checkpoint in another program's format.
 
     - ``pt``: one file of `torch.save` with ``model``, ``optimizer`` (torch's state dict, with
-      ``master`` beside it) and ``step``.
+      ``master`` in it) and ``step``.
     - ``hf``: a directory with ``model.safetensors`` and ``optimizer.pt`` as the Hugging Face
-      Trainer writes them, and ``master.safetensors`` where parameters have 16 bits.
+      Trainer writes them, and ``master.safetensors`` if parameters have 16 bits.
     - ``safetensors``: a directory with ``model.safetensors``, one file for each state array, and
       ``optimizer.json`` for hyper-parameters and scalars.
-    - ``dcp``: a directory of `torch.distributed.checkpoint` with ``model``, ``optim`` and
+    - ``dcp``: a directory of `torch.distributed.checkpoint` with ``model``, ``optim``, ``step`` and
       ``master``, by parameter names.
 
-    Memory is three chunks of state and a constant, whatever the size of the state. Everything read
-    is compared with its digest.
+    The export takes the memory of three chunks of state and a constant, whatever the size of the
+    state. All data is compared with its digests.
 
     Args:
-        checkpoint: Made by `open_checkpoint`, which keeps it from being recycled.
-        destination: The file or directory to make; its parent must exist.
+        checkpoint: The checkpoint. It is kept from being recycled during the export.
+        destination: Path of the file or directory to make; its parent must exist.
         to: The format.
-        progress: Called with the bytes read so far and in all.
+        progress: Function that is called with the bytes read so far and the bytes in total.
 
     Raises:
-        StoreFullError: There is no room; says how much is needed and how much is free.
-        StoreError: There is something at `destination` already, or it cannot be written.
+        ValueError: The format is not known.
+        RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
+        StoreFullError: There is no room. The message states the space needed and the free space.
+        StoreError: A file or directory exists at `destination` already, or it cannot be written.
+        MismatchError: The state cannot be expressed as a state dict of torch.
         DamagedError: The checkpoint is damaged; nothing is left at `destination`.
-        gds.StorageError: Reading or writing failed otherwise; nothing is left either.
+        gds.StorageError: Reading or writing failed otherwise; nothing is left at `destination`.
     """
     if to not in get_args(ExportFormat):
         raise ValueError(f"to must be one of {', '.join(get_args(ExportFormat))}, got {to!r}")
@@ -165,7 +168,16 @@ def _export_safetensors(backend: Backend, stream: CheckpointStream, path: str) -
 def _state_dict(
     stream: CheckpointStream, make: Callable[[int, str], Any], *, by_name: bool
 ) -> dict[str, Any]:
-    """Return torch's state dict, with what `make` gives for each array of each parameter."""
+    """Return torch's state dict, whose tensors are the results of `make`.
+
+    Args:
+        stream: The checkpoint.
+        make: Returns the value for a parameter's index and the name of a state array.
+        by_name: Whether keys are the names of parameters, and not their numbers.
+
+    Raises:
+        MismatchError: torch's optimizer could not load the dict; see `_require_stepped`.
+    """
     _require_stepped(stream)
     groups = stream.groups()
     numbers: dict[str, Any] = {
@@ -176,7 +188,7 @@ def _state_dict(
     state = {}
     for index, spec in enumerate(stream.layout.parameters):
         if spec.name not in numbers:
-            continue  # it is in no group, as torch's state dict cannot have it
+            continue  # a parameter in no group cannot be in torch's state dict
         entry = stream.scalars(index)
         entry.update({n: make(index, n) for n in stream.exported_arrays(index) if n != MASTER})
         if entry:
@@ -191,7 +203,10 @@ def _state_dict(
 
 
 def _require_stepped(stream: CheckpointStream) -> None:
-    """Refuse what torch's Adagrad could not go on from: it makes all state when constructed."""
+    """Refuse an Adagrad with parameters that were never stepped.
+
+    torch's Adagrad makes all state in its constructor, so it cannot load a dict that lacks some.
+    """
     if not stream.manifest.optimizer.endswith(".Adagrad"):
         return
     for spec, scalars in zip(stream.layout.parameters, stream.manifest.scalars, strict=True):
@@ -204,6 +219,7 @@ def _require_stepped(stream: CheckpointStream) -> None:
 
 def _room_maker(stream: CheckpointStream, rooms: dict[_Key, Room]) -> Callable[[int, str], Room]:
     def make(index: int, name: str) -> Room:
+        """Return the room of a parameter's state array, made at the first call."""
         room = Room(stream.layout.parameters[index].shape, torch.float32)
         return rooms.setdefault((index, name), room)
 
@@ -223,7 +239,7 @@ def _masters(stream: CheckpointStream, rooms: dict[_Key, Room]) -> dict[int, Roo
 
 @contextmanager
 def _written(*files: File, more: Sequence[File] = ()) -> Iterator[None]:
-    """Make files durable at the end, and close them; `more` may grow meanwhile."""
+    """Sync files at the end of the block, and close them; `more` may grow within the block."""
     try:
         yield
         for file in (*files, *more):
@@ -237,7 +253,13 @@ def _written(*files: File, more: Sequence[File] = ()) -> Iterator[None]:
 def _array_files(
     backend: Backend, stream: CheckpointStream, path: str, names: list[str]
 ) -> Iterator[dict[_Key, tuple[File, int]]]:
-    """Make a safetensors file for each state array; yields where each tensor's data begins."""
+    """Make a safetensors file for each state array.
+
+    Files are synced and closed at the end of the block.
+
+    Yields:
+        The file and the offset of the first byte of each tensor, by parameter and array.
+    """
     parameters = stream.layout.parameters
     places: dict[_Key, tuple[File, int]] = {}
     files: list[File] = []
@@ -275,7 +297,7 @@ def _copy_model(backend: Backend, stream: CheckpointStream, path: str) -> None:
 
 
 def _write_model(stream: CheckpointStream, places: Mapping[str, tuple[File, int]]) -> None:
-    """Write each tensor of the model where it belongs."""
+    """Write each tensor of the model to its file, at its offset in bytes."""
     entries = [e for e in stream.layout.model_header.entries.values() if e.nbytes]
     for start, data in stream.model_blocks():
         stop = start + len(data)

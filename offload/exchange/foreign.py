@@ -1,4 +1,4 @@
-"""Checkpoints of other programs, as `importing.Foreign`: opened, not read."""
+"""Recognition of other programs' checkpoints, which are opened without reading their tensors."""
 
 from __future__ import annotations
 
@@ -26,18 +26,24 @@ _SNIFFED_BYTES = 512
 
 @in_neutral
 def open_foreign(path: str, model: str | None = None) -> Foreign:
-    """Find out what a file or directory is, and open it.
+    """Recognize the format of another program's checkpoint, and open it.
 
-    - A file of `torch.save` with a model's and an optimizer's state dicts, or the latter alone.
-    - A directory with ``optimizer.pt`` and ``model.safetensors``, of the Hugging Face Trainer.
+    Known formats:
+
+    - A file of `torch.save` with the state dicts of a model and an optimizer, or of an optimizer
+      alone.
+    - A directory of the Hugging Face Trainer, with ``optimizer.pt`` and ``model.safetensors``.
     - A directory of `torch.distributed.checkpoint`.
 
     Args:
-        path: Where it is.
-        model: A file with the model, where it is in another one: safetensors, or of `torch.save`.
+        path: Path of the file or directory.
+        model: Path of the file with the model, if `path` does not contain it. A safetensors file,
+            the index of several, or a file of `torch.save`.
 
     Raises:
-        CheckpointError: It is none of these, is damaged, or holds what would have to be executed.
+        CheckpointError: The format is not known, or the file is damaged or holds code that would
+            have to be executed.
+        MismatchError: The files of a directory contradict each other.
     """
     if os.path.isdir(path):
         if os.path.exists(f"{path}/.metadata"):
@@ -114,10 +120,11 @@ def _open_hf(path: str, model: str | None) -> Foreign:
 
 
 def _require_torch_file(path: str, accepted: str) -> None:
-    """Refuse a file that `torch.save` cannot have written, going by how it begins.
+    """Refuse a file that `torch.save` cannot have written, judged by its first bytes.
 
     Raises:
-        CheckpointError: It is another one; says what it looks like, and what is accepted.
+        CheckpointError: The file has another format. The message says which format it looks like,
+            and which are accepted.
     """
     require_file(path)
     with open(path, "rb") as file:
@@ -128,7 +135,7 @@ def _require_torch_file(path: str, accepted: str) -> None:
 
 
 def _looks_like(start: bytes) -> str:
-    """Return what a file is that begins like this; empty if `torch.save` may have written it."""
+    """Return a description of a file, given its first bytes; empty if it may be of `torch.save`."""
     if not start:
         return "is empty"
     if start.startswith(b"GGUF"):
@@ -136,7 +143,7 @@ def _looks_like(start: bytes) -> str:
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES:
         return "looks like safetensors, which have tensors, but no optimizer's state dict"
     text = start.decode("utf-8", errors="ignore")
-    whole = len(text.encode()) > len(start) - 4  # all but a character that has been cut
+    whole = len(text.encode()) > len(start) - 4  # the last character may be cut off
     if text and whole and all(c.isprintable() or c.isspace() for c in text):
         return f"looks like text (it begins with {text.splitlines()[0]!r:.60})"
     return ""
@@ -172,7 +179,7 @@ def _with_model(foreign: Foreign, path: str) -> Foreign:
 
 
 def _shards(path: str) -> list[str]:
-    """Return the files that an index of several names, each once."""
+    """Return the file names in an index of several safetensors files, each name once."""
     found = read_json(path)
     named = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(named, dict) or not all(isinstance(n, str) for n in named.values()):
@@ -185,7 +192,7 @@ def _shards(path: str) -> list[str]:
 
 
 def _with_tensors(foreign: Foreign, found: Mapping[str, Any]) -> Foreign:
-    """Take the tensors of a model's state dict, tied ones once."""
+    """Add the tensors of a model's state dict to `foreign`, tied tensors once."""
     model: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -209,16 +216,21 @@ def _with_tensors(foreign: Foreign, found: Mapping[str, Any]) -> Foreign:
 
 
 def open_safetensors(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Open a safetensors file: its tensors, and other names of tied ones.
+    """Open a safetensors file without reading its tensors.
+
+    Returns:
+        The tensors by name; and the other names of tied tensors, each with its name among the
+        tensors.
 
     Raises:
-        CheckpointError: It is not one, or is damaged.
+        CheckpointError: The file is not of this format, or is damaged.
     """
     size = require_file(path)
     try:
         with open(path, "rb") as file:
 
             def read(offset: int, length: int) -> bytes:
+                """Return a range of bytes of the file."""
                 file.seek(offset)
                 return file.read(length)
 

@@ -1,4 +1,4 @@
-"""What must hold of another program's state dicts before anything is made of them."""
+"""Checks of other programs' state dicts, made before anything else uses their content."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def check_optimizer(path: str, optimizer: Mapping[str, Any], masters: Any) -> No
     """Check that an optimizer's state dict has torch's structure.
 
     Args:
-        path: Of the file, for messages.
-        optimizer: With ``state`` and ``param_groups``.
+        path: Path of the file, for messages.
+        optimizer: State dict with the keys ``state`` and ``param_groups``.
         masters: FP32 parameters, by the same keys as the state.
 
     Raises:
-        CheckpointError: It has another one; says where.
+        CheckpointError: The structure differs. The message says which entry differs.
     """
     groups, state = optimizer["param_groups"], optimizer["state"]
     if not isinstance(groups, list | tuple) or not groups:
@@ -56,8 +56,12 @@ def check_optimizer(path: str, optimizer: Mapping[str, Any], masters: Any) -> No
 def check_model(path: str, model: Mapping[str, Any]) -> None:
     """Check that a checkpoint can hold the tensors of a model.
 
+    Args:
+        path: Path of the file, for messages.
+        model: Tensors of the model, by name.
+
     Raises:
-        CheckpointError: It cannot hold one; names it.
+        CheckpointError: A checkpoint cannot hold the dtype of a tensor; the message names it.
     """
     for name, source in model.items():
         if source.dtype not in DTYPE_CODES:
@@ -69,17 +73,17 @@ def check_model(path: str, model: Mapping[str, Any]) -> None:
 def hyperparameters(
     path: str, index: int, group: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the hyper-parameters of a group, with those of the class that it lacks.
+    """Return the hyper-parameters of a group, completed by the defaults of the class.
 
     Args:
-        path: Of the file, for messages.
-        index: Of the group.
-        group: Of the state dict; checked by `check_optimizer`.
-        defaults: Of the optimizer class.
+        path: Path of the file, for messages.
+        index: Index of the group.
+        group: Parameter group of the state dict; checked by `check_optimizer`.
+        defaults: Default hyper-parameters of the optimizer class.
 
     Raises:
-        CheckpointError: One is of a type that the class does not take, is not a number, or cannot
-            be stored; names it.
+        CheckpointError: The class does not take the type of a hyper-parameter, or the value is a
+            tensor without a single real number, or it cannot be stored. The message names it.
     """
     found = {
         key: _value(f"{path}: param_groups[{index}][{key!r:.80}]", value)
@@ -97,14 +101,14 @@ def hyperparameters(
 
 
 def count_of_steps(value: Any, where: str) -> int:
-    """Return a number of optimizer steps, which a file may have in many types.
+    """Return a number of optimizer steps, which may have any of several types in a file.
 
     Args:
-        value: A number, or a tensor with one.
-        where: What says so, for the message.
+        value: A number, or a tensor with one element.
+        where: Origin of the value, for the message.
 
     Raises:
-        CheckpointError: It is no whole number from 0 to `MAX_STEPS`.
+        CheckpointError: The value is not a whole number from 0 to `MAX_STEPS`.
     """
     if hasattr(value, "read") and math.prod(value.shape) == 1:
         value = value.read(0, 1).item()
@@ -122,7 +126,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _value(where: str, value: Any) -> Any:
-    """Return a hyper-parameter, read if it is a tensor."""
+    """Return a hyper-parameter. If it is a tensor in a file, read it."""
     if not hasattr(value, "read"):
         return value
     name = str(value.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Files that other programs have made, before they are opened."""
+"""Checks of other programs' files before they are opened, and the reading of JSON files."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 from offload.errors import CheckpointError
 
 MAX_JSON_BYTES = 32 << 20
-"""Of a list of weights, or of the Trainer's state; as objects they take up to 25 times as much."""
+"""Largest JSON file that is read (an index of weights, or the Trainer's state), in bytes. Its
+parsed objects take up to 25 times as much memory."""
 
 
 def require_file(path: str) -> int:
-    """Return the size of a regular file, in bytes; links to one are followed.
+    """Return the size of a regular file, in bytes. Symbolic links are followed.
 
-    Anything else is refused before it is opened: a pipe would be waited for, and a device read for
-    ever.
+    Anything else is refused before it is opened: opening a pipe could block, and reading a device
+    might never end.
 
     Raises:
-        CheckpointError: It is something else, or is not there.
+        CheckpointError: The path does not exist, or is not that of a regular file.
     """
     try:
         found = os.stat(path)
@@ -34,10 +35,11 @@ def require_file(path: str) -> int:
 
 
 def read_json(path: str) -> Any:
-    """Return the value of a JSON file of another program, which may have NaN in it.
+    """Return the value of a JSON file of another program. NaN is accepted.
 
     Raises:
-        CheckpointError: It is no regular file, is too large, or is not JSON.
+        CheckpointError: The file is not a regular file, is larger than `MAX_JSON_BYTES`, or is not
+            JSON.
     """
     size = require_file(path)
     if size > MAX_JSON_BYTES:

@@ -1,7 +1,7 @@
-"""``offload import``: a new store from the checkpoint of another program, streamed.
+"""Streaming import of another program's checkpoint into a new store (``offload import``).
 
-The store gets one sealed checkpoint, which `restore` continues from as if it had been trained here.
-Nothing is executed that a file says: pickles are read with ``weights_only=True``.
+The store gets one sealed checkpoint. `restore` continues from it as if the model had been trained
+with this library. Nothing in a file is executed: `pickle_reading` reads pickles.
 """
 
 from __future__ import annotations
@@ -52,23 +52,26 @@ class Foreign:
     """A checkpoint of another program; its tensors are read when they are needed."""
 
     path: str
+    """Path of the checkpoint, for messages."""
+
     model: Mapping[str, TensorSource]
-    """Every tensor of the model's state dict, tied ones once."""
+    """Every tensor of the model's state dict, tied tensors once."""
 
     optimizer: Mapping[str, Any]
-    """torch's state dict, by numbers or by names."""
+    """torch's state dict of the optimizer, keyed by numbers or names of parameters."""
 
     masters: Mapping[Any, TensorSource] = field(default_factory=dict)
     """FP32 parameters, by the same numbers or names."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of tied tensors, and the name in `model`."""
+    """Other names of tied tensors, each with its name in `model`."""
 
     step: Any = None
-    """Optimizer steps taken, if it says so; not checked."""
+    """Number of optimizer steps taken, as the checkpoint states it, unchecked; None if it does
+    not."""
 
     step_from: str = ""
-    """What says so, for people."""
+    """Origin of `step` (key and file), for messages."""
 
     is_ordered: bool = False
     """Whether `model` is in the order of the model's own state dict."""
@@ -76,10 +79,16 @@ class Foreign:
 
 @dataclass(slots=True)
 class _Parameter:
+    """A trainable parameter of the source."""
+
     spec: ParameterSpec
+    """Description of the parameter in the new store's layout."""
+
     state: ParameterState
+    """State of the parameter in the source."""
+
     value: TensorSource
-    """What the live parameter is rounded from."""
+    """Values that the live parameter is rounded from."""
 
 
 @in_neutral
@@ -99,32 +108,39 @@ def import_checkpoint(
     train_state: Any = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Checkpoint:
-    """Make a store whose one checkpoint is another program's.
+    """Make a store with one checkpoint, imported from another program's.
 
-    Memory is a ring of chunks and a constant, whatever the size of the state.
+    The import takes the memory of a ring of chunks and a constant, whatever the size of the state.
 
     Args:
-        foreign: What `foreign.open_foreign` returned.
-        directory: The store, or its directories on several drives.
-        optimizer_class: The class that the state is of.
-        names: Of all parameters, in the order of the optimizer's groups, where the source does
-            not say them.
-        frozen: Names of parameters of the optimizer that have ``requires_grad=False``.
-        tied: Other names of tied tensors, and the name that the model's ``named_parameters()`` has,
-            where the source has them twice: distributed checkpoints do.
-        dtype: Of the live parameters that the optimizer has; None for the source's. FP32 ones that
-            become 16-bit stay as masters.
-        options: As for the optimizer that will go on.
-        keep: Checkpoints to keep, as for the optimizer that will go on.
-        fresh: Replace the checkpoints of a store that has some, when the new one is durable.
-        step: Optimizer steps that it has seen; None for what the source says.
-        train_state: What `restore` is to give back.
-        progress: Called with the bytes of state written so far, and in all.
+        foreign: The source, as returned by `foreign.open_foreign`.
+        directory: Directory of the store, or its directories on several drives.
+        optimizer_class: Optimizer class that the state belongs to.
+        names: Names of all parameters, in the order of the optimizer's groups, if the source does
+            not contain them.
+        frozen: Names of the optimizer's parameters that have ``requires_grad=False``.
+        tied: Other names of tied tensors, each with the name in the model's
+            ``named_parameters()``. Needed if the source stores tied tensors twice, as distributed
+            checkpoints do.
+        dtype: Dtype of the optimizer's live parameters; None for the source's. The values of FP32
+            parameters that become 16-bit are kept as masters.
+        options: Options of the optimizer that will continue from the checkpoint.
+        keep: Number of checkpoints to keep, as for the optimizer that will continue.
+        fresh: Replace the checkpoints of a store that has some, once the new one is durable.
+        step: Number of optimizer steps that the state has seen; None to read it from the source.
+        train_state: Value that `restore` returns as the train state.
+        progress: Function that is called with the bytes of state written so far and in total.
+
+    Returns:
+        The sealed, durable checkpoint.
 
     Raises:
-        StoreError: There are checkpoints already.
-        MismatchError: The source is of another class, or contradicts itself; names the parameter.
+        StoreError: The store has checkpoints already, or cannot be used.
+        StoreFullError: There is no room for the store.
+        MismatchError: The source belongs to another class, or contradicts itself. The message names
+            the parameter or the group.
         CheckpointError: The source is damaged.
+        gds.StorageError: Writing the store failed.
     """
     progress = called_as_user(progress) if progress is not None else None
     rule = UpdateRule(optimizer_class, {})
@@ -222,7 +238,7 @@ def import_checkpoint(
 
 
 def _with_ties(foreign: Foreign, tied: Mapping[str, str]) -> Foreign:
-    """Take tensors that are one in the model once."""
+    """Return `foreign` with only one copy of each group of tensors that are tied in the model."""
     for alias, name in tied.items():
         first, second = foreign.model.get(name), foreign.model.get(alias)
         if first is None or (second is not None and second.shape != first.shape):
@@ -242,7 +258,12 @@ def _match(
     dtype: torch.dtype | None,
     options: Options,
 ) -> tuple[list[dict[str, Any]], list[_Parameter], list[list[str]]]:
-    """Find for each parameter of the optimizer its name, its tensor and its state."""
+    """Find the name, the tensor and the state of each parameter of the optimizer.
+
+    Returns:
+        The hyper-parameters of each group; the parameters that are not frozen; and the names of the
+        parameters in each group.
+    """
     saved = foreign.optimizer["param_groups"]
     order = _names(foreign, saved, names)
     groups, found = [], []
@@ -305,7 +326,14 @@ def _parameter(
 def _names(
     foreign: Foreign, saved: Sequence[Mapping[str, Any]], names: Sequence[str] | None
 ) -> list[list[str]]:
-    """Return the names of each group's parameters."""
+    """Return the names of each group's parameters.
+
+    They are the names given, the keys of the state dict, its ``param_names``, or the order of the
+    model.
+
+    Raises:
+        MismatchError: The names are unknown, or their number is wrong.
+    """
     members = [list(group["params"]) for group in saved]
     if names is not None:
         if len(names) != sum(map(len, members)):
@@ -330,7 +358,7 @@ def _names(
 
 
 def _check_class(foreign: Foreign, index: int, hyper: Mapping[str, Any], rule: UpdateRule) -> None:
-    """Refuse Adam for AdamW, whose state looks the same."""
+    """Refuse to import state of Adam as AdamW or the reverse, although both look the same."""
     flag = "decoupled_weight_decay"
     expected = rule.defaults.get(flag)
     if rule.class_name.endswith((".Adam", ".AdamW")) and hyper.get(flag) != expected:
@@ -342,7 +370,10 @@ def _check_class(foreign: Foreign, index: int, hyper: Mapping[str, Any], rule: U
 
 
 def _steps(given: int | None, foreign: Foreign, parameters: Sequence[_Parameter]) -> int:
-    """Return the optimizer steps that the state has seen: what was given, or what is said of it."""
+    """Return the number of optimizer steps that the state has seen.
+
+    It is `given`, or else the number in the source, or else the largest ``step`` of a parameter.
+    """
     by_state = num_steps([p.state.scalars for p in parameters])
     if given is not None:
         return count_of_steps(given, "step")
@@ -352,14 +383,14 @@ def _steps(given: int | None, foreign: Foreign, parameters: Sequence[_Parameter]
 
 
 class _SourceParameters:
-    """Live parameters that are read from where they come."""
+    """Live parameters, computed from the source each time they are read; implements `Live`."""
 
     def __init__(self, parameters: Sequence[_Parameter]) -> None:
         self._parameters = parameters
         self._scratch = codecs.Scratch()
 
     def view(self, index: int, start: int, stop: int) -> torch.Tensor:
-        """Return a range of a parameter in its live dtype."""
+        """Return elements `start` to `stop` of a parameter, flat, in its live dtype."""
         parameter = self._parameters[index]
         master = parameter.state.master
         values = (master or parameter.value).read(start, stop)
@@ -370,7 +401,7 @@ class _SourceParameters:
         return live
 
     def finish(self, index: int, num_elements: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: no parameter is held in memory."""
 
 
 def _fill(
@@ -381,11 +412,12 @@ def _fill(
     options: Options,
     progress: Callable[[int, int], object] | None,
 ) -> list[Scalars | None]:
-    """Write all state arrays."""
+    """Write all state arrays to a slot, and return the scalar state of each parameter."""
     layout = slot.layout
     done, per_element = 0, layout.state_bytes / max(layout.num_elements, 1)
 
     def advance(num_elements: int) -> None:
+        """Report progress in bytes of state, given a number of elements that were filled."""
         nonlocal done
         done += num_elements
         if progress is not None:
@@ -423,7 +455,7 @@ def _write_model(
 
 
 class _SourceImage(ModelImage):
-    """The bytes of a model file whose tensors are read from where they come."""
+    """Content of a model file, computed from the source's tensors."""
 
     def __init__(self, header: Header, foreign: Foreign, parameters: Sequence[_Parameter]) -> None:
         self._entries = [e for e in header.entries.values() if e.nbytes]
@@ -434,7 +466,7 @@ class _SourceImage(ModelImage):
         self.data_bytes = header.file_bytes - header.data_start
 
     def gather(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Read the bytes of a range of the data into `out`."""
+        """Write bytes `start` to `stop` of the file's data to `out`, a flat uint8 tensor."""
         for entry in self._entries:
             first, last = max(start, entry.start), min(stop, entry.stop)
             itemsize = entry.nbytes // max(math.prod(entry.shape), 1)

@@ -1,12 +1,13 @@
-"""Pickles of other programs, read without running anything, in bounded memory and time.
+"""Unpickler for other programs' files that runs no code, in bounded memory and time.
 
-Python's own unpickler can be told which names a pickle may use, and no more: nine bytes make its C
-version fill gigabytes (an index of the memo), and it sets attributes of whatever is on its stack.
-This one knows the operations that picklers of data write, and refuses all others. What a pickle
-names is looked up in a table of stand-ins, which are functions of ours. Nothing is imported, no
-attribute is set, and a count of the memory that the values take ends what would take too much.
+Python's own unpickler can only restrict the names that a pickle may use. Nine bytes make its C
+version fill gigabytes (with a large index of the memo), and it sets attributes of any object on its
+stack. The unpickler in this module knows the operations that picklers of data write, and refuses
+all others. It looks up the names in a pickle in a table of stand-ins, which are functions of this
+package. It imports nothing and sets no attribute. It counts the memory of the values, and stops at
+a limit.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,42 +19,51 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 MAX_PICKLE_BYTES = 128 << 20
-"""Of one pickle. The structure of a million tensors takes about as much."""
+"""Largest pickle that is read, in bytes. The structure of a million tensors is about as large."""
 
 _LEAST_BUDGET_BYTES = 16 << 20
 _BUDGET_FACTOR = 56
 MAX_BUDGET_BYTES = 2 << 30
-"""What the values of a pickle may take: 56 times its length and 16 MiB, and no more than this. What
-torch writes takes 20 to 35 times its length as it is counted here, and half of that in fact."""
+"""Most memory that the values of a pickle may take. The limit of one pickle is 56 times its length
+plus 16 MiB, and never more than this. Pickles that torch writes take 20 to 35 times their length by
+the count of this module, and really half of that."""
 
 _MAX_INTEGER_BYTES = 32
 _MAX_KEY_BITS = 64
-"""Of an integer by which something is found. Larger ones can be made to collide."""
+"""Most bits of an integer that is a key. Larger integers can be chosen so that their hashes
+collide."""
 
 _LIST_BYTES, _DICT_BYTES, _SET_BYTES, _TUPLE_BYTES = 80, 88, 240, 64
 _TEXT_BYTES, _NUMBER_BYTES, _MARK_BYTES = 64, 40, 96
 _MEMO_BYTES, _PAIR_BYTES, _ITEM_BYTES, _MADE_BYTES = 80, 100, 9, 160
-"""What objects take, on the stack and elsewhere; rounded up."""
+"""Memory that objects take, on the stack and elsewhere, in bytes, rounded up."""
 
 
 class PickleError(ValueError):
-    """A pickle is damaged, or holds what is not read; says what."""
+    """A pickle is damaged, or contains something that is not read. The message says what it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What stands for something that a pickle names."""
+    """Stand-in for a function or class that a pickle names."""
 
     text: str
+    """Name of the function or class, for messages."""
+
     call: Callable[..., Any] | None = None
-    """Called where the pickle calls it; None where it is only named."""
+    """Function that is called instead; None if a pickle may name it but not call it."""
 
     copies: bool = False
-    """Whether what it returns holds the items of its arguments once more."""
+    """Whether the result holds a copy of the items of the arguments."""
 
 
 class Record:
-    """An object of a class that is known by name only; its fields are what the pickle says."""
+    """An object of a class that is known by name only, with the fields that the pickle gives it.
+
+    Args:
+        kind: Name of the class.
+        arguments: Arguments of the constructor in the pickle, kept as the field ``arguments``.
+    """
 
     __slots__ = ("fields", "kind")
 
@@ -62,7 +72,7 @@ class Record:
         self.fields: dict[str, Any] = {"arguments": arguments} if arguments else {}
 
     def set_state(self, state: Any) -> None:
-        """Take the fields: a dict of them, or what the class makes them of."""
+        """Add the fields of a dict; keep a state of any other type as the field ``state``."""
         if isinstance(state, dict) and all(isinstance(key, str) for key in state):
             self.fields.update(state)
         else:
@@ -77,13 +87,14 @@ def read_pickle(
     """Return the value of a pickle.
 
     Args:
-        data: All of it; what follows it is ignored.
-        names: What may be named, by module and name: a `Name`, or the value itself.
-        persistent: Returns what a persistent id stands for; None where there must be none.
+        data: The whole pickle; bytes behind its end are ignored.
+        names: Names that the pickle may use, by module and name. Each maps to a `Name`, or to the
+            value itself.
+        persistent: Function that returns the value of a persistent id; None to refuse such ids.
 
     Raises:
-        PickleError: It is none, is cut or damaged, uses an operation or a name that is not known,
-            or would take more memory than `MAX_BUDGET_BYTES`, or 56 times its length.
+        PickleError: The data is not a pickle, is cut or damaged, uses an operation or a name that
+            is not known, or would take more memory than its limit (see `MAX_BUDGET_BYTES`).
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise PickleError(f"a pickle of {len(data)} bytes, at most {MAX_PICKLE_BYTES} are read")
@@ -95,7 +106,11 @@ class _Stop(Exception):  # noqa: N818  (not an error: the value is complete)
 
 
 class _Machine:
-    """The stack machine that a pickle is a program of."""
+    """Stack machine that runs the operations of a pickle.
+
+    The methods are the operations and their parts. They raise `PickleError`, or an error that `run`
+    turns into one.
+    """
 
     def __init__(
         self,
@@ -113,6 +128,7 @@ class _Machine:
         self._left = min(_LEAST_BUDGET_BYTES + _BUDGET_FACTOR * len(data), MAX_BUDGET_BYTES)
 
     def run(self) -> Any:
+        """Run all operations, and return the value of the pickle."""
         data, operations = self._data, _OPERATIONS
         try:
             while True:
@@ -132,6 +148,7 @@ class _Machine:
             raise PickleError(f"damaged, at byte {self._at}: {error}") from error
 
     def spend(self, num_bytes: int) -> None:
+        """Subtract from the memory left, and refuse the pickle if none is left."""
         self._left -= num_bytes
         if self._left < 0:
             raise PickleError(
@@ -139,10 +156,12 @@ class _Machine:
             )
 
     def push(self, value: Any, num_bytes: int) -> None:
+        """Push a value on the stack, and count its memory."""
         self.spend(num_bytes)
         self._stack.append(value)
 
     def take(self, num: int) -> bytes:
+        """Consume the next bytes of the pickle."""
         start = self._at
         if num > len(self._data) - start:
             raise IndexError
@@ -150,44 +169,54 @@ class _Machine:
         return self._data[start : start + num]
 
     def count(self, num_bytes: int) -> int:
+        """Consume an unsigned integer of this many bytes."""
         return int.from_bytes(self.take(num_bytes), "little")
 
     def line(self) -> str:
+        """Consume a line of at most 300 bytes, and return it without its end."""
         end = self._data.index(b"\n", self._at, self._at + 300)
         text = self._data[self._at : end].decode()
         self._at = end + 1
         return text
 
     def text(self, num: int) -> None:
+        """Consume bytes, and push them as text."""
         data = self.take(num)
         width = 1 if data.isascii() else 4
         self.push(data.decode("utf-8", "surrogatepass"), _TEXT_BYTES + num * width)
 
     def binary(self, num: int) -> None:
+        """Consume bytes, and push them as `bytes`."""
         self.push(self.take(num), _TEXT_BYTES + num)
 
     def array(self, num: int) -> None:
+        """Consume bytes, and push them as `bytearray`."""
         self.push(bytearray(self.take(num)), _TEXT_BYTES + num)
 
     def integer(self, num: int) -> None:
+        """Consume a signed integer of this many bytes, and push it."""
         if num > _MAX_INTEGER_BYTES:
             raise PickleError(f"an integer of {num} bytes, at most {_MAX_INTEGER_BYTES} are read")
         self.push(int.from_bytes(self.take(num), "little", signed=True), _NUMBER_BYTES)
 
     def remember(self, index: int) -> None:
+        """Store the top of the stack in the memo."""
         self.spend(_MEMO_BYTES)
         self._memo[index] = self._stack[-1]
 
     def mark(self) -> None:
+        """Set a mark: begin a new stack above the present one."""
         self.spend(_MARK_BYTES)
         self._marks.append(self._stack)
         self._stack = []
 
     def since_mark(self) -> list[Any]:
+        """Remove the last mark and the values above it, and return these values."""
         items, self._stack = self._stack, self._marks.pop()
         return items
 
     def tuple_of(self, num: int) -> None:
+        """Replace the topmost values by a tuple of them."""
         stack = self._stack
         if len(stack) < num:
             raise IndexError
@@ -196,19 +225,23 @@ class _Machine:
         self.push(items, _TUPLE_BYTES + 8 * num)
 
     def marked_tuple(self) -> None:
+        """Replace the values above the mark by a tuple of them."""
         items = tuple(self.since_mark())
         self.push(items, _TUPLE_BYTES + 8 * len(items))
 
     def marked_list(self) -> None:
+        """Replace the values above the mark by a list of them."""
         items = self.since_mark()
         self.push(items, _LIST_BYTES + 8 * len(items))
 
     def marked_dict(self) -> None:
+        """Replace the keys and values above the mark by a dict of them."""
         items = self.since_mark()
         self.push({}, _DICT_BYTES)
         self.set_items(items)
 
     def append(self, items: list[Any]) -> None:
+        """Append values to the list on top of the stack."""
         target = self._stack[-1]
         if type(target) is not list:
             raise PickleError(f"appends to a {type(target).__name__}")
@@ -216,6 +249,7 @@ class _Machine:
         target.extend(items)
 
     def add(self, items: list[Any]) -> None:
+        """Add values to the set on top of the stack."""
         target = self._stack[-1]
         if type(target) is not set:
             raise PickleError(f"adds to a {type(target).__name__}")
@@ -225,6 +259,7 @@ class _Machine:
             target.add(item)
 
     def set_items(self, items: list[Any]) -> None:
+        """Add alternating keys and values to the dict on top of the stack."""
         target = self._stack[-1]
         if type(target) is not dict or len(items) % 2:
             raise PickleError(f"sets items of a {type(target).__name__}")
@@ -234,6 +269,7 @@ class _Machine:
             target[items[at]] = items[at + 1]
 
     def named(self, module: object, name: object) -> None:
+        """Push the stand-in for a name."""
         if not isinstance(module, str) or not isinstance(name, str):
             raise PickleError("a name is no text")
         found = self._names.get((module, name))
@@ -242,10 +278,12 @@ class _Machine:
         self.push(found, 8)
 
     def stack_global(self) -> None:
+        """Replace a module and a name on the stack by the stand-in for them."""
         name, module = self._stack.pop(), self._stack.pop()
         self.named(module, name)
 
     def call(self) -> None:
+        """Replace a stand-in and a tuple of arguments on the stack by the result of a call."""
         arguments, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, Name) or type(arguments) is not tuple:
             raise PickleError("calls what is no function")
@@ -257,34 +295,42 @@ class _Machine:
         self.push(function.call(*arguments), _MADE_BYTES)
 
     def build(self) -> None:
+        """Remove a state from the stack, and give it to the `Record` below it."""
         state, target = self._stack.pop(), self._stack[-1]
         if isinstance(target, Record):
             target.set_state(state)
             self.spend(_MADE_BYTES)
-        elif type(target) is not dict:  # of a dict these are attributes, which are no entries
+        elif type(target) is not dict:  # attributes of a dict are not its entries, and are dropped
             raise PickleError(f"sets attributes of a {type(target).__name__}")
 
     def persistent(self) -> None:
+        """Replace a persistent id on the stack by its value."""
         if self._persistent is None:
             raise PickleError("it has a persistent id")
         self.push(self._persistent(self._stack.pop()), _MADE_BYTES)
 
     def stop(self) -> NoReturn:
+        """End the run, if exactly one value is left."""
         if len(self._stack) != 1 or self._marks:
             raise PickleError("it ends with other than one value")
         raise _Stop
 
     def skip_protocol(self) -> None:
+        """Consume the version of the protocol, and refuse an unknown one."""
         version = self.count(1)
         if version > pickle.HIGHEST_PROTOCOL:
             raise PickleError(f"protocol {version}, at most {pickle.HIGHEST_PROTOCOL} are read")
 
 
 def check_key(key: Any, depth: int = 0) -> None:
-    """Refuse keys that can be made to collide, or that are not plain.
+    """Refuse keys whose hashes can be made to collide, and keys that are not plain values.
+
+    Args:
+        key: Key of a dict, or element of a set.
+        depth: 0 for a key, 1 for an element of a tuple that is a key.
 
     Raises:
-        PickleError: It is such a key.
+        PickleError: The key is refused.
     """
     if isinstance(key, tuple) and depth == 0 and len(key) <= 8:
         for part in key:
@@ -350,4 +396,4 @@ _OPERATIONS: dict[int, _Operation] = {
         pickle.MEMOIZE: lambda m: m.remember(len(m._memo)),
     }.items()
 }
-"""What each operation does, by its byte."""
+"""Function for each operation of a pickle, by the operation's byte."""

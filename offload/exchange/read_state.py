@@ -1,4 +1,4 @@
-"""The optimizer state of one parameter of a checkpoint, as FP32, whatever it is stored as."""
+"""Reading of one parameter's optimizer state from a checkpoint, decoded to FP32."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 def read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
     """Read the optimizer state of one parameter of a checkpoint.
 
-    Takes the memory of the result and of one block (`decoder.STATE_BLOCK_ELEMENTS`).
+    This takes the memory of the result and of one block (`decoder.STATE_BLOCK_ELEMENTS`).
 
     Args:
-        checkpoint: The checkpoint. If it was not opened by `open_checkpoint`, it is kept from being
-            recycled meanwhile.
+        checkpoint: The checkpoint. It is kept from being recycled during the call, even if it was
+            not opened by `open_checkpoint`.
         name: The parameter's name, as in ``model.safetensors``.
 
     Returns:
         FP32 tensors of the parameter's shape: ``master`` and every state array, as the next step
-        would compute with them. They are decoded if they are stored in fewer bits, and if a
-        parameter was edited after the last step, ``master`` is the edited value. The arrays of a
-        parameter that has never had a gradient are zeros. Nothing is compared with the digests;
+        would compute with them. They are decoded if they are stored in fewer bits. If a parameter
+        was edited after the last step, ``master`` is the edited value. The arrays of a parameter
+        that has never had a gradient are zeros. The data is not compared with the digests;
         `Checkpoint.verify` does that.
 
     Raises:
-        CheckpointNotFoundError: There is no trainable parameter of that name.
-        RecycledError: It was not opened by `open_checkpoint`, and has been recycled.
-        gds.StorageError: It cannot be read.
+        CheckpointNotFoundError: The checkpoint has no trainable parameter of that name.
+        RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
+        gds.StorageError: The checkpoint cannot be read.
     """
     with checkpoint.held():
         return _read_state(checkpoint, name)
@@ -66,7 +66,7 @@ def _read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
             checkpoint.path,
         )
     spec = layout.parameters[index]
-    # Zeros are what a parameter has that was never stepped: of that one no array is read.
+    # A parameter that was never stepped keeps these zeros, since none of its arrays is read.
     out = {
         array: torch.zeros(spec.num_elements, dtype=torch.float32, device="cpu")
         for array in (MASTER, *kept_arrays(spec, layout))
@@ -81,7 +81,7 @@ def _read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
                     continue
                 arrays = stored.read(chunk, piece) if has_state else {}
                 _, start, values = decoder.block(piece, arrays)
-                if not has_master(spec):  # an FP32 parameter is its own
+                if not has_master(spec):  # an FP32 parameter is its own master
                     values[MASTER] = live.view(index, piece.start, piece.stop)
                 for array, block in values.items():
                     out[array][start : start + len(block)] = block
@@ -89,7 +89,7 @@ def _read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
 
 
 class _StoredPieces:
-    """Reads what is stored of a piece of a chunk, and nothing else."""
+    """Reader of single pieces of chunks. It reads the stored bytes of a piece, and no others."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -105,14 +105,14 @@ class _StoredPieces:
         self._opened.close()
 
     def file(self, path: str) -> File:
-        """Return a file, which stays open until the end."""
+        """Return a file of the checkpoint, which stays open until the context ends."""
         if path not in self._files:
             self._files[path] = file = self._checkpoint.backend.open(path)
             self._opened.callback(file.close)
         return self._files[path]
 
     def read(self, chunk: int, piece: Piece) -> dict[str, torch.Tensor]:
-        """Return the stored values of each state array that the parameter has."""
+        """Return a piece's stored values in each state array of its parameter, as flat tensors."""
         layout = self._layout
         origin, _ = layout.chunk_range(chunk)
         first = origin + piece.at

@@ -1,4 +1,4 @@
-"""Tensors in files of other programs, read range by range."""
+"""A tensor in a file of another program, read range by range."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from offload.errors import CheckpointError
 
 
 def scratch_tensor(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return flat memory of its own mapping, which goes back to the system when it is let go of.
+    """Return a flat tensor in a memory mapping of its own, which is unmapped once it is unused.
 
-    The heap would keep it where small objects that stay are made in between.
+    Memory from the heap might not return to the system, if small objects that live longer were
+    allocated behind it.
     """
     return torch.frombuffer(mmap.mmap(-1, num_elements * dtype.itemsize), dtype=dtype)
 
 
 class StoredTensor:
-    """A tensor of a file that is read range by range; a `TensorSource`.
+    """A tensor in a file, read range by range; implements `TensorSource`.
 
     Args:
-        path: The file.
-        offset: Byte at which its first element is.
+        path: Path of the file.
+        offset: Offset of the first element in the file, in bytes.
         shape: Elements per dimension.
-        dtype: Of the elements.
-        strides: In elements; None where it is contiguous.
+        dtype: Dtype of the elements.
+        strides: Strides in elements; None for a contiguous tensor.
     """
 
     __slots__ = ("_itemsize", "_path", "_strides", "dtype", "offset", "shape")
@@ -49,11 +50,17 @@ class StoredTensor:
 
     @property
     def place(self) -> tuple[Any, ...] | None:
-        """The same for tensors that are tied; None for an empty one."""
+        """Key that is equal for tied tensors; None for an empty tensor."""
         return (self._path, self.offset, self.shape, self.dtype) if math.prod(self.shape) else None
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements in row-major order; reads all of a tensor that is not contiguous."""
+        """Return elements `start` to `stop` in row-major order, flat, in host memory.
+
+        A tensor that is not contiguous is read whole.
+
+        Raises:
+            CheckpointError: The file is too short.
+        """
         if start >= stop:
             return torch.empty(0, dtype=self.dtype, device="cpu")
         if self._strides is None:

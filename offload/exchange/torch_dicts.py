@@ -1,8 +1,9 @@
-"""torch's own state dict, to and from a store: what other programs read and write.
+"""Conversion between a store's state and torch's own state dict, for other programs.
 
 The dictionary is that of the wrapped class: ``state`` by number, with FP32 arrays and scalars, and
-``param_groups``. Beside them are `MASTERS`, by the same numbers: the FP32 values of parameters that
-are live in 16 bits, and `NUM_STEPS`. torch's `load_state_dict` leaves both alone.
+``param_groups``. Two more keys stand beside them. `MASTERS` has the FP32 values of parameters that
+are live in 16 bits, by the same numbers. `NUM_STEPS` has the number of optimizer steps. torch's
+`load_state_dict` ignores both.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ from offload.update.rules import (
 )
 
 MASTERS = "master"
-"""Key of a full state dict: FP32 parameters by number."""
+"""Key in a full state dict of the FP32 parameters by number."""
 
 NUM_STEPS = "num_steps"
-"""Key of a full state dict: optimizer steps taken. The ``step`` of parameters does not tell it: a
-step in which a parameter has no gradient does not count there."""
+"""Key in a full state dict of the number of optimizer steps taken. The ``step`` of a parameter may
+be smaller, since it does not count steps in which the parameter has no gradient."""
 
 NO_ENTRY: Mapping[str, Any] = {}
-"""Stands for the entry of a parameter that has none: it has never been stepped."""
+"""Placeholder for the missing entry of a parameter that has never been stepped."""
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class StateElsewhere(defaultdict[torch.Tensor, Any]):
-    """What `torch.optim.Optimizer.state` is while the state is on storage: empty, yet true.
+    """Value of `torch.optim.Optimizer.state` while the state is on storage: empty, yet true.
 
-    torch.distributed.checkpoint asks ``if optimizer.state``, and otherwise takes a step with
-    gradients of zero, which is to make the state of an optimizer that has none. Here it would
-    change the state that there is.
+    torch.distributed.checkpoint asks ``if optimizer.state``. If that is false, it takes a step with
+    gradients of zero, in order to make the state of a new optimizer. Such a step would change the
+    state on storage.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,10 @@ class StateElsewhere(defaultdict[torch.Tensor, Any]):
 
 
 class _OnStorage(dict[str, Any]):
-    """The state of one parameter while it is on storage: empty, and says where the values are."""
+    """State of one parameter while it is on storage: an empty dict.
+
+    Looking up a key raises a `KeyError` that says how to get the values.
+    """
 
     def __missing__(self, key: str) -> NoReturn:
         raise KeyError(
@@ -73,10 +77,10 @@ class MaterializedState:
     """The whole state in memory, in torch's own form.
 
     Args:
-        trainables: In element-space order.
-        scalars: Of each; None for one that has no state yet.
-        arrays: Of each, the names of the state arrays that are kept.
-        initial: Of each parameter group, the state that torch's constructor makes.
+        trainables: The trainable parameters, in element-space order.
+        scalars: Scalar state of each parameter; None for a parameter that has no state yet.
+        arrays: Names of the state arrays that the optimizer keeps, for each parameter.
+        initial: State that torch's constructor makes, for each parameter group.
     """
 
     def __init__(
@@ -96,13 +100,19 @@ class MaterializedState:
             else:
                 state = write_scalars(values)
                 state.update({name: _room(shape) for name in names})
-            if state:  # torch has no entry of an SGD without momentum
+            if state:  # torch has no entry for parameters of an SGD without momentum
                 self.state[parameter] = state
             if has_master(trainable.spec):
                 self.masters[parameter] = _room(shape)
 
     def copy(self, index: int, start: int, values: Mapping[str, torch.Tensor]) -> None:
-        """Copy a block to where it belongs; see `decoder.Block`."""
+        """Copy one block of a parameter's state into the tensors in memory; see `decoder.Block`.
+
+        Args:
+            index: Index of the parameter in the layout.
+            start: First element of the block.
+            values: Flat FP32 values by the name of the array.
+        """
         parameter = self._trainables[index].tensor
         for name, block in values.items():
             whole = self.masters if name == MASTER else self.state[parameter]
@@ -115,7 +125,7 @@ def _room(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def number_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
-    """Return torch's number of each parameter: in the order of groups, counted from 0."""
+    """Return torch's number of each parameter, counted from 0 in the order of the groups."""
     numbers: dict[torch.Tensor, int] = {}
     for group in groups:
         for parameter in group["params"]:
@@ -124,11 +134,17 @@ def number_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor,
 
 
 MAX_STEPS = 10**18
-"""More than anybody has taken, and fewer than a count on the drive can hold."""
+"""Largest number of steps that is accepted. No training takes as many, and a count on the drive can
+hold it."""
 
 
 def unstepped_state(initial: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return what torch has of a parameter that was never stepped: nothing, or a constant."""
+    """Return the state of a parameter that was never stepped, as torch's constructor makes it.
+
+    Args:
+        initial: State that the constructor makes of one element; empty for most classes.
+        shape: Shape of the parameter.
+    """
     return {
         name: torch.full(shape, value.item(), dtype=value.dtype, device="cpu")
         if isinstance(value, torch.Tensor) and value.dim()
@@ -142,19 +158,21 @@ def read_state_dict(
     groups: Sequence[Mapping[str, Any]],
     rule: UpdateRule,
 ) -> tuple[list[dict[str, Any]], dict[torch.Tensor, ParameterState]]:
-    """Check a torch state dict against an optimizer, and say what is where in it.
+    """Check a torch state dict against an optimizer, and find the state of each parameter in it.
 
     Args:
-        state_dict: Of the wrapped class, or a full one; tensors of any device, also memory-mapped.
-        groups: Of the optimizer, which it is for.
-        rule: Says what the optimizer keeps.
+        state_dict: State dict of the wrapped class, or a full one. Its tensors may be on any
+            device, or memory-mapped.
+        groups: Parameter groups of the optimizer that loads the dict.
+        rule: Update rule of the optimizer; it tells which state the optimizer keeps.
 
     Returns:
         The groups with the dict's hyper-parameters, and the state of each parameter that has any.
 
     Raises:
-        ValueError: torch's own complaints about numbers of groups and parameters.
-        MismatchError: Names, shapes, dtypes or the kind of state differ; names the parameter.
+        ValueError: The numbers of groups or parameters differ, in torch's own words.
+        MismatchError: Names, shapes, dtypes or the kind of state differ. The message names the
+            parameter.
     """
     saved = state_dict["param_groups"]
     check_groups(groups, saved)
@@ -203,18 +221,20 @@ def read_parameter_state(
     kept: Rule,
     template: Scalars,
 ) -> ParameterState:
-    """Check what a torch state dict has of one parameter.
+    """Check the entry of one parameter in a torch state dict, and return it as a `ParameterState`.
 
     Args:
-        at: Which it is, for messages.
-        found: Its entry in ``state``, with tensors or `TensorSource`s; `NO_ENTRY` if it has none.
-        master: Its FP32 values, likewise; None for an FP32 parameter, or if there are none.
-        shape: Of the parameter.
-        kept: What the optimizer keeps of it.
-        template: Its scalar state after some step, for the kinds of the values.
+        at: Description of the parameter, for messages.
+        found: Entry of the parameter in ``state``, with tensors or `TensorSource`s; `NO_ENTRY` if
+            the dict has none.
+        master: FP32 values of the parameter, as a tensor or a `TensorSource`. None for an FP32
+            parameter, or if the dict has none.
+        shape: Shape of the parameter.
+        kept: State that the optimizer keeps of the parameter.
+        template: Scalar state of the parameter after some step, for the kinds of the values.
 
     Raises:
-        MismatchError: It is not what the optimizer keeps.
+        MismatchError: The entry differs from the state that the optimizer keeps.
     """
     present = {name: value for name, value in found.items() if value is not None}
     expected = {*kept.arrays, *kept.scalars}
@@ -246,7 +266,7 @@ def read_parameter_state(
 
 
 def _check_steps(at: str, scalars: Scalars) -> None:
-    """Refuse what no number of steps can be: a checkpoint would be named for it."""
+    """Refuse a ``step`` that is not a possible number of steps, since it names a checkpoint."""
     for name, _, value in scalars:
         if name == "step" and (not 0 <= value <= MAX_STEPS or value != int(value)):
             raise MismatchError(
@@ -256,7 +276,7 @@ def _check_steps(at: str, scalars: Scalars) -> None:
 
 
 def scalar_template(rule: UpdateRule, group: Mapping[str, Any], kept: Rule) -> Scalars:
-    """Return the scalar state of a parameter after its first step, for names and kinds."""
+    """Return the scalar state of some parameter after a first step, to learn names and kinds."""
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     tiny = torch.zeros(1, dtype=torch.float32, device="cpu")
     with torch.no_grad():
@@ -265,10 +285,10 @@ def scalar_template(rule: UpdateRule, group: Mapping[str, Any], kept: Rule) -> S
 
 
 def said_steps(state_dict: Mapping[str, Any]) -> int | None:
-    """Return the optimizer steps that a state dict says have been taken, if it says so.
+    """Return the number of optimizer steps stated in a state dict; None if it states none.
 
     Raises:
-        MismatchError: It says something else than a number of steps.
+        MismatchError: The value is not a number of steps.
     """
     steps = state_dict.get(NUM_STEPS)
     if steps is None:
@@ -283,13 +303,13 @@ def said_steps(state_dict: Mapping[str, Any]) -> int | None:
 
 
 def num_steps(scalars: Sequence[Scalars | None]) -> int | None:
-    """Return the optimizer steps that state has seen, if its scalars tell: the largest ``step``."""
+    """Return the largest ``step`` of a parameter; None if no parameter has one."""
     steps = [int(v) for s in scalars if s is not None for name, _, v in s if name == "step"]
     return max(steps, default=None)
 
 
 def _check_names(index: int, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse a group whose parameters have other names, where both sides say them."""
+    """Refuse a group whose parameters have other names, if both sides have names."""
     mine, theirs = group.get("param_names"), saved.get("param_names")
     if mine is None or theirs is None:
         return
@@ -325,7 +345,7 @@ def _source(what: str, value: Any, shape: tuple[int, ...]) -> TensorSource:
 
 
 def _kind(value: Any, default: str) -> str:
-    # torch makes these of FP32 or FP64 by the default dtype, which may have been another one.
+    # torch makes these tensors FP32 or FP64 by the default dtype, which may have differed.
     dtype = getattr(value, "dtype", None)
     return kind_of_tensor(dtype, default) if isinstance(dtype, torch.dtype) else default
 
@@ -343,7 +363,7 @@ def _number(what: str, value: Any, kind: str) -> float | int:
 
 
 def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give parameter groups the hyper-parameters of others, which have been checked."""
+    """Copy hyper-parameters from saved groups, which have been checked, to live groups."""
     for group, values in zip(groups, saved, strict=True):
         group.update(
             {k: copy.deepcopy(v) for k, v in values.items() if k not in NOT_HYPERPARAMETERS}
@@ -351,10 +371,10 @@ def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, A
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Compare numbers of groups, and of parameters in each; torch's own errors, and its words.
+    """Compare the number of groups, and the number of parameters in each.
 
     Raises:
-        ValueError: They differ.
+        ValueError: The numbers differ. The error and its words are those of torch.
     """
     if len(groups) != len(saved):
         raise ValueError("loaded state dict has a different number of parameter groups")

@@ -1,7 +1,7 @@
-"""Files of `torch.save`, written without holding their tensors.
+"""Writer of `torch.save` files that does not hold their tensors in memory.
 
-torch itself writes the file, with room for the data (`torch.serialization.skip_data`). Where each
-tensor's data is, is then read from the file; the bytes are moved by us.
+torch itself writes the file, with room for the data (`torch.serialization.skip_data`). This module
+then reads the position of each tensor's data from the file, and writes the data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from offload.exchange.torch_reading import read_structure
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Room:
-    """A contiguous tensor of a file, whose data is written later. The same object is tied."""
+    """A contiguous tensor of a file, whose data is written later.
+
+    Two uses of the same object are tied tensors.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,28 +34,31 @@ def write_structure(path: str, value: Any) -> Callable[[Backend], tuple[File, di
     """Write a file with everything but the data of its `Room`s.
 
     Args:
-        path: Must not exist.
-        value: Builtins, tensors and `Room`s, nested.
+        path: Path of the file, which must not exist.
+        value: Nested structure of builtins, tensors and `Room`s.
 
     Returns:
-        What opens the file for writing, and says at which byte each room begins.
+        A function that opens the file with a backend and writes the data of the tensors in `value`.
+        It returns the open file, and the offset in bytes at which each room begins.
 
     Raises:
-        gds.StorageError: It cannot be written.
+        gds.StorageError: The file cannot be written.
     """
     rooms: dict[Room, torch.Tensor] = {}
     small: list[tuple[Room, torch.Tensor]] = []
 
     def emptied(tensor: torch.Tensor) -> Room:
+        """Return a room for a tensor, and note the tensor's data for later."""
         small.append((Room(tuple(tensor.shape), tensor.dtype), tensor.detach().cpu().contiguous()))
         return small[-1][0]
 
     def fake(room: Room) -> torch.Tensor:
+        """Return a fake tensor for a room, the same one at each call."""
         if room not in rooms:
             rooms[room] = torch.empty(room.shape, dtype=room.dtype, device="cpu")
         return rooms[room]
 
-    value = _replaced(value, torch.Tensor, emptied)  # before fake tensors become the only ones
+    value = _replaced(value, torch.Tensor, emptied)  # real tensors cannot be used in FakeTensorMode
     with FakeTensorMode():
         imitation = _replaced(value, Room, fake)
         with torch.serialization.skip_data(materialize_fake_tensors=True), torch_writing(path):
@@ -64,6 +70,7 @@ def write_structure(path: str, value: Any) -> Callable[[Backend], tuple[File, di
         offsets[by_tensor[id(mine)]] = theirs.offset
 
     def opened(backend: Backend) -> tuple[File, dict[Room, int]]:
+        """Open the file for writing, and write the data that is known already."""
         file = backend.open(path, writable=True)
         for room, tensor in small:
             write_tensor(file, offsets[room], tensor)
@@ -79,7 +86,10 @@ def write_tensor(file: File, offset: int, tensor: torch.Tensor) -> None:
 
 
 def _replaced(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
-    """Return a nested structure with other leaves; dictionaries of any kind become plain ones."""
+    """Return a copy of a nested structure, with all leaves of a type replaced.
+
+    Dictionaries of any kind become plain ones.
+    """
     if isinstance(value, kind):
         return replace(value)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Files of `torch.save`, opened without reading their tensors, and without torch's own loader.
+"""Reader of `torch.save` files that leaves tensors on storage and does not use torch's loader.
 
-What is in a file is read from its records and its pickle. Nothing is run, whatever a file says, and
-memory is bounded by the length of the pickle.
+The reader takes the structure of a file from its records and its pickle. It never runs code from
+the file, and it takes memory in proportion to the length of the pickle.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
         *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     )
 }
-"""Of tensors that are read, by torch's names."""
+"""Dtypes of the tensors that are read, by torch's names."""
 
 _STORAGES: Final[Mapping[str, torch.dtype]] = {
     "DoubleStorage": torch.float64,
@@ -69,13 +69,19 @@ _NOT_READ: Final = {
 
 @dataclass(frozen=True, slots=True)
 class _StorageType:
+    """Type of a storage, as a pickle of torch names it."""
+
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
+    """A storage of tensors, by its place in the file."""
+
     dtype: torch.dtype
     begin: int
+    """Offset of the first byte in the file."""
+
     nbytes: int
 
 
@@ -85,13 +91,17 @@ def read_structure(path: str, start: int = 0, stop: int | None = None) -> Any:
     Dictionaries of all kinds become plain ones.
 
     Args:
-        path: The file.
-        start: First byte, where it is part of another file.
-        stop: One past its last byte; None for the end.
+        path: Path of the file.
+        start: Offset of the first byte, if the file is embedded in another file.
+        stop: End of the embedded file (exclusive), in bytes; None for the end of the file.
+
+    Returns:
+        The value, made of builtins and `StoredTensor`s.
 
     Raises:
-        CheckpointError: It is no such file, or holds something else than tensors and builtins,
-            which would have to be executed, or would take more memory than any such file needs.
+        CheckpointError: The file has another format, or holds objects other than tensors and
+            builtins (they would have to be executed), or would take more memory than any valid file
+            of its length needs.
     """
     size = require_file(path)
     with open(path, "rb") as file:
@@ -124,14 +134,19 @@ def _read(file: BinaryIO, path: str, start: int, stop: int) -> Any:
 
 
 class _Storages:
-    """Finds the data of storages in an archive."""
+    """Lookup of persistent ids: finds the data of storages in an archive."""
 
     def __init__(self, archive: TorchZip) -> None:
         self._archive = archive
         self._places: dict[str, tuple[int, int]] = {}
 
     def __call__(self, pid: Any) -> _Storage:
-        """Return the storage that a persistent id stands for."""
+        """Return the storage for a persistent id.
+
+        Raises:
+            PickleError: The id is not that of a storage, or the storage is too short.
+            CheckpointError: The archive lacks the data of the storage.
+        """
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
             raise PickleError("a persistent id is that of no storage")
         _, kind, key, _, num = pid
@@ -146,7 +161,7 @@ class _Storages:
 
 
 def _names(path: str) -> dict[tuple[str, str], Any]:
-    """Return what pickles of torch may name, for tensors of a file."""
+    """Return the table of all names that a pickle of torch may use, for a file at a path."""
     tensor, typed = partial(_tensor, path), partial(_typed_tensor, path)
     rebuild: dict[str, Callable[..., Any]] = {
         "_rebuild_tensor": tensor,
@@ -173,7 +188,7 @@ def _names(path: str) -> dict[tuple[str, str], Any]:
         ("_codecs", "encode"): Name("encode", _encoded, copies=True),
     }
     for module in ("builtins", "__builtin__"):
-        names[module, "bytes"] = Name("bytes", lambda: b"")  # others are encoded text
+        names[module, "bytes"] = Name("bytes", lambda: b"")  # only empty bytes are pickled this way
         names[module, "set"] = Name("set", _set, copies=True)
         names[module, "complex"] = Name("complex", _complex)
         names[module, "bytearray"] = Name("bytearray", _bytearray, copies=True)
@@ -214,7 +229,12 @@ def _typed_tensor(
 def _checked(
     path: str, storage: _Storage, offset: Any, size: Any, strides: Any, dtype: torch.dtype
 ) -> StoredTensor:
-    """Return a tensor that lies within its storage, element by element."""
+    """Return a `StoredTensor`, after checking that it lies within its storage.
+
+    Raises:
+        PickleError: The shape, strides or offset are invalid, elements share memory, or the tensor
+            exceeds its storage.
+    """
     if (
         type(size) is not tuple
         or type(strides) is not tuple
@@ -298,5 +318,5 @@ def _bytearray(data: Any = b"") -> bytearray:
 
 
 def _device(*arguments: Any) -> str:
-    """Return a device as text: nothing here is moved to it."""
+    """Return a device as text, since no tensor is moved to it."""
     return ":".join(str(part)[:20] for part in arguments if isinstance(part, str | int))

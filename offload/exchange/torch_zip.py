@@ -1,10 +1,10 @@
-"""The archives that `torch.save` writes: where their records are, read strictly.
+"""Strict reader of the list of records in an archive that `torch.save` has written.
 
-An archive is a ZIP file whose records are stored as they are. Nothing else is taken: a record that
-is compressed may be a thousand times as large in memory, and two readers of ZIP files may disagree
-about an archive that is not laid out in the usual way.
+An archive is a ZIP file whose records are not compressed. All other archives are refused. A
+compressed record may be a thousand times as large in memory, and two readers of ZIP files may
+disagree about an archive with an unusual layout.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 
 _MAX_DIRECTORY_BYTES = 128 << 20
-"""Of the list of records: that of a million tensors takes less."""
+"""Largest list of records that is read, in bytes. The list of a million tensors is smaller."""
 
 _UNKNOWN = 0xFFFFFFFF
 _ENCRYPTED = 1
@@ -30,25 +30,26 @@ _ENCRYPTED = 1
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Where a record is in the file."""
+    """Place of a record in the file."""
 
     header: int
-    """The byte at which its own header begins."""
+    """Offset in the file of the record's local header, in bytes."""
 
     nbytes: int
+    """Size of the record's content."""
 
 
 class TorchZip:
     """The records of an archive.
 
     Args:
-        file: Open for reading; stays open as long as this is used.
-        path: For messages.
-        start: The first byte of the archive in the file.
-        stop: One past its last byte.
+        file: File that is open for reading. It must stay open as long as the archive is used.
+        path: Path of the file, for messages.
+        start: Offset of the archive's first byte in the file.
+        stop: End of the archive in the file (exclusive), in bytes.
 
     Raises:
-        CheckpointError: It is no archive of `torch.save`, or is damaged.
+        CheckpointError: The file is not an archive of `torch.save`, or is damaged.
     """
 
     def __init__(self, file: BinaryIO, path: str, start: int, stop: int) -> None:
@@ -56,7 +57,7 @@ class TorchZip:
         self._path = path
         self._start = start
         self._compressed = ""
-        """The first record that is, if any."""
+        """Name of the first compressed record; empty if there is none."""
         records = self._records(stop)
         if any(name.endswith("/constants.pkl") for name in records):
             self._refuse("it is a TorchScript archive, which holds a program")
@@ -76,10 +77,10 @@ class TorchZip:
         }
 
     def read(self, name: str, most_bytes: int) -> bytes:
-        """Return the content of a small record; empty if there is none of that name.
+        """Return the content of a small record; empty if the archive has no record of that name.
 
         Raises:
-            CheckpointError: It is larger than `most_bytes`, or damaged.
+            CheckpointError: The record is larger than `most_bytes`, or damaged.
         """
         record = self._named.get(name)
         if record is None:
@@ -89,10 +90,10 @@ class TorchZip:
         return self._bytes(self._data_start(record), record.nbytes)
 
     def place(self, name: str) -> tuple[int, int]:
-        """Return at which byte of the file a record's content begins, and its length.
+        """Return the offset of a record's content in the file, and its length, in bytes.
 
         Raises:
-            CheckpointError: There is no such record, or it is damaged.
+            CheckpointError: The archive has no such record, or the record is damaged.
         """
         record = self._named.get(name)
         if record is None:
@@ -103,7 +104,7 @@ class TorchZip:
         return begin, record.nbytes
 
     def _records(self, stop: int) -> dict[str, Record]:
-        """Read the list at the end of the archive."""
+        """Read the list of records at the end of the archive, which ends at byte `stop`."""
         size = stop - self._start
         if size < _END.size:
             self._refuse("it is cut short")
@@ -180,7 +181,10 @@ class TorchZip:
 
 
 def _large(extra: bytes, nbytes: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Return sizes and place, from the extra field of a large archive where they are not known."""
+    """Return size, packed size and header offset of a record in a large (ZIP64) archive.
+
+    Values that do not fit into 32 bits are taken from the extra field.
+    """
     found = [nbytes, packed, header]
     at = 0
     while at + 4 <= len(extra):

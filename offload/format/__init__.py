@@ -1,7 +1,7 @@
-"""The bytes on storage: pure descriptions, without a file that is open and without torch.
+"""The bytes on storage: pure descriptions, without open files and without torch.
 
-This wing may know `offload.errors`, `gds.ALIGNMENT` and the errors of `gds`. It never imports torch
-when it is imported, nor any other wing.
+This wing may know `offload.errors`, `gds.ALIGNMENT` and the errors of `gds`. Importing it imports
+neither torch nor any other wing.
 """
 
 from offload.format.arrays import StateFormat

@@ -1,7 +1,7 @@
-"""The fields of a manifest, each checked for what it may be before anything is made of it.
+"""Fields of a manifest: each is checked before anything is made from it.
 
-All functions raise `ValueError`, saying what was found and what was expected, for a value that the
-encoder would not have written.
+The functions that read a field raise `ValueError` for a value that the encoder would not have
+written. The message says what was found and what was expected.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from offload.format.part_file import PartReference
 from offload.format.strict_json import is_text, short
 
 MAX_DEPTH = 8
-"""Tuples and lists within each other, in one hyper-parameter."""
+"""Largest depth of tuples and lists within each other, in one hyper-parameter."""
 
 MAX_COUNT = (1 << 63) - 1
+"""Largest number of steps, generations, elements or bytes in a manifest."""
 
 NOT_HYPERPARAMETERS = ("params", "param_names")
-"""Keys of a parameter group that are the live model's, and no checkpoint's."""
+"""Keys of a parameter group that belong to the live model and are in no checkpoint."""
 
 TENSOR_DTYPES = (
     "float64",
@@ -37,7 +38,7 @@ TENSOR_DTYPES = (
     "int8",
     "uint8",
 )
-"""torch's names of the dtypes that a hyper-parameter may have which is a tensor."""
+"""torch's names of the dtypes that are possible for a hyper-parameter that is a tensor."""
 
 _MAX_DIMS = 64
 _STORE_ID = re.compile(r"[0-9a-f]{32}")
@@ -46,45 +47,46 @@ _PART_DIGEST = _STORE_ID
 _SCALAR_KINDS = ("f32", "f64", "float", "int")
 
 ScalarValue = tuple[str, str, float | int]
+"""Name, kind and value of one scalar in a parameter's state."""
 
 
 def text(value: object) -> str:
-    """Return a string that is Unicode text."""
+    """Return the value if it is a string of Unicode text."""
     if not isinstance(value, str) or not is_text(value):
         raise ValueError(f"expected a string of Unicode text, got {short(value)}")
     return value
 
 
 def label(value: object) -> str:
-    """Return a short string that can be shown as it is."""
+    """Return the value if it is a printable string of at most 1000 characters."""
     if not isinstance(value, str) or len(value) > 1000 or not value.isprintable():
         raise ValueError(f"expected a printable string, got {short(value)}")
     return value
 
 
 def count(value: object) -> int:
-    """Return an integer from 0 to 2**63 - 1."""
+    """Return the value if it is an integer from 0 to 2**63 - 1."""
     if type(value) is not int or not 0 <= value <= MAX_COUNT:
         raise ValueError(f"expected a count, got {short(value)}")
     return value
 
 
 def items(value: object) -> list[Any]:
-    """Return a list."""
+    """Return the value if it is a list."""
     if not isinstance(value, list):
         raise ValueError(f"expected a list, got {short(value)}")
     return value
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """Return an object."""
+    """Return the value if it is a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {short(value)}")
     return value
 
 
 def dtype(value: object) -> str:
-    """Return the safetensors code of a dtype."""
+    """Return the value if it is the safetensors code of a dtype."""
     if not isinstance(value, str) or value not in DTYPE_BYTES:
         raise ValueError(f"unknown dtype {short(value)}")
     return value
@@ -96,7 +98,7 @@ def shape(value: object) -> tuple[int, ...]:
 
 
 def names(value: object) -> tuple[str, ...]:
-    """Return a list of different strings as a tuple."""
+    """Return a list of distinct strings as a tuple."""
     found = tuple(text(name) for name in items(value))
     if len(set(found)) != len(found):
         raise ValueError(f"a name occurs twice in {short(value)}")
@@ -104,14 +106,14 @@ def names(value: object) -> tuple[str, ...]:
 
 
 def store_id(value: object) -> str:
-    """Return 32 hexadecimal digits."""
+    """Return the value if it is a string of 32 hexadecimal digits."""
     if not isinstance(value, str) or not _STORE_ID.fullmatch(value):
         raise ValueError(f"the store's id is {short(value)}, not 32 hexadecimal digits")
     return value
 
 
 def time(value: object) -> str:
-    """Return a time in ISO 8601."""
+    """Return the value if it is a time in ISO 8601."""
     if not isinstance(value, str) or len(value) > 64:
         raise ValueError(f"expected a time in ISO 8601, got {short(value)}")
     dt.datetime.fromisoformat(value)
@@ -119,14 +121,14 @@ def time(value: object) -> str:
 
 
 def digest(value: object) -> str:
-    """Return 16 hexadecimal digits."""
+    """Return the value if it is a string of 16 hexadecimal digits."""
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
         raise ValueError(f"expected a digest of 16 hexadecimal digits, got {short(value)}")
     return value
 
 
 def scalar(value: object) -> ScalarValue:
-    """Return name, kind and value of a parameter's scalar state."""
+    """Return name, kind and value of one scalar in a parameter's state."""
     name, kind, written = items(value)
     if kind not in _SCALAR_KINDS:
         raise ValueError(f"unknown kind of scalar {short(kind)}")
@@ -139,7 +141,12 @@ def scalar(value: object) -> ScalarValue:
 
 
 def part(value: object, generation: int) -> PartReference:
-    """Return what is said of a part of that generation on another drive."""
+    """Return the reference to a part on another drive, which must be of that generation.
+
+    Raises:
+        ValueError: The value is not such a reference.
+        KeyError: A field is missing.
+    """
     found = mapping(value)
     directory, name = found["directory"], text(found["name"])
     if not _is_absolute(directory) or part_number(name) is None:
@@ -155,7 +162,7 @@ def _is_absolute(value: object) -> bool:
     if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
         return False
     try:
-        os.fsencode(value)  # which, unlike UTF-8, has room for bytes that are no text
+        os.fsencode(value)  # unlike UTF-8, this can also encode bytes that are no text
     except UnicodeEncodeError:
         return False
     return True
@@ -164,8 +171,14 @@ def _is_absolute(value: object) -> bool:
 def encode_group(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter group's hyper-parameters as JSON values, tuples and tensors tagged.
 
-    Raises `TypeError` naming a hyper-parameter that is neither a number (integers: of 64 bits), a
-    string, None, a sequence of those, nor a one-element tensor.
+    Args:
+        index: Index of the group, for messages.
+        group: Hyper-parameters by name. The keys in `NOT_HYPERPARAMETERS` are left out.
+
+    Raises:
+        TypeError: A name is not Unicode text, or a hyper-parameter is neither a number (integers:
+            of 64 bits), a string, None, a sequence of those, nor a one-element tensor. The message
+            names it.
     """
     for key in group:
         if not is_text(key):
@@ -232,7 +245,7 @@ def _decode_value(value: Any, depth: int = 0) -> Any:
 def _decode_tensor(value: Mapping[str, Any]) -> Any:
     if value.keys() != {"tensor", "dtype", "shape"}:
         raise ValueError(f"a hyper-parameter is an object with {short(sorted(value))}")
-    # From a list: looking up just any attribute of torch may import one of its modules.
+    # Only listed names are looked up: another attribute of torch might import one of its modules.
     if value["dtype"] not in TENSOR_DTYPES:
         raise ValueError(f"{short(value['dtype'])} is not the dtype of a hyper-parameter")
     sizes, written = shape(value["shape"]), value["tensor"]

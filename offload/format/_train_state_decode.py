@@ -1,8 +1,8 @@
-"""JSON with tags to values: the decoder behind `offload.format.train_state`.
+"""Decoder of `offload.format.train_state`, from JSON with tags to values.
 
-The file is not trusted. Only the tags in a fixed table are known, no text of the file is ever
-evaluated, imported or looked up as an attribute, each stored tensor is used exactly once, and
-depth and the length of numbers are bounded before anything is built from them.
+The file is not trusted. Only the tags in a fixed table are known. No text of the file is ever
+evaluated, imported or looked up as an attribute. Each stored tensor is used exactly once. Depth and
+the length of numbers are bounded before anything is built from them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def decode_text(text: str, tensors: Mapping[str, StoredTensor]) -> object:
     """Return the value that `text` and `tensors` encode.
 
     Raises:
-        TrainStateTagError: A tag is unknown: written by another version, or damaged.
-        TrainStateFormatError: Anything else that the encoder would not have written.
+        TrainStateTagError: A tag is unknown: the file is of another version, or damaged.
+        TrainStateFormatError: The text is something else that the encoder would not have written.
     """
     decoder = _Decoder(tensors)
     value = decoder.decode(_parse(text), ROOT, 0)
@@ -62,11 +62,23 @@ def _parse(text: str) -> object:
 
 
 class _Decoder:
+    """Decoder of one JSON value, which records the tensors that it has used in `used`."""
+
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self.used: set[str] = set()
         self._tensors = tensors
 
     def decode(self, tree: object, path: Path, depth: int) -> Any:
+        """Return the value that a JSON value stands for.
+
+        Args:
+            tree: JSON value, with tags.
+            path: Path of the value, for messages.
+            depth: Number of values that contain this one.
+
+        Raises:
+            TrainStateFormatError: The encoder would not have written this JSON value.
+        """
         if depth > MAX_DEPTH:
             raise TrainStateFormatError(
                 f"{render(path)}: nested deeper than {MAX_DEPTH} levels, which is never written"
@@ -104,7 +116,8 @@ class _Decoder:
         )
 
     def _fetch(self, name: object) -> StoredTensor:
-        # Once each: many references to one large tensor would fill the memory from a small file.
+        # Each tensor is used only once: with many references to one large tensor, a small file
+        # would fill the memory.
         if not isinstance(name, str) or name not in self._tensors or name in self.used:
             raise TrainStateFormatError(
                 f"train_state: the tensor {short(name)} is missing or used twice"
@@ -155,7 +168,7 @@ class _Decoder:
         if tag == "OrderedDict":
             return OrderedDict(pairs)
         if tag == "Counter":
-            # Not Counter(pairs), which takes the counts for numbers; they need not be.
+            # Counter(pairs) would take the counts for numbers, which they need not be.
             counter: Counter[Any] = Counter()
             dict.update(counter, pairs)
             return counter

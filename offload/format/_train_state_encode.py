@@ -1,9 +1,10 @@
-"""Values to JSON with tags: the encoder of `train_state`, and what both ways share.
+"""Encoder of `train_state`, from values to JSON with tags, and what the decoder shares with it.
 
 What JSON itself can hold losslessly is plain JSON: None, bool, 64-bit integers, finite floats,
-strings, lists, and dicts whose keys are strings. Everything else is a *tag*: an object that has
-the key ``"$"`` with the name of a type, and exactly the fields that the type needs. A dict that
-has ``"$"`` as a key of its own is written as a tag too, so nothing in a state can be taken for one.
+strings, lists, and dicts whose keys are strings. Everything else is a *tag*: an object that has the
+key ``"$"`` with the name of a type, and exactly the fields that the type needs. A dict that has
+``"$"`` as a key of its own is written as a tag too, so that no value in a state can be mistaken for
+a tag.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from offload.format._train_state_leaves import (
 from offload.format.errors import TrainStateTypeError
 
 MAX_DEPTH = 100
-"""Values inside values. Real states have fewer than ten; Python's own stack bounds it above."""
+"""Largest depth of values inside values. Real states have fewer than ten levels; Python's own stack
+limits how large this can be."""
 
 MIN_INT, MAX_INT = -(2**63), 2**64 - 1
 """Integers in this range are plain JSON numbers; others are tags, in base 16."""
@@ -45,10 +47,10 @@ FACTORIES: Mapping[str, Callable[[], object] | None] = {
     "set": set,
     "str": str,
 }
-"""The `default_factory` of a defaultdict, by the name that is stored."""
+"""Values for the `default_factory` of a defaultdict, by the name that is stored."""
 
 SPECIAL_FLOATS: Mapping[str, float] = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-"""What JSON has no number for. Sign and payload of a NaN are not kept."""
+"""Floats that JSON has no number for, by stored name. Sign and payload of a NaN are not kept."""
 
 _SEQUENCES: Mapping[type, str] = {tuple: "tuple", deque: "deque"}
 _SETS: Mapping[type, str] = {set: "set", frozenset: "frozenset"}
@@ -57,27 +59,27 @@ _BUILTINS = (str, int, float, complex, bytes, bytearray, list, tuple, dict, set,
 
 
 class Encoder:
-    """Turns one value into JSON, and collects the bytes of its tensors in `tensors`."""
+    """Encoder of one value to JSON, which collects the bytes of its tensors in `tensors`."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, StoredTensor] = {}
         self._open: set[int] = set()
 
     def encode(self, value: object, path: Path = ROOT, *, inline: bool = False) -> object:
-        """Return what JSON holds for `value`.
+        """Return the JSON value that stands for `value`.
 
         Args:
-            value: What to encode.
-            path: Where it is.
-            inline: Whether it is part of a key or of a member of a set.
+            value: Value to encode.
+            path: Path of the value, for messages.
+            inline: Whether the value is part of a key or of a member of a set.
 
         Raises:
-            TrainStateTypeError: It holds something that would not come back the same.
+            TrainStateTypeError: The value holds something that would not come back the same.
         """
         kind = type(value)
         if value is None or kind is bool:
             return value
-        # By exact type: a subclass (an IntEnum, a namedtuple) is more than what would be stored.
+        # Only exact types: a subclass (an IntEnum, a namedtuple) is more than what would be stored.
         encode = _SCALARS.get(kind)
         if encode is not None:
             return encode(value)
@@ -110,7 +112,7 @@ class Encoder:
             items = [
                 self.encode(item, (path, "{{{}}}", item), inline=True) for item in _iter(value)
             ]
-            # A set has no order: by their text, so that equal sets have equal encodings.
+            # A set has no order. Sorting by text gives equal sets equal encodings.
             return {TAG_KEY: _SETS[kind], "items": sorted(items, key=dump_json)}
         if kind is dict and isinstance(value, dict):
             if TAG_KEY not in value and all(_is_plain_text(key) for key in value):
@@ -154,7 +156,10 @@ class Encoder:
 
 
 def dump_json(tree: object) -> str:
-    """Return the one JSON text of an encoded value. It is valid UTF-8 and has no NaN."""
+    """Return the only JSON text that stands for an encoded value.
+
+    The text is valid UTF-8 and has no NaN.
+    """
     return json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -169,7 +174,7 @@ def _encode_float(value: float) -> object:
 def _encode_str(value: str) -> object:
     if _is_plain_text(value):
         return value
-    # Not as escapes: a JSON reader joins two lone surrogates into one character.
+    # Escapes would not do: a JSON reader joins two lone surrogates into one character.
     return {TAG_KEY: "str", "hex": value.encode("utf-8", "surrogatepass").hex()}
 
 
@@ -178,7 +183,7 @@ def _encode_complex(value: complex) -> object:
 
 
 def _encode_bytes(value: bytes) -> object:
-    # Inline, although a tensor is smaller: a name would depend on the order within a set.
+    # Stored inline, although a tensor is smaller: a name would depend on the order within a set.
     return {TAG_KEY: type(value).__name__, "base64": base64.b64encode(value).decode("ascii")}
 
 
@@ -203,7 +208,7 @@ def _is_plain_text(value: object) -> bool:
 
 
 def _refusal(value: object) -> str:
-    """Say why a value of an unsupported type is refused, and what to store instead."""
+    """Return why a value of an unsupported type is refused, and what to store instead."""
     kind = type(value)
     named = f"cannot store a value of type {kind.__module__}.{kind.__qualname__}"
     if kind.__module__.startswith("torch") and hasattr(value, "get_state"):

@@ -1,10 +1,11 @@
-"""Values of a training state that come from torch and numpy, and how their bytes are stored.
+"""Storage of those values of a training state that come from torch and numpy.
 
-`leaf_tag` makes a tag of such a value, `LEAF_SCALARS` and `LEAF_ARRAYS` turn it back. Neither
-package is imported until a value of it turns up: to have one, the caller has imported it.
+`leaf_tag` makes a tag of such a value; `LEAF_SCALARS` and `LEAF_ARRAYS` turn it back. Neither
+package is imported before one of its values or tags turns up. A caller that has such a value has
+imported the package already.
 
 Bytes are always stored little-endian and in C order. torch tensors come back in the memory of the
-CPU, contiguous, without ``requires_grad``, and without anything that shared their storage.
+CPU, contiguous and without ``requires_grad``, and share their storage with no other tensor.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 
 Path = tuple["Path | None", str, object]
-"""Where a value is: parent, pattern, what fills it. Rendered only into a message: that calls the
-``repr`` of keys, which costs, and may warn or fail."""
+"""Position of a value: the parent's path, a pattern, and the key that fills the pattern. A path is
+rendered only for a message: rendering calls the ``repr`` of keys, which costs time, and may warn or
+fail."""
 
 ROOT: Path = (None, "train_state", None)
+"""Path of the whole state."""
 
 
 def render(path: Path) -> str:
@@ -56,15 +59,15 @@ def render(path: Path) -> str:
 
 
 def short(value: object) -> str:
-    """Return a repr that fits a message."""
+    """Return a `repr` that fits a message."""
     return _REPR.repr(value)
 
 
 class StoredTensor(NamedTuple):
-    """The bytes of one tensor or array."""
+    """Dtype, shape and bytes of one stored tensor or array."""
 
     dtype: str
-    """safetensors code, a key of `offload.format.header.DTYPE_BYTES`."""
+    """safetensors code of the elements, a key of `offload.format.header.DTYPE_BYTES`."""
 
     shape: tuple[int, ...]
 
@@ -73,13 +76,15 @@ class StoredTensor(NamedTuple):
 
 
 Store = Callable[[StoredTensor], str]
-"""Takes bytes in and returns the name they are stored under."""
+"""Function that takes a tensor and returns the name under which it is stored."""
 
 Fetch = Callable[[object], StoredTensor]
-"""Returns what is stored under a name; raises `TrainStateFormatError` if nothing is."""
+"""Function that returns the tensor stored under a name, or raises `TrainStateFormatError` if there
+is none."""
 
-# torch's and numpy's names, the safetensors code, and how many of those make one element:
-# the format has no dtype for two of the complex ones, which get one more dimension of size 2.
+# For each dtype, by torch's and numpy's name: its safetensors code, and how many values of that
+# code make one element. The format has no dtype for two of the complex ones, so their tensors get
+# one more dimension of size 2.
 _TORCH_CODES: Mapping[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
@@ -121,7 +126,8 @@ _NUMPY_NAMES = frozenset(
         "complex128",
     }
 )
-"""Not longdouble: its layout differs between platforms."""
+"""numpy's names of the dtypes that are supported. longdouble is missing: its layout differs between
+platforms."""
 
 
 def leaf_tag(value: object, path: Path, store: Store | None) -> Fields | None:
@@ -129,11 +135,12 @@ def leaf_tag(value: object, path: Path, store: Store | None) -> Fields | None:
 
     Args:
         value: An instance of a type that one of `LEAF_PACKAGES` defines.
-        path: Where it is, for messages.
-        store: Where bytes go; None inside keys and sets, where nothing may be stored by name.
+        path: Path of the value, for messages.
+        store: Function that stores the bytes; None inside keys and sets, where nothing may be
+            stored by name.
 
     Raises:
-        TrainStateTypeError: A tensor or array that cannot be stored losslessly.
+        TrainStateTypeError: The value is a tensor or array that cannot be stored losslessly.
     """
     if type(value).__module__.partition(".")[0] == "torch":
         return _torch_tag(value, path, store)
@@ -150,7 +157,7 @@ def _torch_tag(value: object, path: Path, store: Store | None) -> Fields | None:
         return {TAG_KEY: "torch.dtype", "name": str(value).removeprefix("torch.")}
     if kind is torch.device:
         return {TAG_KEY: "torch.device", "name": str(value)}
-    # A subclass (Parameter, DTensor, FakeTensor) is more than its values: not taken for them.
+    # A subclass (Parameter, DTensor, FakeTensor) is more than its values, so it is not supported.
     if not isinstance(value, torch.Tensor) or kind is not torch.Tensor:
         return None
     name = str(value.dtype).removeprefix("torch.")
@@ -160,9 +167,10 @@ def _torch_tag(value: object, path: Path, store: Store | None) -> Fields | None:
             f"on device {value.device}; store a dense tensor of an ordinary dtype instead"
         )
     code, factor = _TORCH_CODES[name]
-    # Conjugates and negatives are lazy bits on the tensor: the bytes alone would lose them.
+    # Conjugation and negation are lazy bits on the tensor, which the bytes alone would lose.
     flat = value.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    # Not through numpy, which has no bfloat16; `flat` keeps the memory alive during the copy.
+    # The bytes do not go through numpy, which has no bfloat16. `flat` keeps the memory alive during
+    # the copy.
     data = ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b""
     shape = (*value.shape, factor) if factor > 1 else tuple(value.shape)
     stored = _need(store, path)(StoredTensor(code, shape, data))
@@ -213,7 +221,7 @@ def _decode_size(fields: Fields, path: Path) -> torch.Size:
 
 
 def _decode_dtype(fields: Fields, path: Path) -> torch.dtype:
-    """Return the `torch.dtype` of that name."""
+    """Return the `torch.dtype` that the fields name."""
     name = _text(fields["name"], path)
     found = _torch_dtypes().get(name)
     if found is None:
@@ -224,7 +232,7 @@ def _decode_dtype(fields: Fields, path: Path) -> torch.dtype:
 
 
 def _decode_device(fields: Fields, path: Path) -> torch.device:
-    """Return the `torch.device` of that name, whether or not this machine has it."""
+    """Return the `torch.device` that the fields name, whether or not this machine has it."""
     import torch
 
     name = _text(fields["name"], path)
@@ -254,7 +262,7 @@ def _decode_tensor(fields: Fields, path: Path, fetch: Fetch) -> torch.Tensor:
         if not stored.data:
             return torch.empty(shape, dtype=dtype, device="cpu")
         raw = torch.frombuffer(bytearray(stored.data), dtype=torch.uint8)
-        # Cloned, so that the memory is torch's own: aligned, and resizable.
+        # The clone's memory is torch's own: aligned, and resizable.
         return raw.clone().view(dtype).reshape(shape)
 
 
@@ -286,7 +294,7 @@ def _decode_scalar(fields: Fields, path: Path) -> object:
 
 
 ScalarDecoder = tuple[frozenset[str], Callable[[Fields, Path], object]]
-"""The fields that a tag must have, and what turns them and a path into a value."""
+"""The fields that a tag must have, and the function that turns them and a path into a value."""
 
 LEAF_SCALARS: Mapping[str, ScalarDecoder] = {
     "torch.Size": (frozenset({"items"}), _decode_size),
@@ -294,6 +302,7 @@ LEAF_SCALARS: Mapping[str, ScalarDecoder] = {
     "torch.device": (frozenset({"name"}), _decode_device),
     "numpy.scalar": (frozenset({"dtype", "base64"}), _decode_scalar),
 }
+"""Decoders of the tags that refer to no stored tensor, by tag."""
 
 ARRAY_FIELDS = frozenset({"tensor", "dtype"})
 """The fields of every tag in `LEAF_ARRAYS`."""
@@ -302,6 +311,7 @@ LEAF_ARRAYS: Mapping[str, Callable[[Fields, Path, Fetch], object]] = {
     "torch.Tensor": _decode_tensor,
     "numpy.ndarray": _decode_array,
 }
+"""Decoders of the tags that refer to a stored tensor, by tag."""
 
 
 def decode_base64(text: object, path: Path) -> bytes:
@@ -323,7 +333,7 @@ def _text(value: object, path: Path) -> str:
 
 
 def _checked_shape(stored: StoredTensor, name: str, path: Path) -> tuple[int, ...]:
-    """Return the shape of the value, after checking what is stored against its dtype."""
+    """Return the shape of the value, after checking the stored tensor against the value's dtype."""
     code, factor = _TORCH_CODES[name]
     shape = tuple(stored.shape)
     fits = stored.dtype == code and (factor == 1 or shape[-1:] == (factor,))
@@ -337,7 +347,7 @@ def _checked_shape(stored: StoredTensor, name: str, path: Path) -> tuple[int, ..
 
 @cache
 def _torch_dtypes() -> Mapping[str, torch.dtype]:
-    """Return torch's dtypes by name. A file's text is looked up here, never given to getattr."""
+    """Return torch's dtypes by name. Names from a file are looked up here, never with getattr."""
     import torch
 
     dtypes = (value for value in vars(torch).values() if isinstance(value, torch.dtype))
@@ -346,7 +356,7 @@ def _torch_dtypes() -> Mapping[str, torch.dtype]:
 
 @cache
 def _numpy_dtypes() -> Mapping[str, np.dtype[Any]]:
-    """Return the dtypes of arrays by their ``str``, both byte orders included."""
+    """Return the dtypes of arrays by their ``str``, in both byte orders."""
     import numpy as np
 
     native = [np.dtype(name) for name in sorted(_NUMPY_NAMES)]

@@ -1,9 +1,9 @@
-"""How state is encoded on storage: which files a parameter has, and what one value of each is.
+"""Encodings of state on storage: the state arrays of a parameter, and the form of their values.
 
-The exact format keeps every state array as FP32, under torch's own name. Two opt-in ones are
-smaller: ``master="split"`` leaves the upper half of a bf16 parameter's master in the live
-parameter and stores the lower 16 bits; a `state_dtype` stores everything else in fewer bits.
-Names and sizes only; the arithmetic is in `codecs`.
+The exact format keeps every state array as FP32, under torch's own name. Two opt-in formats are
+smaller. ``master="split"`` leaves the upper half of a bf16 parameter's master in the live parameter
+and stores the lower 16 bits. A `state_dtype` stores everything else in fewer bits. This module has
+names and sizes only; the arithmetic is in `offload.update.codecs`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from offload.errors import UnsupportedOptimizerError
 from offload.format.header import DTYPE_BYTES
 
 MASTER = "master"
-"""The state array that holds FP32 copies of 16-bit parameters."""
+"""Name of the state array that holds FP32 copies of 16-bit parameters."""
 
 MASTER_LOW = "master_low"
-"""The state array that holds the lower 16 bits of masters whose upper half is the parameter."""
+"""Name of the state array that holds the lower 16 bits of masters whose upper half is the
+parameter."""
 
 BLOCK_ELEMENTS = 32
-"""Elements that share one scale where state is kept in 8 bits, as in FlashOptim."""
+"""Number of elements that share one scale in 8-bit state, as in FlashOptim."""
 
 SIGNED_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
-"""State arrays that 8 bits are known to serve, with a sign."""
+"""State arrays of signed values for which 8 bits are known to be enough."""
 
 UNSIGNED_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg"})
-"""Likewise, never negative."""
+"""State arrays of values that are never negative, for which 8 bits are known to be enough."""
 
 _SCALE = "_scale"
 _ARRAY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -39,25 +40,26 @@ MasterFormat = Literal["float32", "split"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
 CountsFrom = Literal["parameter", "chunk"]
-"""Where blocks of 8-bit state, and the random numbers of stochastic rounding, are counted from."""
+"""Start of counting for blocks of 8-bit state and for the random numbers of stochastic rounding."""
 
 NEW_STORES_COUNT_FROM: CountsFrom = "parameter"
-"""In stores of version 2 of the format it was "chunk"; see `Layout.counts_from`."""
+"""Start of counting in new stores. Compressed state in stores of version 2 of the format has
+"chunk"; see `Layout.counts_from`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayFormat:
-    """What one stored value of a state array is."""
+    """Form of one stored value of a state array."""
 
     dtype: str
-    """Its safetensors code."""
+    """safetensors code of the value's dtype."""
 
     block: int = 1
-    """Elements that it stands for. Blocks start anew at each parameter."""
+    """Number of elements that the value stands for. Blocks start anew at each parameter."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one stored value."""
+        """Size of one stored value in bytes."""
         return DTYPE_BYTES[self.dtype]
 
 
@@ -66,20 +68,22 @@ _F32 = ArrayFormat("F32")
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """How a store encodes its state; the default is exact."""
+    """Encoding of a store's state; the default is exact."""
 
     master: MasterFormat = "float32"
+    """Form of masters: FP32 copies, or the lower 16 bits only ("split")."""
     state_dtype: StateDtype = "float32"
+    """Form of all state other than masters."""
 
     def stored_arrays(self, dtype: str, kept: Sequence[str]) -> tuple[str, ...]:
-        """Return the arrays on storage of a parameter.
+        """Return the names of the arrays that a parameter has on storage.
 
         Args:
             dtype: safetensors code of the live parameter.
-            kept: The state arrays that the optimizer keeps for it.
+            kept: Names of the state arrays that the optimizer keeps for the parameter.
 
         Raises:
-            UnsupportedOptimizerError: 8 bits are not known to be enough for one of them.
+            UnsupportedOptimizerError: 8 bits are not known to be enough for one of the arrays.
         """
         names: list[str] = []
         if dtype != "F32":
@@ -99,7 +103,7 @@ class StateFormat:
 
 
 def array_format(name: str, state_dtype: str) -> ArrayFormat:
-    """Return how an array is stored, given its name and the layout's `state_dtype`."""
+    """Return the form of an array's values, given its name and the layout's `state_dtype`."""
     if name == MASTER:
         return _F32
     if name == MASTER_LOW:
@@ -114,7 +118,7 @@ def array_format(name: str, state_dtype: str) -> ArrayFormat:
 
 
 def is_array_name(name: object) -> bool:
-    """Return whether a state array may be called so: an array's name is also its file's."""
+    """Return whether a state array may have this name, which is also the name of its file."""
     return (
         isinstance(name, str)
         and _ARRAY_NAME.fullmatch(name) is not None
@@ -123,5 +127,5 @@ def is_array_name(name: object) -> bool:
 
 
 def scale_name(array: str) -> str:
-    """Return the name of the array that holds the scales of an 8-bit one."""
+    """Return the name of the array that holds the scales of an 8-bit array."""
     return array + _SCALE

@@ -1,9 +1,9 @@
 """Content digests that a CPU computes at memory speed and a GPU could compute in parallel.
 
-A digest is xxh3_64 over the little-endian xxh3_64 digests of 1 MiB leaves, followed by a context
-that says which bytes these ought to be: store, generation, array and chunk. A chunk that is stale,
-swapped or misplaced therefore fails as surely as one with a flipped bit. It detects accidents, not
-forgery: xxh3 is not a cryptographic hash.
+A digest is xxh3_64 over the little-endian xxh3_64 digests of 1 MiB leaves, followed by a context.
+The context identifies the expected bytes: store, generation, array and chunk. So a chunk that is
+stale, swapped or misplaced fails as surely as one with a flipped bit. A digest detects accidents,
+not forgery: xxh3 is not a cryptographic hash.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Protocol, TypeAlias
 import xxhash
 
 LEAF_BYTES = 1 << 20
-"""Bytes of one leaf; the last one of a chunk may be shorter."""
+"""Size of a leaf in bytes; the last leaf of a chunk may be shorter."""
 
 Run: TypeAlias = Callable[[Callable[[memoryview], bytes], Sequence[memoryview]], list[bytes]]
-"""Calls a function for every item, perhaps on several threads; returns the results in order."""
+"""Function that calls another one for every item, perhaps on several threads, and returns the
+results in the order of the items."""
 
 
 @dataclass(frozen=True, slots=True)
 class DigestContext:
-    """Which store and which generation of its state a digest speaks for."""
+    """The store, and the generation of its state, that a digest belongs to."""
 
     store_id: str
     generation: int
@@ -35,45 +36,49 @@ class DigestContext:
         Args:
             array: Name of the state array, or ``model`` for a block of ``model.safetensors``.
             chunk: Index of the chunk or block.
-            data: Its bytes.
+            data: Bytes of the chunk or block.
         """
         return self.digest_leaves(array, chunk, leaf_digests(data))
 
     def digest_leaves(self, array: str, chunk: int, leaves: bytes) -> str:
-        """Return the same digest from the leaves' digests, as `leaf_digests` gives them."""
+        """Return the digest of one chunk, given the leaves' digests from `leaf_digests`."""
         root = xxhash.xxh3_64(leaves)
         root.update(f"{self.store_id}/{self.generation}/{array}/{chunk}".encode())
         return root.hexdigest()
 
 
 def one_by_one(function: Callable[[memoryview], bytes], items: Sequence[memoryview]) -> list[bytes]:
-    """Call a function for every item, here: the simplest `Run`."""
+    """Call a function for every item on the calling thread; this is the simplest `Run`."""
     return [function(item) for item in items]
 
 
 class ChunkDigests:
-    """Digests of one chunk of every state array, taken while what was written is still in cache.
+    """Digests of one chunk of every state array, computed while its bytes are still in cache.
 
-    From memory a digest takes much longer than from a cache. So whoever writes says what is done,
-    and whichever thread completes a leaf digests it at once; best of all is to write whole leaves.
-    Leaves that nobody has completed are digested in the end.
+    A digest takes much longer to compute from memory than from a cache. So writers report the bytes
+    that are final, and the thread that completes a leaf digests it at once. This is fastest if
+    whole leaves are reported. `finish` digests the leaves that were never completed.
 
     Args:
-        arrays: The bytes of the chunk in each array; they must stay where they are.
+        arrays: Bytes of the chunk in each array, by name. The memory must stay in place.
     """
 
     def __init__(self, arrays: Mapping[str, memoryview]) -> None:
         self._arrays = dict(arrays)
         self._digests = {name: [b""] * -(-len(a) // LEAF_BYTES) for name, a in arrays.items()}
-        """Of each leaf of each array; empty where there is none yet."""
+        """Digest of each leaf of each array; empty bytes if there is none yet."""
         self._written: dict[tuple[str, int], int] = {}
-        """Bytes that are final of leaves of which not all are."""
+        """Number of final bytes in each leaf that is reported piece by piece, by array and leaf
+        number."""
         self._lock = threading.Lock()
 
     def written(self, array: str, start: int, stop: int) -> None:
-        """Say that these bytes of an array are final; each may be named once. From any thread."""
+        """Report that the bytes of an array from `start` to `stop` are final.
+
+        Each byte may be reported only once. Any thread may call this.
+        """
         data, digests = self._arrays[array], self._digests[array]
-        if stop - start == LEAF_BYTES and not start % LEAF_BYTES:  # the usual case, in few words
+        if stop - start == LEAF_BYTES and not start % LEAF_BYTES:  # the usual case, kept short
             digests[start // LEAF_BYTES] = leaf_digest(data[start:stop])
             return
         while start < stop:
@@ -87,7 +92,13 @@ class ChunkDigests:
             start += num
 
     def finish(self, context: DigestContext, chunk: int, run: Run) -> dict[str, str]:
-        """Return the digest of each array, as `DigestContext.digest` gives it."""
+        """Return the digest of each array, as `DigestContext.digest` returns it.
+
+        Args:
+            context: Context of the digests.
+            chunk: Index of the chunk.
+            run: Function that computes the digests of the leaves that were never completed.
+        """
         missing = [
             (name, number)
             for name, digests in self._digests.items()
@@ -108,25 +119,25 @@ class ChunkDigests:
 
 
 def leaf_digests(data: memoryview) -> bytes:
-    """Return the digests of the leaves of `data`, 8 bytes each, in order."""
+    """Return the digests of the leaves of `data` in order, 8 bytes each."""
     starts = range(0, len(data), LEAF_BYTES)
     return b"".join(leaf_digest(data[start : start + LEAF_BYTES]) for start in starts)
 
 
 def leaf_digest(leaf: memoryview) -> bytes:
     """Return the digest of one leaf: 8 bytes, little-endian."""
-    # In one call, which (from xxhash 4 on) releases the interpreter lock: right after an update the
-    # code of each further call would have to be fetched from memory.
+    # This is a single call because right after an update, the code of each further call would have
+    # to be fetched from memory. From xxhash 4 on it releases the interpreter lock.
     return xxhash.xxh3_64_digest(leaf)[::-1]  # xxhash's own order is big-endian
 
 
 class Digests(Protocol):
-    """Digests of one chunk of every state array, wherever it is; see `ChunkDigests`."""
+    """Digests of one chunk of every state array, in any kind of memory; see `ChunkDigests`."""
 
     def written(self, array: str, start: int, stop: int) -> None:
-        """Say that these bytes of an array are final; each may be named once."""
+        """Report that the bytes of an array from `start` to `stop` are final, each only once."""
         ...
 
     def finish(self, context: DigestContext, chunk: int, run: Run) -> dict[str, str]:
-        """Return the digest of each array, as `DigestContext.digest` gives it."""
+        """Return the digest of each array, as `DigestContext.digest` returns it."""
         ...

@@ -1,8 +1,8 @@
-"""A small JSON document that carries its own digest: manifest, part file and pin.
+"""Small JSON documents that carry their own digest: manifests, part files and pins.
 
-It is ``{"format": <version>, "digest": <of the body>, "body": {...}}``, padded with spaces to a
-size that was reserved, and ends in a newline. In the place of one that is being rewritten stands
-``{"format": <version>, "invalid": <why>}``.
+A document is ``{"format": <version>, "digest": <of the body>, "body": {...}}``. It is padded with
+spaces to a reserved size and ends in a newline. While a document is being rewritten, its file holds
+``{"format": <version>, "invalid": <why>}`` instead.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from offload.format.strict_json import parse_json, short
 
 
 class DocumentError(ValueError):
-    """A document is damaged, of another version, or none. The message does not name the file."""
+    """The data is damaged, has another version, or is no document at all.
+
+    The message does not name the file.
+    """
 
 
 class InvalidDocumentError(DocumentError):
-    """What the document described is being rewritten; the message is the reason it gives."""
+    """The described object is being rewritten; the message is the reason in the document."""
 
 
 def digest_of(body: Mapping[str, Any]) -> str:
@@ -33,12 +36,13 @@ def signed(version: int, body: Mapping[str, Any], *, compact: bool = False) -> b
     """Return a document without its padding.
 
     Args:
-        version: Of its format.
-        body: What it says.
-        compact: Leave out the spaces after commas and colons: for a document that may be long.
+        version: Version of the document's format.
+        body: Content of the document.
+        compact: Whether to leave out the spaces after commas and colons. This suits a document that
+            may be long.
 
     Raises:
-        ValueError: A number in it is not finite.
+        ValueError: A number in the body is not finite.
     """
     document = {"format": version, "digest": digest_of(body), "body": body}
     separators = (",", ":") if compact else None
@@ -46,26 +50,26 @@ def signed(version: int, body: Mapping[str, Any], *, compact: bool = False) -> b
 
 
 def invalid(version: int, reason: str) -> bytes:
-    """Return a document, without its padding, that says why there is none."""
+    """Return an invalid document that gives the reason, without its padding."""
     return json.dumps({"format": version, "invalid": reason}).encode()
 
 
 def padded(text: bytes, size_bytes: int) -> bytes:
-    """Return a document in its reserved size, which the caller knows to suffice."""
+    """Return a document padded to its reserved size; the caller ensures that it fits."""
     return text.ljust(size_bytes - 1) + b"\n"
 
 
 def read(data: bytes, kind: str, versions: Collection[int]) -> tuple[int, dict[str, Any]]:
-    """Return the version and the body of a document, of which nothing is trusted.
+    """Return the version and the body of a document. The data is not trusted.
 
     Args:
-        data: The content of the file.
-        kind: What it should be, for messages: "a manifest".
-        versions: Those that are read.
+        data: Content of the file.
+        kind: Kind of document that is expected, for messages: "a manifest".
+        versions: Versions of the format that the caller can read.
 
     Raises:
-        InvalidDocumentError: It says that it is none.
-        DocumentError: It is no such document, is damaged, or is of another version.
+        InvalidDocumentError: The document says that it is invalid.
+        DocumentError: The data is no such document, is damaged, or has another version.
     """
     try:
         document = parse_json(data)
@@ -90,5 +94,5 @@ def read(data: bytes, kind: str, versions: Collection[int]) -> tuple[int, dict[s
 def _digest_or_none(body: Mapping[str, Any]) -> str | None:
     try:
         return digest_of(body)
-    except (ValueError, RecursionError):  # lone surrogates, or nested too deeply to be written
+    except (ValueError, RecursionError):  # nested too deeply to be written
         return None

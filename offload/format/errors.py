@@ -1,7 +1,7 @@
-"""The errors of the file formats: `header` and `train_state` re-export them.
+"""The errors of the file formats, which `header` and `train_state` re-export.
 
-One class per way in which a file or a value can be bad, so that a caller and a test can tell
-them apart without reading messages.
+Each way in which a file or a value can be bad has its own class, so that a caller and a test can
+tell them apart without reading messages.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from offload.errors import CheckpointError, OffloadError
 
 
 class TensorFileError(OffloadError, ValueError):
-    """A safetensors file is damaged, or what was asked for cannot be one."""
+    """A safetensors file is damaged, or the requested content cannot be a safetensors file."""
 
 
 class HeaderTooLargeError(TensorFileError):
-    """The header is longer than the format's limit, or than the room that was given for it."""
+    """The header is longer than the format's limit, or than the space reserved for it."""
 
 
 class HeaderTruncatedError(TensorFileError):
@@ -30,7 +30,7 @@ class HeaderStructureError(TensorFileError):
 
 
 class DuplicateNameError(TensorFileError):
-    """The same key occurs twice."""
+    """A header has the same key twice, or two tensors have the same name."""
 
 
 class ReservedNameError(TensorFileError):
@@ -62,7 +62,7 @@ class TrainStateTypeError(OffloadError, TypeError):
 
 
 class TrainStateTooLargeError(OffloadError, ValueError):
-    """`train_state` does not fit the room reserved for it in each checkpoint."""
+    """`train_state` does not fit the space reserved for it in each checkpoint."""
 
 
 class TrainStateFormatError(CheckpointError):

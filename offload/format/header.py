@@ -1,16 +1,16 @@
 """Headers of safetensors files: built byte-exact, parsed without trust.
 
-A safetensors file is an 8-byte little-endian length N, N bytes of JSON padded with spaces, and
-the data of all tensors end to end. This module handles the first 8 + N bytes only; it never
-reads, holds or moves data. Headers are built so that data begins at a multiple of
-`gds.ALIGNMENT`, which the format allows and direct I/O wants.
+A safetensors file consists of an 8-byte little-endian length N, N bytes of JSON padded with spaces,
+and the data of all tensors end to end. This module handles the first 8 + N bytes only; it never
+reads, holds or moves data. Headers are built so that data begins at a multiple of `gds.ALIGNMENT`,
+which the format allows and direct I/O needs.
 
-Two guarantees. Equal arguments of `build_header` give equal bytes. What `parse_header` accepts
-is a subset of what the safetensors library accepts: it also refuses repeated keys, unknown
-fields, leading white space and a null ``__metadata__``, and dtypes smaller than a byte.
+There are two guarantees. Equal arguments of `build_header` give equal bytes. `parse_header` accepts
+a subset of what the safetensors library accepts: it also refuses repeated keys, unknown fields,
+leading white space, a null ``__metadata__``, and dtypes smaller than a byte.
 
-Each way in which a file can be bad has its own subclass of `TensorFileError`. Nothing here
-imports torch or numpy.
+Each way in which a file can be bad has its own subclass of `TensorFileError`. This module imports
+neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ MAX_HEADER_BYTES = 100_000_000
 """The format's limit for N, the length of the JSON with its padding."""
 
 METADATA_KEY = "__metadata__"
-"""The one key of a header that is not a tensor."""
+"""The only key of a header that is not a tensor's name."""
 
 _PREFIX_BYTES = 8
 _MAX_SHAPE_DIMS = 64
-"""As many dimensions as numpy and torch can hold."""
+"""Largest number of dimensions that numpy and torch support."""
 _MAX_COUNT = 2**63 - 1
-"""Elements and bytes beyond this fit no file offset and no torch stride."""
+"""Largest number of elements or bytes. Larger numbers fit no file offset and no torch stride."""
 _ENTRY_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 200
@@ -80,7 +80,7 @@ _REPR.maxstring = _REPR.maxother = 200
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies, as its file's header says."""
+    """Entry of one tensor in its file's header."""
 
     name: str
     dtype: str
@@ -90,32 +90,32 @@ class TensorEntry:
     """Elements per dimension; empty for a 0-d tensor."""
 
     start: int
-    """Bytes from the start of the data to the first byte of the tensor."""
+    """First byte of the tensor, in bytes from the start of the data."""
 
     stop: int
-    """Bytes from the start of the data to the end of the tensor, exclusive."""
+    """End of the tensor (exclusive), in bytes from the start of the data."""
 
     @property
     def nbytes(self) -> int:
-        """Length in bytes."""
+        """Size of the tensor's data in bytes."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A whole, valid header. `parse_header` of `encoded` gives an equal one."""
+    """A complete, valid header. `parse_header` of `encoded` gives an equal one."""
 
     encoded: bytes
     """The first `data_start` bytes of the file: length, JSON, padding."""
 
     data_start: int
-    """Bytes from the start of the file to the data."""
+    """Start of the data, in bytes from the start of the file."""
 
     entries: Mapping[str, TensorEntry]
-    """Tensors by name, in the order of their offsets. Read-only."""
+    """Tensors by name, in the order of their offsets; a read-only mapping."""
 
     metadata: Mapping[str, str]
-    """The ``__metadata__`` map, empty if there is none. Read-only."""
+    """The ``__metadata__`` map, empty if there is none; a read-only mapping."""
 
     file_bytes: int
     """Size of the whole file in bytes."""
@@ -129,17 +129,19 @@ def build_header(
 ) -> Header:
     """Lay tensors end to end in the given order and encode the header that says so.
 
-    Equal arguments give equal bytes; the order of `metadata` does not matter, it is sorted.
+    Equal arguments give equal bytes. The order of `metadata` does not matter, because it is sorted.
 
     Args:
-        tensors: Name, dtype (a key of `DTYPE_BYTES`) and shape of each. Any name is legal but
-            ``__metadata__`` and those with lone surrogates, which are not UTF-8.
-        metadata: Strings by string, stored under ``__metadata__``. None and empty store nothing.
-        header_bytes: Length prefix, JSON and padding together, in bytes. By default the smallest
-            multiple of `ALIGNMENT` that has room.
+        tensors: Name, dtype (a key of `DTYPE_BYTES`) and shape of each tensor. Any name is legal
+            except ``__metadata__`` and names with lone surrogates, which are not UTF-8.
+        metadata: Map of strings to strings, stored under ``__metadata__``. None or an empty map
+            stores nothing.
+        header_bytes: Size of length prefix, JSON and padding together, in bytes. The default is the
+            smallest sufficient multiple of `ALIGNMENT`.
 
     Raises:
-        HeaderTooLargeError: `header_bytes` (or the format's limit) is too small; says by how much.
+        HeaderTooLargeError: `header_bytes` or the format's limit is too small. The message says by
+            how much.
         DuplicateNameError, ReservedNameError, DtypeError, ShapeError, MetadataError,
         HeaderEncodingError: The arguments cannot be a safetensors file. All are ValueError.
     """
@@ -181,16 +183,16 @@ def build_header(
 
 
 def header_length(prefix: bytes, file_bytes: int, path: str = "<bytes>") -> int:
-    """Return how many bytes the header takes, length prefix included: where the data begins.
+    """Return the size of the header in bytes, length prefix included, which is the data's offset.
 
     Args:
         prefix: The first 8 bytes of the file, or more.
-        file_bytes: Size of the whole file in bytes; bounds the header.
-        path: Names the file in messages.
+        file_bytes: Size of the whole file in bytes; it bounds the header.
+        path: Path of the file, for messages.
 
     Raises:
-        HeaderTooLargeError: It claims more than the format allows.
-        HeaderTruncatedError: The file is shorter than that.
+        HeaderTooLargeError: The claimed length is more than the format allows.
+        HeaderTruncatedError: The file is shorter than the claimed header, or than 8 bytes.
     """
     if file_bytes < _PREFIX_BYTES or len(prefix) < _PREFIX_BYTES:
         raise HeaderTruncatedError(
@@ -212,18 +214,18 @@ def header_length(prefix: bytes, file_bytes: int, path: str = "<bytes>") -> int:
 
 
 def parse_header(prefix: bytes, file_bytes: int, path: str = "<bytes>") -> Header:
-    """Validate a header and return what it says.
+    """Validate a header and return its content.
 
     Time and memory are bounded by the header's own length, which is bounded by the file's.
 
     Args:
-        prefix: The start of the file: at least the whole header; what follows it is ignored.
+        prefix: Start of the file: at least the whole header. Bytes after the header are ignored.
         file_bytes: Size of the whole file in bytes.
-        path: Names the file in messages.
+        path: Path of the file, for messages.
 
     Raises:
-        TensorFileError: One subclass per way of being bad; names path and tensor, what was
-            found and what was expected.
+        TensorFileError: The header is bad; each way of being bad has its own subclass. The message
+            names path and tensor, what was found and what was expected.
     """
     data_start = header_length(prefix, file_bytes, path)
     if len(prefix) < data_start:
@@ -234,7 +236,7 @@ def parse_header(prefix: bytes, file_bytes: int, path: str = "<bytes>") -> Heade
     tree = _parse_json(encoded[_PREFIX_BYTES:], path)
     metadata = _checked_metadata(tree.pop(METADATA_KEY, {}), path)
     entries = [_parse_entry(name, fields, path) for name, fields in tree.items()]
-    # An empty tensor shares its offset with the one after it, and sorts before it.
+    # An empty tensor shares its offset with the next tensor, and sorts before it.
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     end = 0
     for entry in entries:
@@ -254,15 +256,15 @@ def parse_header(prefix: bytes, file_bytes: int, path: str = "<bytes>") -> Heade
 
 
 def read_header(read: Callable[[int, int], bytes], file_bytes: int, path: str) -> Header:
-    """Read and validate the header of a file: two reads, and not one byte of data.
+    """Read and validate the header of a file, in two reads and without any byte of data.
 
     Args:
-        read: Returns the bytes at (offset, length), both in bytes.
+        read: Function that returns the bytes at (offset, length), both in bytes.
         file_bytes: Size of the whole file in bytes.
-        path: Names the file in messages.
+        path: Path of the file, for messages.
 
     Raises:
-        TensorFileError: As `parse_header`.
+        TensorFileError: The header is bad; see `parse_header`.
     """
     prefix = bytes(read(0, min(_PREFIX_BYTES, file_bytes)))
     rest = header_length(prefix, file_bytes, path) - _PREFIX_BYTES
@@ -321,7 +323,7 @@ def _shape_bytes(dtype: object, shape: object, at: str) -> int:
         raise DtypeError(
             f"{at}: dtype is {_short(dtype)}, expected one of {', '.join(DTYPE_BYTES)}"
         )
-    # bool is an int to isinstance, and JSON's true is not a size.
+    # isinstance takes a bool for an int, but JSON's true is not a size.
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         raise ShapeError(
             f"{at}: shape is {_short(shape)}, expected a list of non-negative integers"
@@ -330,7 +332,7 @@ def _shape_bytes(dtype: object, shape: object, at: str) -> int:
         raise ShapeError(f"{at}: {len(shape)} dimensions, at most {_MAX_SHAPE_DIMS} are supported")
     extent = DTYPE_BYTES[dtype]
     for size in shape:
-        # Bounded at each factor, zeros aside: [2**62, 2**62, 0] has strides that overflow.
+        # Bounded at each factor, with zeros ignored: the strides of [2**62, 2**62, 0] overflow.
         extent *= max(size, 1)
         if extent > _MAX_COUNT:
             raise ShapeError(f"{at}: {dtype} of shape {_short(shape)} overflows 63 bits")
@@ -363,5 +365,5 @@ def _check_text(text: str, where: str) -> None:
 
 
 def _short(value: object) -> str:
-    """Return a repr that fits a message, however long or deep a hostile file made the value."""
+    """Return a `repr` that fits a message, however long or deep a hostile file made the value."""
     return _REPR.repr(value)

@@ -1,7 +1,7 @@
-"""What this process knows of the content of a slot's ``model.safetensors``.
+"""Known content of a slot's ``model.safetensors``, as digests of its 1 MiB leaves.
 
-A seal leaves out what the file holds already. It goes by digests of 1 MiB leaves, and only by
-those that this process has computed itself: of bytes that it has written there, or read from there.
+A seal skips what the file already holds. It relies only on digests that this process has computed
+itself, from bytes that it wrote to the file or read from it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ class KnownLeaves:
     """Digests of the leaves of a model file, block by block.
 
     Args:
-        inode: Of the file, so that another one under the same name is not taken for it; 0 if that
-            is not known.
-        readable: What `readable` says.
+        inode: Inode of the file, so that another file of the same name is not taken for it; 0 if
+            the inode is not known.
+        readable: Initial value of `readable`.
     """
 
     def __init__(self, inode: int = 0, *, readable: bool) -> None:
         self.inode = inode
         self.readable = readable
-        """Whether blocks that are not known may be read back, and believed as they are read. They
-        may not where there is nothing yet, nor where a write or a sync has failed: then a cache may
-        hold what the drive does not."""
+        """Whether unknown blocks may be read back and trusted. They may not if the file has no
+        content yet, or if a write or a sync has failed: then a cache may hold what the drive does
+        not."""
         self._blocks: dict[int, bytes] = {}
 
     def of(self, block: int) -> bytes | None:
@@ -29,18 +29,18 @@ class KnownLeaves:
         return self._blocks.get(block)
 
     def note(self, block: int, leaves: bytes) -> None:
-        """Take note of what a block holds now: digests of its leaves, 8 bytes each, in order."""
+        """Record the content of a block: the digests of its leaves in order, 8 bytes each."""
         self._blocks[block] = leaves
 
     def forget(self, *, readable: bool) -> None:
-        """Know nothing any more.
+        """Forget the digests of all blocks.
 
         Args:
-            readable: Whether the file may be asked from now on.
+            readable: Whether unknown blocks may be read back from now on.
         """
         self._blocks.clear()
         self.readable = readable
 
     def __len__(self) -> int:
-        """Return how many blocks are known."""
+        """Return the number of known blocks."""
         return len(self._blocks)

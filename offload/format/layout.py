@@ -1,11 +1,11 @@
-"""Parameters -> element space -> chunks -> byte ranges in files.
+"""Layout of a store: from parameters to element space, chunks and byte ranges in files.
 
-Element space is all trainable elements laid end to end, in an order fixed per store. It is cut
-into chunks of equal length (almost: see `Layout.chunk_range`), and the chunks are dealt out to the
-store's drives, usually one. On
-each drive a state array (``master``, ``exp_avg``, ...) is one file that lists, in element-space
-order, what the drive's chunks hold of the parameters that have that array, so a chunk's share of a
-file is always one contiguous range. A layout is pure arithmetic: no torch, no files.
+Element space is all trainable elements laid end to end, in an order fixed per store. It is cut into
+chunks of equal length (almost: see `Layout.chunk_range`). The chunks are dealt out to the store's
+drives, usually one. On each drive a state array (``master``, ``exp_avg``, ...) is one file. The
+file lists, in element-space order, the elements of the drive's chunks whose parameters have that
+array. So a chunk's share of a file is always one contiguous range. A layout is pure arithmetic: no
+torch, no files.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from offload.format.header import DTYPE_BYTES, Header, build_header
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One trainable parameter, as the files know it."""
+    """Description of one trainable parameter in the files."""
 
     name: str
-    """The model's name for it, or ``group<i>.param<j>``."""
+    """Name in the model, or ``group<i>.param<j>`` if the model's name is not known."""
 
     dtype: str
     """safetensors code of the live parameter: ``BF16``, ``F16`` or ``F32``."""
@@ -41,10 +41,10 @@ class ParameterSpec:
     shape: tuple[int, ...]
 
     group: int
-    """Index of its parameter group."""
+    """Index of the parameter's group."""
 
     arrays: tuple[str, ...]
-    """The state arrays on storage that it has; a master only where `dtype` is not F32."""
+    """State arrays of the parameter on storage. There is a master only if `dtype` is not F32."""
 
     @property
     def num_elements(self) -> int:
@@ -64,7 +64,7 @@ class ModelTensor:
 
     @property
     def nbytes(self) -> int:
-        """Length in bytes."""
+        """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -79,17 +79,17 @@ class Piece:
     """First element, counted from the parameter's first element."""
 
     stop: int
-    """One past the last element, counted likewise."""
+    """One past the last element, counted from the parameter's first element."""
 
     at: int
-    """Where `start` lies, in elements from the start of the chunk."""
+    """Position of `start`, in elements from the start of the chunk."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every element of a store's state is.
+    """Position of every element of a store's state.
 
-    Immutable. Two layouts that compare equal put every byte at the same place.
+    Layouts are immutable. Two layouts that compare equal put every byte at the same place.
     """
 
     parameters: tuple[ParameterSpec, ...]
@@ -99,55 +99,58 @@ class Layout:
     """Tensors of ``model.safetensors``, in file order: by descending dtype size."""
 
     chunk_elements: int
-    """The grid of chunks: they begin at its multiples, or up to 31 elements after one. A multiple
-    of 1024, so 4096-byte aligned in F32."""
+    """Nominal length of chunks in elements. Chunks begin at its multiples, or up to 31 elements
+    after one. It is a multiple of 1024, so that F32 chunks are 4096-byte aligned."""
 
     state_dtype: str = "float32"
-    """How optimizer state other than masters is stored; see `formats.StateFormat`."""
+    """Form in which optimizer state other than masters is stored; see `StateFormat`."""
 
     shares: tuple[int, ...] = (1,)
-    """For each drive, how much of the state it holds, in proportion to the others."""
+    """For each drive, its share of the state, in proportion to the others."""
 
     counts_from: CountsFrom = "parameter"
-    """Where blocks of 32 elements (of int8 state), and random numbers (of bfloat16 state), are
-    counted from. "parameter", as in all new stores: each parameter's first element alone. "chunk",
-    as in stores of version 2 of the format: blocks also start anew where a chunk does, and random
-    numbers go by the place in element space. Of FP32 state, where neither is counted, it is
-    "parameter"."""
+    """Start of counting for blocks of 32 elements (of int8 state) and for random numbers (of
+    bfloat16 state).
+
+    With "parameter", as in all new stores, both are counted from each parameter's first element.
+    With "chunk", as in stores of version 2 of the format, blocks also start anew at each chunk, and
+    random numbers depend on the position in element space. For FP32 state, which has neither, the
+    value is "parameter"."""
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """First element of each parameter in element space, and one past the last of all."""
+        """First element of each parameter in element space, then the length of element space."""
         return (0, *accumulate(p.num_elements for p in self.parameters))
 
     @property
     def num_elements(self) -> int:
-        """Length of element space."""
+        """Length of element space, in elements."""
         return self.starts[-1]
 
     @cached_property
     def num_chunks(self) -> int:
         """Number of chunks; 0 for an empty element space."""
         num = -(-self.num_elements // self.chunk_elements)
-        # The beginning of the last one may have moved to the end of all.
+        # The start of the last chunk may have moved to the end of element space. Then there is no
+        # such chunk.
         return num - 1 if num > 1 and self._chunk_start(num - 1) == self.num_elements else num
 
     @cached_property
     def array_names(self) -> tuple[str, ...]:
-        """All state arrays, masters first, then in the order in which parameters have them."""
+        """Names of all state arrays: masters first, then in the order of the parameters."""
         names = dict.fromkeys(name for p in self.parameters for name in p.arrays)
         return tuple(sorted(names, key=lambda name: name not in (MASTER, MASTER_LOW)))
 
     @cached_property
     def formats(self) -> dict[str, ArrayFormat]:
-        """What one stored value of each array is."""
+        """Form of one stored value of each array, by the array's name."""
         return {name: array_format(name, self.state_dtype) for name in self.array_names}
 
     @cached_property
     def drives(self) -> tuple[int, ...]:
-        """The drive of each chunk, dealt out so that neighbouring chunks keep all drives busy.
+        """Drive of each chunk, dealt out so that neighbouring chunks keep all drives busy.
 
-        Adding parameters leaves every earlier chunk where it is.
+        If parameters are added at the end, every earlier chunk stays on its drive.
         """
         counts = [0] * len(self.shares)
         total = sum(self.shares)
@@ -161,6 +164,7 @@ class Layout:
 
     @cached_property
     def _array_starts(self) -> dict[str, tuple[int, ...]]:
+        """For each array, the number of its values before each parameter, and the number of all."""
         return {
             name: (
                 0,
@@ -174,7 +178,7 @@ class Layout:
 
     @cached_property
     def _file_starts(self) -> dict[str, tuple[int, ...]]:
-        """For each array and chunk: the values before it in its drive's file."""
+        """For each array and chunk, the number of values before the chunk in its drive's file."""
         out = {}
         for name in self.array_names:
             ends = [0] * len(self.shares)
@@ -188,10 +192,10 @@ class Layout:
 
     @cached_property
     def array_headers(self) -> tuple[dict[str, Header], ...]:
-        """For each drive, the safetensors header of each state array's file there.
+        """For each drive, the safetensors header of each state array's file on that drive.
 
-        A parameter that is not whole on the drive is listed in flat parts, called
-        ``name[start:stop]`` after the elements in them.
+        A parameter that is not whole on the drive is listed in flat parts. A part is called
+        ``name[start:stop]`` after the elements in it.
         """
         return tuple(
             {name: build_header(self._entries(name, drive)) for name in self.array_names}
@@ -211,7 +215,7 @@ class Layout:
                     parts[-1][2] = piece.stop
                 else:
                     parts.append([piece.parameter, piece.start, piece.stop])
-        # Empty parameters are in no chunk; the first drive lists them, in their place.
+        # Empty parameters are in no chunk. The first drive lists them, at their place in the order.
         if drive == 0:
             empty = [
                 [index, 0, 0]
@@ -235,8 +239,8 @@ class Layout:
     def model_header(self) -> Header:
         """The safetensors header of ``model.safetensors``.
 
-        Carries ``format: pt`` and, for tied tensors, ``alias: stored name``, as the safetensors
-        library's own `save_model` does.
+        Its metadata has ``format: pt`` and, for tied tensors, ``alias: stored name``, as the
+        safetensors library's own `save_model` writes it.
         """
         metadata = {"format": "pt"}
         for tensor in self.model:
@@ -244,32 +248,35 @@ class Layout:
         return build_header([(t.name, t.dtype, t.shape) for t in self.model], metadata)
 
     def array_bytes(self, array: str) -> int:
-        """Return the bytes of one state array on all drives, headers not counted."""
+        """Return the size in bytes of one state array on all drives, without headers."""
         return self._array_starts[array][-1] * self.formats[array].nbytes
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all state arrays together, headers not counted."""
+        """Size in bytes of all state arrays together, without headers."""
         return sum(self.array_bytes(name) for name in self.array_names)
 
     def file_sizes(self, drive: int = 0) -> dict[str, int]:
-        """Return the final size in bytes of each safetensors file of a slot on one drive."""
+        """Return the final size in bytes of each tensor file of a slot on one drive, by name.
+
+        These are the files of the state arrays and, on drive 0, ``model.safetensors``.
+        """
         sizes = {"model.safetensors": self.model_header.file_bytes} if drive == 0 else {}
         for name, header in self.array_headers[drive].items():
             sizes[array_file_name(name)] = header.file_bytes
         return sizes
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
-        """Return the chunk's first element and one past its last, in element space.
+        """Return the first element of a chunk and one past its last, in element space.
 
-        Of int8 state whose blocks are counted from parameters, no chunk cuts a block: a chunk that
-        would begin inside one begins at its end. So it may have up to 31 elements more or less
-        than `chunk_elements`.
+        If blocks of int8 state are counted from parameters, no chunk cuts a block. A chunk that
+        would begin inside a block begins at the end of that block. So a chunk may have up to 31
+        elements more or less than `chunk_elements`.
         """
         return self._chunk_start(chunk), self._chunk_start(chunk + 1)
 
     def chunks_of(self, parameter: int) -> range:
-        """Return the chunks that hold elements of a parameter; none of an empty one."""
+        """Return the chunks that hold elements of a parameter; none if the parameter is empty."""
         first, last = self.starts[parameter : parameter + 2]
         if first == last:
             return range(0)
@@ -284,17 +291,17 @@ class Layout:
         return min(start + (begin - start) % BLOCK_ELEMENTS, end)
 
     def _chunk_at(self, element: int) -> int:
-        """Return the chunk that an element of element space is in."""
+        """Return the chunk that contains an element of element space."""
         chunk = element // self.chunk_elements
         return chunk - 1 if self._chunk_start(chunk) > element else chunk
 
     @property
     def _has_whole_blocks(self) -> bool:
-        """Whether no chunk begins inside a block."""
+        """Whether chunks are cut so that none begins inside a block."""
         return self.state_dtype == "int8" and self.counts_from == "parameter"
 
     def pieces(self, chunk: int) -> Iterator[Piece]:
-        """Yield the parts of parameters that make up a chunk, in order; empty ones are left out."""
+        """Yield the pieces of parameters that make up a chunk, in order; no piece is empty."""
         first, last = self.chunk_range(chunk)
         index = bisect_right(self.starts, first) - 1
         while index < len(self.parameters) and self.starts[index] < last:
@@ -307,9 +314,11 @@ class Layout:
     def array_range(self, array: str, first: int, last: int) -> tuple[int, int]:
         """Map a range of element space to values of one state array, as if on one drive.
 
-        Returns the first value and one past the last, counted within the array. Elements whose
-        parameter lacks the array take no room. Where values stand for blocks of elements, a range
-        must begin and end where blocks do.
+        If values stand for blocks of elements, the range must begin and end where blocks do.
+
+        Returns:
+            First value and one past the last, counted within the array. Elements of parameters that
+            lack the array take no room.
         """
         return self._array_position(array, first), self._array_position(array, last)
 
@@ -321,18 +330,18 @@ class Layout:
         return position
 
     def _num_values(self, array: str, parameter: int, elements: int) -> int:
-        """Return how many stored values the first elements of a parameter have."""
+        """Return the number of stored values for the first `elements` elements of a parameter."""
         block = self.formats[array].block
         if block == 1:
             return elements
-        # Elements before the first place where blocks start anew, and those after it.
+        # Blocks start anew after the first `head` elements.
         head = 0
         if self.counts_from == "chunk":
             head = min(elements, -self.starts[parameter] % self.chunk_elements)
         return -(-head // block) - (-(elements - head) // block)
 
     def byte_range(self, array: str, chunk: int) -> tuple[int, int]:
-        """Return the chunk's offset in the array's file and its length there, both in bytes.
+        """Return the offset and the length of a chunk in the array's file, both in bytes.
 
         The file is the one on the chunk's drive.
         """
@@ -350,12 +359,12 @@ class Layout:
         return {name: form.nbytes for name, form in self.formats.items()}
 
     def max_chunk_bytes(self, array: str) -> int:
-        """Return the most bytes that one chunk of the array needs."""
+        """Return the size in bytes of the array's largest chunk; 0 if there is no chunk."""
         return max((self.byte_range(array, c)[1] for c in range(self.num_chunks)), default=0)
 
     @cached_property
     def model_stops(self) -> tuple[int, ...]:
-        """For each chunk: bytes of ``model.safetensors`` data up to the end of its parameters.
+        """For each chunk, the end of its last parameter in ``model.safetensors``, in data bytes.
 
         A seal that has copied that many bytes has copied every parameter of the chunk.
         """
@@ -375,8 +384,8 @@ def array_file_name(array: str) -> str:
 def element_space_order(parameters: Sequence[ParameterSpec]) -> list[ParameterSpec]:
     """Order parameters for a new store: by descending dtype size, otherwise as given.
 
-    It is the order of ``model.safetensors`` too, so that a seal copies parameters in the order in
-    which the next step wants to overwrite them.
+    ``model.safetensors`` has the same order. So a seal copies parameters in the order in which the
+    next step wants to overwrite them.
     """
     return sorted(parameters, key=lambda p: -DTYPE_BYTES[p.dtype])
 
@@ -384,7 +393,7 @@ def element_space_order(parameters: Sequence[ParameterSpec]) -> list[ParameterSp
 def model_order(
     trainable: Sequence[ModelTensor], others: Sequence[ModelTensor]
 ) -> tuple[ModelTensor, ...]:
-    """Order the tensors of ``model.safetensors``: by descending dtype size, trainable ones first.
+    """Order the tensors of ``model.safetensors``: by descending dtype size, then trainable first.
 
     Without that order an F32 tensor could start at an odd multiple of 2 bytes.
     """

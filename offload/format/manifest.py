@@ -1,8 +1,9 @@
 """The manifest: everything about a checkpoint that its tensor files do not say themselves.
 
-One JSON document, padded with spaces to a size reserved when the slot is made, so that writing it
-never needs space. It is read by people, checked by a digest of its own, and never trusted beyond
-that: every field is validated before anything is allocated from it.
+A manifest is one JSON document. It is padded with spaces to a size that is reserved when the slot
+is made, so that writing it never needs disk space. People can read it, and it carries its own
+digest. Even with a valid digest it is not trusted: every field is validated before anything is
+allocated from it.
 """
 
 from __future__ import annotations
@@ -26,90 +27,106 @@ from offload.format.part_file import PartReference, SealedPart, content_digest
 from offload.format.strict_json import MAX_VALUES, num_marks, short
 
 FORMAT_VERSION = 2
-"""Of stores with FP32 state, of older ones with compressed state, and of what is no checkpoint."""
+"""Format version of stores with FP32 state, of older stores with compressed state, and of invalid
+manifests."""
 
 COMPRESSED_VERSION = 3
-"""Of stores with compressed state, whose blocks and random numbers are counted from parameters."""
+"""Format version of stores with compressed state whose blocks and random numbers are counted from
+parameters."""
 
 MAX_MANIFEST_BYTES = 128 << 20
-"""Bytes, padding included. A larger file is refused unread, and none is written."""
+"""Largest size of a manifest in bytes, padding included. A larger file is refused unread, and none
+is written."""
 
 MAX_CONTENT_BYTES = 64 << 20
-"""Bytes of a manifest without its padding. With `MAX_VALUES` this is what bounds the memory that
-reading one takes; a model of 100,000 parameters needs a third of either."""
+"""Largest size of a manifest in bytes, without its padding. With `MAX_VALUES` it bounds the memory
+that reading a manifest takes. A model of 100,000 parameters needs a third of either limit."""
 
 MODEL_BLOCK_BYTES = 16 << 20
-"""Bytes of ``model.safetensors`` data that one digest covers; the last block may be shorter."""
+"""Number of data bytes in ``model.safetensors`` that one digest covers; the last block may be
+shorter."""
 
 _MAX_SHARES = 1 << 16
-"""Sum of the drives' shares: more would only cost time to deal chunks out."""
+"""Largest sum of the drives' shares. A larger sum would only take more time to deal out chunks."""
 
 MAX_DIRECTORIES = 64
-"""Of a store. Directories times state arrays are headers to be built, of 4096 bytes or more."""
+"""Largest number of directories of a store. Each directory has a header of 4096 bytes or more to be
+built for each state array."""
 
 _MAX_ARRAYS = 64
+"""Largest number of state arrays of a store."""
 
 _GROUP_RESERVE_BYTES = 16 << 10
+"""Bytes reserved for each parameter group, and once more for the fields of fixed number."""
+
 _SCALAR_RESERVE_BYTES = 40
+"""Bytes reserved for one scalar of a parameter's state."""
+
 _PART_RESERVE_BYTES = 25 << 10
-"""For a path of 4096 bytes, each of which JSON may have to write as six characters."""
+"""Bytes reserved for the reference to a part. Its path may have 4096 bytes, and JSON may need six
+characters for each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What one checkpoint is. Written last, so that its presence proves the rest."""
+    """Description of one checkpoint. It is written last, so that its presence proves the rest."""
 
     store_id: str
     """32 hexadecimal digits that name the store, the same in all its checkpoints."""
 
     generation: int
-    """Counter of the store; the checkpoint with the highest is the newest."""
+    """Counter of the store; the checkpoint with the highest generation is the newest."""
 
     step: int
     """Optimizer steps taken."""
 
     created: str
-    """ISO 8601 time at which the seal began. Nothing but `EverySeconds` decides by it."""
+    """ISO 8601 time at which the seal began. Only `EverySeconds` bases decisions on it."""
 
     torch_version: str
+    """Version of torch in the process that sealed the checkpoint."""
+
     optimizer: str
     """Qualified name of the wrapped optimizer class."""
 
     groups: tuple[Mapping[str, Any], ...]
-    """Hyper-parameters of each parameter group."""
+    """Hyper-parameters of each parameter group, by name."""
 
     layout: Layout
+    """Position of every element of the state."""
 
     scalars: tuple[tuple[ScalarValue, ...] | None, ...]
-    """Per parameter in element-space order: its scalar state, or None if it has no state yet."""
+    """For each parameter in element-space order, its scalar state; None if it has no state yet."""
 
     digests: Mapping[str, tuple[str | None, ...]]
-    """Per state array: the digest of each chunk; None for a chunk that holds no state."""
+    """For each state array, the digest of each chunk; None for a chunk that holds no state."""
 
     model_digests: tuple[str, ...]
-    """The digest of each `MODEL_BLOCK_BYTES` of ``model.safetensors`` data."""
+    """Digest of each `MODEL_BLOCK_BYTES` of ``model.safetensors`` data."""
 
     parts: tuple[PartReference, ...] = ()
-    """Where the state on each drive but the first is."""
+    """References to the state on each drive but the first, in the order of the drives."""
 
     order: tuple[tuple[int, ...], ...] | None = None
     """For each parameter group its parameters, as positions in `Layout.model`, in the order in
-    which the optimizer was given them: torch's state dicts go by it. None where it is not known."""
+    which the optimizer was given them. Torch's state dicts number parameters in this order. None if
+    the order is not known."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the caller had measured, by name; finite."""
+    """Metrics from the caller, by name; finite."""
 
     @property
     def digest(self) -> str:
-        """The digest of everything above: two that have the same say the same."""
+        """Digest of all fields. Two manifests with the same digest have the same content."""
         return document.digest_of(self._body())
 
     def encode(self, reserved_bytes: int) -> bytes:
         """Return the file's content, padded to exactly `reserved_bytes`.
 
         Raises:
-            OffloadError: The hyper-parameters have grown past what was reserved.
-            TypeError: A hyper-parameter cannot be stored as JSON; names it.
+            OffloadError: The content is larger than `reserved_bytes` or than any manifest that is
+                read, or `generation` or `step` is out of range.
+            TypeError: A hyper-parameter cannot be stored as JSON. The message names it.
         """
         numbers = (self.generation, self.step)
         if min(numbers) < 0 or max(numbers) > fields.MAX_COUNT:
@@ -161,7 +178,8 @@ class Manifest:
             "parts": [asdict(part) for part in self.parts],
         }
         if _version_of(layout) == COMPRESSED_VERSION:
-            # The digest is of the body alone: it must not fit to the other version.
+            # The digest covers the body, but not the version. With this key a body is valid for one
+            # version only.
             body["counts_from"] = layout.counts_from
         if self.order is not None:
             body["order"] = [list(group) for group in self.order]
@@ -174,14 +192,14 @@ def reserved_bytes(layout: Layout, num_groups: int) -> int:
     """Return the size to reserve for the manifest of a layout, in bytes; a multiple of 4096.
 
     Raises:
-        OffloadError: It would be larger than any that is read.
+        OffloadError: The manifest would be larger than any that is read.
     """
     names = sum(3 * len(json.dumps(p.name)) + 160 for p in layout.parameters)
     names += sum(
         2 * len(json.dumps(t.name)) + 100 + sum(len(json.dumps(a)) for a in t.aliases)
         for t in layout.model
     )
-    # A rule keeps at most a handful of scalars (three in torch 2.13's ASGD) per parameter.
+    # An update rule keeps at most a handful of scalars per parameter (three in torch 2.13's ASGD).
     scalars = 4 * _SCALAR_RESERVE_BYTES * len(layout.parameters)
     digests = 20 * layout.num_chunks * max(1, len(layout.array_names))
     digests += 20 * num_model_blocks(layout)
@@ -204,14 +222,14 @@ def reserved_bytes(layout: Layout, num_groups: int) -> int:
 
 
 def _least_values(layout: Layout) -> int:
-    """Return how many values the manifest of a layout has at least, as `num_marks` counts them."""
+    """Return a lower bound of the values in a layout's manifest, as `num_marks` counts them."""
     parameters = sum(10 + len(p.shape) + len(p.arrays) for p in layout.parameters)
     model = sum(7 + len(t.shape) + len(t.aliases) for t in layout.model)
     return parameters + model + layout.num_chunks * len(layout.array_names)
 
 
 def num_model_blocks(layout: Layout) -> int:
-    """Return how many digests cover the data of ``model.safetensors``."""
+    """Return the number of digests that cover the data of ``model.safetensors``."""
     header = layout.model_header
     return -(-(header.file_bytes - header.data_start) // MODEL_BLOCK_BYTES)
 
@@ -223,10 +241,14 @@ def invalid_manifest(size_bytes: int) -> bytes:
 
 
 def decode(data: bytes, path: str) -> Manifest:
-    """Read a manifest, trusting nothing in it.
+    """Decode the content of a manifest. The data is not trusted.
+
+    Args:
+        data: Content of the file; its padding is optional.
+        path: Path of the file, for messages.
 
     Raises:
-        ManifestError: Not a manifest, damaged, of another version, or contradictory.
+        ManifestError: The data is not a manifest, is damaged, of another version, or contradictory.
     """
     try:
         version, body = document.read(data, "a manifest", (FORMAT_VERSION, COMPRESSED_VERSION))
@@ -274,15 +296,16 @@ def _decode_body(body: Mapping[str, Any], version: int) -> Manifest:
     parts = tuple(fields.part(part, generation) for part in fields.items(body.get("parts", [])))
     if len(parts) != len(layout.shares) - 1:
         raise ValueError(f"{len(parts)} parts for {len(layout.shares)} directories")
-    # Only now that there is a digest for each chunk: the file's length bounds time and memory.
+    # Done only after the check that each chunk has a digest: now the file's length bounds time and
+    # memory.
     expected = [
         SealedPart(store_id, generation, drive, content_digest(layout, digests, drive)).digest
         for drive in range(1, len(layout.shares))
     ]
     if [part.digest for part in parts] != expected:
         raise ValueError("the parts on other drives are not those of its digests")
-    _ = layout.array_headers  # a name that no header can hold is found here, not when it is used
-    order = body.get("order")  # older stores have none
+    _ = layout.array_headers  # refuses names that no header can hold
+    order = body.get("order")  # older manifests have no order
     if order is not None:
         order = tuple(
             tuple(fields.count(position) for position in fields.items(group))
@@ -311,7 +334,7 @@ def _decode_body(body: Mapping[str, Any], version: int) -> Manifest:
 
 
 def _version_of(layout: Layout) -> int:
-    """Return the version of the format that a layout is of."""
+    """Return the format version of a layout."""
     compressed = layout.state_dtype != "float32" and layout.counts_from == "parameter"
     return COMPRESSED_VERSION if compressed else FORMAT_VERSION
 
@@ -364,7 +387,7 @@ def _decode_layout(body: Mapping[str, Any], version: int) -> Layout:
     if len(layout.array_names) > _MAX_ARRAYS:
         raise ValueError(f"{len(layout.array_names)} state arrays, at most {_MAX_ARRAYS} are read")
     for name in layout.array_names:
-        if not is_array_name(name):  # it names a file
+        if not is_array_name(name):  # the name is also a file's
             raise ValueError(f"{short(name)} is not the name of a state array")
     arrays = [[name, f.dtype, f.block] for name, f in layout.formats.items()]
     if arrays != body["arrays"]:

@@ -1,4 +1,4 @@
-"""What was measured at a checkpoint: a few finite numbers by name, kept in its manifest."""
+"""Metrics of a checkpoint: a few finite numbers by name, kept in its manifest."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from typing import Any
 from offload.errors import MetricError
 
 MAX_METRICS = 16
-"""In one checkpoint. With names of `MAX_NAME_CHARACTERS` they fit what a manifest reserves."""
+"""Largest number of metrics in one checkpoint. With names of `MAX_NAME_CHARACTERS` they fit the
+space that a manifest reserves."""
 
 MAX_NAME_CHARACTERS = 64
+"""Length of the longest name of a metric, in characters."""
 
 
 def take_metrics(metrics: Any) -> dict[str, float]:
-    """Return a user's metrics as a checkpoint holds them, without those that are not finite.
+    """Return a user's metrics as a checkpoint stores them, without those that are not finite.
 
-    A loss that is not a number says that training has gone wrong, which is when a checkpoint is
-    needed most. So it does not keep one from being made: it is left out, with a `RuntimeWarning`
-    that names it and points at the caller of the caller.
+    A loss that is not a number shows that training has gone wrong, which is when a checkpoint is
+    needed most. So such a metric does not prevent the checkpoint. It is left out, with a
+    `RuntimeWarning` that names it and points at the caller of the caller.
 
     Args:
-        metrics: Numbers by name: of Python, or tensors and numpy values of one element.
+        metrics: Numbers by name. They are Python numbers, or tensors and numpy values of one
+            element.
 
     Raises:
-        MetricError: Too many, a name that is not a short string, or a value that is not a number;
-            says which.
+        MetricError: There are too many metrics, a name is not a short string, or a value is not a
+            number. The message says which.
     """
     numbers = _numbers(metrics)
     for name, number in numbers.items():
@@ -43,10 +46,10 @@ def take_metrics(metrics: Any) -> dict[str, float]:
 
 
 def check_metrics(metrics: Any) -> dict[str, float]:
-    """Return the metrics that a manifest says.
+    """Return the metrics of a manifest, after checking them.
 
     Raises:
-        MetricError: As `take_metrics`, and if a number is not finite.
+        MetricError: A metric is one that `take_metrics` refuses, or is not finite.
     """
     numbers = _numbers(metrics)
     for name, number in numbers.items():
@@ -67,15 +70,15 @@ def _numbers(metrics: Any) -> dict[str, float]:
 
 
 def usable_metrics(measured: Mapping[str, Any], first: Iterable[str] = ()) -> dict[str, float]:
-    """Return what of a library's measurements a checkpoint can hold; the rest is left out.
+    """Return the measurements of a library that a checkpoint can hold, without the others.
 
     Args:
         measured: Values by name: numbers, or tensors of one element.
-        first: Names that go before all others if there are too many.
+        first: Names that take precedence over all others if there are too many.
     """
     found = {}
     for name in dict.fromkeys((*first, *measured)):
-        with suppress(TypeError, ValueError, OverflowError):  # absent, text, or many elements
+        with suppress(TypeError, ValueError, OverflowError):  # text, or many elements
             number = float(measured[name]) if name in measured else math.nan
             if math.isfinite(number) and 0 < len(name) <= MAX_NAME_CHARACTERS:
                 found[name] = number
@@ -93,8 +96,8 @@ def _name(name: Any) -> str:
 
 def _value(name: str, value: Any) -> float:
     number = value
-    if hasattr(value, "item"):  # a tensor, or a value of numpy
-        with suppress(TypeError, ValueError, RuntimeError):  # of several elements, or of none
+    if hasattr(value, "item"):  # a tensor or a numpy value
+        with suppress(TypeError, ValueError, RuntimeError):  # several elements, or none
             number = value.item()
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise MetricError(

@@ -3,7 +3,7 @@
 The first directory of a store holds ``LOCK``, ``store.json``, ``calibration.json``,
 ``placement.json``, ``pins/``, checkpoints ``step-<n>/`` and slots ``.slot-<k>/``. Its other
 directories, on other drives, hold ``LOCK``, ``calibration.json`` and parts ``part-<k>/``.
-docs/format.md says what is in each.
+docs/format.md describes the content of each.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import os
 import re
 from typing import Final
 
-# In each directory of a store.
+# In the directories of a store: lock and calibration in each, all others in the first only.
 LOCK_NAME: Final = "LOCK"
 STORE_FILE_NAME: Final = "store.json"
 CALIBRATION_NAME: Final = "calibration.json"
-"""It may be removed at any time, and is then made anew; so may `RATES_NAME`."""
+"""Name of the file with I/O settings measured on this drive. The file may be removed at any time
+and is then made anew."""
 RATES_NAME: Final = "placement.json"
+"""Name of the file with measured rates of updates. The file may be removed at any time and is then
+made anew."""
 PINS_NAME: Final = "pins"
 
 # In a checkpoint, and in a slot that may become one.
@@ -25,7 +28,7 @@ MANIFEST_NAME: Final = "manifest.json"
 MODEL_NAME: Final = "model.safetensors"
 TRAIN_STATE_NAME: Final = "train_state.safetensors"
 QUARANTINE_NAME: Final = "damaged.txt"
-"""Only in a checkpoint that was found damaged."""
+"""Name of the file that marks a damaged checkpoint; other checkpoints do not have it."""
 
 # In a part, on a drive that is not the first.
 PART_FILE_NAME: Final = "part.json"
@@ -36,12 +39,12 @@ _PART: Final = re.compile(r"part-([1-9][0-9]{0,17})")
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of the checkpoint that was taken after a number of optimizer steps."""
+    """Return the directory name of a checkpoint, given its number of optimizer steps."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the number of steps that the name of a checkpoint says; None for any other name."""
+    """Return the number of steps in a checkpoint's name; None for any other name."""
     match = _CHECKPOINT.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -52,7 +55,7 @@ def is_checkpoint_path(path: str) -> bool:
 
 
 def slot_name(number: int) -> str:
-    """Return the name of a slot that is not a checkpoint."""
+    """Return the directory name of a slot that is not a checkpoint."""
     return f".slot-{number}"
 
 
@@ -62,11 +65,11 @@ def is_slot_name(name: str) -> bool:
 
 
 def part_name(number: int) -> str:
-    """Return the name of a part; numbers count from 1."""
+    """Return the directory name of a part; numbers count from 1."""
     return f"part-{number}"
 
 
 def part_number(name: str) -> int | None:
-    """Return the number that the name of a part says; None for any other name."""
+    """Return the number in a part's name; None for any other name."""
     match = _PART.fullmatch(name)
     return None if match is None else int(match[1])

@@ -1,8 +1,9 @@
-"""``part.json``: what the part of a slot on another drive says of itself.
+"""``part.json``: the file in which a part on another drive says what it is.
 
-A store on several drives keeps most of a slot in its first directory and a *part* of the state
-arrays in each of the others. The manifest names every part; ``part.json``, written when the part is
-sealed and overwritten before it is rewritten, is what the manifest's word is compared with.
+A store on several drives keeps most of a slot in its first directory. Each of its other directories
+has a *part* of the slot's state arrays. The manifest names every part. ``part.json`` is written
+when the part is sealed, and overwritten before the part is rewritten. Readers compare it with the
+manifest's reference to the part.
 """
 
 from __future__ import annotations
@@ -19,54 +20,59 @@ from offload.format.names import PART_FILE_NAME
 from offload.format.strict_json import short
 
 PART_FILE_BYTES = ALIGNMENT
-"""Its size: what it says is short, and never grows."""
+"""Size of ``part.json`` in bytes. Its content is short and never grows."""
 
 _PART_FORMAT = 1
 _KINDS = {"store_id": "id", "generation": "count", "drive": "count", "content": "id"}
-"""What the fields of a sealed part are."""
+"""Kind of value that each field of a sealed part has."""
 
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
 class PartReference:
-    """What a manifest says of the part of its checkpoint on one of the other drives."""
+    """A manifest's reference to the part of its checkpoint on one of the other drives."""
 
     directory: str
-    """Where it was when it was sealed: the absolute path of the drive's directory."""
+    """Absolute path of the drive's directory at the time when the part was sealed."""
 
     name: str
-    """Of the part within that directory: ``part-<k>``."""
+    """Name of the part within that directory: ``part-<k>``."""
 
     generation: int
+    """Generation of the checkpoint that the part belongs to."""
+
     digest: str
-    """`SealedPart.digest` of what its ``part.json`` says."""
+    """`SealedPart.digest` of the content of ``part.json``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SealedPart:
-    """What a sealed part says of itself."""
+    """Content of the ``part.json`` of a sealed part."""
 
     store_id: str
+    """Identifier of the store, 32 hexadecimal digits."""
     generation: int
+    """Generation of the checkpoint that the part belongs to."""
+
     drive: int
-    """Position of its directory in the store's list; the first directory, 0, has no part."""
+    """Position of the part's directory in the store's list. The first directory, 0, has no part."""
 
     content: str
-    """`content_digest` of what it holds."""
+    """`content_digest` of the chunks in the part."""
 
     @property
     def digest(self) -> str:
-        """BLAKE2b of everything above, 32 hexadecimal digits."""
+        """BLAKE2b digest of all fields, in 32 hexadecimal digits."""
         return document.digest_of(asdict(self))
 
     def encode(self) -> bytes:
-        """Return the content of ``part.json``, padded to its size."""
+        """Return the content of ``part.json``, padded to `PART_FILE_BYTES`."""
         return document.padded(document.signed(_PART_FORMAT, asdict(self)), PART_FILE_BYTES)
 
 
 def content_digest(layout: Layout, digests: Mapping[str, Sequence[str | None]], drive: int) -> str:
-    """Return a digest of what a drive holds, computed from the digests of its chunks."""
+    """Return the digest of the content of a drive, computed from the digests of its chunks."""
     chunks = [chunk for chunk, owner in enumerate(layout.drives) if owner == drive]
     return document.digest_of(
         {name: [values[chunk] for chunk in chunks] for name, values in digests.items()}
@@ -74,16 +80,20 @@ def content_digest(layout: Layout, digests: Mapping[str, Sequence[str | None]], 
 
 
 def invalid_part() -> bytes:
-    """Return content that nobody takes for that of a sealed part."""
+    """Return content of ``part.json`` that no reader takes for that of a sealed part."""
     text = document.invalid(_PART_FORMAT, "this part is being rewritten")
     return document.padded(text, PART_FILE_BYTES)
 
 
 def decode_part(data: bytes, path: str) -> SealedPart:
-    """Read ``part.json``, trusting nothing in it.
+    """Decode the content of ``part.json``. The data is not trusted.
+
+    Args:
+        data: Content of the file.
+        path: Path of the file, for messages.
 
     Raises:
-        CheckpointError: The part is not sealed, or is damaged or of another version.
+        CheckpointError: The part is not sealed, or the file is damaged or of another version.
     """
     try:
         _, body = document.read(data, "a part's file", (_PART_FORMAT,))

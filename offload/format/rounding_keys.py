@@ -1,15 +1,15 @@
-"""The keys of stochastic rounding: with its index, a key gives each element its random number.
+"""Keys of stochastic rounding: a key and an element's index determine its random number.
 
-There are two rules for what that means, and
-a store keeps the one that it was made with; see `Layout.counts_from`.
+There are two rules for keys and indices. A store keeps the rule that it was made with; see
+`Layout.counts_from`.
 
-- "parameter": the key follows from the seed, the array, the step and the parameter's name, and the
-  index is counted from the parameter's first element. So nothing else matters: neither chunks, nor
-  which other parameters there are.
-- "chunk": the key follows from the seed, the array and the step, and the index is that in element
-  space.
+- "parameter": the key follows from the seed, the array, the step and the parameter's name. The
+  index is counted from the parameter's first element. So neither chunks nor other parameters
+  matter.
+- "chunk": the key follows from the seed, the array and the step. The index is the position in
+  element space.
 
-One key serves 2**33 elements: from then on, another one is made of the number of the *window*.
+One key serves a *window* of 2**33 elements. The number of the window also enters the key.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 WINDOW_BITS = 33
-"""One key serves 2**33 elements."""
+"""Binary logarithm of the window's length: one key serves 2**33 elements."""
 
 Key: TypeAlias = tuple[int, int]
-"""Two numbers of 32 bits, without a sign."""
+"""Key of a window: two unsigned 32-bit numbers."""
 
 KeyOf: TypeAlias = Callable[[int], Key]
-"""Gives the key of a window."""
+"""Function that returns the key of a window, given the window's number."""
 
 _MASK_64 = (1 << 64) - 1
 
@@ -41,11 +41,11 @@ _CACHED_NAMES = 1 << 16
 
 
 class Run(Protocol):
-    """Neighbouring values of one parameter; `offload.format.layout.Piece` is one."""
+    """A run of neighbouring values of one parameter, such as `offload.format.layout.Piece`."""
 
     @property
     def parameter(self) -> int:
-        """Its index among the names of the keys."""
+        """Index of the parameter among the names of the keys."""
         ...
 
     @property
@@ -55,44 +55,44 @@ class Run(Protocol):
 
     @property
     def stop(self) -> int:
-        """One past the last element, counted from there, too."""
+        """One past the last element, counted from the parameter's first element; 64 bits."""
         ...
 
 
 def stream_of(array: str) -> int:
-    """Return the number that tells a state array from others of the same seed."""
+    """Return the number that tells a state array from others with the same seed."""
     return zlib.crc32(array.encode())
 
 
 def element_space_key(seed: int, stream: int, step: int, window: int) -> Key:
-    """Return a key of elements that are counted in element space."""
+    """Return the key of a window whose elements are counted in element space."""
     digest = _digest_64(f"{seed},{stream},{step},{window}".encode())
     return digest & 0xFFFFFFFF, digest >> 32
 
 
 def parameter_key(seed: int, stream: int, step: int, name: str, window: int) -> Key:
-    """Return a key of elements that are counted from their parameter's first one."""
+    """Return the key of a window whose elements are counted from their parameter's first one."""
     start = step_number(seed, stream, step) + name_number(name)
     return _mixed_key(start + window * _GOLDEN_RATIO_64)
 
 
 def step_number(seed: int, stream: int, step: int) -> int:
-    """Return the 64 bits that an array's keys in one step have in common."""
+    """Return the 64-bit number that all keys of an array in one step have in common."""
     return _digest_64(f"{seed},{stream},{step}".encode())
 
 
 @lru_cache(_CACHED_NAMES)
 def name_number(name: str) -> int:
-    """Return the 64 bits that a parameter's keys have in common."""
+    """Return the 64-bit number that all keys of a parameter have in common."""
     return _digest_64(name.encode("utf-8", "surrogatepass"))
 
 
 class ParameterKeys:
-    """Keys of all parameters, for one array in one step: those of `parameter_key`.
+    """Keys of all parameters for one array in one step; `parameter_key` gives the same keys.
 
     Args:
-        names: `name_numbers` of the parameters.
-        seed: Of the rounding; any integer.
+        names: Result of `name_numbers` for the parameters' names.
+        seed: Seed of the rounding; any integer.
         array: Name of the state array.
         step: Number of the step.
     """
@@ -102,19 +102,23 @@ class ParameterKeys:
         self._names = names
 
     def of(self, parameter: int) -> KeyOf:
-        """Return what gives the keys of a parameter, by its index."""
+        """Return the function that gives the keys of a parameter, given the parameter's index."""
         start = int(self._start) + int(self._names[parameter])
         return lambda window: _mixed_key(start + window * _GOLDEN_RATIO_64)
 
     def of_runs(self, runs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the key of each `Run`, at its start: uint64, of an array of shape (n, 3)."""
+        """Return the key of each `Run` at its start, as uint64 of shape (n,).
+
+        Args:
+            runs: Parameter, start and stop of each run, as integers of shape (n, 3).
+        """
         windows = (runs[:, 1] >> WINDOW_BITS).astype(np.uint64)
         start = self._names[runs[:, 0]] + self._start
         return _mixed(start + windows * np.uint64(_GOLDEN_RATIO_64))
 
 
 def name_numbers(names: Sequence[str]) -> np.ndarray[Any, Any]:
-    """Return `name_number` of each name, as uint64."""
+    """Return `name_number` of each name, as uint64 of shape (n,)."""
     return np.array([name_number(name) for name in names], dtype=np.uint64)
 
 
@@ -123,7 +127,7 @@ def _digest_64(data: bytes) -> int:
 
 
 def _mixed_key(number: int) -> Key:
-    """Return the halves of `_mixed` of one number; a fifth of the time of doing it with numpy."""
+    """Return the low and the high half of `_mixed(number)`, in a fifth of numpy's time."""
     z = number & _MASK_64
     for shift, multiplier in zip((30, 27), _MULTIPLIERS_64, strict=True):
         z = ((z ^ z >> shift) * multiplier) & _MASK_64
@@ -132,7 +136,7 @@ def _mixed_key(number: int) -> Key:
 
 
 def _mixed(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Mix 64-bit numbers, so that any two are as if they had nothing to do with each other.
+    """Mix 64-bit numbers, so that the results look unrelated even if the numbers are close.
 
     This is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
     """

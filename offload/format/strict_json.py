@@ -1,8 +1,8 @@
-"""JSON as this package writes it, from a file that may be anything.
+"""Parser of JSON from files that are not trusted; it accepts only what this package writes.
 
-Python's `json` takes more than JSON: NaN, Infinity, `1e999`, a key twice, UTF-16, lone surrogates
-in UTF-8, and integers whose conversion takes quadratic time. None of that is ever written here, so
-none of it is read.
+Python's `json` accepts more than JSON: NaN, Infinity, `1e999`, repeated keys, UTF-16, lone
+surrogates in UTF-8, and integers whose conversion takes quadratic time. This package never writes
+any of that, so this parser refuses it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 MAX_VALUES = 5_000_000
-"""Most marks that a document may have in all: commas, colons, and brackets that open. There is one
-before each value, and a value takes up to 80 bytes of memory where it takes 3 of the document."""
+"""Largest number of marks in a document: commas, colons and opening brackets together. There is a
+mark before each value. A value of 3 bytes in the document may take 80 bytes of memory."""
 
 _MAX_INTEGER_DIGITS = 20
-"""As many as 64 bits and a sign can have."""
+"""Largest number of characters in a 64-bit integer, sign included."""
 
 
 class DuplicateKeyError(ValueError):
-    """An object has a key twice."""
+    """A JSON object has the same key twice."""
 
 
 class NestingError(ValueError):
@@ -36,18 +36,19 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 120
 def parse_json(data: bytes, *, max_values: int | None = MAX_VALUES) -> Any:
     """Return the value of a JSON document in UTF-8.
 
-    Time and memory are proportional to the length of `data`, and at most what `max_values` take.
+    Time and memory are proportional to the length of `data`. `max_values` bounds the memory
+    further.
 
     Args:
         data: The document.
-        max_values: Most marks that it may have; see `MAX_VALUES`. None if its length is bounded,
-            and whatever was written in it has to be read again.
+        max_values: Largest number of marks; see `MAX_VALUES`. None for a document of bounded length
+            that must be readable whatever number of values was written.
 
     Raises:
-        DuplicateKeyError: An object has a key twice.
-        NestingError: It is nested too deeply.
-        ValueError: It is not one, has too many values, a number that is not finite or an integer of
-            more than 20 digits; says which.
+        DuplicateKeyError: An object has the same key twice.
+        NestingError: The document is nested too deeply.
+        ValueError: The data is not JSON, has too many values, or has a number that is not finite or
+            an integer of more than 20 characters. The message says which.
     """
     if max_values is not None and (num := num_marks(data)) > max_values:
         raise ValueError(f"about {num} values, at most {max_values} are read")
@@ -68,12 +69,12 @@ def parse_json(data: bytes, *, max_values: int | None = MAX_VALUES) -> Any:
 
 
 def num_marks(data: bytes) -> int:
-    """Return the commas, colons and opening brackets in a document; those in strings count, too."""
+    """Return the number of commas, colons and opening brackets, those in strings included."""
     return sum(map(data.count, (b",", b":", b"[", b"{")))
 
 
 def short(value: object) -> str:
-    """Return a repr that fits a message, however long or deep a hostile file made the value."""
+    """Return a `repr` that fits a message, however long or deep a hostile file made the value."""
     return _REPR.repr(value)
 
 
@@ -83,7 +84,7 @@ def is_text(value: object) -> bool:
         return False
     try:
         value.encode()
-    except UnicodeEncodeError:  # neither a digest nor a terminal takes it
+    except UnicodeEncodeError:  # lone surrogates fit neither a digest nor a terminal
         return False
     return True
 
@@ -102,7 +103,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def _integer(digits: str) -> int | float:
     if len(digits) > _MAX_INTEGER_DIGITS:
         raise ValueError(f"an integer of {len(digits)} digits, expected at most 20")
-    # Other readers take -0 for a float, and so refuse it as a size.
+    # Other readers parse -0 as a float, and so refuse it as a size.
     return -0.0 if digits == "-0" else int(digits)
 
 

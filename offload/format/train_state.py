@@ -1,21 +1,23 @@
-"""The caller's small training state as one safetensors file: losslessly, and without pickle.
+"""Storage of the caller's small training state in one safetensors file: lossless, no pickle.
 
-Schedulers, random number generators, samplers and counters are plain Python values that JSON
-would damage: it turns tuples into lists and integer keys into strings, and has no infinity.
-Here they become JSON with tags for what JSON lacks, and the bytes of tensors and arrays beside it.
+Schedulers, random number generators, samplers and counters are plain Python values that JSON would
+damage: it turns tuples into lists and integer keys into strings, and has no infinity. This module
+stores them as JSON, with tags for what JSON lacks. The bytes of tensors and arrays are stored
+beside the JSON.
 
-What comes back is equal, of the same types, and in the same order (dicts; sets have none):
-None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset;
-`collections.Counter`, `OrderedDict`, `deque` and `defaultdict` (factory None or a builtin type);
-numpy arrays and scalars of booleans, integers, floats and complex numbers; `torch.Tensor` of every
-ordinary dtype, `torch.Size`, `torch.dtype`, `torch.device`. Everything else, subclasses of these
-included, is a `TrainStateTypeError` that names its path: restoring it would mean importing code
-that a file names.
+Restored values are equal to the stored ones and have the same types. Dicts keep their order; sets
+have none. These types are supported: None, bool, int, float, complex, str, bytes, bytearray, list,
+tuple, dict, set, frozenset; `collections.Counter`, `OrderedDict`, `deque` and `defaultdict`
+(factory None or a builtin type); numpy arrays and scalars of booleans, integers, floats and complex
+numbers; `torch.Tensor` of every ordinary dtype, `torch.Size`, `torch.dtype`, `torch.device`.
+Everything else, subclasses of these included, is a `TrainStateTypeError` that names its path:
+restoring it would mean importing code that a file names.
 
-Not kept: which objects were one and the same; sign and payload of a Python float's NaN; a tensor's
-device, strides, ``requires_grad`` and Python attributes; an array's memory order.
+These are not kept: the identity of an object that occurs several times; sign and payload of a
+Python float's NaN; a tensor's device, strides, ``requires_grad`` and Python attributes; an array's
+memory order.
 
-The file is described by `pack`.
+`pack_encoded` describes the file.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from offload.format.header import (
 )
 
 STATE_KEY = "train_state"
-"""Metadata key of the JSON."""
+"""Metadata key of the JSON text."""
 
 DIGEST_KEY = "train_state_digest"
 """Metadata key of the digest, 32 hexadecimal digits."""
@@ -54,9 +56,11 @@ FORMAT_KEY = "train_state_format"
 """Metadata key of the version of this encoding."""
 
 FORMAT_VERSION = "1"
+"""Version of this encoding."""
 
 MAX_CAPACITY_BYTES = MAX_HEADER_BYTES + 8
-"""Bytes. Room that is not used is padding of the header, and the format bounds a header."""
+"""Largest size of the file in bytes. Unused space is padding of the header, whose size the format
+limits."""
 
 _RESERVED_KEYS = (STATE_KEY, DIGEST_KEY, FORMAT_KEY)
 _CAPACITY_MULTIPLE_BYTES = 8
@@ -64,21 +68,22 @@ _CAPACITY_MULTIPLE_BYTES = 8
 
 @dataclass(frozen=True)
 class EncodedState:
-    """A training state, captured by value. Two are equal exactly if the encodings are.
+    """A training state, captured by value. Two states are equal exactly if the encodings are.
 
-    Equality sees types (1 and True differ, as do 0.0 and -0.0) and the order of dicts, takes any
-    NaN for any other, and does not see what the module's docstring lists as not kept.
+    Equality distinguishes types (1 and True differ, as do 0.0 and -0.0) and the order of dicts. It
+    takes any NaN of a Python float for any other. It does not see what the module's docstring lists
+    as not kept.
     """
 
     json: str
-    """The tagged JSON; valid UTF-8."""
+    """JSON text with tags; valid UTF-8."""
 
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
-    """The bytes that the JSON refers to, by name."""
+    """Tensors that the JSON refers to, by name."""
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors together."""
+        """Size in bytes of all tensors together."""
         return sum(len(tensor.data) for tensor in self.tensors.values())
 
 
@@ -86,8 +91,8 @@ def encode(state: object) -> EncodedState:
     """Capture `state` by value; later changes to it have no effect.
 
     Raises:
-        TrainStateTypeError: It holds something that would not come back the same, contains
-            itself, or is nested deeper than `MAX_DEPTH`. Names the path of the culprit.
+        TrainStateTypeError: The state holds something that would not come back the same, contains
+            itself, or is nested deeper than `MAX_DEPTH`. The message names the path of the culprit.
     """
     encoder = Encoder()
     tree = encoder.encode(state)
@@ -98,7 +103,7 @@ def require_state(state: object) -> None:
     """Refuse a single value that is meant as something else: a file's name, a step, a flag.
 
     Raises:
-        TrainStateTypeError: It is a str, bytes, path, int, float or bool.
+        TrainStateTypeError: The state is a str, bytes, bytearray, path, int, float or bool.
     """
     if not isinstance(state, str | bytes | bytearray | os.PathLike | int | float):
         return
@@ -113,8 +118,8 @@ def decode(encoded: EncodedState) -> object:
     """Return a new state with the encoded values.
 
     Raises:
-        TrainStateTagError: It has a tag that this version does not know.
-        TrainStateFormatError: It is otherwise not what `encode` returns.
+        TrainStateTagError: A tag is not known to this version.
+        TrainStateFormatError: The encoding is otherwise not one that `encode` returns.
     """
     return decode_text(encoded.json, encoded.tensors)
 
@@ -122,32 +127,33 @@ def decode(encoded: EncodedState) -> object:
 def pack(state: object, *, capacity_bytes: int, header: Mapping[str, str]) -> bytes:
     """Encode `state` as one safetensors file of exactly `capacity_bytes` bytes.
 
-    Equivalent to `pack_encoded` of `encode`.
+    This is `pack_encoded` of the result of `encode`, and raises the errors of both.
     """
     return pack_encoded(encode(state), capacity_bytes=capacity_bytes, header=header)
 
 
 def pack_encoded(encoded: EncodedState, *, capacity_bytes: int, header: Mapping[str, str]) -> bytes:
-    """Put a captured state into one safetensors file of exactly `capacity_bytes` bytes.
+    """Return a captured state as one safetensors file of exactly `capacity_bytes` bytes.
 
     The file's ``__metadata__`` holds `header`, the JSON under ``train_state``, the version under
     ``train_state_format`` and a digest under ``train_state_digest``. Tensors follow in ascending
-    order of their elements' size. The header is padded with spaces, so that the last tensor ends
-    at `capacity_bytes`; as that is a multiple of 8, each is aligned to its elements.
+    order of their elements' size. The header is padded with spaces, so that the last tensor ends at
+    `capacity_bytes`. As that is a multiple of 8, each tensor is aligned to its elements.
 
-    The digest is BLAKE2b of 16 bytes, as lower-case hexadecimal, over these fields, each preceded
-    by its length in bytes as a little-endian 64-bit integer, texts in UTF-8 and counts as decimal
-    digits: ``train_state_format``'s value; the JSON; the number of `header`'s items; key and
-    value of each, sorted by key; the number of tensors; and of each in file order its name, its
-    dtype, its shape (sizes joined by commas) and its data.
+    The digest is BLAKE2b of 16 bytes, as lower-case hexadecimal, over the fields below. Each field
+    is preceded by its length in bytes as a little-endian 64-bit integer. Texts are in UTF-8 and
+    counts are decimal digits. The fields are ``train_state_format``'s value; the JSON; the number
+    of `header`'s items; key and value of each item, sorted by key; the number of tensors; and for
+    each tensor in file order its name, its dtype, its shape (sizes joined by commas) and its data.
 
     Args:
-        encoded: What `encode` returned.
-        capacity_bytes: Size of the file; a multiple of 8, at most `MAX_CAPACITY_BYTES`.
-        header: More metadata, for example the step that this belongs to.
+        encoded: Result of `encode`.
+        capacity_bytes: Size of the file in bytes; a multiple of 8, at most `MAX_CAPACITY_BYTES`.
+        header: More metadata, for example the step that the state belongs to.
 
     Raises:
-        TrainStateTooLargeError: It does not fit; says what it needs and which option to raise.
+        TrainStateTooLargeError: The state does not fit. The message says what it needs and which
+            option to raise.
         ValueError: `capacity_bytes` is out of range, or `header` has a reserved key.
     """
     if capacity_bytes % _CAPACITY_MULTIPLE_BYTES or not 0 < capacity_bytes <= MAX_CAPACITY_BYTES:
@@ -178,12 +184,12 @@ def unpack(data: bytes, path: str = "<bytes>") -> tuple[object, dict[str, str]]:
     """Return the state and the header that `pack` was given.
 
     Args:
-        data: The whole file.
-        path: Names the file in messages.
+        data: Content of the whole file.
+        path: Path of the file, for messages.
 
     Raises:
-        TensorFileError: It is not a safetensors file.
-        TrainStateFormatError: It is one that `pack` did not write, or another version did.
+        TensorFileError: The data is not a safetensors file.
+        TrainStateFormatError: The file was not written by `pack`, or by another version of it.
         TrainStateDigestError: The content is not what was written.
     """
     encoded, header = unpack_encoded(data, path)
@@ -194,9 +200,9 @@ def unpack(data: bytes, path: str = "<bytes>") -> tuple[object, dict[str, str]]:
 
 
 def unpack_encoded(data: bytes, path: str = "<bytes>") -> tuple[EncodedState, dict[str, str]]:
-    """Verify a packed file and return what it holds, without building the values.
+    """Verify a packed file and return its content, without building the values.
 
-    Any change of any byte is an error, padding included. Raises as `unpack`.
+    Any change of any byte is an error, padding included. The errors are those of `unpack`.
     """
     parsed = parse_header(data, len(data), path)
     metadata = dict(parsed.metadata)
@@ -211,7 +217,7 @@ def unpack_encoded(data: bytes, path: str = "<bytes>") -> tuple[EncodedState, di
             f"reads {FORMAT_VERSION!r}"
         )
     entries = parsed.entries.values()
-    # The digest covers what the header means; this covers how it is spelled and padded.
+    # The digest covers the meaning of the header; this covers its spelling and its padding.
     specs = [(entry.name, entry.dtype, entry.shape) for entry in entries]
     if build_header(specs, metadata, header_bytes=parsed.data_start).encoded != parsed.encoded:
         raise TrainStateFormatError(
@@ -255,7 +261,7 @@ def _too_large(
             f"{size} do not fit {capacity_bytes} bytes, nor any number that can be reserved (at "
             f"most {MAX_CAPACITY_BYTES}); keep large tensors in the model, as buffers"
         )
-    # What the option takes: whole blocks, two at least.
+    # The option takes whole blocks, at least two.
     needed = max(-(-exact // ALIGNMENT), 2) * ALIGNMENT
     return TrainStateTooLargeError(
         f"{size} need {needed} bytes of file, the checkpoints reserve {capacity_bytes}; store "
@@ -267,6 +273,7 @@ def _digest(json: str, header: Mapping[str, str], tensors: Mapping[str, StoredTe
     digest = hashlib.blake2b(digest_size=16)
 
     def add(value: str | bytes) -> None:
+        """Add one field, preceded by its length."""
         data = value.encode() if isinstance(value, str) else value
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)

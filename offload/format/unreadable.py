@@ -1,9 +1,9 @@
-"""What an error of reading says: something about the content of a checkpoint, or nothing about it.
+"""Errors of reading, divided into those about a checkpoint's content and all others.
 
-A file that is gone, is shorter than it was, or has a link or a directory in its place is not what
-was sealed: the checkpoint is refused, and an older one may take its place. All other errors (of a
-drive, a limit, a permission, a network) may be over in a moment. Whoever went on from an older
-checkpoint because of one would give up the newest for nothing. So those stop what was asked for.
+If a file is gone, is shorter than it was, or was replaced by a link or a directory, it is not what
+was sealed. So the checkpoint is refused, and an older one may take its place. All other errors (of
+a drive, a limit, a permission, a network) may be over in a moment. To continue from an older
+checkpoint because of one would lose the newest for nothing. So these errors stop the operation.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _OF_CONTENT: Final = frozenset(
         errno.ENOTDIR,
         errno.ELOOP,
         errno.EISDIR,
-        errno.ENODATA,  # a read met the end of the file
+        errno.ENODATA,  # a read reached the end of the file
         errno.ENXIO,  # a socket, or a device without a driver
-        errno.ENAMETOOLONG,  # only a manifest can name such a path
+        errno.ENAMETOOLONG,  # only a manifest can name a path that long
     }
 )
 
@@ -41,17 +41,17 @@ _ADVICE: Final = {
 
 
 def is_of_content(error: OSError) -> bool:
-    """Return whether an error of reading says that the content is not what was written."""
+    """Return whether an error of reading shows that the content is not what was written."""
     return error.errno in _OF_CONTENT
 
 
 def unreadable(error: StorageError, *, checkpoint: str = "", then: str = "") -> UnreadableError:
-    """Return what to raise for an error that says nothing about the content.
+    """Return the exception to raise for an error that says nothing about the content.
 
     Args:
-        error: What happened; names the path.
-        checkpoint: The directory of the one checkpoint that is concerned, if it is only one.
-        then: A further sentence for the message.
+        error: Error of the storage layer; it names the path.
+        checkpoint: Directory of the checkpoint, if the error concerns only one.
+        then: Further sentence for the message.
     """
     if isinstance(error, UnreadableError):
         message = error.strerror or ""
@@ -68,13 +68,13 @@ def unreadable(error: StorageError, *, checkpoint: str = "", then: str = "") -> 
 
 @contextmanager
 def stopping(then: str) -> Iterator[None]:
-    """Let any error of reading in the body stop what is done, by name.
+    """Turn every storage error of the body into an `UnreadableError`.
 
     Args:
-        then: A further sentence for the message.
+        then: Further sentence for the message.
 
     Raises:
-        UnreadableError: Something could not be read, or not be made durable.
+        UnreadableError: Something could not be read, or could not be made durable.
     """
     try:
         yield
@@ -84,14 +84,14 @@ def stopping(then: str) -> Iterator[None]:
 
 @contextmanager
 def reading(checkpoint: str = "") -> Iterator[None]:
-    """Turn errors of reading in the body into what they say.
+    """Turn storage errors of the body into errors about the content, or about reading it.
 
     Args:
-        checkpoint: The directory of the checkpoint that is read, for the message.
+        checkpoint: Directory of the checkpoint that is read, for the message.
 
     Raises:
         CheckpointError: The content is not what was sealed.
-        UnreadableError: It could not be read, and nothing is known of it.
+        UnreadableError: The content could not be read, so nothing is known about it.
     """
     try:
         yield

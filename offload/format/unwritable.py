@@ -1,4 +1,4 @@
-"""What an error of writing says if the user has no right to write: who may, or what else to do."""
+"""Errors for users who may not write to a store, with advice on who may or what else to do."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ADVICE: Final = {
 
 @contextmanager
 def writing(store: str) -> Iterator[None]:
-    """Say of an error in the body that is of a missing right to write what to do next.
+    """Turn an error of the body about missing write access into one with advice for the user.
 
     Args:
-        store: The directory that is written to, for the message.
+        store: Directory of the store that is written to, for the message.
 
     Raises:
-        UnwritableError: This user, or this mount, may not write there.
+        UnwritableError: This user or this mount may not write to the store.
     """
     try:
         yield
@@ -37,7 +37,7 @@ def writing(store: str) -> Iterator[None]:
         if advice is None:
             raise
         path = os.path.relpath(os.fsdecode(error.filename), store)
-        inside = path.partition("/")[0]  # which is known to users; names of temporary files are not
+        inside = path.partition("/")[0]  # users know this name, but not those of temporary files
         where = f", at {inside}" if inside not in (".", "..") else ""
         raise UnwritableError(
             error.errno or errno.EACCES,

@@ -1,5 +1,6 @@
-"""Other people's training loops.
+"""Bridges to the training loops of other libraries.
 
-Each module here imports the library that it is for, and is imported by those who use that library.
-This wing may know the optimizer, and what the optimizer gives out. Nothing else imports it.
+Each module imports the library that it serves, and only users of that library import the module.
+This wing may know the optimizer, and every value that the optimizer returns. No other wing imports
+it.
 """

@@ -1,11 +1,11 @@
-"""Hugging Face accelerate.
+"""Bridge to Hugging Face accelerate.
 
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 follow(accelerator, optimizer)
 accelerator.save_state("out/checkpoint_0")
 
-`prepare()` calls `state_dict()`, moves all tensors in it to the device, and loads it again. It
-finds none, as a reference names the state and has no tensors: nothing is read or moved.
+`prepare()` calls `state_dict()`, moves all tensors in it to the device, and loads it again. The
+state dict of this package's optimizer is a reference without tensors, so nothing is read or moved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ _REMEDY = (
 
 
 class Following:
-    """Keeps seals and pins in step with an accelerator's folders until `stop`; see `follow`."""
+    """Hooks that seal and pin checkpoints for an accelerator's folders until `stop`; see `follow`.
+
+    Args:
+        accelerator: Accelerator that saves and loads the folders.
+        optimizer: Optimizer of this package, prepared or not.
+        discard_newer: Whether loading an older folder may withdraw newer checkpoints in use.
+    """
 
     def __init__(self, accelerator: Accelerator, optimizer: object, *, discard_newer: bool) -> None:
         self._optimizer = unwrap(optimizer, "pass the one that was given to accelerator.prepare()")
@@ -46,14 +52,14 @@ class Following:
         ]
 
     def stop(self) -> None:
-        """Let go of accelerator and optimizer. Pins stay."""
+        """Remove the hooks from the accelerator and the optimizer. Pins stay."""
         for handle in self._handles:
             handle.remove()
 
     def _before_saving(
         self, models: list[torch.nn.Module], weights: list[Any], output_dir: str
     ) -> None:
-        # accelerate has removed old folders, and asks for the optimizer's state dict after this.
+        # accelerate removes old folders before this call, and asks for the state dict after it.
         del models, weights
         self._folders.seal(self._optimizer, output_dir)
         self._folders.sync(self._optimizer)
@@ -72,21 +78,21 @@ def follow(
     """Make the folders of ``save_state()`` refer to sealed, pinned checkpoints of the store.
 
     - ``save_state()`` seals the state, and pins it as ``accelerate-<step>``, before the folder
-      refers to it. The pin is removed when the folder is gone, at the next save.
-    - ``load_state()`` goes on from exactly the checkpoint that the folder refers to.
+      refers to it. If the folder has been removed, the next save removes the pin.
+    - ``load_state()`` continues from exactly the checkpoint that the folder refers to.
 
     Args:
-        accelerator: Whose ``save_state`` and ``load_state`` are used.
-        optimizer: Of this package, prepared or not.
-        discard_newer: Loading an older folder may give up checkpoints that newer folders refer to.
-            Without it that is refused. Those of folders that were never finished, or have been
-            removed, are given up in any case.
+        accelerator: Accelerator whose ``save_state`` and ``load_state`` are used.
+        optimizer: Optimizer of this package, prepared or not.
+        discard_newer: Whether loading an older folder may withdraw checkpoints that newer folders
+            refer to. Without it, such a load is refused. Checkpoints of folders that were never
+            finished, or have been removed, are withdrawn in any case.
 
     Returns:
-        Something to `stop` it with.
+        A handle whose method `stop` removes the hooks.
 
     Raises:
-        TypeError: The optimizer is none of this package.
+        TypeError: The optimizer is not one of this package.
         OffloadError: The accelerator has several processes.
     """
     if accelerator.num_processes > 1:

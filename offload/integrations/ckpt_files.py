@@ -1,8 +1,8 @@
-"""Which files name which checkpoints, and the pins that keep those for them.
+"""Relation between files of another library and checkpoints, with the pins that keep these.
 
-Of a library that saves files of its own, in which it keeps `state_dict()` of the optimizer: a small
+The library saves files of its own, with the `state_dict()` of the optimizer in them: a small
 reference to a checkpoint. A checkpoint lists in its train state the files that it was sealed for,
-and has one pin for each of them that names it.
+and has one pin for each of these files that names it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,24 @@ from offload.store.opening import StoredCheckpoint
 from offload.store.store import Store
 
 PIN_PREFIX = "lightning-"
-"""Begins the names of all pins that are for files."""
+"""Prefix of the names of all pins that belong to files."""
 
 _FILES = "lightning_files"
-"""In the train state of a checkpoint: which files it was sealed for."""
+"""Key in a checkpoint's train state of the files that the checkpoint was sealed for."""
 
 
 def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
-    """Return what a checkpoint of the present state holds, if a file is to name it, too."""
+    """Return the train state for a checkpoint of the present state that a file will name.
+
+    If this step has been sealed already, its train state is kept, and the file is added.
+
+    Args:
+        optimizer: Optimizer of the state.
+        file: Path of the file, as from `name_of_file`.
+
+    Raises:
+        OffloadError: This step has been sealed with a train state that is not a dict.
+    """
     optimizer.synchronize()
     engine = optimizer._live_engine()
     newest = engine.store.newest
@@ -50,8 +60,9 @@ def files_of(checkpoint: StoredCheckpoint, loaded: str) -> list[str]:
     """Return the files that may name a checkpoint; none if it was not sealed for any.
 
     Args:
-        checkpoint: Knows the paths of the files that it was sealed for.
-        loaded: The file that is being resumed from: the others may have been moved with it.
+        checkpoint: Checkpoint with the list of files that it was sealed for.
+        loaded: File that training resumes from; empty if there is none. The other files may have
+            been moved to its directory.
     """
     with open_checkpoint(checkpoint.path) as opened:
         files = _listed_files(opened.train_state)
@@ -66,7 +77,7 @@ def _listed_files(train_state: Any) -> list[str]:
 
 
 def wanted_by(store: Store, checkpoint: StoredCheckpoint, loaded: str) -> str:
-    """Return why a checkpoint must not be given up without being asked; empty if nobody cares."""
+    """Return why a checkpoint must not be withdrawn without consent; empty if it is not in use."""
     files = files_of(checkpoint, loaded)
     if not files:
         return "made by checkpoint()"
@@ -80,15 +91,18 @@ def wanted_by(store: Store, checkpoint: StoredCheckpoint, loaded: str) -> str:
 
 
 def named_by(file: str) -> set[tuple[Any, ...]] | None:
-    """Return which checkpoints a file names; None if that cannot be told. Reads no tensor."""
+    """Return the checkpoints that a file names, as store id, step and generation.
+
+    None means that the file cannot be read. No tensor is read.
+    """
     if "://" in file:
-        return None  # not looked for over a network
+        return None  # files on a network are not read
     try:
         saved = torch.load(file, map_location="meta", mmap=True, weights_only=True)
         found = [state for state in saved.get("optimizer_states", ()) if is_reference(state)]
     except FileNotFoundError:
         return set()
-    except Exception:  # noqa: BLE001  (whatever is wrong with it)
+    except Exception:  # noqa: BLE001  (a file may be damaged in any way)
         return None
     return {tuple(state.get(k) for k in ("store", "step", "generation")) for state in found}
 
@@ -99,9 +113,14 @@ def _identity(checkpoint: StoredCheckpoint) -> tuple[Any, ...]:
 
 
 def mend_pins(optimizer: OffloadedOptimizer, loaded: str) -> None:
-    """Pin what files name, and remove pins for files that are gone.
+    """Pin the checkpoints that files name, and remove the pins of files that are gone.
 
-    Files are moved and removed by hand, and a process may be killed between a file and its pin.
+    This is needed since users move and remove files by hand, and a process may be killed between
+    writing a file and pinning its checkpoint.
+
+    Args:
+        optimizer: Optimizer of the store.
+        loaded: File that training resumes from; empty if there is none.
     """
     store = optimizer._live_engine().store
     for checkpoint in store.keeping.current:
@@ -120,19 +139,19 @@ def pins_of(store: Store, checkpoint: StoredCheckpoint) -> tuple[str, ...]:
 
 
 def pin_name(file: str) -> str:
-    """Name the pin for a file: readable, and different for each path."""
+    """Return the name of the pin for a file: readable, and different for each path."""
     stem = re.sub("[^A-Za-z0-9]+", "-", os.path.basename(file).removesuffix(".ckpt"))[:40]
     return f"{PIN_PREFIX}{stem}-{hashlib.blake2b(file.encode(), digest_size=5).hexdigest()}"
 
 
 def name_of_file(path: Any) -> str:
-    """Return the path of a file, or its URL, as it is known by here."""
+    """Return the absolute path of a file, or its URL, as this module lists it."""
     name: str = os.fspath(path)
     return name if "://" in name else os.path.abspath(name)
 
 
 def make_durable(file: str) -> None:
-    """Sync a local file and its directory: an older one may be removed next."""
+    """Sync a local file and its directory, since an older file may be removed next."""
     if os.path.isfile(file):
         for path in (file, os.path.dirname(file)):
             descriptor = os.open(path, os.O_RDONLY)

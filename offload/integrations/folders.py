@@ -1,14 +1,14 @@
-"""Checkpoints that another library keeps as folders, and what each of them needs of the store.
+"""Relation between another library's checkpoint folders and the checkpoints of a store.
 
-Such a library writes the model and its own state into a folder, `optimizer.state_dict()` among it,
-and removes folders that it no longer wants. The optimizer's state stays in the store. So for each
-folder there must be a checkpoint of the same moment: durable before the folder refers to it, and
-pinned for as long as the folder exists. Which folders refer to a checkpoint is kept in its train
-state, under the library's name.
+Such a library writes the model and its own state, with `optimizer.state_dict()`, into a folder, and
+removes folders that it no longer needs. The optimizer's state stays in the store. So each folder
+needs a checkpoint of the same moment, which is durable before the folder refers to it, and is
+pinned as long as the folder exists. The train state of a checkpoint lists the folders that refer to
+it, under the library's name.
 
-A folder that is missing may have been removed, or moved, or not be mounted. It counts as removed if
-it was there in the life of this process, or if it was in a directory that is still the same one,
-by its inode; libraries make a directory anew where it is missing.
+A missing folder may have been removed or moved, or its file system may not be mounted. It counts as
+removed if it existed during the life of this process, or if its parent directory still has the same
+inode. The inode matters because libraries make a missing directory anew.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ from offload.store.store import Store
 def unwrap(optimizer: object, remedy: str) -> OffloadedOptimizer:
     """Return the optimizer within the wrappers that libraries put around it.
 
+    Args:
+        optimizer: The optimizer, wrapped or not.
+        remedy: Advice for the user, for the message.
+
     Raises:
-        TypeError: There is none of this package; says what there is, and `remedy`.
+        TypeError: The optimizer is not one of this package. The message names its class.
     """
     inner = optimizer
     while not isinstance(inner, OffloadedOptimizer):
@@ -44,11 +48,11 @@ class Folders:
     """The folders of one library that refer to checkpoints of a store.
 
     Args:
-        library: Its name. Begins the names of pins, and is the key in train states.
-        is_complete: Says whether the library could go on from a folder.
-        discard_newer: Whether going back may give up newer checkpoints that are in use.
-        remedy: What to do where that is refused, for people.
-        attach: How to have folders refer to checkpoints, for those who did not.
+        library: Name of the library. It is the prefix of pins, and the key in train states.
+        is_complete: Function that returns whether the library could continue from a folder.
+        discard_newer: Whether going back may withdraw newer checkpoints that are in use.
+        remedy: Advice for a user to whom such a withdrawal is refused.
+        attach: Advice for a user whose folder was saved without a sealed checkpoint.
     """
 
     def __init__(
@@ -66,9 +70,9 @@ class Folders:
         self._remedy = remedy
         self._attach = attach
         self._read: dict[int, dict[str, int] | None] = {}
-        """What `_folders` has read, by generation."""
+        """Results of `_folders`, by generation."""
         self._seen: set[str] = set()
-        """Folders that have been there in the life of this process."""
+        """Folders that have existed during the life of this process."""
 
     def seal(
         self,
@@ -76,17 +80,17 @@ class Folders:
         folder: str,
         metrics: Mapping[str, float] | None = None,
     ) -> Checkpoint:
-        """Make the present state a checkpoint for a folder; durable, and pinned, on return.
+        """Make the present state a checkpoint for a folder. It is durable and pinned on return.
 
         Args:
-            optimizer: Of the state.
-            folder: Of the library.
-            metrics: What has been measured of this state, as `OffloadedOptimizer.checkpoint` takes.
+            optimizer: Optimizer of the state.
+            folder: Folder of the library. Its parent directory must exist.
+            metrics: Metrics of this state, as for `OffloadedOptimizer.checkpoint`.
 
         Raises:
-            SealError: It could not be sealed.
-            PinError: Somebody else has pinned another checkpoint of this step.
-            gds.StorageError: It could not be written durably.
+            SealError: The state could not be sealed.
+            PinError: Another checkpoint of this step has a pin that is not of this library.
+            gds.StorageError: The checkpoint or the pin could not be written durably.
         """
         optimizer.synchronize()  # a seal of this step may be in flight, with the caller's own state
         engine = optimizer._live_engine()
@@ -103,8 +107,8 @@ class Folders:
         except PinError:
             if name not in {pin.name for pin in store.keeping.pins().pins}:
                 raise
-            # The same step with another state: a scheduler has changed the learning rate since it
-            # was saved, say. The library writes over its folder as well.
+            # The state differs although the step is the same. For example, a scheduler may have
+            # changed the learning rate since the last save. The library overwrites its folder, too.
             optimizer.unpin(name)
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
         self._read[checkpoint.generation] = folders
@@ -112,7 +116,7 @@ class Folders:
         return checkpoint
 
     def sync(self, optimizer: OffloadedOptimizer) -> None:
-        """Pin what complete folders refer to, and unpin what removed folders referred to.
+        """Pin the checkpoints of complete folders, and unpin the checkpoints of removed folders.
 
         Raises:
             gds.StorageError: A pin could not be written or removed durably.
@@ -132,16 +136,21 @@ class Folders:
                 optimizer.pin(name, stored.path)
 
     def go_back(self, optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
-        """Restore what a reference names if there are newer checkpoints, parameters included.
+        """Restore the checkpoint that a reference names, with its parameters, if newer ones exist.
 
-        Checkpoints that were made for a folder which was never finished, or has been removed, are
-        given up, with a warning. To be called before `load_state_dict`, which refuses references to
-        anything but the newest checkpoint.
+        Call this before `load_state_dict`, which refuses references to any checkpoint but the
+        newest. Newer checkpoints of folders that were never finished, or have been removed, are
+        withdrawn, with a warning.
+
+        Args:
+            optimizer: Optimizer of the store.
+            state_dict: State dict that is about to be loaded; ignored if it is not a reference.
 
         Raises:
-            MismatchError: Newer checkpoints are in use, or there is no such checkpoint any more, or
-                there never was; says what to do. Nothing has been changed.
-            PinError: Somebody else has pinned a newer one. Nothing has been changed.
+            MismatchError: Newer checkpoints are in use, or the checkpoint does not exist any more,
+                or was never sealed. The message says what to do. Nothing has been changed.
+            PinError: A newer checkpoint has a pin that is not of this library. Nothing has been
+                changed.
         """
         engine = optimizer._live_engine()
         engine.join()
@@ -151,7 +160,7 @@ class Folders:
         store = engine.store
         if engine.position.is_same_as(wanted):
             return
-        if not wanted.sealed:  # said first: a store without checkpoints has no lasting identity
+        if not wanted.sealed:  # checked before the store: without checkpoints it has no lasting id
             raise MismatchError(
                 f"load_state_dict() got a reference to {wanted}: the folder was saved without "
                 f"sealing the state, which is lost. {self._attach}"
@@ -181,7 +190,7 @@ class Folders:
         pins = optimizer._live_engine().store.keeping.pins()
         own = {f"{self._library}-{c.manifest.step}" for c in newer}
         names = {name for c in newer for name in pins.of(c.path, c.manifest)}
-        if names <= own:  # else restore() refuses, and all pins stay
+        if names <= own:  # otherwise restore() refuses, and all pins stay
             for name in names:
                 optimizer.unpin(name)
             listed = ", ".join(os.path.basename(c.path) for c in newer)
@@ -193,10 +202,13 @@ class Folders:
         optimizer.restore(found.path, discard_newer=True)
 
     def _find(self, store: Store, wanted: Position) -> StoredCheckpoint | None:
-        """Return what a reference names; None if there is nothing to go on from at all.
+        """Return the checkpoint that a reference names.
+
+        None means that the checkpoint is gone, and no complete folder has a checkpoint.
 
         Raises:
-            MismatchError: It is not there any more; says which are.
+            MismatchError: The checkpoint does not exist any more. The message lists the folders
+                whose checkpoints exist.
         """
         usable: list[str] = []
         for stored in store.keeping.current:
@@ -212,7 +224,7 @@ class Folders:
         return None
 
     def _use_of(self, store: Store, stored: StoredCheckpoint) -> str:
-        """Return what a checkpoint is used by, for people; empty if by nothing."""
+        """Return the text that says which folders use a checkpoint; empty if it is not in use."""
         base = os.path.basename(stored.path)
         folders = self._folders(store, stored)
         if folders is None:
@@ -229,8 +241,8 @@ class Folders:
         """Return whether a folder is known to have been removed.
 
         Args:
-            folder: Its path.
-            inode: Of the directory that it was in.
+            folder: Path of the folder.
+            inode: Inode of the parent directory when the folder was made.
         """
         if os.path.isdir(folder):
             return False
@@ -240,9 +252,9 @@ class Folders:
             return False
 
     def _folders(self, store: Store, stored: StoredCheckpoint) -> dict[str, int] | None:
-        """Return the folders that refer to a checkpoint; None if it was not made for any.
+        """Return the folders that refer to a checkpoint; None if it was not made for a folder.
 
-        By path; with the inode of the directory that each was in.
+        The keys are paths, and the values are the inodes of the parent directories.
         """
         generation = stored.manifest.generation
         if generation not in self._read:
@@ -255,7 +267,7 @@ class Folders:
         return folders if isinstance(folders, dict) else None
 
     def _train_state(self, store: Store, step: int) -> dict[Any, Any]:
-        """Return a copy of what has been stored with a step, if it has been sealed already."""
+        """Return a copy of the train state of a step; empty if the step has not been sealed."""
         for stored in store.keeping.current:
             if stored.manifest.step == step:
                 return dict(_read_train_state(store, stored))
@@ -267,7 +279,7 @@ def _read_train_state(store: Store, stored: StoredCheckpoint) -> Mapping[Any, An
     try:
         train_state = opened.train_state
     except CheckpointError:
-        return {}  # damaged: whoever restores it is told
+        return {}  # the checkpoint is damaged, which a restore of it reports
     return train_state if isinstance(train_state, dict) else {}
 
 

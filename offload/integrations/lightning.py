@@ -1,17 +1,18 @@
-"""Lightning: seal when the Trainer saves, keep what its files name, and go on exactly there.
+"""Bridge to Lightning: each ``.ckpt`` of the Trainer names a sealed checkpoint of the store.
 
 A ``.ckpt`` holds the parameters and, as ``optimizer_states``, a small reference to a checkpoint of
-the store. `OffloadCallback` sees to it that there is one whenever a ``.ckpt`` is written or loaded:
+the store. `OffloadCallback` ensures that this checkpoint exists when a ``.ckpt`` is written or
+loaded:
 
-- saving: the state is sealed and durable, and only then the file is written. When that is durable,
-  too, its pin moves from what it named before to what it names now;
-- removing: a file that ``ModelCheckpoint`` gives up takes its pin along;
-- loading: the very checkpoint that the file names is restored, before Lightning loads the rest.
+- Saving: the state is sealed and durable before the file is written. When the file is durable, too,
+  its pin moves from the checkpoint that it named before to the one that it names now.
+- Removing: when ``ModelCheckpoint`` removes a file, the file's pin is removed as well.
+- Loading: the exact checkpoint that the file names is restored before Lightning loads the rest.
 
-So at every instant each ``.ckpt`` names a checkpoint that is sealed, and either pinned or the
-newest, which always stays. What a process that is killed can leave is a file whose pin has not
-moved yet, which the next fit makes good, and a checkpoint whose file was never written. The next
-fit gives that up, as nothing can name it, if it continues from an older one.
+So at any time each ``.ckpt`` names a checkpoint that is sealed, and either pinned or the newest,
+which is always kept. A killed process can leave a file whose pin has not moved yet; the next fit
+corrects this. It can also leave a checkpoint whose file was never written. If the next fit
+continues from an older checkpoint, it withdraws this one, since nothing can name it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ else:
     try:
         import lightning.pytorch as pl
         from lightning.pytorch.plugins import CheckpointIO
-    except ModuleNotFoundError:  # the same code, under its older name
+    except ModuleNotFoundError:  # the older package has the same code under another name
         import pytorch_lightning as pl
         from pytorch_lightning.plugins import CheckpointIO
 
@@ -58,17 +59,17 @@ _of_ended_fits: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 
 
 class OffloadCallback(pl.Callback):
-    """Makes Lightning's checkpoints checkpoints of the store: ``Trainer(callbacks=[...])``.
+    """Callback that makes each ``.ckpt`` name a checkpoint: ``Trainer(callbacks=[...])``.
 
-    ``configure_optimizers`` returns the optimizer, ``ModelCheckpoint`` decides when to save and
-    what to keep, ``fit(ckpt_path=...)`` continues: as without it, to the same losses. Python's,
-    numpy's and torch's random states are saved and restored as well.
+    As without this callback, ``configure_optimizers`` returns the optimizer, ``ModelCheckpoint``
+    decides when to save and which files to keep, and ``fit(ckpt_path=...)`` continues to the same
+    losses. The random states of Python, numpy and torch are saved and restored as well.
 
     Args:
-        discard_newer: Whether ``fit(ckpt_path=...)`` may go back to a ``.ckpt`` although newer
-            ones, or other checkpoints that someone has asked for, are in the store. They are
+        discard_newer: Whether ``fit(ckpt_path=...)`` may go back to an older ``.ckpt`` although the
+            store has checkpoints of newer files, or checkpoints that the user has made. These are
             withdrawn then, and newer ``.ckpt`` files cannot be resumed from any more.
-        log_stats: Whether to give ``stats().scalars()`` to the Trainer's loggers, every
+        log_stats: Whether the Trainer's loggers get ``stats().scalars()``, every
             ``log_every_n_steps``.
     """
 
@@ -77,16 +78,18 @@ class OffloadCallback(pl.Callback):
         self._log_stats = log_stats
         self._logged_step = 0
         self._references: Sequence[Any] = ()
-        """What the file that is being loaded holds of each optimizer."""
+        """State dict of each optimizer in the file that is being loaded."""
         self._random: Mapping[str, Any] | None = None
         """Random states of the file that is being loaded."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Look from now on at what the Trainer saves, loads and removes.
+        """Wrap the Trainer's file access, so that saving, loading and removing files is noticed.
+
+        Optimizers of earlier fits in this process are closed.
 
         Raises:
-            OffloadError: There are several processes, or files are written behind training.
+            OffloadError: There are several processes, or files are written asynchronously.
         """
         if stage != "fit":
             return
@@ -105,23 +108,25 @@ class OffloadCallback(pl.Callback):
                     "state is not in the .ckpt, which is small"
                 )
             trainer.strategy.checkpoint_io = _SealingIO(files, trainer)
-        while _of_ended_fits:  # however it ended: they hold their stores, and are made anew
+        # They still hold their stores, however their fits ended, and this fit makes new ones.
+        while _of_ended_fits:
             _of_ended_fits.pop().close()
 
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Take note of what is to be restored, once there are optimizers."""
+        """Note the references to restore; there are no optimizers yet."""
         self._references = checkpoint.get("optimizer_states", ())
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore what the file names, parameters included.
+        """Restore the checkpoints that the file names, with their parameters.
 
         Raises:
-            MismatchError: It is not there, or others that are still wanted would be given up.
-            PinError: One that would be given up is pinned by someone else.
+            MismatchError: A checkpoint does not exist, or newer ones that are still in use would
+                be withdrawn.
+            PinError: A checkpoint that would be withdrawn has a pin that is not of a file.
             OffloadError: There is no optimizer of this package.
         """
         optimizers = dict(_offloaded(trainer))
@@ -137,11 +142,11 @@ class OffloadCallback(pl.Callback):
             for index, reference in enumerate(references)
             if index in optimizers and is_reference(reference)
         }
-        for optimizer, checkpoint in found.items():  # now that each of them has been found
+        for optimizer, checkpoint in found.items():  # only after all of them have been found
             if checkpoint is not None:
                 _go_back(optimizer, checkpoint)
         for optimizer in optimizers.values():
-            optimizer._live_engine().seals_references = True  # before a file is written
+            optimizer._live_engine().seals_references = True  # by `_SealingIO`
             mend_pins(optimizer, loaded)
             if _has_readers(trainer, pl_module):
                 optimizer.register_step_post_hook(_let_look)
@@ -150,14 +155,17 @@ class OffloadCallback(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take note of the step that is there already."""
+        """Note the number of steps taken so far."""
         self._logged_step = trainer.global_step
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """In the middle of an epoch, undo what making its iterator anew has drawn."""
+        """Set the random states again after a resume within an epoch.
+
+        Making the epoch's iterator anew has drawn random numbers.
+        """
         if self._random is not None and batch_idx > 0:
             _set_random_states(self._random)
         self._random = None
@@ -171,11 +179,11 @@ class OffloadCallback(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Log statistics where Lightning logs."""
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set where none looks
+        """Log statistics of the optimizers at the steps at which Lightning logs."""
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set outside of the class
         if not (self._log_stats and trainer.loggers and every):
             return
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # where its own metrics are
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # Lightning's own axis of metrics
         stepped, self._logged_step = trainer.global_step != self._logged_step, trainer.global_step
         if not stepped or (step + 1) % every:
             return
@@ -189,21 +197,27 @@ class OffloadCallback(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the random states, of which Lightning saves none."""
+        """Return the random states, since Lightning does not save them."""
         return {"random": _random_states()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take note of random states; they are set when training is about to begin."""
+        """Note the random states of a file; they are set when training is about to begin."""
         self._random = state_dict["random"]
 
     def _find(
         self, optimizer: OffloadedOptimizer, reference: Mapping[str, Any], loaded: str
     ) -> StoredCheckpoint | None:
-        """Return the checkpoint that a file names; None if the optimizer is there already.
+        """Return the checkpoint that a file names; None if it is the present state.
+
+        Args:
+            optimizer: Optimizer of the store.
+            reference: State dict of the optimizer in the file.
+            loaded: Path of the file.
 
         Raises:
-            MismatchError: As `on_fit_start`. Nothing has been changed.
+            MismatchError: The state was not sealed, or the checkpoint does not exist, or newer ones
+                that are still in use would be withdrawn. Nothing has been changed.
         """
         engine = optimizer._live_engine()
         wanted, _ = read_reference(dict(reference))
@@ -232,11 +246,11 @@ class OffloadCallback(pl.Callback):
 
 
 class _SealingIO(CheckpointIO):
-    """Seals before a file is written that names the state, and keeps pins in step with files.
+    """File access that seals the state before a file names it, and updates the pins of files.
 
     Args:
-        inner: What writes, reads and removes the files.
-        trainer: Whose optimizers they are about.
+        inner: File access that writes, reads and removes the files.
+        trainer: Trainer whose optimizers the files name.
     """
 
     def __init__(self, inner: CheckpointIO, trainer: pl.Trainer) -> None:
@@ -248,14 +262,14 @@ class _SealingIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write a file. When this returns it is durable, and so is what it names.
+        """Write a file. When this returns, the file and the checkpoint that it names are durable.
 
         Raises:
-            SealError: The state could not be sealed. What the file named before, it still names.
+            SealError: The state could not be sealed. An existing file is unchanged.
             OffloadError: This step has been sealed with a train state that is not a dict.
         """
         file = name_of_file(path)
-        states = checkpoint.get("optimizer_states")  # without them it is the parameters only
+        states = checkpoint.get("optimizer_states")  # None if only parameters are saved
         if states is None:
             self._inner.save_checkpoint(checkpoint, path, storage_options)
             return
@@ -275,7 +289,7 @@ class _SealingIO(CheckpointIO):
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a file."""
+        """Read a file; see ``CheckpointIO``."""
         return self._inner.load_checkpoint(path, *args, **kwargs)
 
     @override
@@ -289,13 +303,13 @@ class _SealingIO(CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Take note that a fit has ended; ``Trainer.save_checkpoint`` may still be called."""
+        """Note that a fit has ended. Optimizers stay open, for ``Trainer.save_checkpoint``."""
         _of_ended_fits.update(optimizer for _, optimizer in _offloaded(self._trainer))
         self._inner.teardown()
 
 
 def _go_back(optimizer: OffloadedOptimizer, found: StoredCheckpoint) -> None:
-    """Restore a checkpoint, and give up those that are newer, with the pins for files."""
+    """Restore a checkpoint, and withdraw newer ones after removing their pins for files."""
     store = optimizer._live_engine().store
     for checkpoint in _newer(store, found):
         for name in pins_of(store, checkpoint):
@@ -319,7 +333,7 @@ _AFTER_A_STEP = (
 """Hooks of a module that may look at its parameters between a step and the next forward."""
 
 _READERS = ("WeightAveraging", "StochasticWeightAveraging")
-"""Callbacks of Lightning that do."""
+"""Callbacks of Lightning that look at parameters between a step and the next forward."""
 
 
 def _has_readers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
@@ -337,7 +351,7 @@ def _has_readers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
 
 
 def _let_look(*_: object) -> None:
-    """Do nothing: if there is a hook, a step waits where it does not see who reads parameters."""
+    """Do nothing. If a hook exists, a step waits for its end unless it can observe readers."""
 
 
 def _offloaded(trainer: pl.Trainer) -> Iterator[tuple[int, OffloadedOptimizer]]:
@@ -347,7 +361,7 @@ def _offloaded(trainer: pl.Trainer) -> Iterator[tuple[int, OffloadedOptimizer]]:
 
 
 def _monitored(trainer: pl.Trainer) -> dict[str, float]:
-    """Return what files are ranked by, so that ``offload ls`` shows it."""
+    """Return the metrics that files are ranked by, so that ``offload ls`` shows them."""
     names = [getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks]
     return usable_metrics({name: trainer.callback_metrics.get(name) for name in names if name})
 

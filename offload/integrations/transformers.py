@@ -1,4 +1,4 @@
-"""Hugging Face transformers' Trainer, version 5.
+"""Bridge to the Trainer of Hugging Face transformers, version 5.
 
 offloading = OffloadCallback()
 trainer = Trainer(
@@ -11,9 +11,10 @@ trainer = Trainer(
 trainer.train(resume_from_checkpoint=latest_checkpoint(args.output_dir, "run"))
 
 The Trainer writes ``checkpoint-N`` in this order: model, ``optimizer.pt``, scheduler, random
-states, ``trainer_state.json``; then it removes old folders; then comes ``on_save``. What
-``optimizer.pt`` refers to must be durable before an older folder is gone, so it is sealed and
-pinned when the Trainer asks for the state dict; at ``on_save``, what was removed is unpinned.
+states, ``trainer_state.json``. Then it removes old folders, and then it calls ``on_save``. The
+checkpoint that ``optimizer.pt`` refers to must be durable before an older folder is removed. So it
+is sealed and pinned when the Trainer asks for the state dict. At ``on_save`` the checkpoints of
+removed folders are unpinned.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from offload.store.quarantine import verify_and_mark
 from offload.stream.drives import Directory, as_directories
 
 Directories = Directory | Sequence[Directory]
-"""A store: its directory, or one on each drive."""
+"""Directory of a store, or its directories on several drives."""
 
 _REMEDY = (
     "Pass OffloadCallback(discard_newer=True) to give them up, or remove those folders; to go on "
@@ -57,21 +58,21 @@ _ATTACH = "Pass callbacks=[OffloadCallback()] to the Trainer that saves"
 
 
 class OffloadCallback(TrainerCallback):
-    """Makes the Trainer's checkpoints refer to sealed, pinned checkpoints of the store.
+    """Callback that makes the Trainer's folders refer to sealed, pinned checkpoints of the store.
 
     - When the Trainer saves, the state is sealed, and pinned as ``transformers-<step>``, before
       ``optimizer.pt`` is written. The pin is removed when the Trainer has removed the folder.
-    - When it resumes, exactly the checkpoint that the folder refers to is gone on from. A folder
-      of a run with a torch optimizer is taken over: its state is streamed into the store.
-    - What an evaluation of the same step measured (``eval_loss``) is in the checkpoint: ``offload
-      ls`` shows it, and `BestBy` can rank by it.
-    - What the optimizer has moved and waited for is in the logs, as ``offload/<name>``; see
-      `Stats`. Callbacks that come later in the list get it, too.
+    - When the Trainer resumes, it continues from exactly the checkpoint that the folder refers to.
+      If the folder is of a run with a torch optimizer, its state is streamed into the store.
+    - Metrics of an evaluation at the same step (``eval_loss``) are in the checkpoint: ``offload
+      ls`` shows them, and `BestBy` can rank by them.
+    - Totals of the optimizer's transfers and waits are in the logs, as ``offload/<name>``; see
+      `Stats`. Callbacks that come later in the list get them, too.
 
     Args:
-        discard_newer: Resuming from an older folder may give up checkpoints that newer folders
-            refer to. Without it that is refused. Those of folders that were never finished, or have
-            been removed, are given up in any case.
+        discard_newer: Whether resuming from an older folder may withdraw checkpoints that newer
+            folders refer to. Without it, such a resume is refused. Checkpoints of folders that were
+            never finished, or have been removed, are withdrawn in any case.
         log_stats: Whether to add `Stats` to the logs.
     """
 
@@ -85,7 +86,7 @@ class OffloadCallback(TrainerCallback):
         )
         self._log_stats = log_stats
         self._measured: dict[int, dict[str, float]] = {}
-        """What the last evaluations found, by the step that they were of; of one step only."""
+        """Metrics of the last evaluations, by their step. There is at most one step."""
         self._args: TrainingArguments | None = None
         self._optimizer: OffloadedOptimizer | None = None
         self._created: OffloadedOptimizer | None = None
@@ -103,11 +104,14 @@ class OffloadCallback(TrainerCallback):
         options: Options = Options(),  # noqa: B008  (frozen)
         **hyper: Any,
     ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """Return what `Trainer` takes under this name: it then makes the optimizer itself.
+        """Return the argument ``optimizer_cls_and_kwargs`` for a Trainer that makes the optimizer.
 
-        Needed with ``model_init``, where ``optimizers=`` is refused. Arguments are those of
-        `create_optimizer`. The first of what is returned is a factory, which the Trainer takes as
-        well, though its own annotation names a class only.
+        This is needed with ``model_init``, since the Trainer then refuses ``optimizers=``. The
+        arguments are those of `create_optimizer`.
+
+        Returns:
+            A factory and its keyword arguments. The Trainer accepts a factory, although its own
+            annotation names only a class.
         """
         settings = {
             "directory": directory,
@@ -126,7 +130,7 @@ class OffloadCallback(TrainerCallback):
                 "the callback that made this factory is not the Trainer's: pass it in callbacks=[]"
             )
         if self._created is not None:
-            self._created.close()  # of another train(): the store has one writer
+            self._created.close()  # a previous train() made it, and a store has one writer
         self._created = create_optimizer(model, self._args, **settings)
         self._follow(self._created)
         return self._created
@@ -138,7 +142,7 @@ class OffloadCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **kwargs: Any,
     ) -> None:
-        """Begin to follow the optimizer, if there is one already."""
+        """Note the arguments, and put a hook on the optimizer if it exists already."""
         self._args = args
         if isinstance(kwargs.get("optimizer"), torch.optim.Optimizer):
             self._follow(_unwrap(kwargs["optimizer"]))
@@ -150,10 +154,10 @@ class OffloadCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **kwargs: Any,
     ) -> None:
-        """Begin to seal what the Trainer saves.
+        """Begin to seal the state whenever the Trainer saves.
 
         Raises:
-            TypeError: The optimizer is none of this package.
+            TypeError: The optimizer is not one of this package.
             OffloadError: This is a trial of a hyper-parameter search.
         """
         if state.is_hyper_param_search:
@@ -164,11 +168,12 @@ class OffloadCallback(TrainerCallback):
         optimizer = _unwrap(kwargs.get("optimizer"))
         self._follow(optimizer)
         self._stop_saving()
-        self._measured = {}  # of the same number of steps, perhaps, but in another training
+        self._measured = {}  # metrics of another training, perhaps with the same number of steps
 
         def seal(asked: torch.optim.Optimizer) -> None:
+            """Seal the state for the Trainer's folder, if the Trainer asks for the state dict."""
             folder = _folder(args.output_dir or "", state.global_step)
-            # Others may ask for the state dict, too; the Trainer has made its folder before.
+            # Other code may ask for the state dict, too. The Trainer makes its folder before.
             if asked is optimizer and os.path.isdir(folder):
                 self._folders.seal(optimizer, folder, self._measured.get(state.global_step))
 
@@ -184,7 +189,7 @@ class OffloadCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Let go of checkpoints whose folders ``save_total_limit`` has removed."""
+        """Unpin the checkpoints whose folders ``save_total_limit`` has removed."""
         if self._optimizer is not None:
             self._folders.sync(self._optimizer)
 
@@ -196,8 +201,8 @@ class OffloadCallback(TrainerCallback):
         metrics: dict[str, Any] | None = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Take note of what was measured, for the checkpoint that is saved after this step."""
-        before = self._measured.get(state.global_step, {})  # of another dataset
+        """Note the metrics, for the checkpoint that is saved after this step."""
+        before = self._measured.get(state.global_step, {})  # metrics of another dataset
         best = args.metric_for_best_model or "loss"
         first = best if best.startswith("eval_") else f"eval_{best}"
         self._measured = {
@@ -212,13 +217,13 @@ class OffloadCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Add what the optimizer has moved and waited for, where a loss is logged."""
+        """Add the optimizer's statistics to logs that have a loss."""
         if not self._log_stats or self._optimizer is None or logs is None or "loss" not in logs:
             return
         numbers = self._optimizer.stats().scalars()
         logs.update(numbers)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(numbers)  # the Trainer has made a copy before
+            state.log_history[-1].update(numbers)  # a copy that the Trainer made before this call
 
     def on_train_end(
         self,
@@ -227,7 +232,7 @@ class OffloadCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Wait for what runs beside the model, and stop sealing what is saved."""
+        """Wait for a step beside the model, and stop sealing when the Trainer saves."""
         self._stop_saving()
         if self._optimizer is not None:
             self._optimizer.synchronize()
@@ -245,7 +250,7 @@ class OffloadCallback(TrainerCallback):
         self._folders.go_back(_unwrap(optimizer), state_dict)
         if is_reference(state_dict) or "param_groups" not in state_dict:
             return None
-        # Of a run without this package, which by default used the fused kernel.
+        # The dict is of a run without this package, which used the fused kernel by default.
         groups = [
             {**group, "fused": None} if group.get("fused") else group
             for group in state_dict["param_groups"]
@@ -270,31 +275,34 @@ def create_optimizer(
     options: Options = Options(),  # noqa: B008  (frozen)
     **hyper: Any,
 ) -> OffloadedOptimizer:
-    """Make the optimizer that the Trainer would make of its arguments, with its state on SSD.
+    """Make the optimizer that the Trainer would make from its arguments, with its state on SSD.
 
     Class, hyper-parameters and the two groups (with and without weight decay) are the Trainer's
-    own. ``fused`` is left out, as fused kernels cannot be streamed exactly; on a CPU results then
-    are those of ``optim="adamw_torch"`` without it.
+    own. ``fused`` is left out, since fused kernels cannot be streamed exactly. On a CPU the results
+    are then those of ``optim="adamw_torch"`` without ``fused``.
 
     Args:
-        model: What is trained.
-        args: Of the Trainer.
-        directory: See `OffloadedOptimizer`.
-        optimizer_class: An element-wise torch class, instead of the one that ``args.optim`` names.
-        keep: See `OffloadedOptimizer`. What the Trainer keeps is pinned, so 1 will do.
-        fresh: See `OffloadedOptimizer`.
-        options: See `Options`.
-        hyper: Hyper-parameters that go before those of `args`.
+        model: Model to train.
+        args: Arguments of the Trainer.
+        directory: Directory of the store; see `OffloadedOptimizer`.
+        optimizer_class: Element-wise torch class, instead of the one that ``args.optim`` names.
+        keep: Retention policy; see `OffloadedOptimizer`. 1 is enough, since the checkpoints of the
+            Trainer's folders are pinned.
+        fresh: Start over in a store that has checkpoints; see `OffloadedOptimizer`.
+        options: Settings of the machine; see `Options`.
+        hyper: Hyper-parameters that override those in `args`.
 
     Raises:
         UnsupportedOptimizerError: The class needs more than one element at a time.
+        OffloadError: The optimizer cannot be made; see `OffloadedOptimizer`.
     """
     if optimizer_class is None:
         named, chosen = Trainer.get_optimizer_cls_and_kwargs(args, cast(Any, model))
         optimizer_class, defaults = named, {k: v for k, v in chosen.items() if k != "fused"}
     else:
         defaults = {"lr": args.learning_rate}
-    decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))  # uses no Trainer
+    # The method does not use its `self`, so it needs no Trainer.
+    decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
     groups: list[dict[str, Any]] = [
         {"params": [], "weight_decay": hyper.get("weight_decay", args.weight_decay)},
         {"params": [], "weight_decay": 0.0},
@@ -317,22 +325,22 @@ def create_optimizer(
 def latest_checkpoint(
     output_dir: str | os.PathLike[str], directory: Directories, *, verify: bool = False
 ) -> str | None:
-    """Return the newest folder that training can go on from; None if there is none yet.
+    """Return the newest folder that training can continue from; None if there is none yet.
 
-    To be passed as ``resume_from_checkpoint``. In contrast to ``True`` it passes over folders that
-    a killed process has not finished, and over those whose checkpoint the store does not have any
-    more; and it allows for a first start. If it passes over one that was saved without
-    `OffloadCallback`, it warns.
+    Pass the result as ``resume_from_checkpoint``. Unlike the value ``True``, this allows a first
+    start, and skips folders that a killed process has not finished, and folders whose checkpoint is
+    gone from the store. It warns if it skips a folder that was saved without `OffloadCallback`.
 
     Args:
-        output_dir: Of the Trainer.
-        directory: The optimizer's.
-        verify: Read every byte of the checkpoint, 14 per bf16 parameter with Adam, before its
-            folder is returned. One that is damaged is quarantined and passed over, with a warning.
+        output_dir: Output directory of the Trainer.
+        directory: Directory of the optimizer's store, or its directories on several drives.
+        verify: Read every byte of the checkpoint before its folder is returned (with Adam, 14 bytes
+            per bf16 parameter). A damaged checkpoint is quarantined and skipped, with a warning.
 
     Raises:
-        DamagedError: With `verify`: the one before is damaged as well, and is not quarantined. A
-            machine with bad memory would condemn one after the other.
+        DamagedError: With `verify`, the checkpoint before a damaged one is damaged, too. It is not
+            quarantined, since a machine with bad memory would condemn one checkpoint after another.
+        StoreError: With `verify`, a checkpoint cannot be read.
     """
     try:
         names = os.listdir(output_dir)
@@ -369,16 +377,16 @@ def latest_checkpoint(
 
 
 def _damage(path: str, directory: Directories, unusable: Sequence[str]) -> str:
-    """Return what is wrong with a checkpoint, and quarantine it; empty if nothing is.
+    """Return the damage of a checkpoint, and quarantine it if it is damaged; empty if it is whole.
 
     Args:
-        path: Of the checkpoint.
-        directory: Of the optimizer.
-        unusable: Paths of others of the store, which may be quarantined.
+        path: Path of the checkpoint.
+        directory: Directory of the optimizer's store, or its directories on several drives.
+        unusable: Paths of unusable checkpoints in the store, some of which may be quarantined.
 
     Raises:
-        DamagedError: It is damaged, and one that was made after it is quarantined.
-        StoreError: It cannot be read.
+        DamagedError: The checkpoint is damaged, and a newer one is quarantined already.
+        StoreError: The checkpoint cannot be read.
     """
     directories = as_directories(directory)
     with open_checkpoint(path, parts=directories[1:] or None) as opened:
@@ -395,7 +403,7 @@ def _has_readers(handler: object) -> bool:
     """Return whether callbacks may look at parameters between a step and the next forward.
 
     Args:
-        handler: What calls the callbacks of a Trainer.
+        handler: Object that calls the callbacks of a Trainer.
     """
     callbacks = getattr(handler, "callbacks", None)
     return callbacks is None or not all(
@@ -405,7 +413,7 @@ def _has_readers(handler: object) -> bool:
 
 
 def _let_look(*_: object) -> None:
-    """Do nothing: if there is a hook, a step waits where it does not see who reads parameters."""
+    """Do nothing. If a hook exists, a step waits for its end unless it can observe readers."""
 
 
 def _folder(output_dir: str | os.PathLike[str], step: int) -> str:
@@ -413,7 +421,7 @@ def _folder(output_dir: str | os.PathLike[str], step: int) -> str:
 
 
 def _position(folder: str) -> Position | None:
-    """Return what a complete folder refers to; None if it has a torch optimizer's state."""
+    """Return the position that a complete folder refers to; None for a torch optimizer's state."""
     reference = torch.load(os.path.join(folder, OPTIMIZER_NAME), weights_only=True)
     return read_reference(reference)[0] if is_reference(reference) else None
 

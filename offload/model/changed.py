@@ -1,4 +1,4 @@
-"""What has become of a parameter since its state was laid out, in words for people."""
+"""Error message about a parameter that has changed since its state was laid out."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def changed(
     parameter: torch.Tensor,
     model: torch.nn.Module | None,
 ) -> MismatchError:
-    """Return the error about a parameter whose files cannot follow what was done to it.
+    """Return the error about a parameter that was changed in a way its files cannot follow.
 
     Args:
-        before: The parameter as it was when the state was laid out.
-        now: The parameter as the groups and the model describe it at this moment.
-        parameter: The live tensor.
-        model: The module that was passed as ``model=``, if there was one.
+        before: Description of the parameter when the state was laid out.
+        now: Description of the parameter in the groups and the model at this moment.
+        parameter: Live tensor.
+        model: Module that was passed as ``model=``; None if there was none.
     """
     found: list[str] = []
     if now.name != before.name:

@@ -1,4 +1,4 @@
-"""Loading a checkpoint's parameters into a model, in a process that has no optimizer."""
+"""Loading of a checkpoint's parameters into a model, in a process without an optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload.model.model_file import BlockBuffers, ModelImage, read_model
 from offload.model.parameters import Stored, describe_model
 
 _NUMBERED = re.compile(r"group\d+\.param\d+")
-"""A parameter's name where nobody has named it."""
+"""Names of parameters that nobody has named."""
 
 
 @in_neutral
@@ -30,25 +30,25 @@ def load_parameters(
     *,
     backend: Backend | None = None,
 ) -> int:
-    """Load a checkpoint's parameters and buffers into a model, checking their digests.
+    """Load a checkpoint's parameters and buffers into a model, and check their digests.
 
-    Reads ``model.safetensors`` only, block by block: 2 bytes per bf16 parameter. What a store
-    has on drives other than the first is not needed.
+    Reads ``model.safetensors`` only, block by block: 2 bytes per bf16 parameter. The parts on
+    drives other than the first are not needed.
 
     Args:
-        model: Changed in place; nothing is changed if names, shapes or dtypes differ.
-        checkpoint: A checkpoint directory, or a store, which means its newest. Where that is
-            damaged the one before it is taken, with a warning.
-        backend: Where it is; the local file system by default.
+        model: Model, changed in place. It is not changed if names, shapes or dtypes differ.
+        checkpoint: A checkpoint directory; or a store, which stands for its newest checkpoint. If
+            that one is damaged, the one before it is used, with a warning.
+        backend: Backend of the checkpoint; the local file system by default.
 
     Returns:
         The number of optimizer steps that the parameters had seen.
 
     Raises:
-        MismatchError: The model's state dict differs from the checkpoint's; lists how.
-        CheckpointError: It is damaged.
-        UnreadableError: It could not be read, which says nothing about what it holds; the model
-            may hold parts of it.
+        MismatchError: The model's state dict differs from the checkpoint's; lists the differences.
+        CheckpointError: The checkpoint is damaged.
+        UnreadableError: The checkpoint could not be read, which says nothing about its content.
+            Some of it may be in the model.
     """
     with open_for_parameters(checkpoint, backend=backend) as opened:
         manifest = opened.manifest
@@ -77,10 +77,11 @@ def load_parameters(
 
 
 def _names_in_checkpoint(live: Sequence[Stored], held: Sequence[ModelTensor]) -> list[str]:
-    """Return the name in a checkpoint of each live tensor; its own if the checkpoint has none.
+    """Return each live tensor's name in a checkpoint, or its own name if the checkpoint lacks it.
 
-    A tied tensor may be held under another of its names. So may one whose parameter has another
-    name than its entry in the state dict: the latter is an alias in the checkpoint.
+    A checkpoint may hold a tied tensor under another of its names. It may also hold a parameter
+    under a name that differs from the state dict's. The latter name is then an alias in the
+    checkpoint.
     """
     own = [(item.spec.name, *item.spec.aliases) for item in live]
     wanted = {tensor.name for tensor in held}
@@ -89,7 +90,7 @@ def _names_in_checkpoint(live: Sequence[Stored], held: Sequence[ModelTensor]) ->
     taken = set(found)
     for number, names in enumerate(own):
         name = next((by_alias[n] for n in names if n in by_alias), None)
-        if found[number] is None and name not in taken:  # else they are tied in the checkpoint only
+        if found[number] is None and name not in taken:  # taken: tied only in the checkpoint
             found[number] = name
             taken.add(name)
     return [name or names[0] for name, names in zip(found, own, strict=True)]
@@ -106,14 +107,14 @@ def check_same(
     """Compare dtype and shape of every tensor by name.
 
     Args:
-        stored: Those of the checkpoint.
-        live: Those of the model.
-        path: Of the checkpoint.
-        call: What the user has called, for the message.
-        instead: What to do if the checkpoint is of another model: the end of a sentence.
+        stored: Dtype and shape of the checkpoint's tensors, by name.
+        live: Dtype and shape of the model's tensors, by name.
+        path: Path of the checkpoint.
+        call: Call of the user, for the message.
+        instead: Advice for a checkpoint of another model: the end of a sentence.
 
     Raises:
-        MismatchError: They differ; lists the first few differences.
+        MismatchError: The tensors differ; lists the first few differences.
     """
     differences = [f"{n!r} is only in the checkpoint" for n in stored if n not in live]
     differences += [f"{n!r} is only in the model" for n in live if n not in stored]

@@ -1,8 +1,8 @@
 """``model.safetensors``: copying between its bytes and live tensors, block by block.
 
-A block is `MODEL_BLOCK_BYTES` of the file's data; one digest covers it. Two buffers of that size
-are all the memory that sealing or restoring a model of any size takes, and a third one where a seal
-reads back what a slot holds; how a seal writes is in `model_writing`.
+A block is `MODEL_BLOCK_BYTES` of the file's data, and one digest covers it. Sealing or restoring a
+model of any size takes two buffers of that size, and a third one if a seal reads a slot's content
+back. `model_writing` describes how a seal writes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from offload.format.known_leaves import KnownLeaves
 from offload.format.manifest import MODEL_BLOCK_BYTES
 
 MODEL_ARRAY = "model"
-"""The name that digests of ``model.safetensors`` are computed under."""
+"""Name of the array under which ``model.safetensors`` is digested."""
 
 
 class BlockBuffers:
-    """Two buffers of one block each, made once and used by seals and restores; a third if need be.
+    """Two buffers of one block each, shared by seals and restores, and a third if it is needed.
 
     Args:
-        backend: Allocates them.
-        data_bytes: Of the model file; they need not be larger.
-        traffic: Counts what crosses between them and devices.
+        backend: Backend that allocates the buffers.
+        data_bytes: Bytes of the model file's data; no buffer needs to be larger.
+        traffic: Counter of the bytes that cross between the buffers and devices.
     """
 
     def __init__(self, backend: Backend, data_bytes: int, traffic: Traffic | None = None) -> None:
@@ -54,7 +54,7 @@ class BlockBuffers:
         ]
 
     def serve(self, devices: Iterable[torch.device]) -> BlockBuffers:
-        """Make copies from and to these devices fast; returns itself."""
+        """Page-lock the two buffers for fast copies from and to these devices; return self."""
         for device in devices:
             if device not in self._locked:
                 lock_pages = boundary_of(device).lock_pages
@@ -63,19 +63,19 @@ class BlockBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all."""
+        """Total size of the buffers in bytes."""
         spare = 0 if self._spare is None else self._spare.nbytes
         return sum(buffer.nbytes for buffer in self._buffers) + spare
 
     def get(self, index: int, nbytes: int) -> tuple[Buffer, torch.Tensor]:
-        """Return the memory for a block, as a buffer and as bytes; every second block shares it."""
+        """Return a block's memory as a buffer and as a tensor; every second block shares it."""
         return self._buffers[index % 2].slice(0, nbytes), self._tensors[index % 2][:nbytes]
 
     def spare(self, nbytes: int) -> Buffer:
-        """Return memory of a block that is apart from the others; made when it is first needed.
+        """Return the third buffer, separate from the other two; allocated at the first call.
 
         Raises:
-            MemoryError: There is none left.
+            MemoryError: There is no memory left.
         """
         if self._spare is None:
             self._spare = self._backend.allocate(self._buffers[0].nbytes)
@@ -83,14 +83,15 @@ class BlockBuffers:
 
 
 class ModelImage:
-    """The tensors behind the bytes of a model file.
+    """Live tensors, viewed as the bytes of a model file.
 
     Args:
-        header: Says which bytes are which tensor.
-        tensors: A live tensor for each name, of the header's dtype and shape. Those on a device are
-            as the streams there have been told to leave them by `marks`.
-        marks: None for what the calling thread's current streams have been told until now.
-        traffic: Counts what crosses.
+        header: Header of the file, which maps tensors to bytes.
+        tensors: Live tensor for each name, with the header's dtype and shape. The values of a
+            tensor on a device are those that the work up to `marks` computes.
+        marks: Points in the streams of the devices; None for the work that is queued so far on the
+            calling thread's current streams.
+        traffic: Counter of the bytes that cross.
     """
 
     def __init__(
@@ -107,19 +108,19 @@ class ModelImage:
         self._staged: dict[int, torch.Tensor] = {}
         self._marks = marks_of(self._tensors) if marks is None else marks
         self._traffic = traffic or Traffic()
-        # A tensor that was made in inference mode can be written in inference mode only. Those of
-        # a model that is not trained may be some.
+        # A tensor made in inference mode can be written in that mode only. A model that is not
+        # trained may have such tensors.
         self._in_inference = any(t.is_inference() for t in self._tensors)
         self.data_start = header.data_start
         self.data_bytes = header.file_bytes - header.data_start
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield index, first byte and one past the last byte of every block, within the data."""
+        """Yield index, first byte, and one past the last byte of every block of the data."""
         for index, start in enumerate(range(0, self.data_bytes, MODEL_BLOCK_BYTES)):
             yield index, start, min(start + MODEL_BLOCK_BYTES, self.data_bytes)
 
     def gather(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Copy the live bytes of a range of the data into `out`."""
+        """Copy a range of the data from the live tensors into `out`; complete on return."""
         fetched: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for index, first, last, at in self._overlaps(start, stop):
             flat, into = self._flat(index), out[at : at + last - first]
@@ -133,7 +134,7 @@ class ModelImage:
             self._fetch(fetched)
 
     def scatter(self, start: int, stop: int, data: torch.Tensor) -> None:
-        """Copy the bytes of a range of the data into the live tensors."""
+        """Copy a range of the data into the live tensors; complete on return."""
         with torch.inference_mode(self._in_inference), torch.no_grad():
             self._scatter(start, stop, data)
 
@@ -155,7 +156,7 @@ class ModelImage:
             self._send(sent)
 
     def _fetch(self, copies: Mapping[torch.device, Copies]) -> None:
-        """Copy from devices, and wait for it."""
+        """Copy from devices, and wait for the copies."""
         events = [
             (device, boundary_of(device).fetch(pairs, self._after(device)))
             for device, pairs in copies.items()
@@ -165,7 +166,7 @@ class ModelImage:
             self._traffic.fetched(sum(into.nbytes for _, into in copies[device]))
 
     def _send(self, copies: Mapping[torch.device, Copies]) -> None:
-        """Copy to devices, and wait for it: the sources are about to be used for something else."""
+        """Copy to devices, and wait for the copies: their sources are about to be reused."""
         events = [
             (device, boundary_of(device).send(pairs, self._after(device)))
             for device, pairs in copies.items()
@@ -188,7 +189,7 @@ class ModelImage:
 
     def _flat(self, index: int) -> torch.Tensor:
         tensor = self._tensors[index].detach()
-        # In the memory of the others are not the values, but their conjugates or negatives.
+        # Memory of a conjugated or negated view does not hold the values of the tensor itself.
         if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             return tensor.reshape(-1).view(torch.uint8)
         if index not in self._staged:
@@ -202,7 +203,7 @@ class ModelImage:
 
 
 def digest_model(image: ModelImage, buffers: BlockBuffers, context: DigestContext) -> list[str]:
-    """Return the digests that `write_model` would, without writing."""
+    """Return the digests that `write_model` would return, without writing."""
     digests = []
     for index, start, stop in image.blocks():
         buffer, data = buffers.get(index, stop - start)
@@ -219,26 +220,27 @@ def read_model(
     expected: tuple[str, ...],
     known: KnownLeaves | None = None,
 ) -> None:
-    """Read a model file's data into the live tensors, checking every block's digest.
+    """Read a model file's data into the live tensors, and check every block's digest.
 
-    A block that is wrong is read a second time before anything is said of it: see `second_look`.
+    A block that is wrong is read a second time before an error is raised: see `second_look`.
 
     Args:
-        image: The tensors.
-        file: Where from.
+        image: Live tensors; overwritten.
+        file: File to read.
         buffers: Two blocks of memory.
-        context: What the digests speak for.
-        expected: The digest of each block.
-        known: Takes note of what has been read and found to be right.
+        context: Store and generation of the digests.
+        expected: Digest of each block.
+        known: Records the leaves that were read and are right; None to record nothing.
 
     Raises:
-        DamagedError: Both reads of a block are wrong; tensors before it have been overwritten.
+        DamagedError: Both reads of a block are wrong. Tensors before it have been overwritten.
         gds.StorageError: The file cannot be read.
     """
     blocks = list(image.blocks())
     reads: dict[int, IOFuture] = {}
 
     def start_read(index: int) -> None:
+        """Start the read of a block, if there is such a block."""
         if index < len(blocks):
             _, start, stop = blocks[index]
             buffer, _ = buffers.get(index, stop - start)
@@ -268,4 +270,4 @@ def read_model(
             try:
                 read.result()
             except OSError:
-                continue  # already failing, or not needed
+                continue  # another error is being raised already, or the read was not needed

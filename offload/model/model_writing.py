@@ -1,13 +1,15 @@
-"""Writing ``model.safetensors`` in a seal: only what the file does not hold already.
+"""Writer of ``model.safetensors`` in a seal: it writes only content that the file lacks.
 
-Live tensors are copied and digested block by block. Of each block only those leaves (of 1 MiB) are
-written that are not known to be in the file. What an earlier process has left in a slot is not
-known. Leaves there that hold nothing that is trained are worth asking for, in this order:
+Live tensors are copied and digested block by block. Leaves (of 1 MiB) of a block are written only
+if they are not known to be in the file. Content that an earlier process left in a slot is not
+known. A leaf of such content is then handled in one of these ways:
 
-- They are cloned from the newest checkpoint's file if that holds the same bytes, and if the file
-  system can let two files share space: nothing is read or written.
-- They are read back and compared with the live ones, and written only if they differ.
-- All others are written without asking, as they will have changed.
+- If it holds no trained tensor, and the newest checkpoint's file holds the same bytes, it is cloned
+  from there, provided that the file system can let two files share space. Nothing is read or
+  written.
+- Otherwise, if it holds nothing that a step changes, it is read back, compared with the live
+  tensors, and written only if it differs.
+- All other leaves are written without a comparison, because they have probably changed.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ _DIGEST_BYTES = 8
 
 
 class TensorRanges:
-    """The bytes that some tensors of a model file take.
+    """Byte ranges of some tensors in a model file.
 
     Args:
-        header: Of the file.
-        names: The tensors.
+        header: Header of the file.
+        names: Names of the tensors.
     """
 
     def __init__(self, header: Header, names: Container[str]) -> None:
@@ -40,33 +42,34 @@ class TensorRanges:
         self._stops = [entry.stop for entry in entries]
 
     def touch(self, start: int, stop: int) -> bool:
-        """Return whether any of them has bytes in a range of the data."""
+        """Return whether any of the tensors has bytes in a range of the file's data."""
         last = bisect_right(self._starts, stop - 1) - 1
         return last >= 0 and self._stops[last] > start
 
 
 @dataclass(frozen=True, slots=True)
 class CloneSource:
-    """Another slot's model file, of the same layout, to clone from."""
+    """Model file of another slot with the same layout, as a source of clones."""
 
     file: File
     leaves: KnownLeaves
-    """What is known of it."""
+    """Known leaves of the file."""
 
     trained: TensorRanges
-    """What is not cloned, nor anything near it: an overwrite of it must not need new space."""
+    """Ranges of trained tensors. Neither they nor bytes near them are cloned, so that overwriting
+    trained tensors never needs new space."""
 
 
 @dataclass(slots=True)
 class Written:
-    """What a seal has made of a model file."""
+    """Result of writing a model file."""
 
     digests: list[str]
-    """The digest of each block."""
+    """Digest of each block."""
 
     written_bytes: int = 0
     read_bytes: int = 0
-    """Read back, to be compared."""
+    """Bytes that were read back for comparison."""
 
     cloned_bytes: int = 0
 
@@ -82,21 +85,27 @@ def write_model(
     changing: TensorRanges | None = None,
     source: CloneSource | None = None,
 ) -> Written:
-    """Bring a model file's data to what the live tensors are; not synced.
+    """Bring a model file's data to the live tensors' values; not synced.
 
-    No transfer is under way any more when this returns or raises.
+    No transfer is in progress any more when this returns or raises.
 
     Args:
-        image: The tensors.
-        file: Where to.
+        image: Live tensors.
+        file: File to write.
         buffers: Two blocks of memory, and a third one if anything is read back.
-        context: What the digests speak for.
-        known: What is known of the file. Updated; if this raises, it is wrong, and the caller must
-            forget it.
-        copied: Called after each block with the bytes copied so far: from then on, live tensors
-            before that byte may change.
-        changing: What is not worth reading back; None for everything.
-        source: Where what does not change may be cloned from.
+        context: Store and generation of the digests.
+        known: Known leaves of the file; updated. If this function raises, they are wrong, and the
+            caller must forget them.
+        copied: Called after each block with the number of bytes copied so far. From then on, live
+            tensors before that byte may change.
+        changing: Ranges that are not worth reading back; None for the whole file.
+        source: Source from which unchanged leaves may be cloned; None if there is none.
+
+    Returns:
+        Digests and byte counts.
+
+    Raises:
+        gds.StorageError: A write failed.
     """
     found = Written([])
     writer = _Writer(image, file, buffers, known, changing, source, found)
@@ -116,7 +125,7 @@ def write_model(
 
 
 class _Writer:
-    """Moves the leaves of one block after the other, while the next one is copied."""
+    """Moves the leaves of one block after another, while the next block is copied."""
 
     def __init__(
         self,
@@ -139,7 +148,7 @@ class _Writer:
         self._reads: list[tuple[int, int, IOFuture]] = []
 
     def begin(self, index: int, start: int, stop: int) -> None:
-        """Wait until a block's memory is free, and begin to read back what will be asked for."""
+        """Wait until a block's memory is free, and begin to read back leaves for comparison."""
         for write in self._writes.pop(index - 2, []):
             write.result()
         if self._known.of(index) is None and not self._can_clone(index, start, stop):
@@ -147,7 +156,7 @@ class _Writer:
             self._start_reading(start, stop, range(num_leaves))
 
     def finish(self, index: int, start: int, buffer: Buffer, leaves: bytes) -> None:
-        """Bring a block of the file to what is in `buffer`; writes go on behind this call."""
+        """Bring a block of the file to the content of `buffer`; its writes go on after return."""
         wanted, known = _split(leaves), self._known.of(index)
         missing = list(range(len(wanted)))
         if known is not None:
@@ -165,13 +174,13 @@ class _Writer:
         self._known.note(index, leaves)
 
     def finish_writes(self) -> None:
-        """Wait for all writes; raises the error of the first that failed."""
+        """Wait for all writes; raises the error of the first write that failed."""
         for writes in self._writes.values():
             for write in writes:
                 write.result()
 
     def wait(self) -> None:
-        """Wait until nothing uses the buffers, or the file, any more; never raises their errors."""
+        """Wait until no transfer uses the buffers or the file any more; never raises errors."""
         reads = [read for _, _, read in self._reads]
         for transfer in (*reads, *(write for writes in self._writes.values() for write in writes)):
             _failed(transfer)
@@ -187,12 +196,12 @@ class _Writer:
     def _clone(
         self, index: int, start: int, nbytes: int, missing: list[int], wanted: Sequence[bytes]
     ) -> list[int]:
-        """Clone what the source holds of a block; returns the leaves that are still missing."""
+        """Clone a block's leaves from the source; return the leaves that are still missing."""
         source = self._source
         if not missing or source is None or not self._can_clone(index, start, start + nbytes):
             return missing
         held = _split(source.leaves.of(index) or b"")
-        # The last leaf of a file may end within a block of the file system.
+        # The last leaf of a file may end inside a block of the file system.
         num_whole = nbytes // LEAF_BYTES if nbytes % ALIGNMENT else len(wanted)
         same = [n for n in missing if held[n] == wanted[n] and n < num_whole]
         for first, last in _spans(same, nbytes):
@@ -200,7 +209,7 @@ class _Writer:
                 done = self._file.clone(source.file, self._data_start + start + first, last - first)
             except StorageError:
                 done = False
-                self._known.readable = False  # as after any write that has failed
+                self._known.readable = False  # as after any failed write
             if not done:
                 self._source = None  # the next one would do no better
                 return missing
@@ -208,7 +217,7 @@ class _Writer:
         return [n for n in missing if n not in set(same)]
 
     def _start_reading(self, start: int, stop: int, leaves: Iterable[int]) -> None:
-        """Begin to read leaves of a block back, if they are worth it, to where they are in it."""
+        """Begin to read a block's leaves back, if useful, to their places in the spare memory."""
         changing = self._changing
         if changing is None or not self._known.readable:
             return
@@ -224,18 +233,19 @@ class _Writer:
             for first, last in _spans(asked, stop - start):
                 part = memory.slice(first, last - first)
                 at = self._data_start + start + first
-                # The page cache may hold what the drive has failed to take from an earlier process.
+                # Bypasses the page cache, which may hold writes of an earlier process that the
+                # drive did not take.
                 read = self._file.read_again(part, at, direct=True)
                 self._reads.append((first, last, read))
         except (StorageError, MemoryError):
-            return  # what cannot be asked for is written
+            return  # leaves that cannot be read are written
 
     def _not_held(self, missing: Sequence[int], wanted: Sequence[bytes]) -> list[int]:
-        """Return those of the leaves that the file does not hold, by what was read back of it."""
+        """Return the leaves that the file does not hold, according to the bytes read back."""
         held: set[int] = set()
         for first, last, read in self._reads:
             if _failed(read):
-                continue  # a bad place on the drive: writing it is the best that can be done
+                continue  # a bad place on the drive: writing the leaf is the best remedy
             self._found.read_bytes += last - first
             found = _split(leaf_digests(self._buffers.spare(last).memoryview()[first:last]))
             numbers = range(first // LEAF_BYTES, first // LEAF_BYTES + len(found))
@@ -245,7 +255,7 @@ class _Writer:
 
 
 def _failed(transfer: IOFuture) -> bool:
-    """Wait for a transfer; returns whether it failed."""
+    """Wait for a transfer; return whether it failed."""
     try:
         transfer.result()
     except OSError:
@@ -258,7 +268,7 @@ def _split(leaves: bytes) -> list[bytes]:
 
 
 def _spans(leaves: Iterable[int], nbytes: int) -> list[tuple[int, int]]:
-    """Return the ranges of a block of `nbytes` that leaves (ascending) take, neighbours as one."""
+    """Return the byte ranges of ascending leaves in a block of `nbytes`; neighbours are joined."""
     runs: list[list[int]] = []
     for leaf in leaves:
         if runs and runs[-1][1] == leaf:

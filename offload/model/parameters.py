@@ -1,4 +1,4 @@
-"""Live tensors and the names that files know them by."""
+"""Live tensors, and their names in files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REPLACED = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trainable:
-    """A parameter that the optimizer updates, with what the files say about it."""
+    """A parameter that the optimizer updates, with its description in files."""
 
     spec: ParameterSpec
     tensor: torch.Tensor
@@ -44,25 +44,25 @@ class Trainable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A tensor of ``model.safetensors``, with the live tensor it is copied from and to."""
+    """A tensor of ``model.safetensors``, with the live tensor that it is copied from and to."""
 
     spec: ModelTensor
     tensor: torch.Tensor
     by_value: bool
-    """Whether a checkpoint copies it at once: a forward pass changes buffers."""
+    """Whether a checkpoint copies the tensor at once, because a forward pass may change it."""
 
     is_alias: bool = False
-    """Whether a step changes it, since it shares memory with a parameter that is trained."""
+    """Whether a step changes the tensor, because it shares memory with a trained parameter."""
 
     def captured(self) -> Stored:
-        """Return the same, with a copy of the tensor where that is needed."""
+        """Return this object, or one with a copy of the tensor if it is copied by value."""
         return replace(self, tensor=self.tensor.detach().clone()) if self.by_value else self
 
 
 def is_stepped(parameter: torch.Tensor) -> bool:
     """Return whether a step updates a parameter, if it has a gradient by then.
 
-    torch asks for the gradient only: a frozen parameter that has one is stepped as well.
+    torch only looks at the gradient. So a frozen parameter that has one is stepped as well.
     """
     return parameter.requires_grad or parameter.grad is not None
 
@@ -76,20 +76,20 @@ def describe_parameters(
     also: Container[str] = (),
     constructed: bool = False,
 ) -> list[Trainable]:
-    """Name and check every parameter of the groups that `is_stepped`, in their order.
+    """Name and check every parameter of the groups that `is_stepped`, in the groups' order.
 
     Args:
-        param_groups: Of the optimizer.
-        model: Gives names; None for those of the groups.
-        rule: Says which state arrays a parameter has.
-        state_format: Says how they are stored.
+        param_groups: Parameter groups of the optimizer.
+        model: Module that names the parameters; None for the groups' own names.
+        rule: Rule that determines a parameter's state arrays.
+        state_format: Stored form of the arrays.
         also: Names of frozen parameters that are described as well.
-        constructed: Whether the optimizer exists, so that the model had its parameters once.
+        constructed: Whether the optimizer exists already. The model then had its parameters once.
 
     Raises:
-        UnsupportedParameterError: One cannot be updated; names it and says why.
-        MismatchError: Two parameters have the same name, one is given twice, or the model is
-            another one.
+        UnsupportedParameterError: A parameter cannot be updated; names it and says why.
+        MismatchError: Two parameters have the same name, a parameter is given twice, or the model
+            has none of the parameters.
     """
     names: dict[torch.Tensor, str] = {}
     if model is not None:
@@ -120,10 +120,10 @@ def describe_parameters(
 
 
 def check_iterable(params: object) -> None:
-    """Refuse what is often given in place of parameters; what else is wrong is torch's to say.
+    """Refuse common mistakes in place of an iterable of parameters; torch refuses all others.
 
     Raises:
-        TypeError: It is a module, or the method that would return its parameters.
+        TypeError: The value is a module, or a callable such as ``model.parameters`` itself.
     """
     if isinstance(params, torch.nn.Module):
         raise TypeError(
@@ -141,14 +141,16 @@ def check_iterable(params: object) -> None:
 def check_given_once(
     param_groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]
 ) -> None:
-    """Refuse a parameter that is given twice. torch steps it twice, and warns that it will refuse.
+    """Refuse a parameter that is given twice.
+
+    torch steps it twice, and warns that it will refuse this in future.
 
     Args:
-        param_groups: Of the optimizer.
-        names: Of the model's parameters; others are called as their group does.
+        param_groups: Parameter groups of the optimizer.
+        names: Names of the model's parameters; other parameters have the names of their group.
 
     Raises:
-        MismatchError: One is; names it and says where.
+        MismatchError: A parameter is given twice; names it and both places.
     """
     places: dict[torch.Tensor, str] = {}
     for index, group in enumerate(param_groups):
@@ -165,7 +167,9 @@ def check_given_once(
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
     """Refuse a parameter that cannot be updated on flat FP32 views.
 
-    Raises `UnsupportedParameterError` naming the parameter, what it is and what to do.
+    Raises:
+        UnsupportedParameterError: The parameter has an unsupported kind, dtype, layout or device;
+            names it, and says what it is and what to do.
     """
     require_whole(name, parameter)
     if parameter.dtype not in _TRAINABLE_DTYPES or parameter.layout != torch.strided:
@@ -191,7 +195,11 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
 
 
 def check_gradient(name: str, gradient: torch.Tensor) -> None:
-    """Refuse a gradient that is sparse or complex, naming its parameter."""
+    """Refuse a sparse or complex gradient.
+
+    Raises:
+        UnsupportedParameterError: The gradient is sparse or complex; names its parameter.
+    """
     if gradient.layout != torch.strided or gradient.is_complex():
         raise UnsupportedParameterError(
             f"the gradient of {name!r} is a {gradient.layout} tensor of {gradient.dtype}; only "
@@ -205,10 +213,18 @@ def describe_model(
     param_groups: Sequence[Mapping[str, Any]],
     trainable: Sequence[Trainable],
 ) -> list[Stored]:
-    """List what ``model.safetensors`` holds: trainable parameters first, then everything else.
+    """Return the tensors of ``model.safetensors``: trainable parameters first, then all others.
 
-    With a model that is its complete state dict; tied tensors are listed once, with aliases.
-    Without one it is the parameters of the groups.
+    With a model, they are its complete state dict, and tied tensors are listed once, with aliases.
+    Without a model, they are the parameters of the groups.
+
+    Args:
+        model: Module that is trained; None if it was not given.
+        param_groups: Parameter groups of the optimizer.
+        trainable: Trainable parameters, in the order of the result.
+
+    Raises:
+        UnsupportedParameterError: A tensor cannot be part of a checkpoint.
     """
     entries: dict[torch.Tensor, list[str]] = {t.tensor: [t.spec.name] for t in trainable}
     if model is None:
@@ -216,8 +232,8 @@ def describe_model(
             for name, parameter in _named(index, group, {}):
                 entries.setdefault(parameter, [name])
     else:
-        # keep_vars: the tensors themselves, so that tied ones are recognised by identity
-        with as_user():  # it may have hooks
+        # keep_vars returns the tensors themselves, so that tied ones are recognised by identity
+        with as_user():  # the model may have the user's hooks
             live = model.state_dict(keep_vars=True)
         for name, value in live.items():
             if not isinstance(value, torch.Tensor):
@@ -238,7 +254,8 @@ def describe_model(
     for tensor, (name, *aliases) in entries.items():
         _check_stored(name, tensor)
         spec = ModelTensor(name, DTYPE_CODES[tensor.dtype], tuple(tensor.shape), tuple(aliases))
-        # A seal lets the next step change what is trained as soon as it has copied that.
+        # While a seal is in progress, the next step may change trained memory as soon as the seal
+        # has copied the trained tensor. Aliases of that memory are therefore copied at once.
         is_alias = tensor not in stepped and spans.touch(tensor)
         by_value = is_alias or tensor not in parameters
         stored.append(Stored(spec, tensor, by_value, is_alias))
@@ -246,10 +263,10 @@ def describe_model(
 
 
 def _check_stored(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what a checkpoint could not be made of, or could not be restored into.
+    """Refuse a tensor that a checkpoint could not contain, or could not be restored into.
 
     Raises:
-        UnsupportedParameterError: It is such a tensor; names it, and says why and what to do.
+        UnsupportedParameterError: The tensor is of such a kind; names it, says why and what to do.
     """
     require_whole(name, tensor)
     if tensor.dtype not in DTYPE_CODES or tensor.layout != torch.strided or tensor.is_nested:
@@ -284,7 +301,7 @@ def _check_stored(name: str, tensor: torch.Tensor) -> None:
 def _named(
     index: int, group: Mapping[str, Any], names: Mapping[torch.Tensor, str]
 ) -> list[tuple[str, torch.Tensor]]:
-    """Name a group's parameters: as the model does, as the user did, or by position."""
+    """Return a group's parameters with names: the model's, the user's, or by position."""
     given = group.get("param_names") or [
         f"group{index}.param{position}" for position in range(len(group["params"]))
     ]

@@ -1,7 +1,7 @@
-"""What of several processes is refused by name, before any directory is touched.
+"""Refusal of training by several processes, before any directory is touched.
 
-A store has one writer. Ranks of one training that each had a store of their own would take
-checkpoints at moments of their own, and go on from different steps after a kill.
+A store has one writer. If each rank of a training had its own store, the ranks would take
+checkpoints at different moments, and continue from different steps after a kill.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offload.errors import ProcessGroupError, UnsupportedParameterError
 
 
 class _Mode(Enum):
-    """How the processes of a group are related."""
+    """Relation between the processes of a group."""
 
     SEPARATE = "separate"
 
@@ -26,32 +26,32 @@ class _Mode(Enum):
 
 
 SEPARATE = _Mode.SEPARATE
-"""For ``process_group=``: each process trains a model of its own, in a directory of its own."""
+"""Value of ``process_group=`` if each process trains its own model, in its own directory."""
 
 ProcessGroup: TypeAlias = Literal[_Mode.SEPARATE] | None
-"""What ``process_group=`` takes."""
+"""Accepted values of ``process_group=``."""
 
 _WRAPPERS = {
     "DistributedDataParallel": "torch.nn.parallel",
     "DataParallel": "torch.nn.parallel",
     "FullyShardedDataParallel": "torch.distributed.fsdp",
 }
-"""Classes whose state dicts have names or tensors that are not the wrapped module's own, and where
-they are. A module that nobody has imported has no instances."""
+"""Classes whose state dicts have other names or tensors than the wrapped module, and the modules
+that define them. If such a module is not imported, its class has no instances."""
 
 
 def require_one_process(process_group: ProcessGroup, model: torch.nn.Module | None) -> None:
-    """Refuse to be one of several processes that train one model.
+    """Check that this process is not one of several that train one model.
 
     Args:
-        process_group: `SEPARATE` if they train separate models.
-        model: That is trained, if it was given.
+        process_group: `SEPARATE` if the processes train separate models; None otherwise.
+        model: Model that is trained; None if it was not given.
 
     Raises:
         ProcessGroupError: A group of several ranks is initialised, or ``WORLD_SIZE`` says so; or
-            the model is wrapped for one, or has a module in it that is.
+            the model is wrapped for several ranks, or contains such a wrapped module.
         UnsupportedParameterError: The model has a DTensor.
-        TypeError: `process_group` is something else.
+        TypeError: `process_group` is neither `SEPARATE` nor None.
     """
     if process_group is not None and process_group is not SEPARATE:
         raise TypeError(
@@ -71,12 +71,16 @@ def require_one_process(process_group: ProcessGroup, model: torch.nn.Module | No
 
 
 def require_whole(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a DTensor, of which this process has only a part.
+    """Refuse a DTensor, because this process has only a part of it.
+
+    Args:
+        name: Name of the tensor, for the message.
+        tensor: Parameter or buffer.
 
     Raises:
-        UnsupportedParameterError: It is one; names it.
+        UnsupportedParameterError: The tensor is a DTensor; names it.
     """
-    # The module takes long to import; where nobody has, there is no DTensor.
+    # The import of this module takes long. If nobody has imported it, there is no DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and isinstance(tensor, module.DTensor):
         raise UnsupportedParameterError(
@@ -103,7 +107,7 @@ def _require_unwrapped(model: torch.nn.Module) -> None:
 
 
 def _several() -> str:
-    """Say what tells that there are several ranks; empty if nothing does."""
+    """Return how several ranks were detected, for a message; empty if they were not."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()

@@ -1,9 +1,9 @@
-"""Whether the calling thread asks a model for its tensors without using their values.
+"""Per-thread flags of requests for a model's tensors that do not use their values.
 
-With ``overlap="backward"`` a model whose parameters are half stepped refuses to be asked for its
-state dict: a copy of it would be worthless. A restore asks as well, and may: it overwrites them.
-So may whoever lays out the state, who looks at names, shapes and dtypes only; with
-``overlap="forward"`` nothing is waited for then.
+With ``overlap="backward"``, a model whose parameters are half stepped refuses requests for its
+state dict, because a copy of it would be worthless. A restore may request it, because it overwrites
+the parameters. Code that lays out the state may, too, because it reads names, shapes and dtypes
+only. With ``overlap="forward"``, such a layout request waits for nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 
 class _OfThread(threading.local):
+    """Nesting depths of the calling thread's blocks."""
+
     depth = 0
     describing = 0
 
@@ -23,7 +25,7 @@ _of_thread = _OfThread()
 
 @contextmanager
 def replacing() -> Iterator[None]:
-    """Ask models for their tensors within the block, to overwrite what they hold."""
+    """Allow requests for a model's tensors within the block, to overwrite their values."""
     _of_thread.depth += 1
     try:
         yield
@@ -32,13 +34,13 @@ def replacing() -> Iterator[None]:
 
 
 def is_replacing() -> bool:
-    """Return whether this thread is within `replacing`."""
+    """Return whether this thread is within a `replacing` block."""
     return _of_thread.depth > 0
 
 
 @contextmanager
 def describing() -> Iterator[None]:
-    """Ask models for their tensors within the block, to look at names, shapes and dtypes only."""
+    """Allow requests for a model's tensors within the block, to read names, shapes and dtypes."""
     _of_thread.describing += 1
     try:
         yield
@@ -47,5 +49,5 @@ def describing() -> Iterator[None]:
 
 
 def is_describing() -> bool:
-    """Return whether this thread is within `describing`."""
+    """Return whether this thread is within a `describing` block."""
     return _of_thread.describing > 0

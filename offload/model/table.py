@@ -1,4 +1,4 @@
-"""Which live parameters there are, where each lies in element space, and its scalar state."""
+"""Table of live parameters: their places in element space, and their scalar state."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class ParameterTable:
     """Follows ``param_groups``, which libraries rewrite, and keeps every element's place.
 
     Args:
-        rule: Says which state arrays a group's parameters have.
-        model: Gives names, buffers and frozen parameters; None for the groups' parameters only.
-        chunk_elements: Grid of a new store; a checkpoint that is adopted brings its own.
-        state_format: How the store encodes its state.
+        rule: Rule that determines the state arrays of a group's parameters.
+        model: Module that has names, buffers and frozen parameters; None for a table of the groups'
+            parameters only.
+        chunk_elements: Grid of a new store. An adopted checkpoint has its own grid.
+        state_format: Stored form of the state.
     """
 
     def __init__(
@@ -52,25 +53,29 @@ class ParameterTable:
         self.state_format = state_format
         self.model = model
         self.shares: tuple[int, ...] = (1,)
-        """How much of the state each drive of a new store holds."""
+        """Share of a new store's state on each drive."""
         self.layout: Layout | None = None
-        """None until the first step, checkpoint or restore: parameters may change until then."""
+        """Layout; None until the first step, checkpoint or restore. Parameters may change until
+        then."""
         self.trainables: list[Trainable] = []
-        """In element-space order."""
+        """Trainable parameters in element-space order."""
         self.scalars: list[Scalars | None] = []
-        """Likewise; None for a parameter that has no state yet."""
+        """Scalar state in element-space order; None for a parameter that has no state yet."""
         self._memory = MemoryCheck()
         self._frozen: set[str] | None = None
-        """Names of the model's parameters that were frozen and in no group when it was looked at
-        first; without those that somebody has been told of."""
+        """Names of the model's parameters that were frozen and in no group at the first look.
+        Names that were part of a warning are removed."""
         self._has_told_of_names = False
 
     def describe(self, groups: Groups) -> tuple[Layout, list[Trainable]]:
-        """Lay out what the groups and the model hold now; known parameters keep their place.
+        """Lay out the present groups and model; known parameters keep their place.
+
+        Returns:
+            The layout, and the trainable parameters in element-space order.
 
         Raises:
             MismatchError: A known parameter has changed in a way that its files cannot follow.
-            UnsupportedParameterError: A new one cannot be updated, or two share memory.
+            UnsupportedParameterError: A new parameter cannot be updated, or two share memory.
         """
         if self._frozen is None:
             self._frozen = {n for n, p in self._not_given(groups) if not p.requires_grad}
@@ -80,7 +85,7 @@ class ParameterTable:
         found = {t.tensor: t for t in described}
         trainables = []
         for trainable in self.trainables:
-            now = found.pop(trainable.tensor, trainable)  # frozen since: it keeps its state
+            now = found.pop(trainable.tensor, trainable)  # a parameter frozen since keeps its state
             if now.spec != trainable.spec:
                 raise changed(trainable.spec, now.spec, trainable.tensor, self.model)
             trainables.append(trainable)
@@ -99,7 +104,7 @@ class ParameterTable:
                 "cannot be removed in the middle of a run; remove its parameters from it instead"
             )
         specs = [t.spec for t in new.values()]
-        # Added parameters go to the end, so that those that are on disk stay where they are.
+        # Added parameters go to the end, so that parameters that are on disk keep their place.
         order = specs if trainables else element_space_order(specs)
         trainables += [new[spec.name] for spec in order]
         self._memory.check([(t.spec.name, t.tensor) for t in trainables if is_stepped(t.tensor)])
@@ -115,19 +120,19 @@ class ParameterTable:
         return layout, trainables
 
     def is_current(self, groups: Groups) -> bool:
-        """Return whether the layout still fits the groups; quick, for every step."""
+        """Return whether the layout still fits the groups. Fast enough for every step."""
         if self.layout is None:
             return False
         known = {id(t.tensor): t.spec.group for t in self.trainables}
         for index, group in enumerate(groups):
             for p in group["params"]:
                 if known.get(id(p), -1 if is_stepped(p) else index) != index:
-                    return False  # it is new, or has moved to another group
+                    return False  # the parameter is new, or is in another group now
         if any(t.spec.group >= len(groups) for t in self.trainables):
             return False
         arrays = [self.rule.rule(group).arrays for group in groups]
         if not self._memory.is_current(t.tensor for t in self.trainables if is_stepped(t.tensor)):
-            return False  # somebody has moved one, or it is trained from now on
+            return False  # a parameter has other memory, or is trained only from now on
         return all(
             DTYPE_CODES.get(t.tensor.dtype) == t.spec.dtype
             and t.tensor.shape == t.spec.shape
@@ -141,7 +146,14 @@ class ParameterTable:
         trainables: Sequence[Trainable],
         scalars: Sequence[Scalars | None] | None = None,
     ) -> None:
-        """Use a layout; without `scalars`, known parameters keep theirs and new ones have none."""
+        """Use a layout.
+
+        Args:
+            layout: Layout to use from now on.
+            trainables: Its parameters, in element-space order.
+            scalars: Scalar state of each parameter. If None, known parameters keep theirs and new
+                parameters have none.
+        """
         self.layout = layout
         self.trainables = list(trainables)
         if scalars is not None:
@@ -149,10 +161,10 @@ class ParameterTable:
         self.scalars += [None] * (len(trainables) - len(self.scalars))
 
     def stored(self, groups: Groups) -> list[Stored]:
-        """List the tensors of ``model.safetensors`` as they are now, for a checkpoint.
+        """Return the present tensors of ``model.safetensors``, for a checkpoint.
 
-        Logs, once each, what a user may not expect: that without a model there are no buffers, and
-        that a parameter which was unfrozen is not trained.
+        Logs two facts, once each, that a user may not expect: without a model there are no buffers
+        in checkpoints, and a parameter that was unfrozen is not trained.
         """
         if self.model is None and not self._has_told_of_names:
             self._has_told_of_names = True
@@ -174,7 +186,7 @@ class ParameterTable:
         return describe_model(self.model, groups, self.trainables)
 
     def _not_given(self, groups: Groups) -> list[tuple[str, torch.nn.Parameter]]:
-        """List the parameters of the model that are in no group, with their names."""
+        """Return the parameters of the model that are in no group, with their names."""
         if self.model is None:
             return []
         given = {id(p) for group in groups for p in group["params"]}
@@ -183,10 +195,10 @@ class ParameterTable:
     def gradients(self, groups: Groups) -> list[torch.Tensor | None]:
         """Return the gradient of each parameter, in element-space order.
 
-        A parameter that has been taken out of its group has none: it is not stepped any more.
+        A parameter that was removed from its group has none, and is not stepped any more.
 
         Raises:
-            UnsupportedParameterError: One is sparse or complex.
+            UnsupportedParameterError: A gradient is sparse or complex.
         """
         present = {id(p) for group in groups for p in group["params"]}
         gradients = [t.tensor.grad if id(t.tensor) in present else None for t in self.trainables]

@@ -1,4 +1,4 @@
-"""Finding the tensors in what is passed to a function, or returned by one."""
+"""Search for tensors in the arguments or results of a function."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in nested lists, tuples, mappings and dataclasses; other things have none.
+    """Yield every tensor in nested lists, tuples, mappings and dataclasses.
 
-    A tensor that is found twice is yielded twice.
+    Other objects are not searched. A tensor that is found twice is yielded twice.
     """
     if isinstance(value, torch.Tensor):
         yield value

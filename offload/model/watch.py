@@ -1,19 +1,21 @@
-"""Watching tensors: whoever is about to use one through torch's Python API has to ask first.
+"""Watches of tensors: a use of a watched tensor through torch's Python API is announced first.
 
-torch looks at the class of each tensor that a function takes, and calls ``__torch_function__`` of a
-class that has one. So a watched tensor gets another class for a while: a subclass of its own,
-whose ``__torch_function__`` asks, gives the tensor its own class back, and runs the function. This
-sees every use on every thread: operators, functions, methods, attributes such as ``.data``, edits
-in place, and tensors in lists. torch itself changes the class of parameters in this way, when it
-gives memory to lazy ones.
+torch looks at the class of each tensor argument of a function, and calls ``__torch_function__`` of
+a class that has one. A watched tensor therefore gets another class for a while: a subclass of its
+own class. The subclass's ``__torch_function__`` announces the use, restores the tensor's own class,
+and runs the function. This catches every use on every thread: operators, functions, methods,
+attributes such as ``.data``, edits in place, and tensors in lists. torch itself changes the class
+of parameters in this way, when it materialises lazy ones.
 
-It does not see what reads the memory without asking torch (NumPy and DLPack, other tensors that
-share it, or are given it by ``q.data = p`` and ``q.set_(p)``), nor the few functions that never
-call ``__torch_function__``: ``torch.tensor(p)``, ``torch.func.grad(f)(p)``, scripted functions,
-extensions that are bound without torch's dispatcher. Methods of the tensor itself that torch does
-not announce are announced here; a test calls all of them.
-Nor does it see what runs under ``torch._C.DisableTorchFunctionSubclass``, which is for those who
-know what they do: the optimizer's own threads.
+It does not catch code that reads the memory without calling torch: NumPy and DLPack, and other
+tensors that share the memory or obtain it by ``q.data = p`` or ``q.set_(p)``. Nor does it catch the
+few functions that never call ``__torch_function__``: ``torch.tensor(p)``,
+``torch.func.grad(f)(p)``, scripted functions, and extensions that are bound without torch's
+dispatcher. Methods of the tensor itself that torch does not announce are announced here; a test
+calls all of them.
+
+Nor does it catch code under ``torch._C.DisableTorchFunctionSubclass``. The optimizer's own threads
+use this deliberately.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch._compile import _disable_dynamo
 
 from offload.model.tensors_in import tensors_in
 
-_T: Any = torch.Tensor  # property objects have no __get__ in the eyes of a type checker
+_T: Any = torch.Tensor  # type checkers see no __get__ on property objects
 
 _ATTRIBUTES = (
     "dtype",
@@ -84,9 +86,9 @@ _NOT_READING = {
     *(getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "rand", "randn")),
     *(getattr(_T, f"new_{name}") for name in ("empty", "zeros", "ones")),
 }
-"""Uses that neither read nor change values, nor lead to memory: nobody is asked.
+"""Uses that neither read nor change values, nor lead to memory, and so are not announced.
 
-``dim()`` is missing: it is all that `torch.vmap` calls before it reads.
+``dim()`` is not among them, because `torch.vmap` calls nothing else before it reads.
 """
 
 _set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
@@ -95,21 +97,21 @@ _WATCH, _ORIGINAL = "_offload_watch", "_offload_original"
 
 
 _OWN_FRAMES = ("torch_function", "_fn", "inner", "wrapper")
-"""Functions, by name, between a use and `_call`: ours, and those of the compiler around it."""
+"""Names of functions between a use and `_call`: this module's, and those of the compiler."""
 
 
 class Watch:
-    """A number of tensors, of which each use is announced.
+    """Announces each use of a set of tensors.
 
     Args:
-        before_use: Called on the thread of whoever is about to use a watched tensor, with that
-            tensor; or with None, if somebody uses one or several, and it is not known which. What
-            it raises, the use raises. It returns whether the tensor gets its own class back, for
-            good; otherwise it is used as it is, and stays watched.
-        label: Goes into the name of the classes.
-        after_use: If given, a tensor that has got its own class back for the call of a function is
-            watched again after that, and this is called with the tensor, the function and its
-            result.
+        before_use: Called with a watched tensor before it is used, on the thread of the use. Called
+            with None if one or several watched tensors are used and it is not known which. The use
+            raises the errors of this function. If it returns True, the tensor gets its own class
+            back for good. Otherwise the tensor is used as it is and stays watched.
+        label: Part of the names of the subclasses.
+        after_use: If given, a tensor that got its own class back for a call of a function is
+            watched again after the call. This is then called with the tensor, the function and
+            its result.
     """
 
     def __init__(
@@ -124,16 +126,16 @@ class Watch:
         _watches.add(self)
         self._watched: dict[int, torch.Tensor] = {}
         self._classes: dict[type, type | None] = {}
-        """By a tensor's own class: the one that it gets; None if it can get none."""
+        """Subclass by the tensors' own class; None if there can be no subclass."""
 
     def __len__(self) -> int:
-        """Return how many tensors are watched."""
+        """Return the number of watched tensors."""
         return len(self._watched)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Watch tensors, and return those that cannot be: their class cannot be changed.
+        """Watch tensors, and return those that cannot be watched because their class is fixed.
 
-        One that another watch has is used here, as by anybody else.
+        A tensor that another watch has is used here, which the other watch announces.
         """
         stuck = []
         classes, watched = self._classes, self._watched
@@ -147,7 +149,7 @@ class Watch:
             if kind is None:
                 stuck.append(tensor)
                 continue
-            watched[id(tensor)] = tensor  # first: somebody may meet it at once
+            watched[id(tensor)] = tensor  # first, because another thread may use it at once
             try:
                 _set_class(tensor, kind)
             except TypeError:
@@ -157,40 +159,47 @@ class Watch:
         return stuck
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give tensors their own class back; those that are not watched are left alone."""
+        """Stop watching tensors and give them their own class back. Ignores unwatched tensors."""
         for tensor in tensors:
             _give_back(tensor)
             self._watched.pop(id(tensor), None)
 
     def release_all(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching all tensors."""
         if self._watched:
             self.release(list(self._watched.values()))
 
     def pause(self) -> None:
-        """Give all tensors their own class until `resume`."""
+        """Give all tensors their own class back until `resume`."""
         for tensor in list(self._watched.values()):
             _give_back(tensor)
 
     def resume(self) -> None:
-        """Watch again what has not been released since `pause`."""
+        """Watch all tensors again that have not been released since `pause`."""
         self.add(list(self._watched.values()))
 
     def ask(self, tensor: torch.Tensor | None) -> bool:
-        """Announce a use; return whether the function may be called as if nobody watched."""
+        """Announce a use.
+
+        Args:
+            tensor: Tensor that is used; None if it is not known which.
+
+        Returns:
+            Whether the function may be called as if the tensor were not watched.
+        """
         if tensor is None:
             if self._before_use(None):
                 self.release_all()
                 return True
             return False
-        # One that is not known is a copy of one that was: it behaves as what it is a copy of.
+        # An unknown tensor is a copy of a watched one. It gets its own class back unannounced.
         if id(tensor) in self._watched and not self._before_use(tensor):
             return False
         self.release([tensor])
         return True
 
     def _class_for(self, original: type) -> type | None:
-        """Return the class that tensors of a class get while they are watched."""
+        """Return the subclass for watched tensors of a class; None if there can be none."""
         if original in self._classes:
             return self._classes[original]
         watch = weakref.ref(self)
@@ -199,36 +208,42 @@ class Watch:
             getattr(own, "__func__", None) is _T.__torch_function__.__func__
         )
 
-        @_disable_dynamo  # what it does is no part of anybody's graph
+        @_disable_dynamo  # this function must not become part of a compiled graph
         def torch_function(
             kind: type,
             func: Callable[..., Any],
-            types: Any,  # noqa: ARG001  (torch's own protocol)
+            types: Any,  # noqa: ARG001  (required by torch's protocol)
             args: tuple[Any, ...] = (),
             kwargs: dict[str, Any] | None = None,
         ) -> Any:
+            """Run a function that takes a watched tensor, after an announcement if needed."""
             if is_plain and func in _NOT_READING:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
             return _call(kind, func, args, kwargs or {})
 
         def new(_kind: type, *args: Any, **kwargs: Any) -> Any:
+            """Create a tensor of the original class."""
             return original(*args, **kwargs)
 
         def set_class(tensor: torch.Tensor, kind: type) -> None:
+            """Assign ``__class__`` after an announcement."""
             settle(tensor)
             _set_class(tensor, kind)
 
         def as_subclass(tensor: torch.Tensor, kind: type) -> Any:
+            """Call ``Tensor.as_subclass`` after an announcement."""
             settle(tensor)
             return _T.as_subclass(tensor, kind)
 
         def set_(*args: Any, **kwargs: Any) -> Any:
+            """Call ``Tensor.set_`` after announcements for all tensors among its arguments."""
             for tensor in tensors_in((args, kwargs)):
                 settle(tensor)
             return _T.set_(*args, **kwargs)
 
         def set_real(tensor: torch.Tensor, value: Any) -> None:
+            """Assign ``Tensor.real`` after announcements."""
             for used in tensors_in((tensor, value)):
                 settle(used)
             _T.real.__set__(tensor, value)
@@ -239,9 +254,9 @@ class Watch:
             "__qualname__": f"{original.__qualname__}, {self.label}",
             "__doc__": original.__doc__,
             "__torch_function__": classmethod(torch_function),
-            "__new__": new,  # type(p)(...) makes an ordinary one
+            "__new__": new,  # type(p)(...) makes an ordinary tensor
             "__class__": property(lambda _: original, set_class),
-            # These torch does not announce.
+            # torch does not announce these.
             "as_subclass": as_subclass,
             "set_": set_,
             "real": property(_T.real.__get__, set_real),
@@ -249,14 +264,14 @@ class Watch:
             _WATCH: watch,
         }
         made: type | None = None
-        with suppress(TypeError):  # its metaclass may want something else
+        with suppress(TypeError):  # a metaclass may require other arguments
             made = type(original)(original.__name__, (original,), namespace)
         self._classes[original] = made
         return made
 
 
 def settle(tensor: torch.Tensor) -> None:
-    """Use a tensor, on the calling thread: whatever it is waiting for is waited for now."""
+    """Announce a use of a tensor on the calling thread, and so wait for pending changes of it."""
     watch = _watch_of(tensor)
     if watch is not None:
         watch.ask(tensor)
@@ -265,7 +280,7 @@ def settle(tensor: torch.Tensor) -> None:
 
 
 def settle_all(tensors: Iterable[torch.Tensor]) -> None:
-    """Settle those that are watched by whomever; quick where nobody watches anything."""
+    """Settle the tensors that are watched by any watch. Fast if nothing is watched."""
     if any(map(len, list(_watches))):
         for tensor in tensors:
             if is_watched(tensor):
@@ -273,7 +288,7 @@ def settle_all(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def is_watched(tensor: torch.Tensor) -> bool:
-    """Return whether somebody has to be asked before a tensor is used."""
+    """Return whether a use of the tensor has to be announced."""
     return _ORIGINAL in type(tensor).__dict__
 
 
@@ -292,7 +307,7 @@ def _give_back(tensor: torch.Tensor) -> None:
 def _call(
     kind: type, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a function of which at least one argument is watched, by a class that is `kind`."""
+    """Call a function with a watched argument, of the subclass `kind`."""
     found = [tensor for tensor in tensors_in((args, kwargs)) if is_watched(tensor)]
     is_free = True
     kept: list[tuple[Watch, torch.Tensor]] = []
@@ -304,7 +319,7 @@ def _call(
                 kept.append((watch, tensor))
         else:
             _give_back(tensor)
-    if not found:  # it is in something that is not looked into
+    if not found:  # the tensor is inside an object that is not searched
         watch = kind.__dict__[_WATCH]()
         is_free = watch is not None and watch.ask(None)
     if not is_free:
@@ -321,10 +336,10 @@ def _call(
 
 
 def _is_made_a_parameter(tensor: torch.Tensor) -> bool:
-    """Return whether ``torch.nn.Parameter(tensor)`` has just asked for its values.
+    """Return whether ``torch.nn.Parameter(tensor)`` has just called ``detach()`` on the tensor.
 
-    It has looked at the class before, when that was not the tensor's own, and now takes the tensor
-    for one of a custom type: then it wants ``detach()`` to keep the class.
+    It looked at the tensor's class earlier, when that was the subclass. So it takes the tensor for
+    one of a custom type, and expects ``detach()`` to keep the class.
     """
     new: Any = torch.nn.Parameter.__new__
     frame: FrameType | None = sys._getframe(2)

@@ -2,5 +2,6 @@
 
 This wing may know `engine` and every wing below it. It never imports the optimizer or
 `integrations`. Its step strategies, `forward.BesideForward` and `backward.DuringBackward`, are
-imported only if they are asked for: they need torch's compiler, whose import takes seconds.
+imported by their users only on demand, since they need torch's compiler, which takes seconds to
+import.
 """

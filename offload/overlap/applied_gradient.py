@@ -1,4 +1,4 @@
-"""What stands in ``.grad`` for a gradient that has been applied, and refuses to be used as one."""
+"""Placeholder in ``.grad`` for a gradient that has been applied; it refuses to be used."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ _HARMLESS = {
     getattr(_T, name).__get__
     for name in ("grad_fn", "is_sparse", "dtype", "device", "shape", "layout", "requires_grad")
 } | {_T.requires_grad_, _T.detach_, _T.is_complex, _T.is_floating_point, _T.size, _T.numel, _T.dim}
-"""What ``zero_grad`` asks of a gradient, and what does not depend on its values."""
+"""Functions that ``zero_grad`` calls on a gradient, or that do not depend on its values."""
 
 
 class AppliedGradient(torch.Tensor):
-    """Has the shape and dtype of a gradient, and no memory.
+    """Placeholder with the shape, dtype and device of a gradient, and without memory.
 
-    ``zero_grad`` works on it, whichever way; every other use raises, and names the parameter.
+    ``zero_grad`` works on it in all its modes. Every other use that depends on the values raises
+    `OverlapError`, which names the parameter.
 
     Args:
-        gradient: The one that it stands for.
-        name: Of the parameter.
-        refuse: Called with the reason where the state is lost with the step; returns the error.
+        gradient: The gradient that has been applied.
+        name: Name of the parameter.
+        refuse: Function that is called with a reason if a use leaves the state half stepped. It
+            returns the error to raise.
     """
 
     @staticmethod
@@ -45,7 +47,7 @@ class AppliedGradient(torch.Tensor):
         super().__init__()
         self.parameter_name = name
         self.cleared = False
-        """Whether somebody has set it to zero."""
+        """Whether the gradient has been set to zero since it was applied."""
         self._refuse = refuse
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -59,7 +61,7 @@ class AppliedGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Refuse what Python code does with it."""
+        """Refuse uses by Python code, except those that are harmless or set it to zero."""
         with torch._C.DisableTorchFunctionSubclass():
             if func in _HARMLESS:
                 return func(*args, **(kwargs or {}))
@@ -91,13 +93,13 @@ class AppliedGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Refuse what autograd does with it: it only ever adds."""
+        """Refuse uses by autograd, which only ever adds another gradient."""
         gradient = next(_applied((args, kwargs)))
         raise gradient._refuse(second_backward(gradient.parameter_name))
 
 
 def second_backward(name: str) -> str:
-    """Say what is wrong with one; `name` is a parameter whose gradient has been applied."""
+    """Return the message about a second gradient for a parameter called `name`."""
     return (
         f"the gradient of {name!r} had been applied already when more was added to it before "
         "step(): by a second backward(), by another loss that reaches the parameters, or by "

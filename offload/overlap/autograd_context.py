@@ -1,4 +1,4 @@
-"""Where in the work of autograd the calling code runs."""
+"""Questions about autograd's state at the point where the calling code runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _APPLY = _function.apply.__func__.__code__
 
 
 def backward_id() -> int:
-    """Return a number for the backward that this thread is in; -1 outside of any."""
+    """Return a number for the backward that runs on this thread; -1 outside of any backward."""
     task: int = torch._C._current_graph_task_id()
     return task
 
 
 def is_recomputed_later() -> bool:
-    """Return whether the caller is where saved tensors are replaced.
+    """Return whether the caller runs under hooks that replace the tensors autograd saves.
 
-    That is how activation checkpointing with ``use_reentrant=False`` runs a function that it will
-    run again in backward.
+    Activation checkpointing with ``use_reentrant=False`` sets such hooks when it runs a function
+    that it will run again in backward.
     """
     autograd: Any = torch._C._autograd
     return autograd._top_saved_tensors_default_hooks(True) is not None
@@ -31,16 +31,16 @@ def is_recomputed_later() -> bool:
 def is_in_function() -> bool:
     """Return whether the caller is within the forward of a `torch.autograd.Function`.
 
-    That is how reentrant activation checkpointing runs modules, to run them again in backward.
+    Reentrant activation checkpointing runs modules in such a forward, and again in backward.
     """
     return function_call() is not None
 
 
 def function_call() -> int | None:
-    """Return a number for the outermost such forward that the caller is in; None outside of any.
+    """Return a number for the outermost `torch.autograd.Function` whose forward runs the caller.
 
-    It is that of the call's context, which lives as long as the graph. A function that is not given
-    its context has 0.
+    The number is the id of the call's context, which lives as long as the graph. It is 0 for a
+    function that does not get its context, and None outside of any such forward.
     """
     found = None
     frame: FrameType | None = sys._getframe(1)

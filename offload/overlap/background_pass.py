@@ -1,4 +1,4 @@
-"""A pass of the state that runs on a thread of its own, beside the model."""
+"""A pass over the state that runs on a thread of its own, beside the model."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from offload.update.rules import Scalars
 
 
 class RunningPass:
-    """One pass in progress, and what is to be done at its end.
+    """One pass in progress, and an action that follows it.
 
-    Its life:
+    Its stages:
 
-        running -> ended (parameters have their new values, or it failed) -> done
+        running -> ended (parameters have their new values, or the pass failed) -> done
 
-    Between ended and done it does what was asked for meanwhile, such as to begin a seal. Until it
-    is done, everything that the pass works with belongs to its thread; the methods below are all
-    that other threads may call.
+    Between ended and done it runs the action that was set with `then`, such as beginning a seal.
+    Until it is done, everything that the pass works with belongs to its thread. Other threads may
+    call only the methods of this class.
 
     Args:
-        state_pass: What to run.
-        ended: Called on the thread after a pass that went well, with its result.
-        failed: Called on the thread after one that did not.
-        meter: Counts the seconds that others wait.
+        state_pass: Pass to run.
+        ended: Function that is called on the pass's thread after success, with the pass and the
+            scalar state of each parameter.
+        failed: Function that is called on the pass's thread after a failure, with the pass and the
+            error. It returns the error to report.
+        meter: Meter that counts the seconds that other threads wait.
     """
 
     def __init__(
@@ -57,11 +59,12 @@ class RunningPass:
         self._thread: threading.Thread | None = None
 
     def start(self, *, daemon: bool = False) -> None:
-        """Run on a thread. If this raises, the pass has either not begun, or goes on.
+        """Start the thread of the pass. If this raises, the pass has either not begun, or goes on.
 
         Args:
-            daemon: Let the interpreter exit while it is in progress. Otherwise the pass is run
-                even at exit, when no more threads can be started: before this returns.
+            daemon: Let the interpreter exit while the pass is in progress, and raise if no thread
+                can be started. Otherwise, if no thread can be started (as at exit), the calling
+                thread runs the pass.
         """
         self._thread = threading.Thread(target=self._go, name=STEP_THREAD, daemon=daemon)
         try:
@@ -74,17 +77,17 @@ class RunningPass:
             self._go()
 
     def cancel(self) -> bool:
-        """Keep a pass from beginning; False if it has begun."""
+        """Prevent the pass from beginning, and return True; return False if it has begun."""
         with self._changed:
             begun, self._claimed = self._claimed, True
             return not begun
 
     @property
     def begun(self) -> bool:
-        """Whether anything may have been changed, or will be while the caller waits.
+        """Whether the pass may have changed something, or will do so while the caller waits.
 
-        A thread that has been started may be a long time in coming to the pass: whoever reads a
-        parameter after that has to wait for it.
+        This is true as soon as the thread has been started, although the pass may begin much later.
+        From then on a reader of a parameter must wait for the pass.
         """
         return self._is_launched or self._claimed
 
@@ -94,10 +97,12 @@ class RunningPass:
         return self._has_ended
 
     def wait_for(self, chunks: Iterable[int]) -> None:
-        """Wait until these chunks have been updated; those that are not in the pass count as such.
+        """Wait until these chunks have been updated. Chunks outside of the pass count as updated.
+
+        The calling thread's current streams on a device wait for the updates as well.
 
         Raises:
-            BaseException: The error of a pass that failed, to the first who asks only.
+            BaseException: The pass failed. Only the first caller gets its error.
         """
         if not self._has_ended:
             needed = max((self._positions.get(chunk, 0) for chunk in chunks), default=0)
@@ -111,23 +116,26 @@ class RunningPass:
         self.state_pass.updater.fence()
 
     def join(self) -> None:
-        """Wait until everything that was asked for is done, too, and the thread has ended."""
+        """Wait until the pass and the action after it are done, and the thread has ended."""
         self._wait(lambda: self._is_done)
         if self._thread is not None:
             self._thread.join()
         self.state_pass.updater.fence()
 
     def raise_error(self) -> None:
-        """Raise the error of a pass that failed, to the first who asks only."""
+        """Raise the error if the pass failed. Only the first caller gets it."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def then(self, action: Callable[[BaseException | None], None]) -> bool:
-        """Have something done on the thread when the pass has ended; False if it is too late.
+        """Set an action that the pass's thread runs when the pass has ended.
 
-        There is room for one such action. It is given the error of a pass that failed, and must
-        not raise.
+        Args:
+            action: Function that is called with the error of the pass, or None. It must not raise.
+
+        Returns:
+            False, without setting the action, if the pass has ended or has an action already.
         """
         with self._changed:
             if self._has_ended or self._next is not None:
@@ -160,7 +168,7 @@ class RunningPass:
             with self._meter.timed("beside_s"):
                 scalars = self.state_pass.run(self._updated)
             self._call_ended(self.state_pass, scalars)
-        except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
+        except BaseException as error:  # noqa: BLE001  (the threads that wait for the pass raise it)
             failure = self._call_failed(self.state_pass, error)
             if failure is not error:
                 failure.__cause__ = error

@@ -1,14 +1,14 @@
-"""``Options(overlap="backward")``: chunks are stepped while backward computes the next gradients.
+"""Engine that steps chunks while backward computes the next gradients (``overlap="backward"``).
 
-A pass is opened by the first gradient after a step. A hook on each parameter takes its gradient the
-moment it is final, and leaves an `AppliedGradient` in its place, which refuses to be read, clipped
-or added to. `step` says that no more gradients will come, and waits. In between the state is half
-stepped, so that nothing but `step` and `restore` makes sense, and everything else is refused. A
-parameter whose gradient has been taken is watched, as its value before the step is lost: a use of
-it through torch is refused.
+The first gradient after a step opens a pass. A hook on each parameter takes its gradient as soon as
+the gradient is final, and leaves an `AppliedGradient` in its place, which refuses to be read,
+clipped or added to. `step` ends the supply of gradients, and waits for the pass. While a pass is
+open, the state is half stepped. Only `step` and `restore` are possible then; everything else is
+refused. A parameter whose gradient has been taken is watched, and any use of it through torch is
+refused, since its value before the step is lost.
 
 A backward that is not meant as a step opens no pass: see `BackwardHooks`. It leaves gradients in
-``.grad``, as plain torch does, and they are applied by `step`.
+``.grad``, as plain torch does, and `step` applies them.
 """
 
 from __future__ import annotations
@@ -44,32 +44,34 @@ class DuringBackward:
     """The strategy of steps that overlap with the backward before them.
 
     Args:
-        state: The engine's.
-        model: The module that is called.
+        state: Training state of the engine.
+        model: The module that is called in training.
     """
 
     def __init__(self, state: TrainingState, model: torch.nn.Module) -> None:
         self._state = state
+        # While any thread compiles a graph, torch's optimizers compute in another way, with results
+        # that differ in the last bit.
         state.update_lock = compiling.compile_lock
         state.order.is_backwards = True
         self._hooks = BackwardHooks(self, model)
         self._groups: Callable[[], Groups | None] = lambda: None
         self._handles: dict[int, RemovableHandle] = {}
-        """By id of a parameter: the hook that takes its gradient."""
+        """Handle of the hook that takes a parameter's gradient, by id of the parameter."""
         self._hooked: dict[int, torch.Tensor] = {}
         self._stepped = Watch(partial(_refuse_use, weakref.ref(self)), "stepped in backward")
-        """Parameters whose gradients the open pass has been given."""
+        """Watch on the parameters whose gradients the open pass has."""
         self._opening = False
         self._giving = threading.RLock()
-        """Held by the thread that hands over a gradient: each device's come on one of its own."""
+        """Lock of the thread that hands over a gradient. Each device has a thread of its own."""
         self._running: RunningPass | None = None
         self._schedule: GradientSchedule | None = None
         self._numbers: dict[int, int] = {}
-        """By id of each parameter that the open pass may step: its number."""
+        """Number of each parameter that the open pass may step, by id of the parameter."""
         self._taken: dict[int, AppliedGradient] = {}
-        """By number of a parameter: what stands for its gradient until the step."""
+        """Placeholder for a parameter's gradient until the step, by number of the parameter."""
         self._opened_by: set[int] = set()
-        """Numbers of the backward that has opened the pass, and of the one that it is nested in."""
+        """Numbers of the backward that opened the pass, and of the backward around it, if any."""
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:
         """Put hooks on the parameters, and on the model's modules."""
@@ -78,7 +80,11 @@ class DuringBackward:
         self._hook_parameters(groups() or ())
 
     def settle(self, call: str) -> None:
-        """Raise `OverlapError` if there are gradients that `step` has not been called for."""
+        """Raise `OverlapError` if a pass is open, since the state is then half stepped.
+
+        Args:
+            call: Name of the refused call, for the message.
+        """
         if self._opening or self._running is not None:
             raise OverlapError(
                 f"{call} was called between backward() and step(), when the parameters are half "
@@ -87,19 +93,23 @@ class DuringBackward:
             )
 
     def require_closures(self) -> None:
-        """Refuse a closure: a step begins before `step` is called."""
+        """Raise `OverlapError`: `step` runs a closure, but this engine steps before `step`."""
         raise OverlapError(
             'step(closure) is not possible with overlap="backward", which steps while gradients '
             f"are computed: call backward() and then step(), or {REMEDY}"
         )
 
     def require_unscaled(self) -> None:
-        """Refuse a GradScaler that comes too late."""
+        """Abandon an open pass, and raise `OverlapError`: it has applied scaled gradients."""
         if self._running is not None:
             raise self._broken_by("GradScaler.step() found that scaled gradients had been applied")
 
     def step(self, groups: Groups) -> None:
-        """Step what is left, and wait for everything."""
+        """Step all parameters that the open pass has not stepped, and wait for the pass.
+
+        Raises:
+            OverlapError: A gradient was cleared or replaced after it had been applied.
+        """
         running, schedule = self._running, self._schedule
         if running is None or schedule is None:
             take_step(self._state, groups)
@@ -117,7 +127,7 @@ class DuringBackward:
                     )
             for number, found in enumerate(self._state.table.gradients(groups)):
                 if found is not None and number not in self._taken:
-                    self._take(schedule, number, found)  # it is not from backward()
+                    self._take(schedule, number, found)  # the gradient did not come from backward()
             schedule.complete()
             self._finish()
             self._step_others(groups)
@@ -127,7 +137,7 @@ class DuringBackward:
         self._hooks.step_ended()
 
     def _step_others(self, groups: Groups) -> None:
-        """Step what the pass did not know: frozen parameters that were given gradients since."""
+        """Step parameters that the pass did not know: frozen ones that have since got gradients."""
         if self._state.table.is_current(groups):
             return
         self._state.relayout(groups)
@@ -154,7 +164,7 @@ class DuringBackward:
         return None
 
     def give_up(self) -> None:
-        """Give up the pass, if one is open: the state is torn."""
+        """Make an open pass fail, and close it. The state is torn then."""
         self._abandon()
 
     def restored(self) -> None:
@@ -191,7 +201,7 @@ class DuringBackward:
             return
         self._hooks.gradients_begin()
         if not self._is_last_hook(parameter):
-            return  # others look at the parameter and its gradient after this: step() takes it
+            return  # later hooks of the user need the gradient, so step() takes it
         if self._running is None:
             if self._hooks.holds:
                 return
@@ -200,23 +210,26 @@ class DuringBackward:
         running, schedule = self._running, self._schedule
         number = self._numbers.get(id(parameter))
         if running is None or schedule is None or number is None:
-            return  # it is not in a group any more, or joins with the next step
+            return  # the parameter has left all groups, or joins with the next step
         if running.ended:
             self._finish()
         if number in self._taken:
             raise self._broken_by(second_backward(self._taken[number].parameter_name))
         gradient = parameter.grad.detach()
-        self._stepped.add([parameter])  # first: its chunk may be stepped at once
+        self._stepped.add([parameter])  # before its chunk is stepped, which may be at once
         self._take(schedule, number, gradient)
 
     def refuse_use(self, parameter: torch.Tensor | None) -> bool:
         """Refuse a use of a parameter whose gradient has been taken.
 
-        Within a backward it is no use to go on: what is computed there is lost.
+        A use within backward also abandons the pass, since that backward cannot be completed.
+
+        Args:
+            parameter: The parameter; None if it is not known which one is used.
 
         Returns:
-            True if there is nothing to refuse, as no pass is open; False while a graph is being
-            compiled, which looks at tensors and not at their values.
+            True if no pass is open, so that the parameter may be used. False while the calling
+            thread compiles a graph, which needs tensors but not their values.
 
         Raises:
             OverlapError: A pass is open.
@@ -243,12 +256,16 @@ class DuringBackward:
             )
 
     def is_first_backward(self) -> bool:
-        """Refuse the backward that is beginning, if another one has opened a pass.
+        """Refuse the backward that is beginning, if another backward has opened a pass.
 
-        Without this torch would say that a variable "has been modified by an inplace operation".
+        Without this check torch would complain that a variable "has been modified by an inplace
+        operation".
 
         Returns:
             Whether no pass is open.
+
+        Raises:
+            OverlapError: Another backward has opened a pass.
         """
         if self._running is None:
             return True
@@ -257,15 +274,15 @@ class DuringBackward:
         return False
 
     def is_trained(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is one of the parameters that are stepped here."""
+        """Return whether this engine steps a tensor, as one of its parameters."""
         return id(tensor) in self._hooked
 
     def trained(self) -> Iterable[torch.Tensor]:
-        """Return the parameters that are stepped here."""
+        """Return the parameters that this engine steps."""
         return self._hooked.values()
 
     def _open(self, groups: Groups) -> None:
-        """Begin a pass; its gradients are still to come."""
+        """Open a pass, whose gradients come later."""
         state = self._state
         self._opening = True
         try:
@@ -287,7 +304,7 @@ class DuringBackward:
             self._opened_by = self._hooks.backward_ids
             self._running, self._schedule = running, schedule
             try:
-                running.start(daemon=True)  # half a step need not outlive the program
+                running.start(daemon=True)  # an incomplete step need not outlive the program
             except BaseException as error:
                 if running.cancel():
                     self._running = self._schedule = None
@@ -297,7 +314,7 @@ class DuringBackward:
             self._opening = False
 
     def _finish(self) -> None:
-        """Wait for the pass, which will get no more gradients; raises its error."""
+        """Close the pass, which gets no more gradients: wait for it, and raise its error."""
         running, schedule = self._running, self._schedule
         if running is not None and schedule is not None:
             running.join()
@@ -309,7 +326,7 @@ class DuringBackward:
             running.raise_error()
 
     def _abandon(self) -> None:
-        """Give up the pass, if one is open: the state is torn."""
+        """Make an open pass fail, and close it. The state is torn then."""
         if self._running is not None and self._schedule is not None:
             self._schedule.abandon()
             self._running.join()
@@ -317,7 +334,7 @@ class DuringBackward:
             self._stepped.release_all()
 
     def _broken_by(self, reason: str) -> OverlapError:
-        """Give up the pass for a reason, and return the error that says so."""
+        """Abandon the pass, mark the state as broken, and return the error with the reason."""
         self._abandon()
         self._state.lifecycle.broken = reason
         return OverlapError(
@@ -334,7 +351,7 @@ class DuringBackward:
         schedule.give(number, gradient)
 
     def _drop_gradients(self, groups: Groups) -> None:
-        """Clear what `step` has applied; what is in no group belongs to somebody else."""
+        """Clear the gradients of parameters in groups. The user owns those of other parameters."""
         for group in groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -345,7 +362,7 @@ class DuringBackward:
                 trainable.tensor.grad = None
 
     def _hook_parameters(self, groups: Groups) -> None:
-        """Put hooks on parameters that have none yet, and behind those of others."""
+        """Put a hook on each parameter that has none, and move hooks behind those of the user."""
         has_new = False
         for group in groups:
             for parameter in group["params"]:
@@ -364,7 +381,7 @@ class DuringBackward:
             self._hooks.look_again()
 
     def _is_last_hook(self, parameter: torch.Tensor) -> bool:
-        """Return whether no hook that somebody put on a parameter is called after ours."""
+        """Return whether this engine's hook on a parameter is called after all others."""
         hooks: Any = parameter._post_accumulate_grad_hooks
         return not hooks or next(reversed(hooks)) == self._handles[id(parameter)].id
 
@@ -375,6 +392,6 @@ class DuringBackward:
 
 
 def _refuse_use(strategy: weakref.ref[DuringBackward], parameter: torch.Tensor | None) -> bool:
-    """Refuse a use of a stepped parameter, as long as there is somebody who takes steps."""
+    """Refuse a use of a stepped parameter, as long as the strategy exists."""
     found = strategy()
     return found is None or found.refuse_use(parameter)

@@ -1,12 +1,12 @@
-"""Which backwards are meant as a step, where chunks are stepped while backward runs.
+"""Decision whether a backward is meant as a step, so that chunks may be stepped while it runs.
 
-A backward that reaches the model on its way to something else must change no parameter: that of a
-generator's loss through the discriminator, or one that asks for the gradient of an input. Its
-gradients, and those of parameters that get several in one backward, are left in ``.grad``, where
-`step` finds them. So are those of a backward that needs the values of parameters whose gradients
-are final already. Such a backward is *held*. This has to be known before the first parameter gets
-its gradient. So hooks on modules look at what the model is called with, and put hooks on what it
-returns, which autograd calls first.
+Some backwards must not change any parameter while they run. These are backwards that go through the
+model to something else (a generator's loss through the discriminator, or the gradient of an input),
+backwards in which a parameter gets several gradients, and backwards that need the values of
+parameters whose gradients are final already. Such a backward is *held*: its gradients stay in
+``.grad``, where `step` finds them. The decision must be made before the first parameter gets its
+gradient. So hooks on modules look at the inputs of the model, and put hooks on its outputs, which
+autograd calls first.
 """
 
 from __future__ import annotations
@@ -58,57 +58,59 @@ _log = logging.getLogger("offload")
 
 
 class _Calls(threading.local):
-    """Which call of the model one thread is in."""
+    """The call of the model that a thread is in."""
 
     def __init__(self) -> None:
         self.step = -1
-        """The number of steps since which the rest is so."""
+        """Number of steps taken when the other attributes were set; they are stale otherwise."""
         self.outermost: int | None = None
-        """The module whose call contains all others, by number."""
+        """Number of the module whose call contains all others; None outside of any call."""
         self.has_gradients = False
-        """Whether that call records a graph."""
+        """Whether the outermost call records a graph."""
         self.leads_elsewhere = False
-        """Whether a backward through that call goes on to something that is not trained here."""
+        """Whether a backward through the outermost call goes on to a tensor that is not trained by
+        this optimizer."""
 
 
 class BackwardHooks:
     """Hooks on modules that tell which backwards are held.
 
     Args:
-        strategy: Not kept alive.
-        model: The module that is called.
+        strategy: The step strategy, which is not kept alive.
+        model: The module that is called in training.
     """
 
     def __init__(self, strategy: DuringBackward, model: torch.nn.Module) -> None:
         self._strategy = weakref.ref(strategy)
         self._model = model
         self._key = f"offload.leads_to_trained_{next(_keys)}"
-        """A mark in the metadata of nodes whose graph leads to nothing that is not trained."""
+        """Key in the metadata of graph nodes that lead only to parameters that are trained."""
         self._handles: list[RemovableHandle] = []
         self._calls = _Calls()
         self._num_steps = 0
         self._backward: int | None = None
-        """The backward that is in progress, if it has come through what the model returned."""
+        """Number of the backward in progress, if it has passed an output of the model."""
         self._is_held = False
         self._is_hooked = False
-        """Whether modules that have run since the last step have backward hooks."""
+        """Whether a module that has run since the last step has backward hooks."""
         self._is_needed_later = False
         """Whether backwards need the values of parameters whose gradients are final."""
         self._constant_uses = ConstantUses(_Found(self))
         self._kinds: set[tuple[object, ...]] = set()
-        """Kinds of calls of modules of which it has been looked at what they use."""
+        """Kinds of calls of modules during which uses of parameters have been watched."""
         self._has_said = False
         self._used: set[int] = set()
-        """By id: parameters whose modules have run since the last step."""
+        """Ids of parameters whose modules have run since the last step."""
         self._rerun: set[int] = set()
-        """By id: those whose modules will run again in backward."""
+        """Ids of parameters whose modules will run again in backward."""
         self._is_used_again = False
-        """Whether one of the latter has been used elsewhere, so that it gets several gradients."""
+        """Whether a parameter in `_rerun` is also used elsewhere, so that it gets several
+        gradients."""
 
     def attach(self) -> None:
         """Put hooks on the modules."""
         for number, module in enumerate(self._model.modules()):
-            hooked: Any = module  # torch does not say what its hooks are
+            hooked: Any = module  # torch does not type its hooks
             self._handles += [
                 hooked.register_forward_pre_hook(
                     _Before(self, number), prepend=True, with_kwargs=True
@@ -119,7 +121,7 @@ class BackwardHooks:
             ]
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -127,16 +129,16 @@ class BackwardHooks:
 
     @property
     def holds(self) -> bool:
-        """Whether the gradients of the backward that is in progress are to be left alone."""
+        """Whether the gradients of the backward in progress must stay in ``.grad``."""
         return self._is_held or self._is_hooked or self._is_needed_later
 
     @property
     def backward_ids(self) -> set[int]:
-        """Numbers of the backward that calls this, and of the one that it is nested in."""
+        """Numbers of the backward that runs the caller, and of the backward around it, if any."""
         return {backward_id(), *([] if self._backward is None else [self._backward])}
 
     def step_ended(self) -> None:
-        """Forget what was called for the step that has been taken."""
+        """Forget the calls that belong to the step that has been taken."""
         self._num_steps += 1
         self._used.clear()
         self._rerun.clear()
@@ -144,11 +146,11 @@ class BackwardHooks:
         self._backward, self._is_held = None, False
 
     def gradients_begin(self) -> None:
-        """Note that there is a gradient: what the forward used is known by now."""
+        """Stop watching uses of parameters, since the first gradient ends the forward."""
         self._constant_uses.end()
 
     def look_again(self) -> None:
-        """Look at what the next forward uses, as at the first one."""
+        """Watch uses of parameters in the next forward, as in the first one."""
         self._kinds.clear()
 
     def needed_in_forward(self) -> None:
@@ -157,19 +159,27 @@ class BackwardHooks:
         self._say(_CONSTANT)
 
     def needed_in_backward(self) -> None:
-        """Hold every backward from now on: one has used a parameter that had been stepped."""
+        """Hold every backward from now on: a backward used a parameter that had been stepped."""
         self._is_needed_later = True
         self._say(_LATE)
 
     def require_at_rest(self, what: str) -> None:
-        """Refuse what makes no sense while the state is half stepped."""
+        """Raise `OverlapError` if the state is half stepped.
+
+        Args:
+            what: Name of the refused call, for the message.
+        """
         strategy = self._strategy()
         # Within backward, activation checkpointing calls modules again.
         if strategy is not None and backward_id() == -1:
             strategy.settle(what)
 
     def before(self, number: int, module: torch.nn.Module, inputs: object) -> None:
-        """Note a call of a module."""
+        """Note that a module is about to run, with these inputs.
+
+        Raises:
+            OverlapError: The state is half stepped, or DistributedDataParallel calls the model.
+        """
         self.require_at_rest("the model's forward()")
         strategy = self._strategy()
         if strategy is None or backward_id() != -1:
@@ -177,7 +187,7 @@ class BackwardHooks:
         calls = self._calls
         if calls.step != self._num_steps:
             calls.step, calls.outermost = self._num_steps, None
-        if calls.outermost in (None, number):  # if interrupted, a call did not say that it ended
+        if calls.outermost in (None, number):
             calls.outermost, calls.has_gradients = number, torch.is_grad_enabled()
             calls.leads_elsewhere = calls.has_gradients and any(
                 self._leads_elsewhere(tensor, strategy) for tensor in tensors_in(inputs)
@@ -191,14 +201,14 @@ class BackwardHooks:
                 self._say(_HOOKED)
 
     def after(self, number: int, output: object) -> None:
-        """Put hooks on what a module returned, if the backward through it must be known."""
+        """Put hooks on a module's output, if a backward through it must be noticed."""
         calls = self._calls
         if backward_id() != -1 or calls.outermost is None or not calls.has_gradients:
             return
         is_outermost = number == calls.outermost
         if is_outermost:
             calls.outermost = None
-        # Others than the outermost matter: losses may be computed of what they return.
+        # Inner modules matter as well: a loss may be computed from their outputs.
         if (is_outermost or calls.leads_elsewhere) and torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:
@@ -208,8 +218,8 @@ class BackwardHooks:
                         node.metadata[self._key] = True
 
     def begins(self, *, leads_elsewhere: bool) -> None:
-        """Note that a backward has come to what the model returned; hold it if need be."""
-        if self._backward != backward_id():  # one before that failed has not said that it ended
+        """Note that a backward has reached an output of the model, and hold it if necessary."""
+        if self._backward != backward_id():  # a failed backward did not reset `_backward`
             self._backward, self._is_held = backward_id(), False
             autograd: Any = torch.autograd.Variable
             autograd._execution_engine.queue_callback(partial(self._ended, self._backward))
@@ -234,13 +244,13 @@ class BackwardHooks:
             self._backward, self._is_held = None, False
 
     def _leads_elsewhere(self, tensor: torch.Tensor, strategy: DuringBackward) -> bool:
-        """Return whether a backward goes on from an input to something that is not trained."""
+        """Return whether a backward goes on from an input to a tensor that is not trained."""
         if not tensor.requires_grad:
             return False
         if tensor.grad_fn is None:
             return not strategy.is_trained(tensor)
         found: list[Any] = [tensor.grad_fn]
-        seen: set[Any] = set()  # holds them, so that no other gets the id of one
+        seen: set[Any] = set()  # keeps nodes alive, so that no new node gets the id of an old one
         while found:
             node = found.pop()
             if node in seen or self._key in node.metadata:
@@ -253,17 +263,17 @@ class BackwardHooks:
         return False
 
     def _look(self, number: int, module: torch.nn.Module, strategy: DuringBackward) -> None:
-        """Look at what is used from here to the first gradient, if this call is of a new kind."""
+        """Watch uses of parameters until the first gradient, if this kind of call is new."""
         kind = (number, module.training, torch.is_grad_enabled(), is_recomputed_later())
         if kind not in self._kinds and not self._is_needed_later:
             self._kinds.add(kind)
             self._constant_uses.begin(self._model.modules(), strategy.trained())
 
     def _note(self, module: torch.nn.Module) -> None:
-        """Note that a module's parameters are used."""
+        """Note a use of a module's parameters."""
         is_rerun = not torch.is_grad_enabled()
         if is_rerun and not is_in_function():
-            return  # under no_grad: they get no gradient by it
+            return  # this use is under no_grad, and gives the parameters no gradient
         for parameter in module._parameters.values():
             if parameter is not None and parameter.requires_grad:
                 key = id(parameter)
@@ -274,7 +284,7 @@ class BackwardHooks:
 
 
 class _Hook:
-    """A hook that does not keep its owner alive; a copy of it does nothing."""
+    """A hook on a module. It does not keep its owner alive; a copy of the hook does nothing."""
 
     def __init__(self, owner: BackwardHooks) -> None:
         self._owner = weakref.ref(owner)
@@ -284,7 +294,7 @@ class _Hook:
 
 
 class _Inert:
-    """What a hook becomes in a copy of the model."""
+    """Replacement of a hook in a copy of the model."""
 
     def __call__(self, *_: Any) -> None:
         """Do nothing."""
@@ -346,7 +356,7 @@ class _Begins(_Hook):
 
 
 class TakeGradient:
-    """A hook on a parameter. It does not keep the strategy alive; a copy of it does nothing."""
+    """A hook on a parameter that does not keep its strategy alive; a copy of it does nothing."""
 
     def __init__(self, strategy: DuringBackward) -> None:
         self._strategy = weakref.ref(strategy)
@@ -355,7 +365,7 @@ class TakeGradient:
         return _Inert, ()
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        """Hand over a gradient that is final."""
+        """Hand over a parameter's final gradient to the engine."""
         strategy = self._strategy()
         if strategy is not None:
             strategy.ready(parameter)
@@ -365,10 +375,10 @@ def require_no_ddp(tensors: Iterable[torch.Tensor]) -> None:
     """Refuse parameters that belong to a DistributedDataParallel of this process.
 
     Raises:
-        OverlapError: They do.
+        OverlapError: A parameter belongs to one. The message names the parameter.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return  # there can be none
+        return  # there can be no DistributedDataParallel
     trained = set(map(id, tensors))
     for candidate in gc.get_objects():
         if issubclass(type(candidate), torch.nn.parallel.DistributedDataParallel):
@@ -378,7 +388,7 @@ def require_no_ddp(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Return whether code of the user runs when a backward has come through a module."""
+    """Return whether a module or torch itself has backward hooks, which run code of the user."""
     of_all: Any = torch.nn.modules.module
     return bool(
         module._backward_hooks
@@ -389,7 +399,7 @@ def _has_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 def _require_no_active_ddp(strategy: DuringBackward) -> None:
-    """Refuse a forward that is part of a DistributedDataParallel's, which was made after all."""
+    """Refuse a forward that a DistributedDataParallel calls, if it was made after the optimizer."""
     kind: Any = torch.nn.parallel.DistributedDataParallel
     active = getattr(kind, "_active_ddp_module", None)
     if active is not None and any(map(strategy.is_trained, active.parameters())):

@@ -1,8 +1,8 @@
-"""What a step that runs beside the model has to know of torch's compiler.
+"""Coordination of torch's compiler with a step that runs beside the model.
 
-Compiled code runs no hooks, and its guards look at the class of every parameter. Compiling takes a
-lock that the update of a chunk needs, too: torch's optimizers differ in the last bit while a graph
-is being compiled on any thread. So nobody may wait for a step while it compiles.
+Compiled code runs no hooks, and its guards look at the class of every parameter. Compilation holds
+a lock that the update of a chunk also takes, since torch's optimizers differ in the last bit while
+any thread compiles a graph. So a thread that compiles must not wait for a step.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import guard_failures
 
 compile_lock: Any = torch._dynamo.convert_frame.compile_lock
-"""Held by the thread that compiles, and during the update of a chunk beside the model."""
+"""Lock that a thread holds while it compiles, or while it updates a chunk beside the model."""
 
 
 class Follower(Protocol):
-    """What follows a model that may be compiled, in part or as a whole, at any time."""
+    """Observer of a model that may be compiled, in part or as a whole, at any time."""
 
     def before_compiled(self, number: int) -> None:
-        """Wait for everything: module `number` is about to run in compiled code."""
+        """Wait for all parameters, since module `number` is about to run in compiled code."""
         ...
 
     @property
     def knows_compiled(self) -> bool:
-        """Whether everything is waited for at the entry of the model: part of it is compiled."""
+        """Whether part of the model is compiled, so that its entry waits for all parameters."""
         ...
 
     def compiling_begins(self) -> None:
-        """Something is about to be compiled on this thread."""
+        """Note that this thread is about to compile code."""
         ...
 
     def compiling_ended(self) -> None:
-        """It has been, or could not be."""
+        """Note that this thread has compiled code, or has failed to."""
         ...
 
 
@@ -46,14 +46,14 @@ _followers: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictio
 
 
 def follow(follower: Follower) -> int:
-    """Return a number by which compiled code finds a follower, as long as there is one."""
+    """Return a number by which compiled code finds a follower, as long as the follower exists."""
     key = next(_keys)
     _followers[key] = follower
     return key
 
 
 def listen() -> None:
-    """Tell followers from now on when something is compiled; ``torch.compiler.reset()`` ends it."""
+    """Notify followers of compilation from now on, until ``torch.compiler.reset()`` is called."""
     if _begins not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_begins)
         callback_handler.register_end_callback(_ended)
@@ -70,7 +70,7 @@ def _ended(_: object) -> None:
 
 
 def is_compiling_here() -> bool:
-    """Return whether the calling thread compiles, so that it must not wait for a step."""
+    """Return whether the calling thread is compiling, so that it must not wait for a step."""
     owned: bool = compile_lock._is_owned()
     return owned
 
@@ -82,7 +82,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def num_recompiled(class_name: str) -> int:
-    """Return how often code was compiled again because a tensor had a class of this name."""
+    """Return how often code was recompiled because a tensor had a class of this name."""
     return sum(
         class_name in reason for reasons in list(guard_failures.values()) for reason in reasons
     )
@@ -95,12 +95,12 @@ def _wait_amid_compiled(key: int, number: int) -> None:
 
 
 def _ask_while_tracing(key: int) -> bool:
-    # Must not wait: while a graph is traced, the step waits for the end of that.
+    # This must not wait: the step waits for the end of tracing.
     follower = _followers.get(key)
     return follower is None or follower.knows_compiled
 
 
-_compiler: Any = torch.compiler  # which is not typed
+_compiler: Any = torch.compiler  # torch.compiler has no types
 _before_compiled = _compiler.disable(
     _wait_amid_compiled,
     reason='the model must wait for its parameters here (overlap="forward"). To compile it without '
@@ -110,6 +110,10 @@ _is_expected = _compiler.assume_constant_result(_ask_while_tracing)
 
 
 def before_traced_module(key: int, number: int) -> None:
-    """To be called where a hook is traced: wait there, unless that is done at the entry."""
+    """Make compiled code wait for all parameters before a module, unless its entry does so.
+
+    A hook on a module calls this while the hook is traced. The model itself (module 0) always
+    waits.
+    """
     if number == 0 or not _is_expected(key):
         _before_compiled(key, number)

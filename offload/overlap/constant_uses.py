@@ -1,11 +1,11 @@
-"""Finding, in a forward, parameters whose values backward needs as constants.
+"""Search, during a forward, for parameters whose values backward needs as constants.
 
-A parameter whose gradient is final may be stepped at once if nothing needs its value any more. A
-use with a graph is done by then, as its own part of backward comes first. A use without one says
-nothing of itself: the value may be in the graph as a constant, by ``p.data`` or ``p.detach()``, or
-may be read again where activation checkpointing computes something anew. So every use of a
-parameter is looked at from the first forward to the first gradient. After that this is done only
-from a call of a kind that has not been seen.
+A parameter whose gradient is final may be stepped at once, if nothing needs its value any more. A
+use that is recorded in the graph needs it no longer, since the part of backward for this use has
+run before. But a use that is not recorded may need it: ``p.data`` or ``p.detach()`` may put the
+value into the graph as a constant, and activation checkpointing may read it again for a
+recomputation. So every use of a parameter is examined from the first forward to the first gradient,
+and later again from each call of a kind that has not been seen before.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from offload.overlap.autograd_context import backward_id, function_call, is_reco
 
 _T: Any = torch.Tensor
 _LOOKS = {_T.dim, _T.ndimension, _T.__len__, _T.type, _T.is_same_size, torch.is_tensor}
-"""Functions whose results do not depend on values, beside those that nobody is asked about."""
+"""Functions whose results do not depend on values, beyond those that `Watch` does not report."""
 
 
 class ConstantUses:
-    """Watches parameters from `begin` to `end`, or until it has found such a use.
+    """Watch on parameters from `begin` to `end`, or until a parameter is used as a constant.
 
     Args:
-        found: Called when it has, on the thread of the user.
+        found: Function that is called at such a use, on the thread of the use.
     """
 
     def __init__(self, found: Callable[[], None]) -> None:
         self._found = found
         self._watch = Watch(lambda _: True, "looked at in the first forward", self._used)
         self._with_graph: set[int] = set()
-        """By id: parameters that have been used so that they get a gradient."""
+        """Ids of parameters whose uses give them a gradient."""
         self._in_functions: dict[int, int] = {}
-        """By id: those that a `torch.autograd.Function` has used, which may do so again; and which
-        call of one."""
+        """Number of the call in which a `torch.autograd.Function` used a parameter, by id of the
+        parameter. The function may use it again in backward."""
         self._key = compiling.follow(self)
         self._is_looking = False
 
     def begin(self, modules: Iterable[torch.nn.Module], trained: Iterable[torch.Tensor]) -> None:
-        """Watch what is trained, but for what compiled modules have.
+        """Watch the trained parameters, except those of compiled modules.
 
         Args:
-            modules: Those that may run.
-            trained: Parameters.
+            modules: Modules that may run.
+            trained: Parameters that the optimizer steps.
         """
         if self._is_looking:
             return
@@ -61,13 +61,13 @@ class ConstantUses:
         self._watch.add(p for p in trained if id(p) not in left_alone)
 
     def end(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching."""
         if self._is_looking:
             self._is_looking = False
             self._watch.release_all()
 
     def _used(self, tensor: torch.Tensor, function: Callable[..., Any], result: Any) -> None:
-        """Look at a use of a parameter, which has returned its result."""
+        """Examine a use of a parameter: the function that was called, and its result."""
         if function in _LOOKS or not self._is_looking or backward_id() != -1:
             return
         key = id(tensor)
@@ -77,13 +77,13 @@ class ConstantUses:
             self._with_graph.add(key)
         elif (call := function_call()) is not None:
             if self._in_functions.setdefault(key, call) != call:
-                self._with_graph.add(key)  # another call gets a gradient for it
+                self._with_graph.add(key)  # another call gives the parameter a gradient
         elif not (
             is_recomputed_later()
             or (torch.is_grad_enabled() and not tensor.requires_grad)
             or any(_shares_memory(made, tensor) for made in results)
         ):
-            return  # what was computed is a value of its own
+            return  # the result does not share memory with the parameter
         else:
             self._with_graph.add(key)
             self._in_functions[key] = 0
@@ -100,11 +100,11 @@ class ConstantUses:
         return not self._is_looking
 
     def compiling_begins(self) -> None:
-        """Let what is compiled find ordinary parameters."""
+        """Pause the watch, so that the compiler finds parameters of ordinary classes."""
         self._watch.pause()
 
     def compiling_ended(self) -> None:
-        """Go on."""
+        """Resume the watch."""
         self._watch.resume()
 
 
@@ -112,5 +112,5 @@ def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     try:
         own, others = (t.untyped_storage().data_ptr() for t in (tensor, other))
     except (NotImplementedError, RuntimeError):
-        return True  # it is of a class that does not say
+        return True  # the class of the tensor does not tell its memory
     return own == others

@@ -1,10 +1,10 @@
-"""``Options(overlap="forward")``: a step that runs beside the forward that follows it.
+"""Engine whose step runs beside the forward that follows it (``overlap="forward"``).
 
-`step` moves the gradients out (and copies those that somebody else could write), starts the pass on
-a thread and returns; hooks on the model wait for what they need. A checkpoint that is asked for
-meanwhile is captured at once, but for the parameters and the state, and begins when the pass has
-ended. While a pass is running the engine belongs to its thread: every other call waits for it
-first.
+`step` moves the gradients out (and copies those that the program could still write to), starts the
+pass on a thread and returns. Hooks on the model wait for the parameters that they need. A
+checkpoint that is requested during the pass is captured at once, except for the parameters and the
+state; its seal begins when the pass has ended. While a pass is running, the engine belongs to the
+pass's thread, and every other call first waits for the pass.
 """
 
 from __future__ import annotations
@@ -35,19 +35,21 @@ class BesideForward:
     """The strategy of steps that overlap with the model's next forward.
 
     Args:
-        state: The engine's.
-        model: The module that is called; its parameters are waited for by hooks on its modules.
+        state: Training state of the engine.
+        model: The module that is called in training. Hooks on its modules wait for its parameters.
     """
 
     def __init__(self, state: TrainingState, model: torch.nn.Module) -> None:
         self._state = state
+        # While any thread compiles a graph, torch's optimizers compute in another way, with results
+        # that differ in the last bit.
         state.update_lock = compile_lock
         self._running: RunningPass | None = None
         self._late_error: OffloadError | None = None
-        """Of a checkpoint that was made on the pass's thread."""
+        """Error of a checkpoint that the pass's thread made; the next `raise_late` raises it."""
         self._hooks = ForwardHooks(model)
         self._versions: dict[str, int] = {}
-        """Of the parameters at the end of the last step, by name: see `Captured`."""
+        """Versions of the parameters at the end of the last step, by name; see `Captured`."""
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:  # noqa: ARG002
         """Put hooks on the model."""
@@ -61,11 +63,11 @@ class BesideForward:
         self.raise_late()
 
     def raise_late(self) -> None:
-        """Wait for the step that is running, and for what has been asked for since.
+        """Wait for the running step, and for a checkpoint that was requested during it to begin.
 
         Raises:
-            BaseException: The step failed, and nobody has been told.
-            SealError: A checkpoint that was to begin at its end failed.
+            BaseException: The step failed, and no call has raised its error yet.
+            SealError: A checkpoint failed that should have begun at the end of the step.
         """
         running = self._running
         if running is not None:
@@ -78,12 +80,15 @@ class BesideForward:
             raise error
 
     def before_hooks(self) -> None:
-        """Wait for the step that has begun, if readers of parameters are not seen."""
+        """Wait for the running step before the user's hooks run, if uses are not observed."""
         if not self._hooks.sees_readers:
             self._hooks.wait()
 
     def step(self, groups: Groups) -> None:
-        """Begin to update every parameter that has a gradient; the gradients are moved out."""
+        """Begin to update every parameter that has a gradient, and set its ``grad`` to None.
+
+        The call returns before the parameters are updated, unless it cannot observe their readers.
+        """
         self.raise_late()
         state, table = self._state, self._state.table
         state.lifecycle.require_usable()
@@ -103,10 +108,10 @@ class BesideForward:
             running = RunningPass(state_pass, self._pass_ended, failed, state.meter)
             try:
                 self._move(gradients, num_copied)
-                del gradients  # the pass lets go of each when it has been applied
+                del gradients  # so that the pass frees each gradient when it has been applied
                 state.meter.steps += 1
                 state.num_steps += 1
-                self._running = running  # known before it begins: it may be interrupted here
+                self._running = running  # before it begins, which may be interrupted
                 must_wait += self._hooks.begin(running)
                 running.start()
             except BaseException as error:
@@ -139,7 +144,7 @@ class BesideForward:
         """Wait for the step that is running, and warn of its error."""
         try:
             self.raise_late()
-        except Exception as error:  # noqa: BLE001  (what it left behind is what is given up here)
+        except Exception as error:  # noqa: BLE001  (the restore replaces the state that failed)
             warnings.warn(f"given up by restore(): {error}", RuntimeWarning, stacklevel=4)
         self._late_error = None
 
@@ -167,11 +172,16 @@ class BesideForward:
 
     def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
         pass_ended(self._state, state_pass, scalars)
-        # Before anybody who waits for it can edit a parameter.
+        # This comes before any thread that waits for the pass can edit a parameter.
         self._versions = {t.spec.name: t.tensor._version for t in self._state.table.trainables}
 
     def _move(self, gradients: Sequence[torch.Tensor | None], num_copied: int) -> None:
-        """Take the gradients away from their parameters; so many bytes of them are copies."""
+        """Remove the gradients from their parameters, and count their bytes.
+
+        Args:
+            gradients: Gradients of the parameters in the table.
+            num_copied: How many of their bytes are copies.
+        """
         num_bytes = 0
         for trainable, gradient in zip(self._state.table.trainables, gradients, strict=True):
             if gradient is not None:
@@ -184,12 +194,14 @@ class BesideForward:
     def _capture_early(
         self, target: Slot, groups: Groups, train_state: object, metrics: Metrics
     ) -> Captured | None:
-        """Capture what a checkpoint at the end of the running step will be.
+        """Capture a checkpoint of the end of the running step, before that end.
 
-        Returns None if only an engine at rest can: the layout has changed, or the model's state
-        dict has tensors that may have been computed of parameters or share their memory. Reads
-        nothing that the pass changes, except for scalar state and versions, which are taken anew at
-        its end.
+        This reads nothing that the pass changes, except for scalar state and versions, which are
+        read again at its end.
+
+        Returns:
+            None if only an engine at rest can capture: the layout has changed, or the model's state
+            dict has tensors that may be computed from parameters or share their memory.
         """
         encoded = encode(train_state)
         layout, _ = self._state.table.describe(groups)
@@ -207,18 +219,24 @@ class BesideForward:
         )
 
     def _seal_after(self, slot: Slot, captured: Captured, failure: BaseException | None) -> None:
-        """Begin a seal at the end of a pass, on its thread."""
+        """Begin a seal at the end of a pass, on the pass's thread.
+
+        Args:
+            slot: Slot to seal.
+            captured: Content of the checkpoint, as captured during the pass.
+            failure: Error of the pass; None if it succeeded.
+        """
         try:
             if failure is not None:
                 raise failure
             try:
                 self._state.collect_seal(wait=True)
             except SealError as error:
-                self._late_error = error  # of the checkpoint before; this one can be made
+                self._late_error = error  # of the previous checkpoint; this one can still be made
             manifest = replace(captured.manifest, scalars=tuple(self._state.table.scalars))
             versions = {**captured.versions, **self._versions}
             self._state.begin_seal(slot, replace(captured, manifest=manifest, versions=versions))
-        except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
+        except BaseException as error:  # noqa: BLE001  (the handle passes it to the caller)
             reason = SealError(
                 f"step {captured.handle.step} could not be sealed, so it is not a checkpoint; "
                 f"those made before are untouched: {reason_of(error)}"

@@ -1,15 +1,15 @@
-"""Whoever reads a parameter waits for the step that runs beside the model, and for no more of it.
+"""Hooks that make readers of a parameter wait for its chunks in the step beside the model.
 
-Every parameter that the step changes is watched: a use of it anywhere, on any thread, waits for
-its chunks. Hooks on modules wait earlier, so that what they own is as it always is when they run.
-Torch's own modules look at the class of their parameters, and take another path, with other bits,
-if that is not an ordinary one. For the same reason a call of another kind than those that were
-recorded (another module or thread, evaluation, without gradients) waits for everything first. At
-the end of each call everything is waited for.
+Every parameter that the step changes is watched: any use of it through torch, on any thread, waits
+for its chunks. Hooks on modules wait earlier, so that a module finds parameters of their ordinary
+class when it runs. torch's own modules look at the class of their parameters, and take another code
+path, with other bits, if it is not an ordinary one. For the same reason a call of a kind that has
+not been recorded (another module or thread, evaluation, without gradients) first waits for all
+parameters. The end of each call of the model waits for all parameters, too.
 
-Compiled code runs no hooks, and a model that is compiled is not watched: everything is waited for
-at its entry. And where it is not known what reads the parameters, the step itself waits. So what is
-computed does not depend on how far the step has got.
+Compiled code runs no hooks, and a compiled model is not watched. So its entry waits for all
+parameters. If it is not known what reads the parameters, the step itself waits. The results
+therefore never depend on the progress of the step.
 """
 
 from __future__ import annotations
@@ -34,33 +34,35 @@ from offload.overlap.background_pass import RunningPass
 from offload.overlap.forward_order import ForwardOrder
 
 _MAX_RECORDS = 3
-"""Steps to record: one more if a parameter gets a gradient that nothing was seen to read."""
+"""Most steps to record. Another step is recorded if a parameter gets a gradient although no reader
+of the parameter was observed."""
 
 _log = logging.getLogger("offload")
 
 
 class _Calls(threading.local):
-    """Which calls of modules one thread is in."""
+    """The calls of modules that a thread is in."""
 
     def __init__(self) -> None:
         self.step = -1
-        """The step since which the rest is so."""
+        """Number of steps taken when the other attributes were set; they are stale otherwise."""
         self.outermost = -1
-        """The module whose call contains all others, by number; -1 outside of any call."""
+        """Number of the module whose call contains all others; -1 outside of any call."""
         self.has_gradients = False
-        """Whether that call records a graph."""
+        """Whether the outermost call records a graph."""
         self.is_recorded = False
+        """Whether the outermost call is recorded in the order of modules."""
         self.stack: list[int] = []
-        """All modules that are running, while calls are recorded."""
+        """Numbers of all modules that are running, while calls are recorded."""
         self.is_suspended = False
-        """Whether the optimizer itself looks at the model's state dict."""
+        """Whether the optimizer itself reads the model's state dict, without waiting."""
 
 
 class ForwardHooks:
-    """Knows which module needs which chunks, and in which order.
+    """Hooks on a model that know the chunks each module needs, and the order of first use.
 
     Args:
-        model: The module that is called.
+        model: The module that is called in training.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -73,37 +75,39 @@ class ForwardHooks:
         self._recording = False
         """Whether calls of the model are being recorded."""
         self._recorded: set[tuple[object, ...]] = set()
-        """Kinds of calls that have been."""
+        """Kinds of calls that have been recorded."""
         self._has_news = False
-        """Whether one has been since the last step."""
+        """Whether a call has been recorded since the last step."""
         self._num_records = 0
         self._compiled = False
         self._is_read_compiled = False
-        """Whether compiled code that is not the model's has been seen to read parameters."""
+        """Whether compiled code outside the model was observed to read parameters."""
         self._num_recompiled = 0
         self.order: Sequence[int] = ()
         """All chunks, in the order of their first use."""
         self._layout: Layout | None = None
         self._tensors: list[torch.Tensor] = []
-        """What is trained, in element-space order."""
+        """Trained parameters, in element-space order."""
         self._numbers: dict[int, int] = {}
-        """By id of a tensor: its place among those."""
+        """Index of each parameter in `_tensors`, by id of the parameter."""
         self._spans: list[range] = []
-        """By number of a parameter: its chunks."""
+        """Chunks of each parameter, by number of the parameter."""
         self._needs: list[list[int]] = []
-        """By module: what it owns, and what it reads before another one has run that does."""
+        """Numbers of the parameters that each module needs, by number of the module: those that it
+        owns, and those that it reads before their own module has run."""
         self._subtrees: dict[int, list[int]] = {}
-        """By module: what it and the modules in it own."""
+        """Numbers of the parameters that a module and its submodules own, by number of the
+        module."""
         self._outside: list[int] = []
-        """Parameters that nothing was seen to need."""
+        """Numbers of parameters whose readers were not observed."""
         self._changing: list[int] = []
-        """Parameters that the next step changes."""
+        """Numbers of parameters that the next step changes."""
         self._running: RunningPass | None = None
         self._entered = self._root_entered = False
-        """Whether anything, and whether the model itself, has been called since the last step."""
+        """Whether any module, and whether the model itself, was called since the last step."""
         self._num_steps = 0
         self._owner = 0
-        """The thread that takes steps."""
+        """Id of the thread that takes steps."""
         self._calls = _Calls()
 
     def attach(self) -> None:
@@ -111,7 +115,7 @@ class ForwardHooks:
         self.remove()
         self._modules = list(self._model.modules())
         for number, module in enumerate(self._modules):
-            hooked: Any = module  # torch does not say what its hooks are
+            hooked: Any = module  # torch does not type its hooks
             state = _OnStateDict(self, self._key, number)
             self._handles += [
                 hooked.register_forward_pre_hook(_Before(self, self._key, number), prepend=True),
@@ -126,7 +130,7 @@ class ForwardHooks:
         self._layout = None
 
     def remove(self) -> None:
-        """Take the hooks off; nothing is watched any more."""
+        """Remove the hooks, and stop watching parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -142,9 +146,9 @@ class ForwardHooks:
         """Set `order` for a step, and return the chunks that the step itself must wait for.
 
         Args:
-            layout: Where the parameters lie.
-            trainables: They, in element-space order.
-            gradients: What the step applies.
+            layout: Layout of the state.
+            trainables: Trained parameters, in element-space order.
+            gradients: Gradient of each parameter in the step; None for a parameter without one.
         """
         if self._has_news:
             self._num_records += 1
@@ -162,14 +166,15 @@ class ForwardHooks:
         return [] if self._compiled else [c for number in outside for c in self._spans[number]]
 
     def begin(self, running: RunningPass) -> list[int]:
-        """Wait for this pass from now on; it is to be started afterwards.
+        """Make readers wait for this pass from now on. Call this before the pass is started.
 
         Returns:
-            More chunks for the step itself to wait for: parameters in them cannot be watched.
+            More chunks that the step itself must wait for, since their parameters cannot be
+            watched.
         """
         self._watch.release_all()
         self._owner = threading.get_ident()
-        self._num_steps += 1  # a call that was interrupted has not said that it ended
+        self._num_steps += 1  # makes stale the notes of a call that was interrupted
         self._entered = self._root_entered = False
         self._record.start_over()
         self._running = running
@@ -180,7 +185,7 @@ class ForwardHooks:
         return [c for tensor in stuck for c in self._spans[self._numbers[id(tensor)]]]
 
     def wait_for(self, chunks: Sequence[int]) -> None:
-        """Wait for what `plan` and `begin` have returned, within the step."""
+        """Wait, within the step, for the chunks that `plan` and `begin` have returned."""
         running = self._running
         if running is not None:
             running.wait_for(chunks)
@@ -191,13 +196,13 @@ class ForwardHooks:
                 )
 
     def release(self) -> None:
-        """There is no pass to wait for any more."""
+        """Note that there is no pass to wait for any more."""
         self._running = None
         self._watch.release_all()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Do not wait while the optimizer itself looks at the model's state dict."""
+        """Do not wait in this block, in which the optimizer itself reads the model's state dict."""
         self._calls.is_suspended = True
         try:
             yield
@@ -205,7 +210,7 @@ class ForwardHooks:
             self._calls.is_suspended = False
 
     def before(self, number: int) -> None:
-        """Wait for what a module needs, which is about to run."""
+        """Wait for the parameters that a module needs, before the module runs."""
         self._entered = True
         if number == 0:
             self._root_entered = True
@@ -215,7 +220,8 @@ class ForwardHooks:
         if calls.step != self._num_steps:
             calls.step, calls.outermost = self._num_steps, -1
         try:
-            if calls.outermost in (-1, number):  # if interrupted, a call did not say that it ended
+            # A call that was interrupted did not reset `outermost`.
+            if calls.outermost in (-1, number):
                 calls.is_recorded = self._enter(number)
                 calls.outermost, calls.has_gradients = number, _has_gradients()
                 calls.stack.clear()
@@ -231,18 +237,22 @@ class ForwardHooks:
             raise
 
     def after(self, number: int) -> None:
-        """At the end of a call that was not part of another one, wait for everything."""
+        """Note the end of a module's call; after an outermost call, wait for all parameters."""
         calls = self._calls
         if number in calls.stack:
             while calls.stack.pop() != number:
                 pass
         if number == calls.outermost and calls.step == self._num_steps:
             calls.outermost = -1
-            # An error is not raised amid another one, where nobody would see it.
+            # If the call itself has failed, the error of the step is left for a later call.
             self.wait(errors=sys.exc_info()[0] is None)
 
     def wait(self, *, errors: bool = True) -> None:
-        """Wait for all parameters."""
+        """Wait for all parameters.
+
+        Args:
+            errors: Whether the error of a failed step is raised here, and not by a later call.
+        """
         running = self._running
         if running is not None and not self._calls.is_suspended:
             running.wait_ended()
@@ -252,30 +262,30 @@ class ForwardHooks:
                 running.raise_error()
 
     def wait_unwatched(self) -> None:
-        """Wait for all parameters, for somebody who must find them as they always are."""
+        """Wait for all parameters, and give them back their ordinary classes."""
         self.wait()
         if not self._calls.is_suspended:
             self._watch.release_all()
 
     @property
     def sees_readers(self) -> bool:
-        """Whether whoever reads a parameter waits for it, wherever that is."""
+        """Whether every use of a parameter through torch is observed, and waits for it."""
         return not self._compiled
 
     @property
     def knows_compiled(self) -> bool:
-        """Whether everything is waited for at the entry of the model: part of it is compiled."""
+        """Whether part of the model is compiled, so that its entry waits for all parameters."""
         return self._compiled
 
     def before_compiled(self, number: int) -> None:
-        """Wait for everything before compiled code runs, in which there are no hooks."""
+        """Wait for all parameters before compiled code runs, since it runs no hooks."""
         self._know_compiled()
         if number == 0:
             self._root_entered = True
         self.wait_unwatched()
 
     def compiling_begins(self) -> None:
-        """Let what is compiled on the thread that takes steps find ordinary parameters."""
+        """Pause the watch, so that a compiler on the thread of steps finds ordinary classes."""
         if threading.get_ident() != self._owner or not self._watch:
             return
         num_recompiled = compiling.num_recompiled(f"{self._watch.label}'>")
@@ -290,12 +300,16 @@ class ForwardHooks:
         self._watch.pause()
 
     def compiling_ended(self) -> None:
-        """Watch again what has not been waited for."""
+        """Resume the watch on parameters that have not been waited for."""
         if threading.get_ident() == self._owner and self._watch:
             self._watch.resume()
 
     def _enter(self, number: int) -> bool:
-        """Wait for everything if this call is not like those before; return if it is recorded."""
+        """Begin an outermost call; if its kind is new, wait for all parameters.
+
+        Returns:
+            Whether the call is recorded.
+        """
         if not self._compiled and any(map(compiling.is_compiled, self._modules)):
             self._know_compiled()
         kind = (
@@ -324,12 +338,16 @@ class ForwardHooks:
         self._compiled, self._recording = True, False
 
     def _before_use(self, parameter: torch.Tensor | None) -> bool:
-        """Wait for a parameter that is about to be read or changed; None stands for any of them."""
+        """Wait for a parameter that is about to be used; None means that any may be used.
+
+        Returns:
+            Whether the parameter gets its ordinary class back; see `Watch`.
+        """
         if compiling.is_compiling_here():
-            return False  # it looks at the tensor, not at its values
+            return False  # the compiler looks at the tensor, not at its values
         running = self._running
         if running is not None and not running.begun and threading.get_ident() == self._owner:
-            return False  # a signal handler amid step(): the step has not changed anything yet
+            return False  # a signal handler interrupted step(), which has not changed anything yet
         if parameter is None:
             self.wait()
             return True
@@ -341,7 +359,7 @@ class ForwardHooks:
         return True
 
     def _settle(self, numbers: Sequence[int], parameters: Iterable[torch.Tensor]) -> None:
-        """Wait for parameters by number, and let them, and others, be as they always are."""
+        """Wait for parameters by number, and stop watching them and further parameters."""
         running = self._running
         if running is not None:
             running.wait_for(c for number in numbers for c in self._spans[number])
@@ -382,7 +400,7 @@ class ForwardHooks:
 
 
 class _Hook:
-    """One hook on one module. It does not keep its owner alive; a copy of it does nothing."""
+    """A hook on a module. It does not keep its owner alive; a copy of the hook does nothing."""
 
     def __init__(self, owner: ForwardHooks, key: int, number: int) -> None:
         self._owner = weakref.ref(owner)
@@ -394,7 +412,7 @@ class _Hook:
 
 
 class _Inert:
-    """What a hook becomes in a copy of the model."""
+    """Replacement of a hook in a copy of the model."""
 
     def __call__(self, *_: Any) -> None:
         """Do nothing."""

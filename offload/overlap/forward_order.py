@@ -1,7 +1,7 @@
-"""What the first forwards tell: which modules run in which order, and who reads which parameter.
+"""Record of the first forwards: the order of modules, and the readers of parameters.
 
-Modules say when they are about to run, through their pre-forward hooks. What is read before the
-module that owns it has run is noted by a `Watch`.
+Pre-forward hooks report that a module is about to run. A `Watch` reports reads of a parameter
+before the module that owns it has run.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ import torch
 
 
 class ForwardOrder:
-    """A record of the first forward, and of some later ones."""
+    """Record of the first forward, and of some later ones."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, torch.Tensor] = {}
-        """By id: those that are known; held, so that ids stay theirs."""
+        """Known parameters, by id. They are kept alive so that their ids stay unique."""
         self._turns: dict[int, int] = {}
-        """By id of a parameter: how many modules had begun to run when it was first needed."""
+        """Number of modules that had begun to run when a parameter was first needed, by its id."""
         self._readers: dict[int, int] = {}
-        """By id of a parameter that was read before its own module ran: the module that did."""
+        """Number of the module that read a parameter before its own module ran, by the
+        parameter's id."""
         self._num_ran = 0
 
     def start_over(self) -> None:
-        """Note that what comes next is a forward of another step."""
+        """Note that the next forward belongs to another step."""
         self._num_ran = 0
 
     def ran(self, own: Iterable[torch.Tensor]) -> None:
-        """Note that a module is about to run, which owns these parameters."""
+        """Note that the module that owns these parameters is about to run."""
         self._num_ran += 1
         for parameter in own:
             self._note(parameter)
@@ -37,25 +38,28 @@ class ForwardOrder:
         """Note that a parameter is read before the module that owns it has run.
 
         Args:
-            parameter: That is read.
-            reader: The innermost module that is running, by number; None outside of all.
+            parameter: Parameter that is read.
+            reader: Number of the innermost module that is running; None outside of all modules.
         """
         if id(parameter) not in self._turns and reader is not None:
             self._readers[id(parameter)] = reader
         self._note(parameter)
 
     def turn(self, parameter: torch.Tensor) -> int | None:
-        """Return when a parameter is first needed, counted in modules; None if it never was."""
+        """Return how many modules had begun to run when a parameter was first needed.
+
+        None means that the parameter was never needed.
+        """
         return self._turns.get(id(parameter))
 
     def readers(self, numbers: Mapping[int, int]) -> dict[int, list[int]]:
-        """Return what modules read before it is its own module's turn.
+        """Return the parameters that modules read before the module that owns them has run.
 
         Args:
-            numbers: Of the parameters to return, by id.
+            numbers: Numbers of the parameters to return, by id.
 
         Returns:
-            Numbers of parameters, by number of the module.
+            Numbers of parameters, by number of the module that reads them.
         """
         found: dict[int, list[int]] = {}
         for parameter, reader in self._readers.items():

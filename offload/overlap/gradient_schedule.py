@@ -1,4 +1,4 @@
-"""Which chunk to step next, while a backward produces the gradients one by one."""
+"""Order in which chunks are stepped while a backward produces the gradients one by one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from offload.update.updater import ChunkUpdater
 
 
 class GradientSchedule:
-    """Yields each chunk of a pass when all gradients of its parameters are there.
+    """Iterable over the chunks of a pass, each as soon as all its gradients are final.
 
-    The order is fixed in advance, as the ring reads ahead. When no more gradients will come, the
-    chunks that are left follow, if anything is to be done to them.
+    The order is fixed in advance, since the ring reads ahead. When no more gradients will come, the
+    remaining chunks follow, if they have to be stepped or moved.
 
     Args:
-        layout: Where the parameters lie.
-        state_pass: Names the chunks, in the order to follow; its updater gets the gradients.
+        layout: Layout of the state.
+        state_pass: Pass with the chunks, in the order to follow. Its updater gets the gradients.
     """
 
     def __init__(self, layout: Layout, state_pass: StatePass) -> None:
@@ -38,13 +38,13 @@ class GradientSchedule:
         self.peak_bytes = 0
         """Most bytes of gradients that were held at once."""
         self.ready: list[int] = []
-        """Chunks in the order in which the last of their gradients came."""
+        """Chunks that are ready, in the order in which the last of their gradients came."""
         self._changed = Monitor()
         self._is_complete = False
         self._is_abandoned = False
 
     def give(self, number: int, gradient: torch.Tensor) -> None:
-        """Hand over the final gradient of a parameter."""
+        """Add the final gradient of a parameter; any thread may call this."""
         with self._changed:
             updater = self._pass.updater
             if not isinstance(updater, ChunkUpdater):
@@ -61,7 +61,7 @@ class GradientSchedule:
             self._changed.notify_all()
 
     def complete(self) -> None:
-        """Say that parameters without a gradient get none."""
+        """Note that no more gradients will come."""
         with self._changed:
             self._is_complete = True
             self._changed.notify_all()
@@ -73,7 +73,7 @@ class GradientSchedule:
             self._changed.notify_all()
 
     def order(self) -> list[int]:
-        """Return all chunks, in the order in which the gradients came this time."""
+        """Return all chunks, in the order in which their gradients came in this pass."""
         seen = set(self.ready)
         return self.ready + [c for c in self._pass.chunks if c not in seen]
 
@@ -91,7 +91,14 @@ class GradientSchedule:
             self._applied(chunk)
 
     def _wait_for(self, chunk: int) -> bool:
-        """Wait until a chunk can be stepped; False if its gradients will not all come."""
+        """Wait until all gradients of a chunk are final, or no more will come.
+
+        Returns:
+            Whether all gradients are final.
+
+        Raises:
+            OverlapError: The pass was abandoned.
+        """
         self._changed.wait_until(
             lambda: not self._num_missing[chunk] or self._is_complete or self._is_abandoned
         )

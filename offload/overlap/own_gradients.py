@@ -1,9 +1,10 @@
-"""Gradients of a step that goes on after `step()` has returned: nobody else may write into them.
+"""Protection of gradients against writes by the program while a step goes on after `step()`.
 
-A gradient that autograd made belongs to its parameter alone, and is taken as it is. One that the
-program can still reach (it kept the tensor, a view of it or its storage, or made it of memory of
-its own, such as a flat buffer for all gradients) may be written at any moment, mostly to clear it
-for the next batch. Such a gradient is copied within `step()`, while it still has its values.
+A gradient that autograd made belongs to its parameter alone, and is used without a copy. But the
+program may still reach a gradient: it kept the tensor, a view of it or its storage, or made it from
+memory of its own, such as a flat buffer for all gradients. It may write to such a gradient at any
+moment, mostly to clear it for the next batch. So `step()` copies such a gradient while it still has
+its values.
 """
 
 from __future__ import annotations
@@ -14,40 +15,44 @@ from weakref import getweakrefcount
 
 import torch
 
-# torch declares neither.
+# torch's type stubs declare neither function.
 _num_owners: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 _num_storage_owners: Any = torch._C._storage_Use_Count
 
 
 _Owners: TypeAlias = tuple[int, int, int, int, bool, int]
-"""Who can reach a gradient; counts include those who do so in order to count.
+"""Counts of references to a gradient, including those that exist only for counting.
 
-References of Python to the tensor; weak ones; of C++ to the tensor (its parameter, Python, DLPack,
-a graph); of Python to the memory; whether the memory is NumPy's, somebody else's, or shared with
-other processes; of C++ to the memory (each tensor that is a view of it, NumPy, Python).
+In order: Python's references to the tensor; weak references to it; C++'s references to it (by its
+parameter, Python, DLPack, a graph); Python's references to the storage; whether the memory belongs
+to NumPy or another library, or is shared with other processes; C++'s references to the storage (by
+each tensor that is a view of it, NumPy, Python).
 """
 
 
 def copy_what_others_hold(gradients: list[torch.Tensor | None]) -> int:
-    """Replace gradients that somebody else could write by copies.
+    """Replace gradients in the list by copies, if the program could still write to them.
 
-    For a gradient that nobody else has this takes 2 to 4 microseconds, whatever its size. It may
-    copy more than it must (one that a local variable still names), and never less. It does not
-    know of who has only an address, such as ``gradient.data_ptr()``.
+    A gradient that is not copied takes 2 to 4 microseconds, whatever its size. The function may
+    copy more than necessary (a gradient that a local variable still names), but never less. It
+    cannot detect code that has only an address, such as ``gradient.data_ptr()``.
 
     Args:
-        gradients: Of all parameters; only this list and the parameters may refer to them.
+        gradients: Gradients of all parameters, None for a parameter without one. The caller must
+            refer to them only by this list and the parameters: any further reference counts as one
+            of the program.
 
     Returns:
-        The bytes of the copies.
+        Size of the copies in bytes.
     """
     probe = torch.empty(1, dtype=torch.float32, device="cpu")
     probe.grad = torch.empty(1, dtype=torch.float32, device="cpu")
-    # Each time, and in the same way: how torch, Python and debuggers count is their own affair.
+    # Count an unshared gradient at each call, in the same way, for comparison: the counts depend on
+    # the versions of torch and Python, and on debuggers.
     (alone,) = _owners_of([probe.grad])
     owners = _owners_of(gradients)
     held: list[int] = []
-    parts: dict[int, list[int]] = {}  # gradients by the memory that they are parts of
+    parts: dict[int, list[int]] = {}  # numbers of gradients that share a storage, by storage
     for number, found in enumerate(owners):
         gradient = gradients[number]
         if found is None or found == alone or gradient is None:
@@ -59,7 +64,7 @@ def copy_what_others_hold(gradients: list[torch.Tensor | None]) -> int:
     for numbers in parts.values():
         found = owners[numbers[0]]
         if found is None or alone is None or found[-1] - alone[-1] != len(numbers) - 1:
-            held += numbers  # they are not all that there is
+            held += numbers  # something else refers to the storage
     copied = {number: _copy(gradients[number]) for number in held}
     num_bytes = 0
     for number, gradient in copied.items():
@@ -69,14 +74,14 @@ def copy_what_others_hold(gradients: list[torch.Tensor | None]) -> int:
 
 
 def _owners_of(gradients: list[torch.Tensor | None]) -> list[_Owners | None]:
-    """Count the owners of each gradient, for which the caller has nothing but the list."""
+    """Count the references to each gradient. The caller must refer to it only by the list."""
     found: list[_Owners | None] = []
     for gradient in gradients:
         if gradient is None:
             found.append(None)
             continue
         storage = gradient.untyped_storage()
-        shared = gradient.is_cpu and storage.is_shared()  # on a GPU it always is
+        shared = gradient.is_cpu and storage.is_shared()  # is_shared() is always true on a GPU
         found.append(
             (
                 getrefcount(gradient),

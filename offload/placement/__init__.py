@@ -1,4 +1,4 @@
-"""Where chunks are updated: measured rates, a model of the time that a step takes, and the choice.
+"""Placement of the update: measured rates, a model of the time that a step takes, and the choice.
 
 This wing may know `stream.drives`, `update`, `device`, `model`, `format`, `options` and `gds`. It
 never imports `engine`.

@@ -1,4 +1,4 @@
-"""Where state is while it is updated: in host memory, or on the parameters' device."""
+"""Choice of the memory for state during updates: host memory, or the parameters' device."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class StateDevice:
-    """Chooses for one optimizer; with ``placement="auto"`` once, for all of its life.
+    """Chooses the placement for one optimizer. With ``placement="auto"`` it decides only once.
 
     Args:
-        options: The user's.
-        rule: The optimizer's.
-        pool: Updates on the CPU; measured.
-        drives: Of the store; measured.
+        options: Options of the user.
+        rule: Update rule of the optimizer.
+        pool: Pool that updates state on the CPU; its rate is measured.
+        drives: Drives of the store; their rates are measured.
     """
 
     def __init__(
@@ -46,11 +46,18 @@ class StateDevice:
     def choose(
         self, groups: Groups, layout: Layout, trainables: Sequence[Trainable]
     ) -> Compute | None:
-        """Return what updates state on the parameters' device; None if the CPU does.
+        """Return the compute of the parameters' device; None if the CPU updates state.
+
+        Args:
+            groups: ``param_groups``.
+            layout: Layout of the state.
+            trainables: Trainable parameters of the layout.
 
         Raises:
-            UnsupportedParameterError: ``placement="device"``, and a parameter is elsewhere.
-            UnsupportedOptimizerError: Likewise, and the step is not possible there.
+            UnsupportedParameterError: ``placement="device"`` is set, and the parameters are not all
+                on one device with kernels.
+            UnsupportedOptimizerError: ``placement="device"`` is set, and the step is not possible
+                on a device.
         """
         placement = self._options.placement
         if placement == "host" or not trainables:
@@ -96,13 +103,13 @@ class StateDevice:
 
 
 def device_of(groups: Groups) -> torch.device | None:
-    """Return the device that a parameter is on, or None if all are in host memory."""
+    """Return the device of the first parameter that is on one; None if all are in host memory."""
     parameters = (p for group in groups for p in group["params"])
     return next((p.device for p in parameters if is_on_device(p)), None)
 
 
 def why_not_there(trainables: Sequence[Trainable]) -> str:
-    """Return why parameters are not all on one device that computes, or an empty string."""
+    """Return why the parameters are not all on one device with kernels; empty if they are."""
     first = trainables[0]
     for trainable in trainables:
         name, device = trainable.spec.name, trainable.tensor.device

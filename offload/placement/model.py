@@ -1,6 +1,6 @@
-"""Where the parameters of a device are best updated: there, or on the CPU next to the drive.
+"""Model of the time that a step takes on the parameters' device, and on the CPU.
 
-Arithmetic alone; `rates` measures what it starts from.
+This module is pure arithmetic; `rates` measures its inputs.
 """
 
 from __future__ import annotations
@@ -11,34 +11,38 @@ from typing import Literal, NamedTuple, TypeAlias
 Place: TypeAlias = Literal["host", "device"]
 
 _WORTH = 0.95
-"""State goes into device memory only where a step takes at most this part of its time on the CPU:
-the ring takes memory there that the model could use."""
+"""Maximal ratio of a step's time on the device to its time on the CPU, for state to be placed in
+device memory. It is below 1 because the ring takes device memory that the model could use."""
 
 _MOST_GBPS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What was measured, in gigabytes (1e9 bytes) per second."""
+    """Measured rates, in gigabytes (1e9 bytes) per second."""
 
     drive_gbps: float
-    """Of the drives, of as many bytes read as written at the same time, both together."""
+    """Rate of the drives: reads and writes of equal size at the same time, both added up."""
 
     update_gbps: float
-    """At which the CPU's cores read and write state as they update it, both together."""
+    """Rate of updates on the CPU's cores: bytes of state read and written, both added up."""
 
     to_host_gbps: float
-    """Of the link from the device."""
+    """Rate of the link from the device."""
 
     to_device_gbps: float
-    """Of the link to it."""
+    """Rate of the link to the device."""
 
     direct: bool
-    """Whether state goes between drive and device without passing through host memory: GPUDirect
-    Storage, not its compatibility mode."""
+    """Whether state moves between drive and device without passing through host memory: by
+    GPUDirect Storage, not by its compatibility mode."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no rate."""
+        """Check that every value is a rate.
+
+        Raises:
+            ValueError: A value is not a rate in GB/s, or `direct` is not a bool.
+        """
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "direct":
@@ -50,7 +54,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
-    """What one step of a model moves."""
+    """Bytes that one step of a model moves."""
 
     state: int
     """Bytes of optimizer state, which are read and written."""
@@ -59,27 +63,27 @@ class StepBytes:
     parameters: int
 
     kept_on_host: int = 0
-    """Of the state: what would stay in host memory between steps if they were taken there."""
+    """Bytes of the state that would stay in host memory between steps on the host."""
 
     kept_on_device: int = 0
-    """Of the state: what would stay in device memory if they were taken there."""
+    """Bytes of the state that would stay in device memory between steps on the device."""
 
 
 class Decision(NamedTuple):
-    """Where steps are taken."""
+    """Placement of steps."""
 
     place: Place
 
     reason: str
-    """Why, in a sentence for people."""
+    """Reason in a sentence for people."""
 
 
 def decide(step: StepBytes, rates: Rates | str) -> Decision:
-    """Choose as `choose_placement` does, and say why.
+    """Choose as `choose_placement` does, and give a reason.
 
     Args:
-        step: What it moves.
-        rates: What was measured; or why nothing was, and then steps are taken on the host.
+        step: Bytes that a step moves.
+        rates: Measured rates; or the reason why nothing was measured, and then the host is chosen.
     """
     if isinstance(rates, str):
         return Decision("host", f"steps are taken on the CPU, because {rates}")
@@ -97,10 +101,10 @@ def decide(step: StepBytes, rates: Rates | str) -> Decision:
 
 
 def choose_placement(step: StepBytes, rates: Rates) -> Place:
-    """Return where a step takes less time; on the host if that makes no great difference.
+    """Return the place of faster steps; the host if the device is not much faster.
 
-    All that a step does it does at the same time, so its time is that of the slowest part. On a
-    device the arithmetic is never that.
+    All parts of a step happen at the same time, so a step takes as long as its slowest part. On a
+    device the arithmetic is never the slowest part.
     """
     return "device" if device_s(step, rates) <= _WORTH * host_s(step, rates) else "host"
 
@@ -111,12 +115,12 @@ def host_s(step: StepBytes, rates: Rates) -> float:
 
 
 def device_s(step: StepBytes, rates: Rates) -> float:
-    """Return the seconds of a step on the device: state crosses the link, however it does that."""
+    """Return the seconds of a step on the device: state crosses the link, directly or not."""
     return max(_device_parts(step, rates).values())
 
 
 def _host_parts(step: StepBytes, rates: Rates) -> dict[str, float]:
-    """Return the seconds of everything that a step on the CPU does at the same time."""
+    """Return the seconds of each part of a step on the CPU; the parts happen at the same time."""
     return {
         "the drives": 2 * (step.state - step.kept_on_host) / 1e9 / rates.drive_gbps,
         "the CPU": 2 * step.state / 1e9 / rates.update_gbps,
@@ -133,7 +137,7 @@ def _device_parts(step: StepBytes, rates: Rates) -> dict[str, float]:
         "the link to the device": crossing / rates.to_device_gbps,
     }
     if not rates.direct:
-        # A copy reads and writes host memory once more, where a CPU's update would be.
+        # Such a copy reads and writes as many bytes of host memory as an update on the CPU.
         parts["copies through host memory"] = 2 * crossing / rates.update_gbps
     return parts
 

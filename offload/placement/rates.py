@@ -1,9 +1,9 @@
-"""Measuring how fast state moves and is updated here: what `placement` decides with.
+"""Measured rates of moving and updating state, from which `placement.model` decides.
 
-`find_rates` takes under half a second where it measures, and remembers the result beside the data,
-as ``placement.json``: a device's arithmetic differs from a CPU's in last bits (`docs/device.md`),
-so the same run should not be placed now here, now there, by what else a machine was doing when it
-was measured. The file may be removed at any time; everything is then measured anew.
+If `find_rates` measures, its timed copies and updates take under half a second. It stores the
+result beside the data, as ``placement.json``. A device's results differ from a CPU's in the last
+bits (`docs/device.md`), so the placement of a run should not vary with other load on the machine
+during a measurement. The file may be removed at any time; everything is then measured again.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from offload.update.updater import ChunkUpdater
 
 _FORMAT_VERSION = 1
 _TRIAL_ELEMENTS = 8 << 20
-"""Of the update that is timed: 96 MiB of FP32 state with Adam, more than caches hold."""
+"""Elements of the timed update: 96 MiB of FP32 state with Adam, more than caches hold."""
 
 _TRIAL_S = 0.2
 _MOST_TRIALS = 5
 _COPY_BYTES = 64 << 20
 _COPIES = 4
-"""Of that size, one after another, in one sample."""
+"""Successive copies of `_COPY_BYTES` in one sample."""
 
 _SAMPLES = 3
 _PLATFORM_FILES = ("/proc/driver/nvidia/version", "/proc/driver/nvidia-fs/version")
@@ -53,32 +53,32 @@ Clock: TypeAlias = Callable[[], float]
 
 @runtime_checkable
 class MovesDeviceMemory(Protocol):
-    """A backend that does, and knows which way: `gds.kvikio.KvikioBackend`."""
+    """A backend that moves device memory and knows its paths: `gds.kvikio.KvikioBackend`."""
 
     def paths_in(self, directory: str) -> Mapping[Any, Any]:
-        """Say for ``"read"`` and ``"write"`` how device memory is moved there."""
+        """Return the path of device memory for ``"read"`` and for ``"write"`` in a directory."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Whose rates are to be found."""
+    """Hardware and model whose rates are measured."""
 
     backends: Sequence[Backend]
-    """One for each directory; not wrapped."""
+    """Backends without wrappers, one for each directory."""
 
     directories: Sequence[str]
-    """The store: one on each drive."""
+    """Directories of the store, one on each drive."""
 
     drive_gbps: float
-    """Of all drives together, as `Drives.rates` has it: reads and writes at once; 0 if that was
+    """Rate of all drives together for reads and writes at once, as in `Drives.rates`; 0 if it was
     not measured."""
 
     device: torch.device
-    """Where the parameters are."""
+    """Device of the parameters."""
 
     pool: UpdatePool
-    """Nothing else may use it meanwhile."""
+    """Pool that updates state on the CPU. Nothing else may use it during a measurement."""
 
     rule: UpdateRule
     groups: Sequence[Mapping[str, Any]]
@@ -88,12 +88,14 @@ class Site:
 
 
 def step_bytes(layout: Layout, *, kept_on_host: int = 0, kept_on_device: int = 0) -> StepBytes:
-    """Return what a step of a layout moves, gradients being of their parameters' dtypes.
+    """Return the bytes that a step moves, with gradients in the dtypes of their parameters.
 
     Args:
-        layout: Of the state.
-        kept_on_host: Bytes of state that may stay in host memory if steps are taken there.
-        kept_on_device: Likewise in device memory; both are cut to what there is.
+        layout: Layout of the state.
+        kept_on_host: Bytes of state that may stay in host memory with steps on the host; limited to
+            the bytes of all state.
+        kept_on_device: Bytes of state that may stay in device memory with steps on the device;
+            limited to the bytes of all state.
     """
     parameters = sum(p.num_elements * DTYPE_BYTES[p.dtype] for p in layout.parameters)
     return StepBytes(
@@ -106,12 +108,16 @@ def step_bytes(layout: Layout, *, kept_on_host: int = 0, kept_on_device: int = 0
 
 
 def find_rates(site: Site, *, clock: Clock = time.perf_counter) -> Rates | str:
-    """Return what was measured before under the same conditions, or measure it and remember it.
+    """Return the rates stored under the same conditions, or measure and store them.
 
-    Waits for what has been queued on the current stream of the device, where it measures.
+    A measurement waits for the work that is queued on the device's current stream.
+
+    Args:
+        site: Hardware and model.
+        clock: Clock for the measurements.
 
     Returns:
-        The rates; or, for people, why there are none: then the host is the place.
+        The rates; or the reason why there are none, for people. Steps then belong on the host.
     """
     if reason := _why_not(site):
         return reason
@@ -130,12 +136,17 @@ def find_rates(site: Site, *, clock: Clock = time.perf_counter) -> Rates | str:
 
 
 def measure_rates(site: Site, *, clock: Clock = time.perf_counter) -> Rates | str:
-    """Measure the link and the CPU, and find out which way device memory goes.
+    """Measure the link and the CPU, and find the path of device memory.
 
-    The latter tries cuFile in a child process, once for each file system, and can take seconds.
+    The search for the path tries cuFile in a child process, once for each file system, and can take
+    seconds.
+
+    Args:
+        site: Hardware and model.
+        clock: Clock for the measurements.
 
     Returns:
-        As `find_rates`.
+        The rates, or the reason why there are none; see `find_rates`.
     """
     if reason := _why_not(site):
         return reason
@@ -151,7 +162,7 @@ def measure_rates(site: Site, *, clock: Clock = time.perf_counter) -> Rates | st
     try:
         to_host, to_device = link_gbps(site.device, clock=clock)
     except (RuntimeError, MemoryError) as error:
-        # What torch raises where there is no memory left: none for a ring there, either.
+        # torch raises these if no memory is left. Then there is none for a ring on the device.
         return f"the link to {site.device} could not be measured: {' '.join(str(error).split())}"
     return Rates(
         drive_gbps=site.drive_gbps,
@@ -165,14 +176,15 @@ def measure_rates(site: Site, *, clock: Clock = time.perf_counter) -> Rates | st
 def link_gbps(device: torch.device, *, clock: Clock = time.perf_counter) -> tuple[float, float]:
     """Return GB/s of copies from a device to page-locked memory, and of copies to the device.
 
-    The best of a few samples: what the link can do, rather than what was left of it just then.
+    Each is the best of a few samples, to measure what the link can do rather than its momentary
+    load.
     """
     boundary = boundary_of(device)
     host = boundary.allocate(_COPY_BYTES)
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-    # The memory may have been another tensor's, which kernels that are queued still use.
+    # The memory may have belonged to another tensor, which queued kernels still use.
     boundary.wait(boundary.now())
-    host.zero_()  # touched, before it is timed
+    host.zero_()  # touches the memory before it is timed
     return (
         _copies_gbps(boundary, boundary.fetch, (there, host), clock),
         _copies_gbps(boundary, boundary.send, (host, there), clock),
@@ -187,20 +199,20 @@ def update_gbps(
     *,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Return GB/s of state, read and written, at which a CPU updates chunks like those of a layout.
+    """Return GB/s of state, read and written, at which the CPU updates chunks like a layout's.
 
-    It is the step itself, digests included, on memory of its own: up to `_TRIAL_ELEMENTS` of a
-    parameter such as the layout's largest one. The best of a few passes.
+    This times the step itself, with digests, on separate memory: up to `_TRIAL_ELEMENTS` elements
+    of a parameter like the layout's largest one. The result is the best of a few passes.
 
     Args:
-        pool: Runs it; nothing else may use it meanwhile.
-        rule: What is stepped.
+        pool: Pool that runs the step. Nothing else may use it meanwhile.
+        rule: Update rule of the step.
         groups: ``param_groups``.
-        layout: Says how state is stored; there must be some.
-        clock: Read before and after each pass.
+        layout: Layout that determines how state is stored. It must have some state.
+        clock: Clock that is read before and after each pass.
     """
     largest = max(layout.parameters, key=lambda p: (bool(p.arrays), p.num_elements))
-    # As long as in the store: memory that fits in a cache would be faster than it ever is there.
+    # As long as a chunk of the store: memory that fits in a cache would be faster than in a step.
     num = min(layout.chunk_elements, _TRIAL_ELEMENTS)
     spec = dataclasses.replace(largest, name="trial", shape=(num,), group=0)
     trial = Layout(
@@ -225,7 +237,7 @@ def update_gbps(
     spent_s = 0.0
     best_s = float("inf")
     with torch.no_grad(), pool.all_threads():
-        # The first pass makes the state, and touches memory and threads; it is not counted.
+        # The first pass creates the state, and touches memory and threads. It is not counted.
         for number in range(1 + _MOST_TRIALS):
             updater = ChunkUpdater(
                 rule,
@@ -254,7 +266,7 @@ def update_gbps(
 
 
 def conditions_of(site: Site) -> dict[str, Any]:
-    """Return what must be the same for rates to be believed again, as JSON values."""
+    """Return the conditions under which stored rates are valid, as JSON values."""
     names = {p.dtype: list(p.arrays) for p in site.layout.parameters}
     return {
         "device": _device_name(site.device),
@@ -283,9 +295,9 @@ def save_rates(path: str, conditions: Mapping[str, Any], rates: Rates) -> None:
 
 
 def load_rates(path: str, conditions: Mapping[str, Any]) -> Rates | None:
-    """Return the rates in a file, if they are any, and were measured under the same conditions.
+    """Return the rates in a file; None if it has none, or they are from other conditions.
 
-    Never raises: whatever is wrong with the file, the remedy is to measure again.
+    Never raises: the remedy for any defect of the file is another measurement.
     """
     try:
         content = json.loads(read_small_file(path))
@@ -297,7 +309,7 @@ def load_rates(path: str, conditions: Mapping[str, Any]) -> Rates | None:
 
 
 def _why_not(site: Site) -> str:
-    """Say why nothing need be measured; empty where it has to be."""
+    """Return why nothing can or need be measured; empty if a measurement is needed."""
     if site.device.type not in BOUNDARIES:
         return f"there is no way between {site.device} and host memory"
     for backend in site.backends:

@@ -1,4 +1,4 @@
-"""Which checkpoints a store keeps: policies, and pins that users have given names.
+"""The choice of checkpoints that a store keeps: policies, and pins that users have named.
 
 This wing may know `format` and the files of `gds`. It never imports torch, nor a wing above it.
 """

@@ -1,13 +1,14 @@
 """Pins: names that a user gives to checkpoints, which keep them from being recycled.
 
-A pin is a small file ``pins/<name>`` in the store. It is replaced atomically, so that a name can be
-moved from one checkpoint to another with no instant without it, and is durable when the call that
-made it returns.
+A pin is a small file ``pins/<name>`` in the store. The file is replaced atomically. So when a name
+moves from one checkpoint to another, it is never missing in between. A pin is durable when the call
+that made it returns.
 
-Against the training process: whoever pins holds a shared lock on the checkpoint, or is the training
-process itself. That one looks for pins again when it has the exclusive lock without which no
-checkpoint is withdrawn. So a pin either comes in time or is refused. What it sees then it makes
-durable first: a name may just have been moved, by a process that has died since.
+A pin cannot race with recycling. A process that makes a pin holds a shared lock on the checkpoint,
+or is the training process itself. The training process needs an exclusive lock to withdraw a
+checkpoint, and it looks for pins again when it has that lock. So a pin either comes in time or is
+refused. The training process syncs the pins that it sees before it decides. Without this, power
+loss could undo the move of a pin whose process has died since.
 """
 
 from __future__ import annotations
@@ -36,20 +37,24 @@ _BYTES = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """One name, and the checkpoint that has it."""
+    """A name, and the checkpoint that the name keeps."""
 
     name: str
-    """Letters, digits, ``.``, ``_`` and ``-``; at most 64."""
+    """Letters, digits, ``.``, ``_`` and ``-``, at most 64 of them; the first is a letter or a
+    digit."""
 
     checkpoint: str
-    """Name of its directory in the store."""
+    """Name of the checkpoint's directory in the store."""
 
     store_id: str
+    """Identifier of the checkpoint's store, 32 hexadecimal digits."""
+
     generation: int
-    """With `store_id`: which checkpoint that was, should another one get its directory's name."""
+    """Generation of the checkpoint. With `store_id` it identifies the checkpoint, even if another
+    one gets the name of its directory."""
 
     def means(self, path: str, manifest: Manifest) -> bool:
-        """Return whether it is a pin of this checkpoint."""
+        """Return whether this is a pin of the checkpoint at `path` that has this manifest."""
         return (self.checkpoint, self.store_id, self.generation) == (
             os.path.basename(path),
             manifest.store_id,
@@ -59,37 +64,42 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class FoundPins:
-    """The pins of a store."""
+    """The pins of a store, as they were read."""
 
     pins: tuple[Pin, ...] = ()
-    """By name."""
+    """Pins that could be read, in the order of their names."""
 
     unreadable: tuple[str, ...] = ()
-    """A sentence about each that cannot be read: nobody knows what it keeps."""
+    """One sentence for each pin that cannot be read. It is unknown which checkpoint such a pin
+    keeps."""
 
     failures: tuple[StorageError, ...] = ()
-    """Of those, the errors that say nothing about what the pin holds: it may be whole."""
+    """Errors of unreadable pins that say nothing about the content: the pin may be intact."""
 
     def of(self, path: str, manifest: Manifest) -> tuple[str, ...]:
         """Return the names of a checkpoint's pins."""
         return tuple(pin.name for pin in self.pins if pin.means(path, manifest))
 
     def at(self, path: str) -> tuple[str, ...]:
-        """Return the names of all pins on a directory, whatever is in it now."""
+        """Return the names of all pins on a directory, whatever checkpoint it holds now."""
         return tuple(pin.name for pin in self.pins if pin.checkpoint == os.path.basename(path))
 
     def dangling(self, checkpoints: Sequence[tuple[str, Manifest]]) -> tuple[Pin, ...]:
-        """Return the pins of none of these checkpoints, each given by path and manifest."""
+        """Return the pins that belong to none of these checkpoints.
+
+        Args:
+            checkpoints: Path and manifest of each checkpoint.
+        """
         return tuple(
             pin for pin in self.pins if not any(pin.means(*found) for found in checkpoints)
         )
 
 
 def check_pin_name(name: object) -> str:
-    """Return the name of a pin if it can be one.
+    """Return the name if a pin may have it.
 
     Raises:
-        PinError: It cannot.
+        PinError: A pin cannot have this name.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PinError(
@@ -100,10 +110,10 @@ def check_pin_name(name: object) -> str:
 
 
 def read_pins(backend: Backend, store: str) -> FoundPins:
-    """Read the pins of a store. What is in ``pins`` under a name that no pin has is ignored.
+    """Read the pins of a store. Entries of ``pins`` whose name no pin can have are ignored.
 
     Raises:
-        gds.StorageError: The directory cannot be read.
+        gds.StorageError: The directory of pins cannot be read.
     """
     directory = f"{store}/{PINS_NAME}"
     stat = backend.stat(directory)
@@ -139,18 +149,21 @@ def write_pin(
     pin: Pin,
     guard: AbstractContextManager[None] | None = None,
 ) -> None:
-    """Make a pin, or move it; durable on return. The caller keeps its checkpoint from going.
+    """Make or move a pin; durable on return.
+
+    The caller must keep the pinned checkpoint from being recycled meanwhile.
 
     Args:
-        backend: Where the store is.
-        store: Its directory.
-        pin: What to write.
-        guard: Entered around what leaves it unknown, should it fail, whether there is a new pin.
+        backend: Storage backend of the store.
+        store: Directory of the store.
+        pin: Pin to write.
+        guard: Context manager that is entered around the steps whose failure leaves unknown whether
+            the new pin exists.
 
     Raises:
-        PinError: It is called what no pin can be.
+        PinError: A pin cannot have this name.
         UnwritableError: This user may not write to the store.
-        gds.StorageError: No space, in which case nothing has changed; or it could not be made
+        gds.StorageError: There is no space, and nothing has changed; or the pin could not be made
             durable.
     """
     check_pin_name(pin.name)
@@ -164,9 +177,10 @@ def _write_pin(backend: Backend, store: str, pin: Pin, guard: AbstractContextMan
         try:
             backend.make_dir(directory)
         except StorageError as error:
-            if error.errno != errno.EEXIST:  # somebody else was quicker
+            if error.errno != errno.EEXIST:  # another process has just made it
                 raise
-    # Hidden until it is whole; a name of its own, for another process may be at it as well.
+    # The name is hidden until the file is complete. It is unique, because another process may be
+    # writing the same pin.
     new = f"{directory}/.{pin.name}.{os.getpid()}-{threading.get_ident()}.new"
     if backend.stat(new) is not None:
         backend.remove(new)
@@ -195,12 +209,15 @@ def _write_pin(backend: Backend, store: str, pin: Pin, guard: AbstractContextMan
 def remove_pin(
     backend: Backend, store: str, name: str, guard: AbstractContextManager[None] | None = None
 ) -> None:
-    """Remove a pin, also one that cannot be read; durable on return. Arguments as for `write_pin`.
+    """Remove a pin, even one that cannot be read; durable on return.
+
+    The arguments are those of `write_pin`, with the pin's name instead of the pin.
 
     Raises:
-        CheckpointNotFoundError: There is none of this name; says which there are.
+        PinError: A pin cannot have this name.
+        CheckpointNotFoundError: There is no pin of this name. The message lists the pins.
         UnwritableError: This user may not write to the store.
-        gds.StorageError: It could not be removed, or the removal not be made durable.
+        gds.StorageError: The pin could not be removed, or its removal could not be made durable.
     """
     check_pin_name(name)
     path = f"{store}/{PINS_NAME}/{name}"
@@ -215,13 +232,16 @@ def remove_pin(
 
 
 def sync_pins(backend: Backend, store: str) -> None:
-    """Make the pins that can be seen durable, whoever has made, moved or removed them."""
+    """Make the current state of the pins durable, whichever process made, moved or removed them."""
     if backend.stat(f"{store}/{PINS_NAME}") is not None:
         backend.sync_dir(f"{store}/{PINS_NAME}")
 
 
 def drop_unfinished(backend: Backend, store: str) -> None:
-    """Remove what processes that died while they pinned have left; none must be at it now."""
+    """Remove the files of processes that died while they made a pin.
+
+    No process may be making a pin at the same time.
+    """
     directory = f"{store}/{PINS_NAME}"
     if backend.stat(directory) is not None:
         for name in backend.list_dir(directory):

@@ -1,15 +1,16 @@
-"""Which checkpoints a store keeps: small policies, put together with ``|``.
+"""Retention policies: small rules for the checkpoints that a store keeps, combined with ``|``.
 
     keep=LastK(2) | EverySteps(1000) | BestBy("val_loss")
 
-A policy looks at records of the checkpoints there are and says which of them it keeps; what no
-part of it keeps may be recycled. Beside what it says, two kinds are always kept: the newest, and
-those that have a pin. Nothing here reads a drive or a clock: the same records give the same answer.
+A policy looks at records of the existing checkpoints and returns those that it keeps. A checkpoint
+that no part of the policy keeps may be recycled. Two kinds of checkpoints are kept in addition: the
+newest one, and those with a pin. A policy reads neither a drive nor a clock: the same records give
+the same answer.
 
-Every policy is such that what it has let go of is never missed: asked again and again as
-checkpoints come, and shown only what it has kept, it keeps what it would have kept of all that
-there ever was.
-Records count in the order of their generations, which never goes back, whatever clocks do.
+No policy ever needs a checkpoint that it did not keep before. A policy may be asked again and again
+as checkpoints come, and be shown only those that it has kept. It then keeps what it would have kept
+of all checkpoints that ever existed. Policies order records by generation. Generations never go
+back, whatever clocks do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a policy is told of one complete checkpoint."""
+    """Description of one complete checkpoint for a policy."""
 
     step: int
     """Optimizer steps taken."""
@@ -35,34 +36,34 @@ class Record:
     """Counter of the store, different in every record."""
 
     created: str = ""
-    """ISO 8601 time at which the seal began, as the clock then said."""
+    """ISO 8601 time at which the seal began, according to the clock at that time."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What was measured, by name; finite."""
+    """Metrics of the checkpoint, by name; finite."""
 
     pins: tuple[str, ...] = ()
-    """Names that it has been pinned by."""
+    """Names of the checkpoint's pins."""
 
 
 class Retention(ABC):
-    """What to keep. ``a | b`` keeps what `a` keeps, and what `b` keeps."""
+    """A rule for the checkpoints to keep. ``a | b`` keeps what `a` keeps and what `b` keeps."""
 
     @property
     def most(self) -> int | None:
-        """Most checkpoints that it keeps at a time; None if their number grows with training."""
+        """Largest number of checkpoints kept at a time; None if it grows with training."""
         return None
 
     @abstractmethod
     def kept(self, records: Sequence[Record]) -> set[int]:
-        """Return the generations that it keeps.
+        """Return the generations of the checkpoints that this policy keeps.
 
         Args:
-            records: Of complete checkpoints, by rising generation.
+            records: Records of complete checkpoints, by rising generation.
         """
 
     @property
     def parts(self) -> tuple[Retention, ...]:
-        """The policies that it is put together from."""
+        """The policies that this one is combined from."""
         return (self,)
 
     def __or__(self, other: Retention) -> Retention:
@@ -78,7 +79,7 @@ class LastK(Retention):
     k: int
 
     def __post_init__(self) -> None:
-        """Refuse a number of checkpoints that is none."""
+        """Refuse a `k` that is not a whole number of at least 1, with a `ValueError`."""
         if not _is_count(self.k):
             raise ValueError(
                 f"keep must be at least 1, got {self.k!r}: with 0 there would be no checkpoint "
@@ -87,11 +88,11 @@ class LastK(Retention):
 
     @property
     def most(self) -> int:
-        """`k`."""
+        """Largest number of checkpoints kept at a time: `k`."""
         return self.k
 
     def kept(self, records: Sequence[Record]) -> set[int]:
-        """Return the last few generations."""
+        """Return the `k` highest generations."""
         return {record.generation for record in records[-self.k :]}
 
 
@@ -102,12 +103,12 @@ class EverySteps(Retention):
     steps: int
 
     def __post_init__(self) -> None:
-        """Refuse a distance that is none."""
+        """Refuse `steps` that are not a whole number of at least 1, with a `ValueError`."""
         if not _is_count(self.steps):
             raise ValueError(f"steps must be a whole number of at least 1, got {self.steps!r}")
 
     def kept(self, records: Sequence[Record]) -> set[int]:
-        """Return the first generation of each interval, but for that before the first multiple."""
+        """Return the first generation of each interval, but none before the first multiple."""
         found: dict[int, int] = {}
         for record in records:
             if record.step >= self.steps:
@@ -117,17 +118,17 @@ class EverySteps(Retention):
 
 @dataclass(frozen=True)
 class EverySeconds(Retention):
-    """Keep a checkpoint every so many seconds of the clock, for good.
+    """Keep a checkpoint every `seconds` seconds of the clock, for good.
 
-    The first is kept, and then each that is at least `seconds` younger than the one kept before it.
-    Where the clock has been set back, counting begins anew. A checkpoint whose time cannot be read
-    is not kept by this.
+    The first checkpoint is kept, and then each one that is at least `seconds` younger than the last
+    one kept. If the clock has been set back, counting begins anew. A checkpoint whose time cannot
+    be read is not kept by this policy.
     """
 
     seconds: float
 
     def __post_init__(self) -> None:
-        """Refuse a distance that is none."""
+        """Refuse `seconds` that are not a finite number above 0, with a `ValueError`."""
         if not _is_number(self.seconds) or not 0 < self.seconds < math.inf:
             raise ValueError(f"seconds must be a finite number above 0, got {self.seconds!r}")
 
@@ -149,7 +150,8 @@ class EverySeconds(Retention):
 class BestBy(Retention):
     """Keep the `k` checkpoints with the smallest (``"min"``) or largest (``"max"``) metric.
 
-    Those sealed without this metric do not take part. Of two that are equal the older is better.
+    Checkpoints sealed without this metric are ignored. Of two checkpoints with equal metrics the
+    older one is better.
     """
 
     metric: str
@@ -157,7 +159,7 @@ class BestBy(Retention):
     mode: Mode = "min"
 
     def __post_init__(self) -> None:
-        """Refuse what could not be ranked."""
+        """Refuse an empty name, a `k` below 1 or an unknown mode, with a `ValueError`."""
         if not self.metric:
             raise ValueError(f"metric must be the name of one, got {self.metric!r}")
         if not _is_count(self.k):
@@ -167,11 +169,11 @@ class BestBy(Retention):
 
     @property
     def most(self) -> int:
-        """`k`."""
+        """Largest number of checkpoints kept at a time: `k`."""
         return self.k
 
     def kept(self, records: Sequence[Record]) -> set[int]:
-        """Return the generations of the best."""
+        """Return the generations of the best checkpoints."""
         sign = 1 if self.mode == "min" else -1
         ranked = sorted(
             (sign * record.metrics[self.metric], record.generation)
@@ -182,18 +184,18 @@ class BestBy(Retention):
 
 
 class AnyOf(Retention):
-    """Keep what any of several policies keeps; made by ``|``."""
+    """Keep what any of several policies keeps. ``|`` makes this policy."""
 
     def __init__(self, *parts: Retention) -> None:
         self._parts = tuple(dict.fromkeys(parts))
 
     def kept(self, records: Sequence[Record]) -> set[int]:
-        """Return what any of them keeps."""
+        """Return the generations that any of the policies keeps."""
         return set[int]().union(*(part.kept(records) for part in self._parts))
 
     @property
     def parts(self) -> tuple[Retention, ...]:
-        """The policies that it is put together from."""
+        """The policies that this one is combined from."""
         return self._parts
 
     def __eq__(self, other: object) -> bool:
@@ -207,9 +209,11 @@ class AnyOf(Retention):
 
 
 def as_retention(keep: int | Retention) -> Retention:
-    """Return a policy for what a user passes as ``keep=``: a number of checkpoints, or a policy.
+    """Return the policy for a user's ``keep=``, which is a number of checkpoints or a policy.
 
-    Raises `ValueError` for a number below 1, `TypeError` for something else.
+    Raises:
+        ValueError: The number is below 1.
+        TypeError: `keep` is neither a number nor a policy.
     """
     if isinstance(keep, Retention):
         return keep
@@ -222,11 +226,11 @@ def as_retention(keep: int | Retention) -> Retention:
 
 
 def kept_generations(policy: Retention, records: Iterable[Record]) -> set[int]:
-    """Return what a store keeps: what its policy says, what is pinned, and the newest.
+    """Return the generations that a store keeps: by its policy, by pins, and the newest.
 
     Args:
-        policy: Of the store.
-        records: Of its complete checkpoints, in any order.
+        policy: Policy of the store.
+        records: Records of the store's complete checkpoints, in any order.
     """
     ordered = sorted(records, key=lambda record: record.generation)
     pinned = {record.generation for record in ordered if record.pins}
@@ -235,14 +239,15 @@ def kept_generations(policy: Retention, records: Iterable[Record]) -> set[int]:
 
 
 def num_wanted(policy: Retention, records: Collection[Record]) -> int:
-    """Return for how many checkpoints a store needs room, apart from the slot it works in.
+    """Return the number of checkpoints that a store needs space for, without the working slot.
 
-    That is as many as the policies that have a limit may ever keep, and those there are now that
-    are kept for good or by a pin. For ``LastK(k)`` without pins it is `k`.
+    It is a sum of two numbers. The first is the most that the policies with a limit may ever keep.
+    The second counts the other existing checkpoints that are kept for good or by a pin. For
+    ``LastK(k)`` without pins the sum is `k`.
 
     Args:
-        policy: Of the store.
-        records: Of its complete checkpoints, in any order.
+        policy: Policy of the store.
+        records: Records of the store's complete checkpoints, in any order.
     """
     newest = max((part.k for part in policy.parts if isinstance(part, LastK)), default=1)
     limited = [part for part in policy.parts if part.most is not None]
@@ -253,7 +258,7 @@ def num_wanted(policy: Retention, records: Collection[Record]) -> int:
 
 
 def describe(policy: Retention) -> str:
-    """Return what is kept, in words that go after "keeping"."""
+    """Return what a policy keeps, in words that follow "keeping"."""
     return f"{policy.k} checkpoints" if isinstance(policy, LastK) else repr(policy)
 
 
@@ -266,7 +271,10 @@ def _is_number(value: object) -> bool:
 
 
 def _seconds(created: str) -> float | None:
-    """Return a time in seconds; None if it is not one. Without a zone it is taken for UTC."""
+    """Return a time as seconds since the epoch; None if the text is not a time.
+
+    A time without a zone is taken for UTC.
+    """
     try:
         moment = datetime.fromisoformat(created)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -1,4 +1,4 @@
-"""The one writer of a store: its slots and parts, what they become, and what is recycled.
+"""The only writer of a store: slots and parts, sealing and withdrawal of checkpoints, recycling.
 
 This wing may know `checkpoint`, `retention`, `format` and `gds`. It never imports torch, nor a wing
 above it.

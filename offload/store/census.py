@@ -1,11 +1,13 @@
-"""What others have done to the checkpoints of a store while this process trains in it.
+"""Detection of changes that other programs make to a store's checkpoints during training.
 
-People and tools look after checkpoints beside training: they mark what is damaged
+People and tools look after checkpoints while a process trains. They mark damaged checkpoints
 (``offload verify --quarantine``), remove checkpoints, move them away, or put copies of files in
-their place. So before this process relies on a checkpoint it looks whether that is still the one
-that it knows. Otherwise the last usable one could be withdrawn because of a newer one that is gone.
+their place. Therefore, before this process relies on a checkpoint, it checks that the drive still
+has the checkpoint that it knows. Otherwise the last usable checkpoint could be withdrawn because of
+a newer one that is gone.
 
-One look is a few calls of ``stat`` for each checkpoint. Only one that is not what it was is read.
+One check takes a few calls of ``stat`` for each checkpoint. Only a checkpoint that has changed is
+read.
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ from offload.units import seen_from
 
 
 class Census:
-    """Keeps the list of a store's checkpoints true to what is on the drives.
+    """Keeps the list of a store's checkpoints consistent with the drives.
 
-    Not safe to use from several threads; the store holds its own lock around every call.
+    Not thread-safe: the store holds its own lock around every call.
 
     Args:
-        backend: Where the checkpoints are.
-        checkpoints: The store's own list: what is not usable any more is taken out of it.
-        refused: The store's own list of what is not usable, and why: such is added to it.
-        parts: What the checkpoints have on other drives.
-        lock: The right to write to the store. As long as it is not held nothing is taken out.
+        backend: Backend of the checkpoints.
+        checkpoints: The store's own list of checkpoints. Unusable ones are removed from it.
+        refused: The store's own list of unusable checkpoints and the reasons. Checkpoints that were
+            replaced or damaged are added to it.
+        parts: Parts on the store's further drives.
+        lock: Right to write to the store. As long as it is not held, no checkpoint is removed from
+            the list.
     """
 
     def __init__(
@@ -52,17 +56,19 @@ class Census:
         self._parts = parts
         self._lock = lock
         self._left: list[tuple[Slot, Manifest | None]] = []
-        """Slots that the state may still be read from, and whose parts are free after that."""
+        """Old files of removed or changed checkpoints, as slots that state may still be read from.
+        Each has the manifest whose parts are free after that, or None."""
         self._untold: list[tuple[str, str]] = []
-        """Paths of what was taken out, and what nobody has been told of it."""
+        """Paths of removed checkpoints, each with a message that no user has been given yet."""
 
     def is_as_known(self, checkpoint: StoredCheckpoint) -> bool:
-        """Return whether a checkpoint is the one that this process knows, and bears no mark.
+        """Return whether a checkpoint is the one that this process knows, and is not quarantined.
 
-        It is if its directory, and those of its parts, hold the same files of the same sizes.
+        It is the known one if its directory, and those of its parts, hold the same files of the
+        same sizes.
 
         Raises:
-            gds.StorageError: It cannot be told at this moment.
+            gds.StorageError: The checkpoint cannot be examined at this moment.
         """
         if is_quarantined(self._backend, checkpoint.path):
             return False
@@ -70,24 +76,26 @@ class Census:
         return found == checkpoint.ids
 
     def take(self) -> None:
-        """Look at all checkpoints, and take out what is not usable any more.
+        """Examine all checkpoints, and remove unusable ones from the list.
 
-        A checkpoint whose files were replaced by others of the same checkpoint stays in the list;
-        from then on this process reads and writes those.
+        A checkpoint whose files were replaced by other files of the same checkpoint stays in the
+        list. From then on, this process reads and writes the new files.
 
         Raises:
-            gds.StorageError: It cannot be told at this moment; those that have not been looked at
-                are still in the list.
+            gds.StorageError: A checkpoint cannot be examined at this moment. Checkpoints that have
+                not been examined yet are still in the list.
         """
         for checkpoint in [c for c in self._checkpoints if not c.superseded]:
             if not self.is_as_known(checkpoint):
                 self._look_closer(checkpoint)
 
     def warn(self, *, refused: bool) -> None:
-        """Say, once, what is not used any more; for a caller that a user's call has led to.
+        """Warn once about each checkpoint that is no longer used.
+
+        The warning points four calls up, at the user's call that has led here.
 
         Args:
-            refused: Say it of what is in the list `refused` as well.
+            refused: Whether to warn of checkpoints in the list `refused` as well.
         """
         spoken_of = set() if refused else {path for path, _ in self._refused}
         untold, self._untold = self._untold, []
@@ -96,10 +104,10 @@ class Census:
                 warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     def let_go(self, slot: Slot) -> bool:
-        """Close a slot whose checkpoint was taken out, when no state is read from it any more.
+        """Close the old files of a removed or changed checkpoint, once no state is read from them.
 
         Returns:
-            Whether it is such a slot.
+            Whether the slot consists of such files.
         """
         for left in self._left:
             if left[0] is slot:
@@ -114,11 +122,11 @@ class Census:
             slot.close()
 
     def _look_closer(self, checkpoint: StoredCheckpoint) -> None:
-        """Take out a checkpoint, or note by which files it is known from now on."""
+        """Remove a changed checkpoint from the list, or record the identities of its new files."""
         path, known = checkpoint.path, checkpoint.manifest
         if self._backend.stat(path) is None:
             if not self._lock.is_held():
-                return  # the whole store may have been moved, and come back
+                return  # the whole store may have been moved, and may come back
             self._leave(checkpoint, free=known)
             self._checkpoints.remove(checkpoint)
             message = (
@@ -153,16 +161,16 @@ class Census:
             checkpoint.manifest, checkpoint.known_ids = found, ids
 
     def _leave(self, checkpoint: StoredCheckpoint, *, free: Manifest | None = None) -> None:
-        """Let go of a checkpoint's open files; of those of the newest when the state has moved.
+        """Close a checkpoint's files; those of the newest stay open until the state has moved.
 
         Args:
             checkpoint: One of the list.
-            free: Names the parts that are free after that; None if they are not.
+            free: Manifest whose parts are free after that; None if no parts become free.
         """
         slot, checkpoint.slot, checkpoint.model_leaves = checkpoint.slot, None, None
         newest = max(self._checkpoints, key=lambda c: c.manifest.generation)
         if slot is not None and checkpoint is newest:
-            slot.unchecked = True  # the next step reads the state from it: others were at it
+            slot.unchecked = True  # the next step reads files that others may have changed
             self._left.append((slot, free))
         else:
             self._close(slot, free)

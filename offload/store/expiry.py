@@ -1,4 +1,4 @@
-"""What a store's retention policy and its pins say about its checkpoints at this moment."""
+"""Expiry of checkpoints: a store's retention policy and pins, applied to its checkpoints now."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from offload.store.writer_lock import WriterLock
 
 
 class Keeping:
-    """Retention and pins of one store.
+    """Retention policy and pins of one store.
 
-    Pins are read anew for each answer: other processes make and remove them meanwhile. While one
-    cannot be read, nothing counts as expired.
+    Pins are read again for each answer, because other processes make and remove them. While a pin
+    cannot be read, no checkpoint counts as expired.
 
     Args:
-        backend: Where the store is.
-        directory: The store.
-        policy: Which checkpoints to keep, besides pinned ones.
-        checkpoints: The store's own list of those there are, oldest first.
-        changed: Held where `checkpoints` changes, and while a pin is made.
-        poison: Taken note of where pins are made and removed.
-        lock: The right to write to the store.
-        census: Keeps `checkpoints` true to what is on the drives.
+        backend: Backend of the store's first directory.
+        directory: The store's first directory.
+        policy: Policy that selects the checkpoints to keep, besides pinned ones.
+        checkpoints: The store's own list of its checkpoints, oldest first.
+        changed: Monitor that is held while `checkpoints` changes, and while a pin is made.
+        poison: Poison of the store; set if making, removing or syncing a pin fails.
+        lock: Right to write to the store.
+        census: Updates `checkpoints` to match the drives.
     """
 
     def __init__(
@@ -64,24 +64,32 @@ class Keeping:
         self._lock = lock
         self._census = census
         self._ranked: set[str] = set()
-        """Metrics of the policy that were given once, or have been warned of."""
+        """Metrics of the policy that some checkpoint has had, or that a warning has been given
+        for."""
         self._missed: dict[str, int] = {}
-        """Others: the first step that was sealed without."""
+        """First step that was sealed without a metric, by name of the metric."""
 
     @property
     def current(self) -> list[StoredCheckpoint]:
-        """All checkpoints but those that were given up, oldest first."""
+        """All checkpoints except superseded ones, oldest first."""
         return [c for c in self._checkpoints if not c.superseded]
 
     def pins(self) -> FoundPins:
-        """Return the pins that there are."""
+        """Read the pins of the store.
+
+        Raises:
+            gds.StorageError: The directory of pins cannot be read.
+        """
         return read_pins(self._backend, self._directory)
 
     def expired(self, incoming: Record | None = None) -> list[StoredCheckpoint]:
-        """Return the checkpoints that nothing keeps, oldest first.
+        """Return the checkpoints that neither the policy nor a pin keeps, oldest first.
+
+        Nothing is expired while a pin cannot be read.
 
         Args:
-            incoming: One that is being sealed, and counts as the newest.
+            incoming: Record of a checkpoint that is being sealed. It counts as the newest one, and
+                takes the place of a checkpoint of the same step.
         """
         found = self.pins()
         if found.unreadable:
@@ -89,7 +97,7 @@ class Keeping:
         current = self.current
         if (
             incoming is not None
-        ):  # which takes the place of the one of its own step, if there is one
+        ):  # the incoming checkpoint takes the place of one of its own step, if there is one
             current = [c for c in current if c.manifest.step != incoming.step]
         records = _records(current, found)
         if incoming is not None:
@@ -98,17 +106,19 @@ class Keeping:
         return [c for c in current if c.manifest.generation not in kept]
 
     def num_slots(self) -> int:
-        """Return how many slots the store needs: what is kept, and one to work in."""
+        """Return how many slots the store needs for the checkpoints it keeps and one to work in."""
         return num_wanted(self._policy, _records(self.current, self.pins())) + 1
 
     def warn(self, refused: Sequence[str]) -> None:
-        """Warn about pins that cannot be read, and those of checkpoints that are not there.
+        """Warn about pins that cannot be read, and about pins of checkpoints that do not exist.
 
         Args:
-            refused: Paths of what is there and is not usable, of which others speak.
+            refused: Paths of unusable checkpoints. Their pins are left out, because other warnings
+                report these checkpoints.
 
         Raises:
-            gds.StorageError: A pin cannot be read at this moment, which says nothing about it.
+            gds.StorageError: A pin cannot be read at this moment. This says nothing about its
+                content.
         """
         found = self.pins()
         if found.failures:
@@ -125,13 +135,14 @@ class Keeping:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def warn_unranked(self, step: int, metrics: Collection[str]) -> None:
-        """Warn once, at the second step sealed without it, of a metric that nobody has ever given.
+        """Warn once about each metric that the policy ranks by but no checkpoint has.
 
-        At the first it may still be measured: it can be given afterwards.
+        The warning comes at the second step that is sealed without the metric. After the first step
+        the metric may still be measured, and can be added to the checkpoint.
 
         Args:
-            step: That is being sealed.
-            metrics: Names of what it is given, finite or not.
+            step: Step that is being sealed.
+            metrics: Names of the metrics that were given for the step, finite or not.
         """
         for metric in {part.metric for part in self._policy.parts if isinstance(part, BestBy)}:
             if metric in metrics or any(metric in c.manifest.metrics for c in self.current):
@@ -149,10 +160,14 @@ class Keeping:
             )
 
     def is_pinned(self, checkpoint: StoredCheckpoint) -> bool:
-        """Return whether a checkpoint must not be withdrawn; asked with an exclusive lock on it.
+        """Return whether a pin keeps a checkpoint; the caller holds an exclusive lock on it.
 
-        Makes what it goes by durable: a pin that has been moved away from this checkpoint might
-        else be found on it again after a loss of power, and have lost what it was moved to keep.
+        The pin files are synced before the decision. Without this, power loss could move a pin back
+        onto this checkpoint after it had been recycled, and the checkpoint that the pin had been
+        moved to would lose its pin. If a pin cannot be read, the checkpoint counts as pinned.
+
+        Raises:
+            gds.StorageError: The pins could not be synced or read.
         """
         with self._poison.on_error("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
@@ -162,13 +177,17 @@ class Keeping:
     def pin(self, name: str, which: int | str | None = None) -> None:
         """Pin a checkpoint, by default the newest; durable on return.
 
+        Args:
+            name: Name of the pin.
+            which: Step number, or path or name of the checkpoint's directory; None for the newest.
+
         Raises:
-            CheckpointNotFoundError: There is no such checkpoint.
-            PinError: A pin cannot be called that.
+            CheckpointNotFoundError: The checkpoint does not exist.
+            PinError: The name is not a valid name of a pin.
             StoreError: This process may not write to the store any more.
-            gds.StorageError: It could not be made durable, or there is no space for it.
+            gds.StorageError: The pin could not be made durable, or there is no space for it.
         """
-        with self._changed:  # so that it is not withdrawn meanwhile
+        with self._changed:  # prevents a withdrawal meanwhile
             self._lock.require()
             self._census.take()
             if which is not None:
@@ -187,8 +206,10 @@ class Keeping:
         """Remove a pin; durable on return.
 
         Raises:
-            CheckpointNotFoundError: There is no pin of this name.
-            gds.StorageError: It could not be removed durably.
+            CheckpointNotFoundError: The pin does not exist.
+            PinError: The name is not a valid name of a pin.
+            StoreError: This process may not write to the store any more.
+            gds.StorageError: The pin could not be removed durably.
         """
         with self._changed:
             self._lock.require()
@@ -196,10 +217,15 @@ class Keeping:
             remove_pin(self._backend, self._directory, name, guard)
 
     def require_none(self, what: str) -> None:
-        """Check that no checkpoint is pinned; as `require_none_after`.
+        """Check that no checkpoint is pinned.
+
+        Args:
+            what: Description of the action that would withdraw the checkpoints, for the message.
 
         Raises:
-            UnreadableError: A pin cannot be read at this moment, which says nothing about it.
+            PinError: A checkpoint is pinned, or a damaged pin hides whether it is.
+            UnreadableError: A pin cannot be read at this moment. This says nothing about its
+                content.
         """
         with stopping(NOTHING_CHANGED):
             if failures := self.pins().failures:
@@ -207,22 +233,24 @@ class Keeping:
         self._require_unpinned(self._checkpoints, what)
 
     def require_none_after(self, checkpoint: StoredCheckpoint) -> None:
-        """Check that everything newer than a checkpoint may be withdrawn.
+        """Check that no checkpoint newer than the given one is pinned.
 
         Raises:
-            PinError: Some of it is pinned, or it cannot be told.
+            PinError: A newer checkpoint is pinned, or an unreadable pin hides whether it is.
         """
         generation = checkpoint.manifest.generation
         newer = [c for c in self._checkpoints if c.manifest.generation > generation]
         self._require_unpinned(newer, f"going back to step {checkpoint.manifest.step}")
 
     def require_replaceable(self, path: str) -> None:
-        """Check that another checkpoint may take the place of what is at a path, if anything is.
+        """Check that no pin keeps the checkpoint at a path, if there is one, from being replaced.
 
-        Makes what it goes by durable, as `is_pinned` does.
+        The pin files are synced before the decision, as in `is_pinned`.
 
         Raises:
-            PinError: That is pinned, usable or not.
+            PinError: The checkpoint at the path is pinned, whether it is usable or not; or an
+                unreadable pin hides whether it is.
+            gds.StorageError: The pins could not be synced or read.
         """
         if self._backend.stat(path) is None:
             return
@@ -238,13 +266,13 @@ class Keeping:
             raise PinError(f"{path}: would be replaced, and {found.unreadable[0]}")
 
     def describe(self) -> str:
-        """Return what is kept, in words that go after "keeping"."""
+        """Describe the kept checkpoints in words that follow "keeping"."""
         words = describe(self._policy)
         pins = [f"{pin.name!r} ({pin.checkpoint})" for pin in self.pins().pins]
         return f"{words} and the pinned {', '.join(pins)}" if pins else words
 
     def advice(self) -> str:
-        """Return what could make room, besides removing other things; may be empty."""
+        """Return advice on pins that would make room, or an empty string."""
         found = self.pins()
         unpin = f"unpin with `offload unpin {self._directory} NAME`" if found.pins else ""
         return "; ".join(part for part in (unpin, *found.unreadable) if part)
@@ -266,12 +294,23 @@ class Keeping:
 
 
 def record_of(manifest: Manifest, pins: tuple[str, ...] = ()) -> Record:
-    """Return what a policy is told of a checkpoint."""
+    """Return the record of a checkpoint that a retention policy decides by.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        pins: Names of the checkpoint's pins.
+    """
     return Record(manifest.step, manifest.generation, manifest.created, manifest.metrics, pins)
 
 
 def pin_of(name: str, path: str, manifest: Manifest) -> Pin:
-    """Return the pin that gives a checkpoint a name."""
+    """Return a pin of a checkpoint.
+
+    Args:
+        name: Name of the pin.
+        path: Path of the checkpoint.
+        manifest: Manifest of the checkpoint.
+    """
     return Pin(
         name=name,
         checkpoint=path.rpartition("/")[2],

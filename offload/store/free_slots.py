@@ -1,4 +1,4 @@
-"""The slots of a store that hold nothing anybody needs, and may be rewritten."""
+"""The free slots of a store: slots whose content nobody needs, so that they may be rewritten."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _log = logging.getLogger("offload")
 _NOT_READY = "a free slot could not be made ready"
 
 READER_POLL_S = 0.05
-"""Seconds between looks at whether a reader has let go."""
+"""Seconds between two checks whether a reader has released its lock."""
 
 
 SPARE_AFTER_S = 1.0
-"""Seconds that a step waits for readers before it takes one slot more, where there is room."""
+"""Seconds that a step waits for readers before it takes one additional slot, if there is room."""
 
 
 class FreeSlots:
-    """Free slots: open ones of this process, and directories that earlier ones left behind.
+    """Free slots: open slots of this process, and directories left by earlier processes.
 
-    Not safe to use from several threads; the store holds its own lock around every call.
+    Not thread-safe: the store holds its own lock around every call.
 
     Args:
-        backend: Where they are.
-        directory: The store.
+        backend: Backend of the store's first directory.
+        directory: The store's first directory.
         leftover: Paths of directories that an earlier process left.
-        parts: What slots have on other drives. An open slot has parts of its own; a directory
-            gets some when it is opened.
-        poison: Taken note of where free slots are made ready.
+        parts: Parts on the store's further drives. An open slot has parts of its own; a directory
+            gets parts when it is opened.
+        poison: Poison of the store; set if preparing a free slot fails.
     """
 
     def __init__(
@@ -65,37 +65,41 @@ class FreeSlots:
         return len(self._slots)
 
     def paths(self) -> list[str]:
-        """Return where they are."""
+        """Return the paths of the free slots."""
         return [slot.path if isinstance(slot, Slot) else slot for slot in self._slots]
 
     def note_withdrawn(self) -> None:
-        """Find slots whose withdrawal was not finished: the parts they name belong to nothing.
+        """Find slots whose withdrawal was not finished, and record that their parts are free.
 
         Raises:
-            UnreadableError: One could not be read.
+            UnreadableError: The manifest of a slot could not be read.
         """
         for path in self.paths() if self._parts.directories else ():
-            with suppress(CheckpointError):  # as of every slot whose withdrawal was finished
+            with suppress(CheckpointError):  # a finished withdrawal leaves no valid manifest
                 self._parts.note_withdrawn(decode_manifest(self.backend, path))
 
     def add(self, slot: Slot | str) -> None:
-        """Take in a slot, open or by its path, that nobody needs any more.
+        """Add a slot that nobody needs any more, given as an open slot or by its path.
 
-        It may be one that is here already: whoever is interrupted while giving it back does so
-        again. It must not be lent to two, for one of them would write into the other's checkpoint.
+        Adding a slot again has no effect: a caller that was interrupted while it released the slot
+        may do so again. If one slot were lent to two callers, one of them would write into the
+        checkpoint of the other.
         """
         if slot not in self._slots:
             self._slots.append(slot)
 
     def take(self, layout: Layout, sizes: Mapping[str, int]) -> Slot | None:
-        """Return a slot of a layout to write into, or None; those that do not fit are removed.
+        """Return a free slot with the given layout, or None; slots that do not fit are removed.
+
+        Slots that a reader still holds are skipped.
 
         Args:
-            layout: What it must be laid out for.
-            sizes: Bytes of each of its files, by name.
+            layout: Layout that the slot must have.
+            sizes: Size in bytes of each file of the slot, by name.
 
         Raises:
-            gds.StorageError: Among others, no space for what it is to have on other drives.
+            gds.StorageError: A slot or its parts could not be made ready, for example because
+                another drive has no space.
         """
         for candidate in reversed(self._slots):
             if isinstance(candidate, Slot):
@@ -107,13 +111,13 @@ class FreeSlots:
                     self.discard(candidate)
                 continue
             if self.backend.stat(candidate) is None:
-                self._slots.remove(candidate)  # somebody has removed it by hand
+                self._slots.remove(candidate)  # removed by hand
                 continue
             if self._set_aside(candidate):
                 continue
             with self._locked(candidate) as lock:
                 if lock is None:
-                    continue  # a reader still holds what it was
+                    continue  # a reader still holds the former checkpoint
                 parts = self._parts.take(layout)
                 self._slots.remove(candidate)
                 adopted = None
@@ -131,7 +135,16 @@ class FreeSlots:
         return None
 
     def create(self, layout: Layout, sizes: Mapping[str, int]) -> Slot:
-        """Make a new slot, for the caller; raises `gds.StorageError` if there is no space."""
+        """Create a slot for the caller to write into, with parts on the further drives.
+
+        Args:
+            layout: Layout of the slot.
+            sizes: Size in bytes of each file of the slot, by name.
+
+        Raises:
+            gds.StorageError: The slot could not be created, for example because there is no space.
+                Its files and parts are removed.
+        """
         parts = self._parts.take(layout)
         try:
             path = self.unused_path()
@@ -146,15 +159,18 @@ class FreeSlots:
     def create_spare(
         self, layout: Layout, sizes: Mapping[str, int], rooms: Sequence[Room]
     ) -> Slot | None:
-        """Make a slot beside those that readers hold; None if the drives have no room for it.
+        """Create an additional slot beside those that readers hold.
 
         Args:
-            layout: What it must be laid out for.
-            sizes: Bytes of each of its files, by name.
-            rooms: The directories that it is made in.
+            layout: Layout of the slot.
+            sizes: Size in bytes of each file of the slot, by name.
+            rooms: Space in each directory of the store.
+
+        Returns:
+            The slot, or None if the drives have no room for it.
 
         Raises:
-            gds.StorageError: Another failure than a full disk.
+            gds.StorageError: A failure other than a full disk.
         """
         if not has_room(rooms):
             return None
@@ -163,7 +179,7 @@ class FreeSlots:
         except StorageError as error:
             if error.errno not in FULL:
                 raise
-            return None  # somebody else has been quicker
+            return None  # another program has taken the space
         _log.warning(
             "%s: readers hold every expired checkpoint, so the store has one slot more (%.1f MiB) "
             "until they let go",
@@ -173,7 +189,7 @@ class FreeSlots:
         return slot
 
     def unused_path(self) -> str:
-        """Return a path that a slot can be given."""
+        """Return a path in the store that a new slot can have."""
         taken = set(self.backend.list_dir(self.directory))
         k = 1
         while slot_name(k) in taken:
@@ -181,7 +197,13 @@ class FreeSlots:
         return f"{self.directory}/{slot_name(k)}"
 
     def drop(self, num: int) -> None:
-        """Remove that many of the free slots from the drive, the oldest first."""
+        """Remove up to `num` free slots from the drive, the oldest first.
+
+        Slots that a reader still holds are left.
+
+        Raises:
+            gds.StorageError: A slot could not be examined or removed.
+        """
         for spare in self._slots[: max(num, 0)]:
             if isinstance(spare, Slot):
                 self._slots.remove(spare)
@@ -190,15 +212,16 @@ class FreeSlots:
             if self._set_aside(spare):
                 continue
             with self._locked(spare) as lock:
-                if lock is not None:  # else a reader still holds what it was
+                if lock is not None:  # else a reader still holds the former checkpoint
                     self._slots.remove(spare)
                     remove_slot(self.backend, spare)
 
     def discard(self, slot: Slot) -> None:
-        """Remove a slot, unless it may be a checkpoint by now: then a later process decides.
+        """Close a slot and remove it, unless it may be a checkpoint (`Slot.in_doubt`).
 
-        If other files are at its path, they are left alone. Somebody has put them there; or
-        somebody has removed the slot, and its name is that of another one by now.
+        A slot that may be a checkpoint is left for a later process to decide. If other files are at
+        the slot's path, they are left alone. Either a user has put them there, or a user has
+        removed the slot and another slot has its name now.
         """
         at_path = slot.is_at_path()
         slot.close()
@@ -210,13 +233,19 @@ class FreeSlots:
             self._parts.remove(slot.parts)
 
     def close(self) -> None:
-        """Close those that are open."""
+        """Close the slots that are open."""
         for slot in self._slots:
             if isinstance(slot, Slot):
                 slot.close()
 
     def _set_aside(self, path: str) -> bool:
-        """Leave what cannot be a slot alone, for somebody to look at; return whether it is such."""
+        """Remove a path that cannot be a slot from the list, with a warning.
+
+        The file or directory itself is left alone, so that a person can look at it.
+
+        Returns:
+            Whether the path was removed from the list.
+        """
         stat = self.backend.stat(path)
         if stat is None:
             return False
@@ -234,6 +263,7 @@ class FreeSlots:
 
     @contextmanager
     def _locked(self, path: str) -> Iterator[Lock | None]:
+        """Lock a directory during the block; yield None if a reader holds it."""
         lock = try_lock(self.backend, path)
         try:
             yield lock
@@ -243,11 +273,11 @@ class FreeSlots:
 
 
 class Patience:
-    """Waits for readers of expired checkpoints: a moment, and a while longer after a warning.
+    """Waits for readers of expired checkpoints: briefly at first, and longer after a warning.
 
     Args:
-        directory: The store, for messages.
-        timeout_s: How long in all.
+        directory: Path of the store, for messages.
+        timeout_s: Longest total wait in seconds.
     """
 
     def __init__(self, directory: str, timeout_s: float) -> None:
@@ -258,17 +288,17 @@ class Patience:
 
     @property
     def is_tried(self) -> bool:
-        """Whether it is time to take one slot more, instead of waiting for a reader to finish."""
+        """Whether to take one additional slot now, instead of waiting longer for a reader."""
         return self._waited_s() >= min(SPARE_AFTER_S, self._timeout_s / 2)
 
     def _waited_s(self) -> float:
         return 0.0 if self._began is None else time.monotonic() - self._began
 
     def wait(self) -> None:
-        """Wait a little; warns where there was no room for one slot more.
+        """Sleep for a moment; warn once if there was no room for one additional slot.
 
         Raises:
-            StoreBusyError: It has been long enough.
+            StoreBusyError: The waits have exceeded `timeout_s`.
         """
         if self.is_tried and not self._warned:
             self._warned = True
@@ -292,7 +322,7 @@ class Patience:
 
 
 def try_lock(backend: Backend, path: str) -> Lock | None:
-    """Lock a directory for rewriting; None if a reader holds it."""
+    """Lock a directory for rewriting; return None if a reader holds it."""
     try:
         return backend.lock(path)
     except LockHeldError:
@@ -300,11 +330,18 @@ def try_lock(backend: Backend, path: str) -> Lock | None:
 
 
 def lock_existing(backend: Backend, path: str, timeout_s: float) -> Lock | None:
-    """Lock what a path names, waiting for its readers; None if there is nothing.
+    """Lock a path for rewriting, waiting for its readers; return None if the path does not exist.
 
-    Nor is a link, a pipe or a device locked: nobody reads one as a checkpoint.
+    A symbolic link, a pipe or a device is not locked, because nobody reads one as a checkpoint. The
+    return value is None then as well.
 
-    Raises `StoreBusyError` after `timeout_s` seconds.
+    Args:
+        backend: Backend of the store.
+        path: Path of a checkpoint's directory.
+        timeout_s: Longest wait in seconds.
+
+    Raises:
+        StoreBusyError: Readers still hold the path after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while (stat := backend.stat(path)) is not None and stat.kind != "other":

@@ -1,4 +1,4 @@
-"""What a store spends on parameters that are not trained, and the warning that says so."""
+"""Warning about the disk space that a store spends on parameters that are not trained."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from offload.format.layout import Layout
 from offload.store.store import Store
 
 _LEAST_BYTES = 1 << 30
-"""Of frozen bytes in a checkpoint: less is not worth a word."""
+"""Smallest number of frozen bytes in a checkpoint that is worth a warning."""
 
 _RATIO = 10
-"""Of frozen bytes to trained ones: less is what a model with large buffers has as well."""
+"""Smallest ratio of frozen bytes to trained bytes that is worth a warning. Smaller ratios occur in
+models with large buffers as well."""
 
 
 class FrozenSpace:
-    """Warns once of checkpoints that hold little that is trained.
+    """Warns once if checkpoints will hold little that is trained.
 
     Args:
-        store: Where they will be.
+        store: Store that will hold the checkpoints.
     """
 
     def __init__(self, store: Store) -> None:
@@ -27,14 +28,16 @@ class FrozenSpace:
 
     @property
     def is_due(self) -> bool:
-        """Whether nobody has looked yet, and the store has no checkpoint: then `warn` is due."""
+        """Whether `warn` is due: it has not been called yet, and the store has no checkpoint."""
         return not self._has_looked and not self._store.keeping.current
 
     def warn(self, layout: Layout) -> None:
-        """Name the disk space that frozen bytes will take, if it is much; for a user's own call.
+        """Warn of the disk space that frozen bytes will take, if the amount is large.
+
+        The warning points at the caller's caller, which should be the user's own call.
 
         Args:
-            layout: Of the first checkpoint.
+            layout: Layout of the first checkpoint.
         """
         self._has_looked = True
         trained_names = {parameter.name for parameter in layout.parameters}
@@ -61,7 +64,7 @@ class FrozenSpace:
 
 
 def size(nbytes: int) -> str:
-    """Return a size for people, with its unit: ``14.0 GiB``."""
+    """Return a size in bytes with its unit, for people, such as ``14.0 GiB``."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= factor:
             return f"{nbytes / factor:.1f} {unit}"

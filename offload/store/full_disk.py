@@ -1,4 +1,4 @@
-"""What a full disk looks like, and what to say of it."""
+"""Full disks: their error numbers, and a message that names the needed and the free space."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from gds import Backend, StorageError
 from offload.units import size
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Numbers of the errors that say that there is no space."""
+"""Error numbers which say that there is no space."""
 
 
 @contextmanager
 def saying_what_is_free(
     backend: Backend, path: str, needed_bytes: int, what: str
 ) -> Iterator[None]:
-    """Say, where the block finds no space for something, how much it needs and how much is free.
+    """Add the needed and the free space to the error if the block finds no space.
 
     Args:
-        backend: Where.
-        path: What is being made.
-        needed_bytes: All that it takes.
-        what: What it is, for people.
+        backend: Backend of the file system.
+        path: Path of the file or directory that is being created.
+        needed_bytes: Size in bytes of everything that is being created.
+        what: Description of it for the message, such as "a slot".
 
     Raises:
-        gds.StorageError: The block's; ENOSPC with both numbers.
+        gds.StorageError: The error of the block. An ENOSPC error is replaced by one that names both
+            sizes.
     """
     try:
         yield
@@ -37,7 +38,7 @@ def saying_what_is_free(
         try:
             free = backend.free_bytes(os.path.dirname(path))
         except StorageError:
-            raise error from None  # it says more than that the rest cannot be told
+            raise error from None  # more useful than the failed query of the free space
         raise StorageError(
             errno.ENOSPC, f"reserve {size(needed_bytes)} for {what}, with {size(free)} free", path
         ) from error

@@ -1,9 +1,10 @@
-"""Giving up a checkpoint that two reads have found damaged: one, and not one after the other.
+"""Quarantine of a checkpoint that two reads have found damaged: one, but never two in a row.
 
-A machine with bad memory finds damage in whatever it reads. So `restore` and the steps after it
-mark one checkpoint, and go on from the one before. If that one is found damaged as well, they stop:
-it is not marked, and a person has to look. What the person then asks for, `offload verify
---quarantine`, reads every checkpoint, marks what is damaged and lifts the marks of what is whole.
+A machine with bad memory finds damage in everything that it reads. Therefore `restore` and the
+steps after it mark one checkpoint, and go on from the one before. If that one is found damaged as
+well, it is not marked. The process stops, and a person has to look. After that the person runs
+`offload verify --quarantine`, which reads every checkpoint, marks damaged ones and lifts the marks
+of whole ones.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from offload.units import part_options
 
 
 def give_up(store: Store, damaged: StoredCheckpoint, error: DamagedError) -> str:
-    """Quarantine a checkpoint, unless one that was made after it is quarantined already.
+    """Quarantine a damaged checkpoint, unless a newer one is quarantined already.
 
     Args:
-        store: Has the checkpoint.
-        damaged: The checkpoint.
-        error: What is wrong with it.
+        store: Store that has the checkpoint.
+        damaged: Checkpoint that was found damaged.
+        error: Error that describes the damage.
 
     Returns:
-        Empty if it has been quarantined; otherwise why it has not, and what to do.
+        Empty if the checkpoint has been quarantined; otherwise the reason why not, and advice.
     """
     refused = [path for path, _ in store.refused]
     newer = quarantined_after(store.backend, refused, damaged.manifest.generation)
@@ -39,12 +40,12 @@ def give_up(store: Store, damaged: StoredCheckpoint, error: DamagedError) -> str
 
 
 def two_in_a_row(damaged: str, newer: str, directories: Sequence[str]) -> str:
-    """Say why a checkpoint is not given up, and what to do.
+    """Return the message for a user if a second checkpoint in a row is damaged.
 
     Args:
-        damaged: Its path.
-        newer: Path of the one that was given up already.
-        directories: Of their store, the first one first.
+        damaged: Path of the damaged checkpoint.
+        newer: Path of the newer checkpoint that is quarantined already.
+        directories: Directories of the store, the first one first.
     """
     first, *parts = directories
     command = f"offload verify {first} --quarantine {part_options(parts)}".rstrip()
@@ -59,12 +60,14 @@ def two_in_a_row(damaged: str, newer: str, directories: Sequence[str]) -> str:
 
 
 def quarantined_after(backend: Backend, paths: Iterable[str], generation: int) -> str | None:
-    """Return the path of a quarantined checkpoint that is newer than another one, if any is.
+    """Return the path of a quarantined checkpoint that is newer than a generation, or None.
+
+    A checkpoint that cannot be read at this moment counts as quarantined and newer.
 
     Args:
-        backend: Where they are.
-        paths: Of those of the store that are not usable, for whatever reason.
-        generation: Of the other one.
+        backend: Backend of the checkpoints.
+        paths: Paths of all unusable checkpoints of the store, whatever the reason.
+        generation: Generation of the checkpoint to compare with.
     """
     for path in paths:
         try:
@@ -73,7 +76,7 @@ def quarantined_after(backend: Backend, paths: Iterable[str], generation: int) -
             if decode_manifest(backend, path).generation > generation:
                 return path
         except CheckpointError:
-            continue  # nothing is known of it but that it is not usable
+            continue  # its generation is unknown
         except StorageError:
-            return path  # nobody knows: nothing more is marked
+            return path  # it may be quarantined, so nothing more is marked
     return None

@@ -1,8 +1,8 @@
-"""``store.json``: which store a directory is, where no checkpoint in it says so yet.
+"""Identity of a store while no checkpoint in it tells: the file ``store.json``.
 
-Only a store on several drives needs it. A power cut in its first seal may leave a sealed part on
-another drive and no checkpoint in the first directory; the part must then be known as this store's
-own. So the file is durable before any part is written.
+Only a store on several drives needs the file. A power cut during the first seal may leave a sealed
+part on another drive, but no checkpoint in the first directory. The part must then be recognized as
+the store's own. Therefore the file is durable before any part is written.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ _BYTES = 512
 
 
 def read_store_id(backend: Backend, directory: str, *, durable: bool) -> str | None:
-    """Return the identity that a store's directory was given; None if it has none that is whole.
+    """Return the identity that ``store.json`` records; None if the file is missing or damaged.
 
     Args:
-        backend: Where it is.
-        directory: Of the store, the first one.
-        durable: Whether to make what is read durable: a process that wrote it may have died before
-            it was. The directory has been synced. Without it nothing is opened for writing.
+        backend: Backend of the directory.
+        directory: The store's first directory.
+        durable: Whether to sync the file, because the process that wrote it may have died before
+            its own sync. The caller has synced the directory. If False, no file is opened for
+            writing.
 
     Raises:
-        gds.StorageError: It cannot be read, or not be made durable.
+        gds.StorageError: The file cannot be read, or cannot be synced.
     """
     path = f"{directory}/{STORE_FILE_NAME}"
     stat = backend.stat(path)
@@ -62,15 +63,21 @@ def _decode(data: bytes) -> str:
 
 
 def write_store_id(backend: Backend, directory: str, store_id: str, poison: Poison) -> None:
-    """Give a store's directory its identity; durable on return.
+    """Write the identity of a store to ``store.json``; durable on return.
+
+    Args:
+        backend: Backend of the directory.
+        directory: The store's first directory.
+        store_id: Identity, as 32 hexadecimal digits.
+        poison: Poison of the store; set if a sync fails.
 
     Raises:
-        gds.StorageError: No space, or it could not be made durable.
+        gds.StorageError: There is no space, or the file could not be made durable.
     """
     path = f"{directory}/{STORE_FILE_NAME}"
     text = json.dumps({"format": _FORMAT, "store_id": store_id})
     if backend.stat(path) is not None:
-        backend.remove(path)  # not whole, or of a store whose checkpoints are all gone
+        backend.remove(path)  # damaged, or left by a store whose checkpoints are all gone
     file = backend.create(path, _BYTES)
     try:
         file.write_bytes(text.encode().ljust(_BYTES - 1) + b"\n", 0)

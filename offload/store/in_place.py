@@ -1,8 +1,8 @@
-"""By which files are known again: whether a path still names the file that is open, or was seen.
+"""Identities of files: whether a path still names the file that is open, or that was seen.
 
-Somebody may replace files of a store while a process trains in it: ``rsync``, or ``mv`` and ``cp``,
-leave the same bytes in other files. What a process writes to the files that it has open does then
-not show under their names.
+A user may replace files of a store while a process trains in it: ``rsync``, or ``mv`` and ``cp``,
+leave the same bytes in other files. Data that the process writes to its open files then does not
+appear under their names.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ FileIds: TypeAlias = dict[str, tuple[int, int]]
 
 
 def ids_of(files: Mapping[str, File]) -> FileIds:
-    """Return by what open files are known, under the names that they are given with."""
+    """Return the inodes and sizes of open files, under the given names."""
     return {name: (file.inode, file.size_bytes) for name, file in files.items()}
 
 
 def ids_in(backend: Backend, directory: str, names: Iterable[str]) -> FileIds:
-    """Return by what the files of a directory are known; what is no file there is left out.
+    """Return the inodes and sizes of the regular files in a directory, among the given names.
 
-    A link to a directory counts as a directory without files: no link is followed in a store.
+    A link to a directory counts as a directory without files, because no link is followed in a
+    store.
+
+    Args:
+        backend: Backend of the directory.
+        directory: Path of the directory.
+        names: Names to look for.
 
     Raises:
-        gds.StorageError: It cannot be told at this moment.
+        gds.StorageError: The files cannot be examined at this moment.
     """
     own = backend.stat(directory)
     if own is None or own.kind != "directory":

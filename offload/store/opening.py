@@ -1,8 +1,9 @@
-"""Opening a store: lock its directories, and find what is in them.
+"""Opening a store: lock its directories, and find their checkpoints, slots and parts.
 
-A rename that is visible may still be only in the page cache, so the first directory, whose names
-decide, is synced before anything in it is trusted. What was read, looks like a checkpoint and is
-not one is left alone and reported. What could not be read stops the opening: it may be the newest.
+A rename that is visible may still exist only in the page cache. The names in the first directory
+decide, so that directory is synced before anything in it is trusted. A directory that looks like a
+checkpoint but is not a usable one is left alone and reported. A read error stops the opening,
+because the checkpoint that could not be read may be the newest.
 """
 
 from __future__ import annotations
@@ -45,29 +46,29 @@ from offload.store.writer_lock import WriterLock
 
 @dataclass(slots=True, eq=False)
 class StoredCheckpoint:
-    """A sealed slot of a store, as its writer sees it."""
+    """A sealed slot of a store, as the store's writer knows it."""
 
     path: str
     manifest: Manifest
     slot: Slot | None
-    """Its open files, where this process has them open."""
+    """Open files of the checkpoint; None if this process does not have them open."""
 
     superseded: bool = False
-    """Whether it belongs to a history that `fresh=True` has given up."""
+    """Whether the checkpoint belongs to a history that `fresh=True` has abandoned."""
 
     model_leaves: KnownLeaves | None = None
-    """What was known of its model file when its files were last closed."""
+    """Known content of the model file at the time the checkpoint's files were last closed."""
 
     known_ids: FileIds = field(default_factory=dict)
-    """By what its files were known when they were last closed, or looked at."""
+    """Inodes and sizes of the checkpoint's files when they were last closed or examined."""
 
     @property
     def ids(self) -> FileIds:
-        """By what its files are known: by name, and those of its parts by path."""
+        """Inodes and sizes of the checkpoint's files: by name, and those of its parts by path."""
         return self.known_ids if self.slot is None else self.slot.ids
 
     def close(self) -> None:
-        """Close its files, where they are open, and keep what is known of them. Idempotent."""
+        """Close the files if they are open, and keep what is known of them. Idempotent."""
         if self.slot is not None:
             self.known_ids = self.slot.ids
             self.model_leaves = self.slot.model_leaves
@@ -77,27 +78,29 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class OpenedDirectory:
-    """What was found in a store when it was opened."""
+    """Content of a store's directories when the store was opened."""
 
     lock: WriterLock
-    """On each of its directories."""
+    """Lock on each directory of the store."""
 
     store_id: str
 
     is_identified: bool
-    """Whether a new process would find the same `store_id`, if there were no checkpoint."""
+    """Whether ``store.json`` need not be written: it holds `store_id`, or the store has only one
+    directory."""
 
     parts: PartPool
-    """What there is on drives other than the first."""
+    """Parts on the store's further drives."""
 
     checkpoints: list[StoredCheckpoint]
-    """Usable ones, oldest generation first."""
+    """Usable checkpoints, oldest generation first."""
 
     refused: list[tuple[str, str]]
-    """Paths of those that are not usable, and why."""
+    """Paths of directories named like checkpoints that are not usable, each with the reason."""
 
     leftover: list[str]
-    """Paths of slots that are not checkpoints: of an earlier process, free to be rewritten."""
+    """Paths of slots that are not checkpoints. Earlier processes left them; they may be
+    rewritten."""
 
 
 def open_directories(
@@ -108,23 +111,26 @@ def open_directories(
     allow_volatile: bool = False,
     allow_remote: bool = False,
 ) -> OpenedDirectory:
-    """Open a store for writing. Nothing is made before every directory is known to be right.
+    """Open a store for writing.
+
+    No directory is created before all given directories have been checked.
 
     Args:
-        drives: Backend and absolute path of each directory; created, with parents, if missing.
-        poison: Of the store.
-        fresh: Whether the checkpoints in it are to be given up.
-        allow_volatile: Accept a file system that forgets at power-off.
+        drives: Backend and absolute path of each directory. Missing directories are created, with
+            their parents.
+        poison: Poison of the store, which the parts share.
+        fresh: Whether the present checkpoints are to be abandoned.
+        allow_volatile: Accept a file system that loses its content at power-off.
         allow_remote: Accept a file system that another machine or a program serves.
 
     Raises:
-        StoreLockedError: Someone else is writing to one of them.
-        VolatileStoreError: One would not survive a power-off.
-        RemoteStoreError: One is served from elsewhere.
-        UnreadableError: Something could not be read, so that nothing is known of it; what is on
-            the drives is what it was.
-        StoreError: One cannot be created or written, or is not what it was given for; or the store
-            has another number of directories.
+        StoreLockedError: Another writer has locked one of the directories.
+        VolatileStoreError: The file system of a directory loses its content at power-off.
+        RemoteStoreError: Another machine or a program serves the file system of a directory.
+        UnreadableError: A file or directory could not be read, so that its content is unknown. No
+            checkpoint has been changed.
+        StoreError: A directory cannot be created or written, or does not fit the store; or the
+            store has a different number of directories.
     """
     survey(drives, fresh=fresh)
     make_directories(drives, allow_volatile=allow_volatile, allow_remote=allow_remote)
@@ -134,8 +140,8 @@ def open_directories(
             with using(backend, directory):
                 lock.take(backend, directory)
         with stopping(NOTHING_CHANGED):
-            # Names in the others are made durable when a part is sealed; until then none is
-            # trusted.
+            # Names in the other directories become durable when a part is sealed. Until then,
+            # none of them is trusted.
             drives[0][0].sync_dir(drives[0][1])
             return _look_around(drives, lock, poison)
     except BaseException:
@@ -148,8 +154,13 @@ def find_stored(
 ) -> StoredCheckpoint:
     """Return the checkpoint of a store with a step number, or with a path or directory name.
 
+    Args:
+        checkpoints: Checkpoints of the store. Superseded ones are not found.
+        which: Step number, or path or name of the checkpoint's directory.
+        directory: Path of the store, for the message.
+
     Raises:
-        CheckpointNotFoundError: There is none; names those there are.
+        CheckpointNotFoundError: No checkpoint matches. The message names the present checkpoints.
     """
     usable = [c for c in checkpoints if not c.superseded]
     for checkpoint in usable:
@@ -173,7 +184,18 @@ def open_stored(
 ) -> Slot:
     """Open a checkpoint's files, if they are not open already, and keep them open.
 
-    What this process sealed is open for writing; what it restored from, for reading only.
+    A checkpoint that this process has sealed is open for writing. A checkpoint that it has restored
+    from is open for reading only.
+
+    Args:
+        backend: Backend of the checkpoint.
+        checkpoint: Checkpoint to open.
+        parts: Parts of the store.
+        writable: Whether the files must be open for writing. Files that are open for reading only
+            are then opened again.
+
+    Raises:
+        gds.StorageError: A file cannot be opened.
     """
     if checkpoint.slot is not None and (checkpoint.slot.writable or not writable):
         return checkpoint.slot
@@ -196,16 +218,18 @@ def open_stored(
 
 
 def ids_at(backend: Backend, path: str, manifest: Manifest, parts: PartPool) -> FileIds:
-    """Return by what the files of a checkpoint are known now: by name, those of parts by path.
+    """Return the inodes and sizes of a checkpoint's files on the drives now.
+
+    Files in the checkpoint's directory are listed by name, files of its parts by path.
 
     Args:
-        backend: Where it is.
-        path: Its directory.
-        manifest: Says which files it has.
-        parts: Of its store.
+        backend: Backend of the checkpoint.
+        path: Directory of the checkpoint.
+        manifest: Manifest that says which files the checkpoint has.
+        parts: Parts of the store.
 
     Raises:
-        gds.StorageError: It cannot be told at this moment.
+        gds.StorageError: The files cannot be examined at this moment.
     """
     names = (*manifest.layout.file_sizes(), TRAIN_STATE_NAME, MANIFEST_NAME)
     return ids_in(backend, path, names) | parts.ids(manifest)
@@ -214,6 +238,7 @@ def ids_at(backend: Backend, path: str, manifest: Manifest, parts: PartPool) -> 
 def _look_around(
     drives: Sequence[tuple[Backend, str]], lock: WriterLock, poison: Poison
 ) -> OpenedDirectory:
+    """Read the content of a store whose directories are locked."""
     (backend, directory), *others = drives
     other_directories = [path for _, path in others]
     checkpoints, refused = [], []
@@ -258,7 +283,10 @@ def _look_around(
 
 
 def _leftover_slots(backend: Backend, directory: str) -> list[str]:
-    """Return the slots that may be rewritten; what only has such a name is left alone."""
+    """Return the paths of slots that may be rewritten.
+
+    Anything else that has the name of a slot is left alone, with a warning.
+    """
     found = []
     for path in (f"{directory}/{n}" for n in backend.list_dir(directory) if is_slot_name(n)):
         stat = backend.stat(path)

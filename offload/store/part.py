@@ -1,7 +1,8 @@
-"""Parts of slots: the directories on a store's other drives that hold a share of its state.
+"""Parts of slots: directories on a store's further drives, each with a share of a slot's state.
 
-A part ``part-<k>`` keeps its name for as long as it exists. It means nothing by itself: it belongs
-to the checkpoint whose manifest names it. Like a slot it has its final size from the start.
+A part ``part-<k>`` keeps its name for as long as it exists. A part means nothing by itself: it
+belongs to the checkpoint whose manifest names it. Like a slot, a part has its final size from the
+start.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from offload.store.in_place import FileIds, ids_in, ids_of
 
 
 class Part:
-    """The open files of one part.
+    """Open files of one part.
 
     Args:
-        backend: Of its drive.
-        directory: Of its drive.
-        name: Within that.
-        drive: Position of the drive among the store's.
-        files: Open, by name.
+        backend: Backend of the part's drive.
+        directory: The store's directory on that drive.
+        name: Name of the part within that directory.
+        drive: Position of the drive among the store's drives. The first drive, 0, has no parts.
+        files: Open files by name.
     """
 
     def __init__(
@@ -44,33 +45,54 @@ class Part:
 
     @property
     def path(self) -> str:
-        """The part's directory."""
+        """Path of the part's directory."""
         return f"{self.directory}/{self.name}"
 
     def array(self, name: str) -> File:
-        """Return the file of a state array."""
+        """Return the open file with the part's share of a state array."""
         return self._files[array_file_name(name)]
 
     @property
     def ids(self) -> FileIds:
-        """By what its open files are known: by path."""
+        """Inodes and sizes of the open files, by path."""
         return ids_of({f"{self.path}/{name}": file for name, file in self._files.items()})
 
     def is_in_place(self) -> bool:
-        """Return whether its directory holds the files that are open; as `Slot.is_in_place`."""
+        """Return whether the part's directory still holds the open files; see `Slot.is_in_place`.
+
+        Raises:
+            gds.StorageError: The files cannot be examined at this moment.
+        """
         return ids_in(self._backend, self.path, self._files) == ids_of(self._files)
 
     def is_linked(self) -> bool:
-        """Return whether a file of it has a name elsewhere as well."""
+        """Return whether a file of the part has further hard links.
+
+        Raises:
+            gds.StorageError: The files cannot be examined at this moment.
+        """
         return has_other_names(self._backend, self.path)
 
     def invalidate(self) -> None:
-        """Make it a part that no manifest's word agrees with; durable. Before data is written."""
+        """Durably invalidate the part, so that no manifest matches it.
+
+        Call this before data is written.
+
+        Raises:
+            gds.StorageError: ``part.json`` could not be written or synced.
+        """
         self._files[PART_FILE_NAME].write_bytes(invalid_part(), 0)
         self._files[PART_FILE_NAME].sync()
 
     def seal(self, what: SealedPart) -> None:
-        """Make its data durable, then what it says of itself, then its names."""
+        """Make the part's data durable, then its ``part.json``, then its names.
+
+        Args:
+            what: New content of ``part.json``.
+
+        Raises:
+            gds.StorageError: A write or a sync failed.
+        """
         own = self._files[PART_FILE_NAME]
         for file in self._files.values():
             if file is not own:
@@ -78,17 +100,22 @@ class Part:
         own.write_bytes(what.encode(), 0)
         own.sync()
         self._backend.sync_dir(self.path)
-        if not self._is_durable:  # also one that was found: this process may have made it
+        # Also for an adopted part: this process may have created it without syncing its name.
+        if not self._is_durable:
             self._backend.sync_dir(self.directory)
             self._is_durable = True
 
     def write_headers(self, layout: Layout) -> None:
-        """Write the headers of all its files."""
+        """Write the headers of all state-array files of the part; not synced.
+
+        Args:
+            layout: Layout of the slot.
+        """
         for name, header in layout.array_headers[self.drive].items():
             self.array(name).write_bytes(header.encoded, 0)
 
     def remove(self) -> None:
-        """Close it and remove it from the drive."""
+        """Close the files and remove the part from the drive."""
         self.close()
         remove_part(self._backend, self.path)
 
@@ -99,10 +126,18 @@ class Part:
 
 
 def create_part(backend: Backend, directory: str, name: str, layout: Layout, drive: int) -> Part:
-    """Make a part: reserve its space and write its headers. Nothing of it is durable yet.
+    """Create a part: reserve its space and write its headers. Nothing is durable yet.
+
+    Args:
+        backend: Backend of the part's drive.
+        directory: The store's directory on that drive.
+        name: Name of the new part.
+        layout: Layout of the slot.
+        drive: Position of the drive among the store's drives, from 1.
 
     Raises:
-        gds.StorageError: No space, or the name is taken; what had been made is removed.
+        gds.StorageError: There is no space, or the name is taken. Files made by this call are
+            removed.
     """
     path = f"{directory}/{name}"
     backend.make_dir(path)
@@ -121,9 +156,20 @@ def create_part(backend: Backend, directory: str, name: str, layout: Layout, dri
 def adopt_part(
     backend: Backend, directory: str, name: str, layout: Layout, drive: int
 ) -> Part | None:
-    """Open a part that nobody needs for rewriting if its files fit, else return None.
+    """Open a free part for rewriting if its files fit the layout, else return None.
 
-    Nor does it if a file of it has another name elsewhere, for it would change there as well.
+    An adopted part is durably invalidated, and its headers are written. A part is not adopted if
+    one of its files has another hard link, because a write would change the linked file as well.
+
+    Args:
+        backend: Backend of the part's drive.
+        directory: The store's directory on that drive.
+        name: Name of the part.
+        layout: Layout of the slot.
+        drive: Position of the drive among the store's drives, from 1.
+
+    Raises:
+        gds.StorageError: The part could not be examined, opened or written.
     """
     sizes, path = part_sizes(layout, drive), f"{directory}/{name}"
     if not _fits(backend, path, sizes) or has_other_names(backend, path):
@@ -141,7 +187,11 @@ def adopt_part(
 def open_part(
     backend: Backend, directory: str, name: str, layout: Layout, drive: int, *, writable: bool
 ) -> Part:
-    """Open the files of an existing part."""
+    """Open the files of an existing part.
+
+    Raises:
+        gds.StorageError: A file cannot be opened. No file is left open.
+    """
     part = Part(backend, directory, name, drive, {})
     try:
         for file in part_sizes(layout, drive):
@@ -153,7 +203,7 @@ def open_part(
 
 
 def remove_part(backend: Backend, path: str) -> None:
-    """Remove a part's directory and the files in it, if it is there."""
+    """Remove a part's directory and the files in it, if the directory exists."""
     if backend.stat(path) is None:
         return
     for name in backend.list_dir(path):
@@ -162,6 +212,7 @@ def remove_part(backend: Backend, path: str) -> None:
 
 
 def _fits(backend: Backend, path: str, sizes: Mapping[str, int]) -> bool:
+    """Return whether a part has exactly the expected regular files, with these sizes in bytes."""
     if set(backend.list_dir(path)) != set(sizes):
         return False
     stats = {name: backend.stat(f"{path}/{name}") for name in sizes}

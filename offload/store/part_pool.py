@@ -1,16 +1,16 @@
-"""Which parts on a store's other drives belong to a checkpoint, and which may be rewritten.
+"""The parts on a store's further drives: their owners, and the free ones that may be rewritten.
 
 All parts of one slot have the same number: ``part-<k>`` in every directory but the first. A number
-is *taken* while a checkpoint, a slot of this process, or a directory that only looks like a
-checkpoint has it. What is left over on the drives may be rewritten, but for sealed parts that
+is *taken* while it belongs to a checkpoint, to a slot of this process, or to a directory that only
+looks like a checkpoint. All other parts may be rewritten, except sealed parts that
 
 - belong to another store, or
-- may belong to a directory named like a checkpoint whose manifest cannot be read: as long as there
-  is one, no sealed part is touched.
+- may belong to a directory that is named like a checkpoint and has an unreadable manifest. As long
+  as such a directory exists, no sealed part is rewritten.
 
-A part that is not sealed is of no use to anybody: no manifest agrees with it.
+An unsealed part is useless to everyone, because no manifest matches it.
 
-Who only prunes removes less: see `PartPool.leftovers`.
+Pruning removes fewer parts than training may rewrite: see `PartPool.leftovers`.
 """
 
 from __future__ import annotations
@@ -33,38 +33,39 @@ from offload.store.poison import Poison
 from offload.store.slot import directories_in
 
 Claims = Mapping[str, frozenset[int] | None]
-"""By path of a directory named like a checkpoint that is not usable: the numbers that its manifest
-names, or None if that cannot be read."""
+"""Numbers of the parts that an unusable checkpoint's manifest names, by path of the checkpoint's
+directory. The value is None if the manifest cannot be read, so that the numbers are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartLeftovers:
-    """What parts there are, as somebody who prunes has to know them."""
+    """Parts that no checkpoint needs, as pruning must distinguish them."""
 
     removable: list[tuple[Backend, str]] = field(default_factory=list)
-    """Backends and paths of those that are not sealed, or that a checkpoint of this store had that
-    has been withdrawn: so they belong to nothing, whatever directory is the first one."""
+    """Backends and paths of the parts that are unsealed, or that belonged to a withdrawn checkpoint
+    of this store. These parts belong to nothing, whichever directory is the store's first one."""
 
     unnamed: list[str] = field(default_factory=list)
-    """Paths of those that are sealed for this store, but of which no checkpoint is here. They may
-    belong to a store that this one is a copy of."""
+    """Paths of the parts that are sealed for this store although no checkpoint here names them. The
+    parts may belong to a store that this one is a copy of."""
 
     generations: dict[str, int] = field(default_factory=dict)
-    """By path: of all that are sealed for this store, but for those that are `removable`. Empty if
-    there is a checkpoint whose own generation cannot be read."""
+    """Generation of every part that is sealed for this store, by path, except parts of withdrawn
+    checkpoints. Empty if the generation of some checkpoint cannot be read."""
 
 
 class PartPool:
-    """The parts of a store; empty for a store with one directory.
+    """The parts of a store; empty if the store has only one directory.
 
-    Not safe to use from several threads; the store holds its own lock around every call.
+    Not thread-safe: the store holds its own lock around every call.
 
     Args:
         drives: Backend and directory of every drive but the first, in order.
-        store_id: Parts of other stores are left alone.
-        manifests: Of the store's checkpoints.
-        claims: Of the directories that are not usable.
-        poison: Taken note of where free parts are made ready, and heeded.
+        store_id: Identity of the store. Sealed parts of other stores are left alone.
+        manifests: Manifests of the store's checkpoints.
+        claims: Part numbers that belong to unusable checkpoints.
+        poison: Poison of the store. It is set if preparing a free part fails. Once it is set, no
+            free part is reused or removed.
     """
 
     def __init__(
@@ -81,11 +82,11 @@ class PartPool:
         self._claims = dict(claims)
         self._poison = poison
         self._withdrawn: set[str] = set()
-        """Digests of the parts that slots still name."""
+        """Digests of the parts that withdrawn slots still name."""
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """Of the drives, in order."""
+        """Directories of the further drives, in order."""
         return tuple(directory for _, directory in self._drives)
 
     def num_free(self, drive: int) -> int:
@@ -95,11 +96,11 @@ class PartPool:
     def leftovers(self) -> PartLeftovers:
         """Find the parts that no checkpoint of the store names.
 
-        A process that trains in the directories may rewrite all of them: they were given to it. One
-        that prunes removes only those that provably belong to nothing.
+        A process that trains may rewrite all of them, because the user gave it the directories. A
+        process that prunes removes only the parts that provably belong to nothing.
 
         Raises:
-            UnreadableError: One could not be read.
+            UnreadableError: A part's ``part.json`` could not be read.
         """
         found = PartLeftovers()
         for (backend, directory), free in zip(self._drives, self._free(), strict=True):
@@ -117,7 +118,11 @@ class PartPool:
         return found
 
     def foreign(self) -> list[str]:
-        """Return the paths of sealed parts that belong to other stores."""
+        """Return the paths of sealed parts that belong to other stores.
+
+        Raises:
+            UnreadableError: A part's ``part.json`` could not be read.
+        """
         return [
             f"{directory}/{part_name(number)}"
             for backend, directory in self._drives
@@ -127,20 +132,21 @@ class PartPool:
         ]
 
     def take(self, layout: Layout) -> tuple[Part, ...]:
-        """Return parts for a slot that is about to be written, one on each drive.
+        """Return parts for a slot that is about to be written, one on each further drive.
 
-        Free ones are taken if they fit the layout and made anew if they do not.
+        A free part is reused if it fits the layout, and replaced by a new part if it does not.
 
         Args:
-            layout: Of the slot.
+            layout: Layout of the slot.
 
         Raises:
-            gds.StorageError: Among others, no space; what had been made is removed.
+            gds.StorageError: A part could not be made ready, for example because there is no space.
+                Parts created by this call are removed.
         """
         if not self._drives:
             return ()
         free = self._free()
-        # Parts of a number may be missing on some drives; prefer the most complete one.
+        # A number may lack its part on some drives; prefer the number with the most parts.
         candidates = set[int]().union(*free) - self._kept(free)
         if candidates and not self._poison:
             number = min(candidates, key=lambda n: (-sum(n in numbers for numbers in free), n))
@@ -155,7 +161,7 @@ class PartPool:
                 if number in free[drive - 1]:
                     with self._poison.on_error("a free part could not be made ready"):
                         part = adopt_part(backend, directory, name, layout, drive)
-                        if part is None:  # it was made for another layout
+                        if part is None:  # it does not fit the layout, or has another hard link
                             remove_part(backend, f"{directory}/{name}")
                 if part is None:
                     path = f"{directory}/{name}"
@@ -175,7 +181,11 @@ class PartPool:
         return tuple(parts)
 
     def open(self, manifest: Manifest, *, writable: bool) -> tuple[Part, ...]:
-        """Open the parts of one of the store's checkpoints."""
+        """Open the parts of one of the store's checkpoints, in the order of the drives.
+
+        Raises:
+            gds.StorageError: A file cannot be opened. No file is left open.
+        """
         parts: list[Part] = []
         try:
             for drive, ((backend, directory), part) in enumerate(
@@ -193,14 +203,18 @@ class PartPool:
         return tuple(parts)
 
     def are_there(self, manifest: Manifest) -> bool:
-        """Return whether nobody has removed a checkpoint's parts by hand."""
+        """Return whether all parts of a checkpoint exist; a user may have removed some by hand."""
         return all(
             backend.stat(f"{directory}/{part.name}/{PART_FILE_NAME}") is not None
             for (backend, directory), part in zip(self._drives, manifest.parts, strict=True)
         )
 
     def ids(self, manifest: Manifest) -> FileIds:
-        """Return by what the files of a checkpoint's parts are known now: by path."""
+        """Return the inodes and sizes of the files in a checkpoint's parts now, by path.
+
+        Raises:
+            gds.StorageError: The files cannot be examined at this moment.
+        """
         found: FileIds = {}
         drives = zip(self._drives, manifest.parts, strict=True)
         for drive, ((backend, directory), part) in enumerate(drives, 1):
@@ -210,46 +224,46 @@ class PartPool:
         return found
 
     def put_back(self, parts: Sequence[Part]) -> None:
-        """Close parts that were taken and not written; they are free again."""
+        """Close parts that were taken but not written, and mark them as free."""
         for part in parts:
             part.close()
         self._taken -= _numbers_of(part.name for part in parts)
 
     def remove(self, parts: Sequence[Part]) -> None:
-        """Remove the parts of a slot that was never sealed, or has been withdrawn."""
+        """Remove the parts of a slot that was never sealed or has been withdrawn."""
         for part in parts:
             part.remove()
         self._taken -= _numbers_of(part.name for part in parts)
 
     def release(self, manifest: Manifest) -> None:
-        """Note that a checkpoint is none any more: its parts are free."""
+        """Mark the parts of a former checkpoint as free."""
         self._taken -= part_numbers(manifest)
 
     def note_withdrawn(self, manifest: Manifest) -> None:
-        """Note that a slot still names parts: they belong to nothing since it was withdrawn."""
+        """Record that the parts in a withdrawn slot's manifest belong to nothing."""
         self._withdrawn |= {part.digest for part in manifest.parts}
 
     def claim(self, path: str, manifest: Manifest, found: Manifest | None = None) -> None:
-        """Note that a checkpoint is not usable any more; its parts are kept as long as it is.
+        """Record that a checkpoint is no longer usable; its parts are kept as long as it exists.
 
         Args:
-            path: Where it is.
-            manifest: What it is, or was.
-            found: What its path says of it now, where that is something else: those parts are
-                kept as well.
+            path: Path of the checkpoint's directory.
+            manifest: Manifest of the checkpoint as this process knew it.
+            found: Manifest that is at the path now, if it is a different one. The parts that it
+                names are kept as well.
         """
         self.release(manifest)
         self._claims[path] = part_numbers(manifest) | (part_numbers(found) if found else set())
 
     def release_claim(self, path: str) -> None:
-        """Note that what was not usable at a path is not there any more."""
+        """Record that the unusable checkpoint at a path no longer exists."""
         self._claims.pop(path, None)
 
     def trim(self, num_slots: int) -> None:
-        """Remove free parts that will not be needed.
+        """Remove free parts that will not be needed, unless the store is poisoned.
 
         Args:
-            num_slots: Most that the store is to have, those included that have no parts yet.
+            num_slots: Most slots that the store will have, including slots without parts yet.
         """
         if self._poison:
             return
@@ -259,13 +273,16 @@ class PartPool:
                 remove_part(backend, f"{directory}/{part_name(number)}")
 
     def remove_leftovers(self) -> None:
-        """Remove the parts that provably belong to nothing; see `leftovers`."""
+        """Remove the parts that provably belong to nothing, unless the store is poisoned.
+
+        `leftovers` finds these parts.
+        """
         if not self._poison:
             for backend, path in self.leftovers().removable:
                 remove_part(backend, path)
 
     def _free(self) -> list[set[int]]:
-        """Return the numbers on each drive that may be rewritten there."""
+        """Return, for each further drive, the part numbers that may be rewritten on it."""
         claimed = self._taken.union(*(numbers or () for numbers in self._claims.values()))
         unknown = None in self._claims.values()
         out = []
@@ -274,7 +291,7 @@ class PartPool:
             for number in _numbers(backend, directory) - claimed:
                 path = f"{directory}/{part_name(number)}"
                 if directories_in(backend, path):
-                    continue  # nothing here makes such: it is left alone
+                    continue  # no part of ours holds a directory: leave it alone
                 try:
                     sealed = _sealed(backend, path)
                 except UnreadableError:
@@ -286,11 +303,12 @@ class PartPool:
         return out
 
     def _kept(self, free: Sequence[set[int]]) -> set[int]:
-        """Return the numbers that must be left alone on some drive."""
+        """Return the part numbers that must be left alone on at least one drive."""
         found = [_numbers(backend, directory) for backend, directory in self._drives]
         return set[int]().union(*(a - b for a, b in zip(found, free, strict=True)))
 
     def _unused_number(self) -> int:
+        """Return the smallest part number that no slot, checkpoint or file name uses."""
         names = {
             name for backend, directory in self._drives for name in backend.list_dir(directory)
         }
@@ -304,11 +322,12 @@ def part_numbers(manifest: Manifest) -> frozenset[int]:
 
 
 def part_bytes(layout: Layout, drive: int) -> int:
-    """Return the bytes that a part on a drive takes."""
+    """Return the size in bytes of a part on a drive."""
     return sum(part_sizes(layout, drive).values())
 
 
 def _numbers(backend: Backend, directory: str) -> set[int]:
+    """Return the numbers of the parts in a directory."""
     found = set()
     for name in backend.list_dir(directory):
         number = part_number(name)
@@ -324,10 +343,10 @@ def _numbers_of(names: Iterable[str]) -> set[int]:
 
 
 def _sealed(backend: Backend, path: str) -> SealedPart | None:
-    """Return what a part says of itself; None if it is not sealed.
+    """Return the content of a part's ``part.json``, or None if the part is not sealed.
 
     Raises:
-        UnreadableError: It could not be read.
+        UnreadableError: ``part.json`` could not be read.
     """
     try:
         return read_part(backend, path)

@@ -1,4 +1,7 @@
-"""Pinning from outside the training process, safely beside it. Does not import torch."""
+"""Pinning from outside the training process, safe while that process runs.
+
+Importing this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +22,35 @@ def pin(
     *,
     backend: Backend | None = None,
 ) -> str:
-    """Keep a checkpoint, whatever its store's retention says, until `unpin`; durable on return.
+    """Keep a checkpoint until `unpin`, whatever its store's retention says; durable on return.
 
-    A name that is in use is moved. To be used beside a process that trains in the store, or
-    without one; the process that trains has `OffloadedOptimizer.pin` as well.
+    A pin whose name is already in use is moved to this checkpoint. Use this function beside a
+    process that trains in the store, or without one. The training process itself can use
+    `OffloadedOptimizer.pin` as well.
 
     Args:
-        checkpoint: A path, or a `Checkpoint`. The path of a store means its newest.
-        name: Letters, digits, ``.``, ``_`` and ``-``; at most 64.
-        backend: Where it is; the local file system by default.
+        checkpoint: Path of a checkpoint, or a `Checkpoint`. The path of a store means its newest
+            checkpoint.
+        name: Name of the pin: at most 64 letters, digits, ``.``, ``_`` and ``-``, beginning with a
+            letter or a digit.
+        backend: Backend of the store. The default is the backend of a given `Checkpoint`, else the
+            local file system.
 
     Returns:
-        The path of what has been pinned.
+        Path of the pinned checkpoint.
 
     Raises:
-        PinError: A pin cannot be called that, or the checkpoint is not in a store.
-        CheckpointNotFoundError: There is no such checkpoint any more.
-        CheckpointError: Its manifest cannot be read.
-        StoreBusyError: It is being recycled at this moment.
+        PinError: The name is not a valid name of a pin, or the checkpoint is not in a store.
+        CheckpointNotFoundError: The checkpoint does not exist any more.
+        CheckpointError: The manifest of the checkpoint cannot be read.
+        StoreBusyError: The checkpoint is being recycled at this moment.
         gds.StorageError: The pin could not be written durably.
     """
     check_pin_name(name)
     path = checkpoint.path if isinstance(checkpoint, Checkpoint) else os.path.abspath(checkpoint)
     if backend is None and isinstance(checkpoint, Checkpoint):
         backend = checkpoint.backend
-    with open_for_parameters(path, backend=backend) as opened:  # its lock keeps it from going
+    with open_for_parameters(path, backend=backend) as opened:  # its lock prevents a withdrawal
         if isinstance(checkpoint, Checkpoint) and opened.generation != checkpoint.generation:
             raise CheckpointNotFoundError(
                 errno.ENOENT,
@@ -62,11 +69,19 @@ def pin(
 
 
 def unpin(store: str | os.PathLike[str], name: str, *, backend: Backend | None = None) -> None:
-    """Remove a pin of a store, durably. What is not kept otherwise is recycled later.
+    """Remove a pin of a store, durably.
+
+    A checkpoint that nothing else keeps is recycled later.
+
+    Args:
+        store: The store's first directory.
+        name: Name of the pin.
+        backend: Backend of the store; the local file system by default.
 
     Raises:
-        CheckpointNotFoundError: There is no pin of this name, or no store.
-        gds.StorageError: It could not be removed durably.
+        PinError: The name is not a valid name of a pin.
+        CheckpointNotFoundError: The pin does not exist, or the store does not exist.
+        gds.StorageError: The pin could not be removed durably.
     """
     directory = os.path.abspath(store)
     inner = backend or PosixBackend()

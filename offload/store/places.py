@@ -1,6 +1,6 @@
-"""The directories that were given for a store: what they are, before anything is made or locked.
+"""Checks of the directories given for a store, before anything in them is created or locked.
 
-Only names, manifests and the small files by which stores and parts are known are read.
+The checks read only names, manifests, ``store.json`` and ``part.json``.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from offload.store.identity import read_store_id
 from offload.store.writer_lock import is_held_here
 
 _NOTHING = frozenset({"lost+found", CALIBRATION_NAME})
-"""What an empty directory may hold, besides names that begin with a dot."""
+"""Names that an empty directory may hold, besides names that begin with a dot."""
 
 _ARRAY_SUFFIX = array_file_name("")
-"""How the names of files of state arrays end."""
+"""Suffix of the names of state-array files."""
 
 _MOST_SHOWN = 3
 
@@ -55,60 +55,62 @@ _UNSUITABLE = frozenset(
         errno.ENOSYS, errno.ENODEV, errno.ENXIO,
     }
 )  # fmt: skip
-"""What says that a directory cannot hold a store, rather than that something is wrong now."""
+"""Error numbers which say that a directory cannot hold a store, rather than that something is wrong
+at this moment."""
 
 NOTHING_CHANGED = "No checkpoint has been changed"
 
 
 @dataclass(slots=True)
 class _Place:
-    """One of the directories, as it was found."""
+    """One of the given directories, as it was found."""
 
     directory: str
     exists: bool
     names: list[str]
     store_id: str | None = None
-    """What its ``store.json`` says, if it has one that is whole."""
+    """Identity in the directory's ``store.json``; None if the file is missing or damaged."""
 
     parts: list[str] = field(default_factory=list)
-    """The names of the parts in it, sealed or not."""
+    """Names of the parts in the directory, sealed or not."""
 
     unfinished: set[str] = field(default_factory=set)
-    """The names of what a process that was stopped had begun to make a part of."""
+    """Names of directories in which a process had begun to create a part before it was stopped."""
 
     drives: dict[str, set[int]] = field(default_factory=dict)
-    """Of the sealed parts in it: by the store that each is of, their positions in that store."""
+    """Positions of the directory's sealed parts in their stores, by identity of the store."""
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first directory of a store."""
+        """Whether the directory is the first one of a store."""
         return self.store_id is not None or any(
             step_of(name) is not None or is_slot_name(name) for name in self.names
         )
 
     @property
     def is_store(self) -> bool:
-        """Whether it belongs to a store, as the first directory or another one."""
+        """Whether the directory belongs to a store, as its first directory or as another one."""
         return LOCK_NAME in self.names or self.is_first or bool(self.parts)
 
     @property
     def others(self) -> list[str]:
-        """The names in it that no store needs, but for those that count as nothing."""
+        """Names in the directory other than those that an empty directory may hold."""
         nothing = _NOTHING | self.unfinished
         return [n for n in self.names if n not in nothing and not n.startswith(".")]
 
 
 def survey(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
-    """Refuse directories that are not what they were given for. Reads only.
+    """Refuse directories that do not fit the store that they are given for. Reads only.
 
     Args:
         drives: Backend and absolute path of each directory, the store's first one first.
-        fresh: Whether the checkpoints in it are to be given up.
+        fresh: Whether the present checkpoints are to be abandoned.
 
     Raises:
-        StoreError: One holds other things, belongs to another store or to another place in this
-            one, is missing although the store exists, or is a checkpoint.
-        UnreadableError: Something could not be read, so that nothing is known of it.
+        StoreError: A directory holds other files, belongs to another store or to another position
+            in this one, is missing although the store exists, or is itself a checkpoint; or the
+            store has a different number of directories.
+        UnreadableError: A file or directory could not be read, so that its content is unknown.
     """
     places = []
     for backend, directory in drives:
@@ -143,10 +145,15 @@ def survey(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
 
 
 def require_number(manifest: Manifest, directory: str, num_given: int) -> None:
-    """Check that a store was given as many directories as one of its checkpoints is spread over.
+    """Check that the number of given directories matches a checkpoint of the store.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        directory: The store's first directory.
+        num_given: Number of directories that were given.
 
     Raises:
-        StoreError: It was not; says which there are.
+        StoreError: The numbers differ. The message lists the recorded directories.
     """
     if len(manifest.layout.shares) == num_given:
         return
@@ -163,21 +170,23 @@ def require_number(manifest: Manifest, directory: str, num_given: int) -> None:
 def make_directories(
     drives: Sequence[tuple[Backend, str]], *, allow_volatile: bool, allow_remote: bool
 ) -> None:
-    """Make the directories that are missing, and their parents, durably.
+    """Create missing directories and their parents, durably.
 
     Args:
-        drives: As for `survey`, which has found nothing wrong with them.
-        allow_volatile: Accept a file system that forgets at power-off.
+        drives: Backend and absolute path of each directory, which `survey` has accepted.
+        allow_volatile: Accept a file system that loses its content at power-off.
         allow_remote: Accept a file system that another machine or a program serves.
 
     Raises:
-        VolatileStoreError: One would not survive a power-off. Nothing has been made.
-        RemoteStoreError: One is served from elsewhere. Nothing has been made.
-        StoreError: One cannot be made.
+        VolatileStoreError: The file system of a directory loses its content at power-off. Nothing
+            has been created.
+        RemoteStoreError: Another machine or a program serves the file system of a directory.
+            Nothing has been created.
+        StoreError: A directory cannot be created.
     """
     for backend, directory in drives:
         with using(backend, directory):
-            # What is made in a directory is on the file system of that.
+            # A new directory is on the file system of its nearest existing parent.
             capabilities = backend.capabilities(_nearest(backend, directory))
         if capabilities.volatile and not allow_volatile:
             raise VolatileStoreError(
@@ -202,13 +211,13 @@ def make_directories(
 
 @contextmanager
 def using(backend: Backend, directory: str) -> Iterator[None]:
-    """Say of an error in the body what it means for a store in a directory.
+    """Turn errors in the block into errors about a store in the given directory.
 
     Raises:
-        StoreLockedError: Somebody else is writing to it.
+        StoreLockedError: Another writer has locked the store.
         StoreFullError: There is no space.
-        UnreadableError: Something is wrong at this moment, which says nothing about the store.
-        StoreError: The directory cannot hold one.
+        UnreadableError: Something is wrong at this moment. This says nothing about the store.
+        StoreError: The directory cannot hold a store.
     """
     try:
         yield
@@ -276,7 +285,7 @@ def _look_at(backend: Backend, directory: str) -> _Place:
         try:
             part = read_part(backend, path)
         except CheckpointError:
-            continue  # not sealed: it belongs to nobody
+            continue  # an unsealed part belongs to no store
         place.drives.setdefault(part.store_id, set()).add(part.drive)
     return place
 
@@ -297,18 +306,18 @@ def _holds_other_things(place: _Place) -> str:
 
 
 def _manifests(backend: Backend, paths: Sequence[str]) -> list[Manifest]:
-    """Return the manifests of those of these checkpoints that have one."""
+    """Return the manifests of the given checkpoint directories, without damaged ones."""
     found = []
     for path in paths:
         try:
             found.append(decode_manifest(backend, path))
         except CheckpointError:
-            continue  # who opens the store says so
+            continue  # opening the store reports it
     return found
 
 
 def _require_all(places: Sequence[_Place]) -> None:
-    """Refuse a directory that is missing beside others that belong to a store."""
+    """Refuse a missing directory if another given directory belongs to a store."""
     stores = [place for place in places if place.is_store]
     missing = [place.directory for place in places if not place.exists]
     if stores and missing:
@@ -324,14 +333,14 @@ def _require_all(places: Sequence[_Place]) -> None:
 def _check_parts(
     places: Sequence[_Place], position: int, known: set[str], *, all_known: bool
 ) -> None:
-    """Refuse a directory whose parts all are of another store, or of another place in this one.
+    """Refuse a directory whose sealed parts all belong to another store or another position.
 
     Args:
-        places: All of them.
-        position: Of the one that is looked at.
-        known: The identities that the store has, or has had.
-        all_known: Whether every checkpoint in the first directory says which store it is of. If
-            not, parts of an unknown store may be its own, and are left alone.
+        places: All given directories.
+        position: Position of the directory to check.
+        known: Identities that the store has, or has had.
+        all_known: Whether every checkpoint in the first directory tells the identity of its store.
+            If not, parts of an unknown store may belong to this one, and are left alone.
     """
     place = places[position]
     own = set[int]().union(*(drives for store, drives in place.drives.items() if store in known))
@@ -342,7 +351,7 @@ def _check_parts(
 
 
 def _misplaced(places: Sequence[_Place], place: _Place, known: set[str]) -> StoreError:
-    """Say where a directory belongs, and which order is right if that can be told."""
+    """Return an error that says where a directory belongs, and the right order if it is known."""
     what = f"this directory is {_role(place, known)}, and was given as number "
     what += str(places.index(place) + 1)
     order = _order(places)
@@ -356,7 +365,12 @@ def _misplaced(places: Sequence[_Place], place: _Place, known: set[str]) -> Stor
 
 
 def _role(place: _Place, known: set[str]) -> str:
-    """Say what a directory that belongs to a store is in it."""
+    """Describe the role of a directory in the store that it belongs to.
+
+    Args:
+        place: The directory.
+        known: Identities of the store that the directories were given for.
+    """
     if place.is_first:
         return "the first directory of a store"
     if not place.parts:
@@ -383,7 +397,11 @@ def _order(places: Sequence[_Place]) -> list[str] | None:
 
 
 def _nearest(backend: Backend, directory: str) -> str:
-    """Return a directory, or the nearest above it that exists."""
+    """Return a directory if it exists, else its nearest existing ancestor.
+
+    Raises:
+        gds.StorageError: The existing path is a file.
+    """
     while (stat := backend.stat(directory)) is None:
         directory = os.path.dirname(directory)
     if stat.kind == "file":
@@ -392,14 +410,14 @@ def _nearest(backend: Backend, directory: str) -> str:
 
 
 def _make(backend: Backend, directory: str) -> None:
-    """Make a directory and its parents, durably; others may be making the same ones."""
+    """Create a directory and its parents, durably; other processes may create the same ones."""
     missing: list[str] = []
     path = directory
     while backend.stat(path) is None:
         missing.insert(0, path)
         path = os.path.dirname(path)
     try:
-        # A process that made it may have died before it could sync the name.
+        # The process that created it may have died before it synced the name.
         backend.sync_dir(os.path.dirname(path))
     except StorageError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):

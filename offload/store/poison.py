@@ -1,4 +1,4 @@
-"""What a process may still do after a rename or a sync has failed: reuse nothing."""
+"""Poison of a store: after a failed rename or sync, a process reuses no slot any more."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from offload.errors import StoreError, reason_of
 
 
 class Poison:
-    """Whether nobody knows any more what is on a store's drives, and since what.
+    """Records the failure that has left the content of a store's drives unknown, if there is one.
+
+    The object is true once the store is poisoned.
 
     Args:
-        directory: The store, for messages.
+        directory: Path of the store, for messages.
     """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._told = False
         self.reason = ""
-        """What failed; empty as long as nothing has."""
+        """Description of the first failure; empty if nothing has failed."""
 
     def __bool__(self) -> bool:
         return bool(self.reason)
 
     def warn_once(self) -> None:
-        """Say, the first time, what follows from it; for a caller that a user's call has led to."""
+        """Warn once of the consequences of a failure; call this on the thread of a user's call."""
         if self.reason and not self._told:
             self._told = True
             warnings.warn(
@@ -39,10 +41,13 @@ class Poison:
             )
 
     def require_none(self, path: str) -> None:
-        """Refuse to withdraw a checkpoint once anything has failed.
+        """Refuse to withdraw a checkpoint if the store is poisoned.
+
+        Args:
+            path: Path of the checkpoint.
 
         Raises:
-            StoreError: Something has; names the checkpoint.
+            StoreError: The store is poisoned. The error names the checkpoint.
         """
         if self.reason:
             raise StoreError(
@@ -54,7 +59,11 @@ class Poison:
 
     @contextmanager
     def on_error(self, what: str) -> Iterator[None]:
-        """Take note of any error in the block, which then means that `what`."""
+        """Poison the store if the block raises any error.
+
+        Args:
+            what: Description of the failure, for messages.
+        """
         try:
             yield
         except BaseException as error:

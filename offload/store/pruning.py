@@ -1,4 +1,7 @@
-"""Giving back the space of what nobody needs, where no process trains. Does not import torch."""
+"""Pruning: frees space that nobody needs, in a store in which no process trains.
+
+Importing this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -37,48 +40,52 @@ from offload.units import part_options, seen_from
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """One directory, and what becomes of it."""
+    """One directory that was removed, or would be."""
 
     path: str
     bytes: int
-    """Size on disk of the files in it."""
+    """Size in bytes of the files in the directory, and in the parts if it is a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """What was removed, or would be."""
+    """Directories that pruning removed, or would remove, and directories that stay."""
 
     checkpoints: tuple[Pruned, ...]
-    """That neither the policy nor a pin keeps; with what they have on other drives."""
+    """Checkpoints that neither the policy nor a pin keeps, with their parts on other drives."""
 
     leftovers: tuple[Pruned, ...]
-    """Slots and parts that are no checkpoints: of a process that has ended."""
+    """Slots and parts that belong to no checkpoint. A process that has ended left them."""
 
     kept: tuple[str, ...]
     """Paths of the checkpoints that stay."""
 
     being_read: tuple[str, ...]
-    """Paths of those that stay only because somebody reads them."""
+    """Paths of the checkpoints that stay only because a reader holds them."""
 
     refused: tuple[tuple[str, str], ...]
-    """Directories named like checkpoints that are not usable, and why. They are left alone."""
+    """Paths of unusable directories named like checkpoints, each with the reason. They are left
+    alone."""
 
     verified: bool = False
-    """Whether every byte of `kept` was read, and compared with its digest, before the rest went."""
+    """Whether every byte of `kept` was read and compared with its digest before anything was
+    removed."""
 
     unnamed: tuple[tuple[str, str], ...] = ()
-    """Sealed parts on other drives that no checkpoint here names. They are left alone."""
+    """Paths of sealed parts on other drives that no checkpoint here names, each with the reason why
+    it is left alone."""
 
     @property
     def bytes(self) -> int:
-        """What was given back, or would be."""
+        """Number of bytes that were freed, or would be."""
         return sum(removed.bytes for removed in (*self.checkpoints, *self.leftovers))
 
 
 class _Everything(Retention):
-    """Keep all."""
+    """Policy that keeps all checkpoints."""
 
     def kept(self, records: Sequence[Record]) -> set[int]:
+        """Return all generations."""
         return {record.generation for record in records}
 
 
@@ -92,35 +99,40 @@ def prune(
     parts: PartDirectories = None,
     backend: Backend | None = None,
 ) -> PruneReport:
-    """Remove what a policy does not keep, and the slots that no process works in any more.
+    """Remove checkpoints that a policy does not keep, and slots that no process works in any more.
 
-    Checkpoints are withdrawn as training does it, durably, before anything of them is removed:
-    power may be lost at any moment. The newest and those that are pinned always stay, and so does
-    what is not usable as it is.
+    Checkpoints are withdrawn durably, as in training, before any of their files is removed, because
+    power may be lost at any moment. The newest checkpoint and pinned checkpoints always stay.
+    Unusable checkpoints stay as they are.
 
     Args:
-        store: The directory; the first one, if there are several.
-        policy: What to keep; None keeps all checkpoints and removes leftovers only.
-        dry_run: Change nothing, only say what would be done.
-        verify: Read every byte of the checkpoints that are kept before anything is removed, and
-            remove nothing if one of them is damaged.
-        progress: Called, while a checkpoint is verified, with its bytes checked so far and in all.
-        parts: The directories on further drives, in the store's order. They have to be given: those
-            that the manifests name may belong to the store that this one is a copy of.
-        backend: Where all of them are; the local file system by default.
+        store: Directory of the store; the first one, if there are several.
+        policy: Policy that selects the checkpoints to keep. None keeps all checkpoints, and removes
+            leftovers only.
+        dry_run: Change nothing, and only report what would be done.
+        verify: Read every byte of the kept checkpoints before anything is removed, and remove
+            nothing if one of them is damaged.
+        progress: Called while a checkpoint is verified, with the number of its bytes checked so far
+            and the total number of its bytes.
+        parts: Directories of the store on further drives, in the store's order. They must be given
+            if the store has any: the directories that the manifests name may belong to the store
+            that this one is a copy of.
+        backend: Backend of all directories; the local file system by default.
 
     Raises:
         StoreLockedError: A process is training in the store.
-        CheckpointNotFoundError: There is nothing at `store`.
-        CheckpointError: It is something else than a store.
+        CheckpointNotFoundError: The path `store` does not exist.
+        CheckpointError: The path `store` is not a store.
         PinError: A pin cannot be read.
         MetricError: The policy ranks by a metric that none of the store's checkpoints has.
-        DamagedError: With `verify`: a checkpoint that is kept is damaged.
-        UnreadableError: With `verify`: one could not be read, which says nothing about it.
+        DamagedError: With `verify`, a kept checkpoint is damaged.
+        UnreadableError: With `verify`, a checkpoint could not be read. This says nothing about its
+            content.
         UnwritableError: This user may not write to the store.
-        StoreError: The store has further directories, and they were not given; one of them is not
-            there; or one belongs to a store that has gone on, of which this one is a copy.
-        gds.StorageError: Something could not be read, withdrawn or removed.
+        StoreError: The store has further directories that were not given; or a given directory does
+            not exist; or it belongs to a store that has gone on, and that this store is a copy of.
+        gds.StorageError: A file could not be read or removed, or a checkpoint could not be
+            withdrawn.
     """
     directory = os.path.abspath(store)
     inner = backend or PosixBackend()
@@ -142,9 +154,9 @@ def prune(
 def _others(
     backend: Backend, directory: str, parts: PartDirectories
 ) -> tuple[list[str], Manifest | None]:
-    """Return the store's directories on further drives, and the newest manifest, if there is one.
+    """Return the store's directories on further drives, and its newest manifest or None.
 
-    Raises as `prune`.
+    Raises the errors of `prune`.
     """
     paths = checkpoints_of(backend, directory)
     manifests = []
@@ -152,7 +164,7 @@ def _others(
         try:
             manifests.append(decode_manifest(backend, path))
         except CheckpointError:
-            continue  # the store says so itself
+            continue  # opening the store reports it
     newest = max(manifests, key=lambda manifest: manifest.generation, default=None)
     if newest is not None and are_only_recorded(newest, parts):
         recorded = [part.directory for part in newest.parts]
@@ -199,7 +211,10 @@ def _open(backend: Backend, directory: str, others: list[str], policy: Retention
 
 
 def _require_metrics(store: Store, policy: Retention | None) -> None:
-    """Refuse a metric that nothing has: a name that is misspelt would keep nothing by it."""
+    """Refuse a policy that ranks by a metric that no checkpoint has.
+
+    Such a name is probably misspelt, and the policy would keep no checkpoint by it.
+    """
     given = {name for checkpoint in store.keeping.current for name in checkpoint.manifest.metrics}
     for part in policy.parts if policy is not None and store.keeping.current else ():
         if isinstance(part, BestBy) and part.metric not in given:
@@ -218,7 +233,7 @@ def _require_whole(
     others: list[str],
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Read every byte of what is kept; the lock of the store keeps it from changing meanwhile."""
+    """Verify every byte of the kept checkpoints; the store's lock prevents changes meanwhile."""
     expired = {checkpoint.path for checkpoint in store.keeping.expired()}
     damaged: list[str] = []
     with stopping("Nothing was removed"):
@@ -289,6 +304,7 @@ def _prune(
 
 
 def _bytes_in(backend: Backend, *directories: str) -> int:
+    """Return the total size in bytes of the files in some directories, which may be missing."""
     total = 0
     for directory in directories:
         for name in backend.list_dir(directory) if backend.stat(directory) else ():

@@ -1,8 +1,8 @@
-"""Checkpoints whose content was found damaged: marked on the drive, so that nobody tries again.
+"""Quarantine: damaged checkpoints are marked on the drive, so that no process uses them again.
 
-A checkpoint is quarantined by a file in it. Its presence is what counts; what it says is for
-people. Nothing else of the checkpoint is touched: somebody may want to look at it, repair it, or
-take its parameters, which may be whole. Removing the file lifts the quarantine.
+A checkpoint is quarantined by a file in its directory. Only the presence of the file counts; its
+text is for people. The rest of the checkpoint is left as it is: a user may want to look at it,
+repair it, or take its parameters, which may be whole. Removing the file lifts the quarantine.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _NOT_MARKED = "a damaged checkpoint could not be marked"
 
 
 def write_quarantine(backend: Backend, path: str, reason: str, poison: Poison) -> None:
-    """Mark a checkpoint as damaged; durable when this returns. Idempotent.
+    """Mark a checkpoint as damaged; durable on return. Idempotent.
 
     Args:
-        backend: Where it is.
-        path: Its directory.
-        reason: What is wrong with it.
-        poison: Of the store.
+        backend: Backend of the checkpoint.
+        path: Directory of the checkpoint.
+        reason: Description of the damage, for people.
+        poison: Poison of the store; set if a sync fails.
 
     Raises:
-        gds.StorageError: It could not be marked, or not durably.
+        gds.StorageError: The mark could not be written, or could not be made durable.
     """
     mark = f"{path}/{QUARANTINE_NAME}"
     if backend.stat(mark) is None:
@@ -55,7 +55,7 @@ def write_quarantine(backend: Backend, path: str, reason: str, poison: Poison) -
 
 
 def _created(backend: Backend, mark: str, nbytes: int) -> File | None:
-    """Create the file of a mark; None if another process has been quicker."""
+    """Create the file of a mark; return None if another process has created it already."""
     try:
         return backend.create(mark, nbytes)
     except StorageError as error:
@@ -65,12 +65,12 @@ def _created(backend: Backend, mark: str, nbytes: int) -> File | None:
 
 
 def remove_quarantine(backend: Backend, path: str) -> None:
-    """Lift the mark of a checkpoint that was found to be whole; durable when this returns.
+    """Lift the mark of a checkpoint that was found to be whole; durable on return.
 
-    Whoever calls it holds a lock on the checkpoint, so that nobody rewrites it meanwhile.
+    The caller holds a lock on the checkpoint, so that no process rewrites it meanwhile.
 
     Raises:
-        gds.StorageError: The mark could not be removed, or not durably; it may be there or not.
+        gds.StorageError: The mark could not be removed durably. It may or may not still exist.
     """
     lift_quarantine(backend, path)
     backend.sync_dir(path)
@@ -79,26 +79,29 @@ def remove_quarantine(backend: Backend, path: str) -> None:
 def verify_and_mark(
     checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None
 ) -> VerifyReport:
-    """Verify a checkpoint, and make the verdict last: durable when this returns.
+    """Verify a checkpoint and record the verdict in its directory; durable on return.
 
-    A checkpoint that is damaged is quarantined, and the quarantine of one that is whole is lifted.
-    If something could not be read, nothing is known of it, and neither happens. This may run beside
-    a process that trains in the store, as `Checkpoint.verify` may.
+    A damaged checkpoint is quarantined, and the quarantine of a whole checkpoint is lifted. If no
+    damage is found but some data could not be read, the quarantine stays as it is. This may run
+    beside a process that trains in the store, as `Checkpoint.verify` may.
 
-    Of a store on several drives, ``parts=`` has to say where the others are. If only the manifest
-    says so, they may be those of the store that this one is a copy of: then damage in them marks
-    nothing (`VerifyReport.not_marked`), and no quarantine is lifted because they are whole.
+    If the store is on several drives, open the checkpoint with ``parts=``, the directories on the
+    further drives. Directories that only the manifest names may belong to the store that this one
+    is a copy of. Then damage in them marks nothing (`VerifyReport.not_marked`), and no quarantine
+    is lifted because they are whole.
 
     Args:
-        checkpoint: Opened with ``even_quarantined=True``, if its quarantine is to be lifted.
-        progress: Called with the bytes checked so far and the bytes in all.
+        checkpoint: Checkpoint to verify. Open it with ``even_quarantined=True`` if its quarantine
+            is to be lifted.
+        progress: Called with the number of bytes checked so far and the total number of bytes.
 
     Returns:
-        What was found. `VerifyReport.quarantined` says whether it is quarantined now.
+        Result of the verification. Its `VerifyReport.quarantined` is the reason for the quarantine
+        after this call, or empty.
 
     Raises:
-        RecycledError: It was not opened by `open_checkpoint`, and has been recycled.
-        gds.StorageError: The quarantine could not be made durable, or not be lifted.
+        RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
+        gds.StorageError: The quarantine could not be made durable, or could not be lifted.
     """
     with checkpoint.held():
         report = checkpoint.verify(progress)
@@ -115,8 +118,8 @@ class Quarantine:
     """The checkpoints that this process has found damaged.
 
     Args:
-        backend: Where they are.
-        poison: Of their store.
+        backend: Backend of the checkpoints.
+        poison: Poison of the store; set if syncing a mark fails.
     """
 
     def __init__(self, backend: Backend, poison: Poison) -> None:
@@ -125,7 +128,12 @@ class Quarantine:
         self._checkpoints: list[StoredCheckpoint] = []
 
     def add(self, checkpoint: StoredCheckpoint, reason: str) -> None:
-        """Mark one durably, or warn that it could not be."""
+        """Mark a checkpoint as damaged, durably; warn if that fails.
+
+        Args:
+            checkpoint: Checkpoint to mark.
+            reason: Description of the damage, for people.
+        """
         self._checkpoints.append(checkpoint)
         try:
             write_quarantine(self._backend, checkpoint.path, reason, self._poison)
@@ -138,23 +146,30 @@ class Quarantine:
             )
 
     def has(self, slot: Slot) -> bool:
-        """Return whether a slot is one of them."""
+        """Return whether a slot belongs to one of these checkpoints."""
         return any(checkpoint.slot is slot for checkpoint in self._checkpoints)
 
     def close(self) -> None:
-        """Close their files. Idempotent."""
+        """Close the files of these checkpoints. Idempotent."""
         for checkpoint in self._checkpoints:
             if checkpoint.slot is not None:
                 checkpoint.slot.close()
 
 
 def lift_quarantine(backend: Backend, path: str) -> bool:
-    """Remove the mark; durable when the directory is synced. Returns whether there was one."""
+    """Remove the mark of a checkpoint; durable once the caller has synced the directory.
+
+    Returns:
+        Whether there was a mark.
+
+    Raises:
+        gds.StorageError: The mark could not be examined or removed.
+    """
     if not is_quarantined(backend, path):
         return False
     try:
         backend.remove(f"{path}/{QUARANTINE_NAME}")
     except StorageError as error:
-        if error.errno != errno.ENOENT:  # another process has been quicker
+        if error.errno != errno.ENOENT:  # else another process has removed the mark
             raise
     return True

@@ -1,9 +1,9 @@
-"""One slot: a preallocated directory of state-array files, and its open handles.
+"""One slot: a preallocated directory of state-array files, with open handles.
 
-On a store of several drives it has parts on the others; see `parts`.
+On a store of several drives, a slot has parts on the other drives; see `Slot.parts`.
 
-A slot's files have their final size and valid headers from the moment it is made; after that only
-their content changes. What a slot means (working, free, a checkpoint) is the store's affair.
+The files of a slot have their final size and valid headers as soon as the slot exists. After that,
+only their content changes. The store decides on the role of a slot (working, free, a checkpoint).
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from offload.store.part import Part
 
 
 class Slot:
-    """The open files of one slot, and what this process knows about their content."""
+    """Open files of one slot, and what this process knows about their content.
+
+    Args:
+        backend: Backend of the slot's directory.
+        path: Path of the slot's directory.
+        layout: Layout of the slot.
+        files: Open files by name.
+        model_leaves: Known content of ``model.safetensors``.
+        writable: Whether the files are open for writing.
+    """
 
     def __init__(
         self,
@@ -42,21 +51,24 @@ class Slot:
         self._path = path
         self._files = files
         self.parts: tuple[Part, ...] = ()
-        """What it has on each drive but the first; given to it by whoever opens it."""
+        """The slot's part on each drive but the first, in order. The code that opens the slot sets
+        them."""
         self.layout = layout
         self.writable = writable
         self.context = DigestContext("", 0)
         self.digests: dict[str, list[str | None]] = {}
         self.model_leaves = model_leaves
-        """What this process knows of the content of ``model.safetensors``."""
+        """Known content of ``model.safetensors``."""
         self.unchecked = False
-        """Whether an earlier process wrote its state, to be compared with its digests when read."""
+        """Whether state must be compared with its digests when it is read. Set for state that an
+        earlier process wrote, that was restored, or whose files others may have changed."""
         self.in_doubt = False
-        """Whether it may be a checkpoint: a rename has begun and is not known to be durable."""
+        """Whether the slot may be a checkpoint: a rename has begun and is not known to be
+        durable."""
 
     @property
     def path(self) -> str:
-        """The slot's directory at present."""
+        """Present path of the slot's directory."""
         return self._path
 
     @property
@@ -65,13 +77,17 @@ class Slot:
         return {name: file.size_bytes for name, file in self._files.items()}
 
     def renamed(self, path: str) -> None:
-        """Note that the directory has a new name."""
+        """Record that the directory has a new path."""
         self._path = path
         for name, file in self._files.items():
             file.path = f"{path}/{name}"
 
     def begin_generation(self, context: DigestContext) -> None:
-        """Forget the old content: from now on the slot is written as another generation."""
+        """Forget the old content: from now on, the slot is written as another generation.
+
+        Args:
+            context: Store and generation that digests of the new content are bound to.
+        """
         self.context = context
         self.unchecked = False
         self.digests = {name: [None] * self.layout.num_chunks for name in self.layout.array_names}
@@ -83,13 +99,14 @@ class Slot:
 
     @property
     def part_references(self) -> tuple[PartReference, ...]:
-        """What the manifest says of the parts, with the digests that there are now."""
+        """References to the parts for the manifest, with the present digests."""
         return tuple(
             PartReference(part.directory, part.name, sealed.generation, sealed.digest)
             for part, sealed in zip(self.parts, self._sealed_parts(), strict=True)
         )
 
     def _sealed_parts(self) -> list[SealedPart]:
+        """Return the content of each part's ``part.json``, with the present digests."""
         return [
             SealedPart(
                 self.context.store_id,
@@ -116,10 +133,17 @@ class Slot:
         return self._files[TRAIN_STATE_NAME]
 
     def write_replacement(self, name: str, data: bytes) -> File:
-        """Write what `replace` is to put in the place of a small file; not synced.
+        """Write a file that `replace` can put in the place of a small file; not synced.
+
+        Args:
+            name: Name of the file to replace.
+            data: New content of the file.
+
+        Returns:
+            The new file, open.
 
         Raises:
-            gds.StorageError: No space; the slot is what it was.
+            gds.StorageError: There is no space, or another failure. The old file is unchanged.
         """
         path = f"{self._path}/{name}.new"
         if self._backend.stat(path) is not None:
@@ -134,7 +158,15 @@ class Slot:
         return file
 
     def replace(self, name: str, file: File) -> None:
-        """Put what `write_replacement` wrote in the place of a file, atomically and durably."""
+        """Put the result of `write_replacement` in the place of a file, atomically and durably.
+
+        Args:
+            name: Name of the file to replace.
+            file: Result of `write_replacement`. It is closed if the replacement fails.
+
+        Raises:
+            gds.StorageError: The file could not be replaced durably.
+        """
         try:
             file.sync()
             self._backend.rename(file.path, f"{self._path}/{name}")
@@ -148,34 +180,34 @@ class Slot:
 
     @property
     def ids(self) -> FileIds:
-        """By what its open files are known: by name, and those of its parts by path."""
+        """Inodes and sizes of the open files: by name, and those of the parts by path."""
         return ids_of(self._files) | {k: v for part in self.parts for k, v in part.ids.items()}
 
     def is_in_place(self) -> bool:
-        """Return whether its directory, and those of its parts, hold the files that are open.
+        """Return whether the slot's directory, and those of its parts, hold the open files.
 
-        They do not if somebody has replaced, moved or removed them. What is written to the slot
-        does then not show under its name.
+        They do not if a user has replaced, moved or removed files. Data written to the slot then
+        does not appear under its name.
 
         Raises:
-            gds.StorageError: It cannot be told at this moment.
+            gds.StorageError: The files cannot be examined at this moment.
         """
         return self.is_at_path() and all(part.is_in_place() for part in self.parts)
 
     def is_at_path(self) -> bool:
-        """Return whether its own directory holds the files that are open, whatever parts do.
+        """Return whether the slot's own directory holds the open files, without regard to parts.
 
         Raises:
-            gds.StorageError: It cannot be told at this moment.
+            gds.StorageError: The files cannot be examined at this moment.
         """
         return ids_in(self._backend, self._path, self._files) == ids_of(self._files)
 
     def require_in_place(self) -> None:
-        """Check that what was written to the slot is under its name.
+        """Check that the data written to the slot is under its name.
 
         Raises:
-            StoreError: It is not.
-            gds.StorageError: It cannot be told at this moment.
+            StoreError: Files of the slot have been replaced, moved or removed.
+            gds.StorageError: The files cannot be examined at this moment.
         """
         if not self.is_in_place():
             raise StoreError(
@@ -188,20 +220,33 @@ class Slot:
             )
 
     def is_linked(self) -> bool:
-        """Return whether a file of it, or of its parts, has a name elsewhere as well."""
+        """Return whether a file of the slot, or of its parts, has further hard links.
+
+        Raises:
+            gds.StorageError: The files cannot be examined at this moment.
+        """
         return has_other_names(self._backend, self._path) or any(p.is_linked() for p in self.parts)
 
     def invalidate(self) -> None:
-        """Overwrite the manifest so that nobody takes this slot for a checkpoint; durable."""
+        """Durably overwrite the manifest, so that nobody takes this slot for a checkpoint.
+
+        The parts are durably invalidated after that.
+
+        Raises:
+            gds.StorageError: A write or a sync failed.
+        """
         self.manifest.write_bytes(invalid_manifest(self.manifest.size_bytes), 0)
         self.manifest.sync()
         for part in self.parts:
             part.invalidate()
 
     def sync(self) -> None:
-        """Make all tensor files and the train state durable; neither the manifest nor names.
+        """Make all tensor files and the train state durable, but neither the manifest nor names.
 
-        Parts are sealed by it: what they say of themselves is durable as well, and their names.
+        Parts are sealed: their ``part.json`` and their names become durable as well.
+
+        Raises:
+            gds.StorageError: A write or a sync failed.
         """
         for part, sealed in zip(self.parts, self._sealed_parts(), strict=True):
             part.seal(sealed)
@@ -218,16 +263,17 @@ class Slot:
 
 
 def create_slot(backend: Backend, path: str, layout: Layout, sizes: Mapping[str, int]) -> Slot:
-    """Make a slot, without parts: reserve its space and write its headers. Nothing is durable yet.
+    """Create a slot without parts: reserve its space and write its headers. Nothing is durable yet.
 
     Args:
-        backend: Where.
-        path: The directory to create.
-        layout: Gives the headers.
-        sizes: Bytes of every file, by name: `slot_sizes`.
+        backend: Backend of the store's first directory.
+        path: Path of the directory to create.
+        layout: Layout of the slot, with its headers.
+        sizes: Size in bytes of every file, by name; see `slot_sizes`.
 
     Raises:
-        gds.StorageError: No space, or the name is taken; what had been made is removed.
+        gds.StorageError: There is no space, or the name is taken. Files made by this call are
+            removed.
     """
     backend.make_dir(path)
     files: dict[str, File] = {}
@@ -248,9 +294,19 @@ def create_slot(backend: Backend, path: str, layout: Layout, sizes: Mapping[str,
 def adopt_slot(
     backend: Backend, path: str, layout: Layout, sizes: Mapping[str, int]
 ) -> Slot | None:
-    """Open a leftover slot for rewriting if its files have just the right sizes, else None.
+    """Open a leftover slot for rewriting if its files have the right sizes, else return None.
 
-    Nor does it if a file of it has another name elsewhere, for it would change there as well.
+    An adopted slot is durably invalidated, and its headers are written. A slot is not adopted if
+    one of its files has another hard link, because a write would change the linked file as well.
+
+    Args:
+        backend: Backend of the store's first directory.
+        path: Path of the slot.
+        layout: Layout of the slot, with its headers.
+        sizes: Size in bytes of every file, by name; see `slot_sizes`.
+
+    Raises:
+        gds.StorageError: The slot could not be examined, opened or written.
     """
     if set(backend.list_dir(path)) != set(sizes):
         return None
@@ -267,7 +323,11 @@ def adopt_slot(
 
 
 def open_slot(backend: Backend, path: str, layout: Layout, *, writable: bool) -> Slot:
-    """Open the files of an existing slot, without parts."""
+    """Open the files of an existing slot, without parts.
+
+    Raises:
+        gds.StorageError: A file cannot be opened. No file is left open.
+    """
     files: dict[str, File] = {}
     try:
         for name in (*layout.file_sizes(), TRAIN_STATE_NAME, MANIFEST_NAME):
@@ -288,13 +348,19 @@ def remove_slot(backend: Backend, path: str) -> None:
 
 
 def directories_in(backend: Backend, path: str) -> list[str]:
-    """Return the names of the directories in a slot: there are none in one that was made here."""
+    """Return the names of the directories in a slot or part; this library creates none in them."""
     found = ((name, backend.stat(f"{path}/{name}")) for name in backend.list_dir(path))
     return [name for name, stat in found if stat is not None and stat.kind == "directory"]
 
 
 def slot_sizes(layout: Layout, num_groups: int, *, train_state_bytes: int) -> dict[str, int]:
-    """Return the size in bytes of every file of a slot, by name."""
+    """Return the size in bytes of every file of a slot, by name.
+
+    Args:
+        layout: Layout of the slot.
+        num_groups: Number of parameter groups, which the manifest holds.
+        train_state_bytes: Bytes reserved for the train state.
+    """
     return {
         **layout.file_sizes(),
         TRAIN_STATE_NAME: train_state_bytes,
@@ -303,7 +369,7 @@ def slot_sizes(layout: Layout, num_groups: int, *, train_state_bytes: int) -> di
 
 
 def _model_leaves(backend: Backend, path: str, *, readable: bool) -> KnownLeaves:
-    """Return that nothing is known of a slot's model file, which has just been opened."""
+    """Return an empty record of a slot's model file, which has just been opened."""
     stat = backend.stat(f"{path}/{MODEL_NAME}")
     return KnownLeaves(stat.inode if stat is not None else 0, readable=readable)
 

@@ -1,4 +1,4 @@
-"""Whether a store's drives have room for what it will need."""
+"""Disk space: whether a store's drives have room for the slots that it will need."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from offload.units import many, size
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What there is, and what is wanted, in one of a store's directories."""
+    """Present and needed space in one directory of a store."""
 
     backend: Backend
     directory: str
 
     num_free: int
-    """Slots, or parts of them, that may be rewritten."""
+    """Number of slots, or parts of slots, that may be rewritten."""
 
     slot_bytes: int
-    """What one of them takes."""
+    """Size in bytes of one slot, or of one part."""
 
 
 def require_room(
     rooms: Sequence[Room], keeping: Keeping, checkpoints: Sequence[StoredCheckpoint]
 ) -> None:
-    """Check that all slots that retention is sure to need will fit into a store's directories.
+    """Check that the drives have room for all slots that retention is sure to need.
 
-    Policies that keep more and more are counted with what they keep now, and pins likewise.
+    For policies whose number of checkpoints grows with training, and for pins, only the checkpoints
+    that they keep now are counted.
 
     Args:
-        rooms: The directories.
-        keeping: Retention and pins of the store.
-        checkpoints: Those there are.
+        rooms: Space in each directory of the store.
+        keeping: Retention policy and pins of the store.
+        checkpoints: Present checkpoints of the store.
 
     Raises:
-        StoreFullError: They will not fit; says how much is missing.
+        StoreFullError: There is no room. The message says how much space is missing.
     """
     superseded = any(c.superseded for c in checkpoints)
     num_slots = keeping.num_slots()
@@ -63,9 +64,10 @@ def require_room(
 
 
 def has_room(rooms: Sequence[Room]) -> bool:
-    """Return whether there is space for one slot more in each of a store's directories.
+    """Return whether each directory of a store has space for one additional slot.
 
-    Free slots of the first directory do not help: readers hold them. Free parts are taken.
+    Free slots of the first directory do not count, because readers hold them. Free parts on the
+    other drives do count.
     """
     return all(
         (drive and room.num_free) or room.backend.free_bytes(room.directory) >= room.slot_bytes
@@ -74,12 +76,12 @@ def has_room(rooms: Sequence[Room]) -> bool:
 
 
 def no_room(error: StorageError, rooms: Sequence[Room], keeping: Keeping) -> SlotFullError:
-    """Return what to tell a user of whom a step needs a slot that there is no space for.
+    """Return the error for a user if no disk space is left for the slot that a step needs.
 
     Args:
-        error: Of the attempt to make it; what had been made is removed.
-        rooms: The directories.
-        keeping: Retention and pins of the store.
+        error: Error of the attempt to create the slot. Its files have been removed again.
+        rooms: Space in each directory of the store.
+        keeping: Retention policy and pins of the store.
     """
     free = {room.directory: room.backend.free_bytes(room.directory) for room in rooms}
     short = [r for r in rooms if free[r.directory] < r.slot_bytes] or rooms

@@ -1,18 +1,20 @@
-"""The store: which slots exist, who may write them, and how one becomes a checkpoint.
+"""The store: its slots, its only writer, and the protocol that turns a slot into a checkpoint.
 
-This is the only code that names files. The protocol, with what is durable after each step:
+The wing `store` is the only code that gives slots, parts and checkpoints their names. The protocol,
+with what is durable after each step:
 
-- A slot ``.slot-<k>`` is written by the steps. No resume ever looks at it, so it may be torn.
-- `commit` makes the slot's data durable, then its manifest, then its names, then renames it to
-  ``step-<N>`` and makes that durable. The rename is the commit.
-- `Withdrawal` takes a checkpoint back for rewriting: with an exclusive lock that no reader shares,
-  it renames the directory away, makes that durable, overwrites the manifest, makes that durable.
-  Only then may data be written. At least one durable checkpoint is always left.
-- On a store of several drives a slot has a part on each of the others. `commit` seals the parts
-  first, and `Withdrawal` overwrites what they say of themselves last, so that the directory's name
-  in the first drive alone decides, and a part that was rewritten is known as such.
+- The steps write a slot ``.slot-<k>``. No resume ever reads it, so it may be torn.
+- `Store.commit` makes the slot's data durable, then its manifest, then the names of its files. Then
+  it renames the slot to ``step-<N>`` and makes that name durable. The rename is the commit.
+- `Withdrawal` takes a checkpoint back for rewriting. It holds an exclusive lock, which no reader
+  shares. It renames the directory away, makes that durable, overwrites the manifest, and makes that
+  durable. Only then may data be written. At least one durable checkpoint always remains.
+- On a store of several drives, a slot has a part on each of the other drives. `Store.commit` seals
+  the parts first, and `Withdrawal` overwrites their ``part.json`` last. Thus the directory's name
+  on the first drive alone decides, and a part that was rewritten is recognized as such.
 
-After a failed rename or sync nobody knows what is on disk, so the process recycles nothing more.
+After a failed rename or sync the content of the drives is unknown, so the process recycles nothing
+more.
 """
 
 from __future__ import annotations
@@ -48,37 +50,39 @@ from offload.store.slot import Slot, slot_sizes
 from offload.store.space import Room, no_room, require_room
 from offload.store.withdrawal import Withdrawal
 
-# A checkpoint that could not be read may carry any generation. New ones start this far above the
-# highest that could be read, so that it stays older even if it becomes readable again.
+# A checkpoint that could not be read may have any generation. New generations start this far above
+# the highest readable one, so that this checkpoint stays older even if it becomes readable again.
 _UNREADABLE_GAP = 1 << 20
 
 _READERS: Final = "readers hold every expired checkpoint"
 
 _MAX_OPEN = 3
-"""Checkpoints whose files are kept open: what a small keep= recycles is then ready for writing."""
+"""Number of checkpoints whose files are kept open. With a small keep=, a recycled checkpoint is
+then ready for writing."""
 
 
 class Store:
-    """The one writer of a directory of checkpoints, whose state may be spread over more drives.
+    """The only writer of a directory of checkpoints, whose state may be spread over more drives.
 
     Args:
-        backend: Where the directory is.
-        directory: Created (with parents) if missing, as are the others.
+        backend: Backend of the first directory.
+        directory: The store's first directory. Missing directories are created, with their parents.
         others: Backend and directory of each further drive.
-        keep: Which checkpoints to keep, besides those that are pinned and the newest.
+        keep: Policy that selects the checkpoints to keep, besides pinned ones and the newest.
         fresh: Withdraw the present checkpoints once the first new one is durable.
-        train_state_bytes: Reserved in each slot for the train state.
+        train_state_bytes: Bytes reserved in each slot for the train state.
         reader_timeout_s: Seconds to wait for readers of expired checkpoints.
-        allow_volatile: Accept a file system that forgets at power-off.
+        allow_volatile: Accept a file system that loses its content at power-off.
         allow_remote: Accept a file system that another machine or a program serves.
 
     Raises:
-        StoreLockedError: Someone else is writing to it.
-        VolatileStoreError: It would not survive a power-off.
-        RemoteStoreError: It is served from elsewhere.
-        PinError: With `fresh`, some checkpoint is pinned.
-        UnreadableError: Something in it could not be read; nothing has been changed.
-        StoreError: It cannot be created, read or written, or is not what it was given for.
+        StoreLockedError: Another writer has locked the store.
+        VolatileStoreError: The file system of a directory loses its content at power-off.
+        RemoteStoreError: Another machine or a program serves the file system of a directory.
+        PinError: With `fresh`, a checkpoint is pinned.
+        UnreadableError: A file or directory could not be read. No checkpoint has been changed.
+        StoreError: The store cannot be created, read or written, or a directory does not fit
+            the store.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class Store:
         self._reader_timeout_s = reader_timeout_s
         self._changed = Monitor()
         self._incoming: Record | None = None
-        """Of the checkpoint that is being sealed."""
+        """Record of the checkpoint that is being sealed; None if no seal is in flight."""
         self._poison = Poison(self.directory)
         self._others = [(other, os.path.abspath(path)) for other, path in others]
         drives = [(backend, self.directory), *self._others]
@@ -117,15 +121,16 @@ class Store:
         self._parts = opened.parts
         self._free = FreeSlots(backend, self.directory, opened.leftover, self._parts, self._poison)
         self.checkpoints = opened.checkpoints
-        """All that are usable, oldest first."""
+        """All usable checkpoints, oldest first."""
         self.refused = opened.refused
-        """Paths of directories that look like checkpoints but are not usable, and why."""
+        """Paths of directories that look like checkpoints but are not usable, each with the
+        reason."""
         self._census = Census(backend, self.checkpoints, self.refused, self._parts, self._lock)
         self.keeping = Keeping(
             backend, self.directory, keep, self.checkpoints, self._changed, self._poison,
             self._lock, self._census,
         )  # fmt: skip
-        """Which of them are kept."""
+        """Retention policy and pins, which decide which checkpoints are kept."""
         self._withdrawal = Withdrawal(
             self.checkpoints, self.keeping, self._free, self._parts, self._lock, self._poison
         )
@@ -135,7 +140,7 @@ class Store:
         generations = [c.manifest.generation for c in self.checkpoints]
         self._generation = max(generations, default=0) + _UNREADABLE_GAP * bool(self.refused)
         if fresh:
-            self.refused.clear()  # nobody wants to continue from them
+            self.refused.clear()  # a fresh run does not continue from them
             try:
                 self.keeping.require_none("fresh=True")
             except BaseException:
@@ -144,85 +149,96 @@ class Store:
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """One on each drive, in order."""
+        """Directories of the store, one on each drive, in order."""
         return (self.directory, *self._parts.directories)
 
     @property
     def newest(self) -> StoredCheckpoint | None:
-        """The valid checkpoint of highest generation, or None; not one that was given up."""
+        """Usable checkpoint of the highest generation, or None; superseded ones do not count."""
         return max(self.keeping.current, key=lambda c: c.manifest.generation, default=None)
 
     @property
     def poisoned(self) -> bool:
-        """Whether a rename or sync failed, so that this process recycles nothing more."""
+        """Whether a rename or sync has failed, so that this process recycles nothing more."""
         return bool(self._poison)
 
     def path_of(self, step: int) -> str:
-        """Return where a checkpoint of a step is, or would be."""
+        """Return the path that the checkpoint of a step has, or would have."""
         return f"{self.directory}/{checkpoint_name(step)}"
 
     def find(self, which: int | str) -> StoredCheckpoint:
         """Return the checkpoint with a step number, or with a path or directory name.
 
         Raises:
-            CheckpointNotFoundError: There is none; names those there are.
+            CheckpointNotFoundError: No checkpoint matches. The message names the present
+                checkpoints.
         """
         return find_stored(self.checkpoints, which, self.directory)
 
     def warn_of_lost(self) -> None:
-        """Warn of checkpoints that others have made unusable, as far as that has been noticed."""
+        """Warn of checkpoints that other programs have made unusable, as far as noticed."""
         self._census.warn(refused=True)
 
     def look_again(self, *, warn_of_refused: bool = True) -> None:
-        """Take out of `checkpoints` what others have made unusable, with a warning for each.
+        """Remove checkpoints that others have made unusable from `checkpoints`, and warn of each.
 
         Args:
-            warn_of_refused: Warn also of what is in `refused` now.
+            warn_of_refused: Whether to warn of checkpoints that are in `refused` now as well.
 
         Raises:
-            gds.StorageError: It cannot be told at this moment.
+            gds.StorageError: A checkpoint cannot be examined at this moment.
         """
         with self._changed:
             self._census.take()
         self._census.warn(refused=warn_of_refused)
 
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
-        """Return whether a checkpoint with open files is still the one on the drive, and unmarked.
+        """Return whether a checkpoint with open files is unchanged and not quarantined.
 
         Raises:
-            gds.StorageError: It cannot be told at this moment.
+            gds.StorageError: A checkpoint cannot be examined at this moment.
         """
         with self._changed:
             self._census.take()
             return checkpoint.slot is not None and checkpoint in self.checkpoints
 
     def is_in_place(self, slot: Slot) -> bool:
-        """Return whether a slot's open files are under its name; False if it cannot be told."""
+        """Return whether a slot's open files are under its name; False if that is unknown."""
         with suppress(StorageError):
             return slot.is_in_place()
         return False
 
     def require_space(self, layout: Layout, num_groups: int) -> None:
-        """Check that all slots that the retention policy is sure to need will fit.
+        """Check that the drives have room for all slots that retention is sure to need.
+
+        Args:
+            layout: Layout of the slots.
+            num_groups: Number of parameter groups.
 
         Raises:
-            StoreFullError: They will not; says how much is missing.
+            StoreFullError: There is no room. The message says how much space is missing.
         """
         require_room(self._rooms(layout, num_groups), self.keeping, self.checkpoints)
 
     def acquire(self, layout: Layout, num_groups: int) -> Slot:
         """Return a slot to write the next generation into.
 
-        Waits for a seal in flight where that will free a slot, and a second for readers of expired
-        checkpoints. If they stay, the store takes one slot more than retention needs, until they
-        let go; only where it cannot, readers are waited for as long as was asked.
+        The call waits for a seal in flight if the seal will free a slot, and up to a second for
+        readers of expired checkpoints. If the readers stay, the store takes one slot more than
+        retention needs, until they release their locks. If there is no room for that slot, the call
+        waits for readers up to `reader_timeout_s` seconds.
+
+        Args:
+            layout: Layout of the slot.
+            num_groups: Number of parameter groups.
 
         Raises:
-            StoreBusyError: Readers hold every expired checkpoint, and there is no room.
-            SlotFullError: No space; nothing has changed.
+            StoreBusyError: Readers hold every expired checkpoint, and there is no room for another
+                slot.
+            SlotFullError: There is no space. Nothing has changed.
             UnwritableError: This user may not write to the store.
             StoreError: This process may not write to the store any more, or not at this moment.
-            gds.StorageError: Another failure.
+            gds.StorageError: Another operation on a file failed.
         """
         patience = Patience(self.directory, self._reader_timeout_s)
         look = partial(self._next_slot, layout, num_groups, patience)
@@ -237,7 +253,7 @@ class Store:
             if any(checkpoint.slot is slot for checkpoint in self.checkpoints):
                 return  # it has been sealed after all
             if self._quarantine.has(slot) or not self._lock.is_held():
-                slot.close()  # nobody writes into evidence, nor into what may be another store
+                slot.close()  # the slot is evidence of damage, or the store may be another one
                 return
             if self._census.let_go(slot):
                 return
@@ -248,41 +264,49 @@ class Store:
             self._changed.notify_all()
 
     def begin_seal(self, manifest: Manifest) -> None:
-        """Announce a seal: from now until it ends, `acquire` may wait for it."""
+        """Announce a seal: from now until it ends, `acquire` may wait for it.
+
+        Args:
+            manifest: Manifest of the checkpoint that is being sealed.
+        """
         with self._changed:
             self._incoming = record_of(manifest)
 
     def expire(self) -> None:
-        """Free a slot for the next step, if more than one checkpoint is durable."""
+        """Free a slot for the next step if none is free: withdraw an expired checkpoint.
+
+        The newest checkpoint is never withdrawn.
+        """
         with self._changed:
             if not self._free:
                 self._withdraw_expired()
             self._changed.notify_all()
 
     def end_seal(self) -> None:
-        """Announce that the seal has ended, well or badly."""
+        """Announce that the seal has ended, with success or with an error."""
         with self._changed:
             self._incoming = None
             self._changed.notify_all()
 
     def commit(self, slot: Slot, manifest: Manifest, manifest_data: bytes) -> StoredCheckpoint:
-        """Make a written slot the newest checkpoint. When this returns, it is durable.
+        """Make a written slot the newest checkpoint; durable on return.
 
         Args:
-            slot: All its data has been written.
-            manifest: What the checkpoint is.
-            manifest_data: The same, encoded and padded to the manifest's size.
+            slot: Slot to which all data has been written.
+            manifest: Manifest of the checkpoint.
+            manifest_data: The manifest, encoded and padded to the size of its file.
 
         Raises:
             StoreBusyError: Readers hold an older checkpoint of the same step.
-            StoreError: Somebody has replaced files of the slot.
+            StoreError: Files of the slot have been replaced, or this process may not write to the
+                store.
             PinError: An older checkpoint of the same step is pinned.
-            gds.StorageError: It could not be made durable. A later process may find it all the
-                same, if nothing but the last sync failed.
+            gds.StorageError: The checkpoint could not be made durable. If only the last sync
+                failed, a later process may find the checkpoint all the same.
         """
         self._lock.require()
         if self.backend.stat(slot.path) is None:
-            slot.require_in_place()  # said before a sync fails, which would end all reuse of slots
+            slot.require_in_place()  # said before a sync fails, which would poison the store
         path = self.path_of(manifest.step)
         replaced = lock_existing(self.backend, path, self._reader_timeout_s)
         try:
@@ -308,21 +332,37 @@ class Store:
             self._incoming = None
             for old in self.checkpoints[:-_MAX_OPEN]:
                 old.close()  # a large keep= must not exhaust the file descriptors
-            # It is durable: what fails from here on is the tidying up behind it.
+            # The checkpoint is durable. Failures from here on only concern the cleanup after it.
             with suppress(StorageError, StoreError):
                 self._trim()
         return checkpoint
 
     def replace_train_state(self, checkpoint: StoredCheckpoint, data: bytes) -> None:
-        """Replace a checkpoint's train state, atomically; durable when this returns.
+        """Replace a checkpoint's train state atomically; durable on return.
+
+        Args:
+            checkpoint: Checkpoint to change.
+            data: New content of ``train_state.safetensors``.
 
         Raises:
-            gds.StorageError: No space; the old one is still there.
+            StoreError: This process may not write to the store any more, or not at this moment.
+            gds.StorageError: There is no space, and the old train state remains; or the new one
+                could not be made durable.
         """
         self._replace(checkpoint, TRAIN_STATE_NAME, data)
 
     def replace_manifest(self, checkpoint: StoredCheckpoint, manifest: Manifest) -> None:
-        """Replace a checkpoint's manifest by one of the same tensors; as `replace_train_state`."""
+        """Replace a checkpoint's manifest atomically; durable on return.
+
+        Args:
+            checkpoint: Checkpoint to change.
+            manifest: New manifest, which describes the same tensors.
+
+        Raises:
+            StoreError: This process may not write to the store any more, or not at this moment.
+            gds.StorageError: There is no space, and the old manifest remains; or the new one could
+                not be made durable.
+        """
         size_bytes = self.slot_of(checkpoint).manifest.size_bytes
         self._replace(checkpoint, MANIFEST_NAME, manifest.encode(size_bytes))
         checkpoint.manifest = manifest
@@ -346,34 +386,40 @@ class Store:
             return self._free.paths(), self._parts.leftovers()
 
     def prune(self) -> None:
-        """Withdraw what nothing keeps and nobody reads, and remove leftovers; durable.
+        """Withdraw expired checkpoints without readers, and remove leftovers; durable on return.
 
         Raises:
-            gds.StorageError: Something could not be removed, or not be withdrawn durably.
+            StoreError: This process may not write to the store any more, or not at this moment.
+            gds.StorageError: A file could not be removed, or a checkpoint could not be withdrawn
+                durably.
         """
         with self._changed:
             self._lock.require()
             while self._withdraw_expired():
                 pass
             self._free.note_withdrawn()  # those included that have just been withdrawn
-            self._parts.remove_leftovers()  # before the slots, by which some of them are known
+            self._parts.remove_leftovers()  # before the slots, whose manifests identify some parts
             self._free.drop(len(self._free))
             drop_unfinished(self.backend, self.directory)
             self.backend.sync_dir(self.directory)
 
     def slot_of(self, checkpoint: StoredCheckpoint) -> Slot:
-        """Open a checkpoint's files for reading, if they are not open already."""
+        """Return a checkpoint's open files; open them for reading if they are not open."""
         return open_stored(self.backend, checkpoint, self._parts, writable=False)
 
     def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
-        """Give up a checkpoint whose content is damaged, also for later processes.
+        """Exclude a damaged checkpoint from use, by this process and by later ones.
 
-        It is marked durably, counts as a checkpoint no more, and is left as it is otherwise. Where
-        it cannot be marked this warns: a later process may then have to find the damage again.
+        The checkpoint is marked durably, no longer counts as a checkpoint, and is otherwise left as
+        it is. If it cannot be marked, there is a warning: a later process may then have to find the
+        damage again.
 
         Args:
             checkpoint: One of `checkpoints`.
-            reason: What is wrong with it.
+            reason: Description of the damage.
+
+        Raises:
+            StoreError: This process may not write to the store any more, or not at this moment.
         """
         with self._changed:
             self._lock.require()
@@ -386,8 +432,11 @@ class Store:
         """Withdraw, durably, every checkpoint that is newer than the given one.
 
         Raises:
-            StoreBusyError: One of them is being read.
-            StoreError: A rename or sync has failed before in this process.
+            PinError: A newer checkpoint is pinned.
+            StoreBusyError: A newer checkpoint is being read.
+            StoreError: A rename or sync has failed before in this process, or it may not write any
+                more.
+            gds.StorageError: A checkpoint could not be withdrawn durably.
         """
         with self._changed:
             newest_first = sorted(self.checkpoints, key=lambda c: -c.manifest.generation)
@@ -404,7 +453,7 @@ class Store:
                 self._drop_spare_slots()
 
     def close(self) -> None:
-        """Close all files and let go of the lock. Idempotent."""
+        """Close all files and release the locks. Idempotent."""
         with self._changed:
             self._free.close()
             self._quarantine.close()
@@ -414,12 +463,13 @@ class Store:
                     checkpoint.slot.close()
             self._lock.release()
 
-    # Everything below runs with `_changed` held.
+    # All methods below are called with `_changed` held.
 
     def _next_slot(self, layout: Layout, num_groups: int, patience: Patience) -> Slot | str | None:
-        """Return a slot, or `_READERS` if one may wait for those only; None while a seal may help.
+        """Return a slot that is ready to be written, or what to wait for.
 
-        The first as `acquire` does, ready to be written.
+        The result is `_READERS` if only readers can free a slot, and None if a seal in flight may
+        free one. Raises the errors of `acquire`.
         """
         self._lock.require()  # in each turn: the directory may be moved during a wait
         self._lock.warn_once()
@@ -440,10 +490,10 @@ class Store:
         return slot
 
     def _require_place_of(self, slot: Slot) -> None:
-        """Check that a slot, which was opened by its path, is in the directory that is locked.
+        """Check that a slot, which was opened by its path, is in the locked directory.
 
-        If it may be in another one, it is closed and left there. From here on it is written to
-        through its descriptors, wherever the directory is moved.
+        If the slot may be in another directory, it is closed and left. From here on the slot is
+        written through its file descriptors, wherever its directory is moved.
         """
         try:
             self._lock.require()
@@ -461,7 +511,7 @@ class Store:
                 if slot is not None:
                     return slot
                 if self.keeping.expired(self._incoming):
-                    return None  # one of them is the next slot, as soon as it may be had
+                    return None  # an expired checkpoint is the next slot, once withdrawn
             return self._free.create(layout, sizes)
         except StorageError as error:
             if error.errno not in FULL:
@@ -469,7 +519,11 @@ class Store:
             raise no_room(error, self._rooms(layout, num_groups), self.keeping) from error
 
     def _spare_slot(self, layout: Layout, num_groups: int) -> Slot | None:
-        """Make one slot more than retention needs, if it is the first and the drives have room."""
+        """Create one slot more than retention needs.
+
+        Returns:
+            The slot; None if the store has such a slot already, or if there is no room.
+        """
         if len(self.checkpoints) + len(self._free) > self.keeping.num_slots():
             return None
         sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
@@ -490,20 +544,20 @@ class Store:
             self._is_identified = True
 
     def _withdraw_expired(self) -> bool:
-        """Withdraw the oldest checkpoint that retention can spare and nobody reads."""
-        # The newest durable one always stays, also while its successor is being sealed. That one
-        # displaces nobody by its metrics before it is durable, either.
+        """Withdraw the oldest expired checkpoint without readers; return whether there was one."""
+        # The newest durable checkpoint always stays, also while its successor is being sealed. The
+        # successor displaces no checkpoint by its metrics before it is durable.
         incoming = self._incoming and replace(self._incoming, metrics={})
         if not self.keeping.expired(incoming):
             return False
-        self._census.take()  # so that it is spared for what is there, and not for what was there
+        self._census.take()  # so that only checkpoints that still exist make others expire
         newest = self.newest
         return any(
             self._withdrawal.withdraw(c) for c in self.keeping.expired(incoming) if c is not newest
         )
 
     def _trim(self) -> None:
-        """After a commit: withdraw what retention no longer holds, and remove what is left over."""
+        """After a commit, withdraw superseded and expired checkpoints, and remove spare slots."""
         for checkpoint in [c for c in self.checkpoints if c.superseded]:
             self._withdrawal.withdraw(checkpoint)
         while self._withdraw_expired():
@@ -511,7 +565,7 @@ class Store:
         self._drop_spare_slots()
 
     def _drop_spare_slots(self) -> None:
-        """Leave one free slot, for the next step, and no more than retention has room for."""
+        """Remove free slots that retention has no room for, but keep one for the next step."""
         if not self._lock.is_held():
             return  # by their paths they may be somebody else's
         most = self.keeping.num_slots()
@@ -519,6 +573,13 @@ class Store:
         self._parts.trim(most)
 
     def _rename_into_place(self, slot: Slot, path: str, *, exchange: bool) -> None:
+        """Rename a sealed slot to its name as a checkpoint, durably.
+
+        Args:
+            slot: Slot to rename.
+            path: New path of the slot.
+            exchange: Whether another checkpoint has this path. Its directory becomes a free slot.
+        """
         working = slot.path
         slot.in_doubt = True
         if not exchange:
@@ -527,8 +588,8 @@ class Store:
             self.backend.sync_dir(self.directory)
             slot.in_doubt = False
             return
-        # A checkpoint of the same step is there: of a history given up, of an older layout, or
-        # damaged. Exchanging the two names leaves no instant without a checkpoint.
+        # A checkpoint of the same step exists: it belongs to an abandoned history, has an older
+        # layout, or is damaged. Exchanging the two names leaves no instant without a checkpoint.
         self.backend.exchange(working, path)
         slot.renamed(path)
         replaced = [c for c in self.checkpoints if c.path == path]

@@ -1,8 +1,8 @@
-"""Sealed parts that no checkpoint names, as somebody finds them who prunes a store.
+"""Sealed parts that no checkpoint names, as pruning reports them.
 
-Most often a checkpoint was removed by hand, and the directories on further drives were forgotten.
-But the parts may also be those of the store that this one is a copy of. So nobody removes them who
-does not train in the store.
+Most often a checkpoint was removed by hand, and its parts on further drives were forgotten. But the
+parts may also belong to the store that this one is a copy of. Therefore only a process that trains
+in the store rewrites them; pruning leaves them alone.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ _REASON = (
 def left_alone(
     parts: PartLeftovers, newest: Manifest | None, directory: str
 ) -> tuple[tuple[str, str], ...]:
-    """Return the paths of such parts, and why they are left alone.
+    """Return the paths of unnamed parts, each with the reason why it is left alone.
 
     Args:
-        parts: What there is on the further drives.
-        newest: Of the manifests in the store, those of checkpoints included that are not usable.
-        directory: The store.
+        parts: Parts that were found on the further drives.
+        newest: Newest manifest in the store, counting those of unusable checkpoints; None if there
+            is no manifest.
+        directory: The store's first directory.
 
     Raises:
-        StoreError: A part is newer than all checkpoints. So the directory that it is in probably
+        StoreError: A part is newer than all checkpoints. The part's directory therefore probably
             belongs to another store, whose checkpoints must not be withdrawn from here.
     """
     for path, generation in parts.generations.items():

@@ -1,6 +1,6 @@
-"""Taking a checkpoint back, so that its slot can be rewritten.
+"""Withdrawal of checkpoints, so that their slots can be rewritten.
 
-What is durable after each step is said in `offload.store.store`.
+`offload.store.store` describes what is durable after each step.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from offload.store.writer_lock import WriterLock
 class Withdrawal:
     """Turns checkpoints of a store into free slots.
 
-    Not safe to use from several threads; the store holds its own lock around every call.
+    Not thread-safe: the store holds its own lock around every call.
 
     Args:
-        checkpoints: The store's own list: what is withdrawn is taken out of it.
-        keeping: Its pins.
-        free: Its free slots: what is withdrawn becomes one.
-        parts: What it has on other drives.
-        lock: Its right to write.
-        poison: Heeded, and taken note of where a withdrawal fails half way.
+        checkpoints: The store's own list of checkpoints. Withdrawn ones are removed from it.
+        keeping: Retention policy and pins of the store.
+        free: Free slots of the store. Withdrawn checkpoints are added to them.
+        parts: Parts on the store's further drives.
+        lock: Right to write to the store.
+        poison: Poison of the store. It is set if a withdrawal fails half way. Once it is set,
+            nothing is withdrawn.
     """
 
     def __init__(
@@ -49,16 +50,19 @@ class Withdrawal:
         self._poison = poison
 
     def withdraw(self, checkpoint: StoredCheckpoint) -> bool:
-        """Turn a checkpoint into a free slot, durably; False if a reader or a pin holds it.
+        """Turn a checkpoint into a free slot, durably; return False if a reader or a pin holds it.
+
+        The return value is False as well if the store is poisoned. A checkpoint that was removed by
+        hand is dropped from the list, and the return value is True.
 
         Raises:
             StoreError: This process may not write to the store any more.
-            gds.StorageError: It could not be withdrawn, or not durably.
+            gds.StorageError: The checkpoint could not be withdrawn durably.
         """
         if self._poison:
             return False
         self._lock.require()
-        if self._backend.stat(checkpoint.path) is None:  # somebody has removed it by hand
+        if self._backend.stat(checkpoint.path) is None:  # removed by hand
             self._checkpoints.remove(checkpoint)
             self.gone(checkpoint)
             return True
@@ -69,7 +73,7 @@ class Withdrawal:
             if self._keeping.is_pinned(checkpoint):  # perhaps only just
                 return False
             slot = None
-            if self._parts.are_there(checkpoint.manifest):  # somebody may have removed them
+            if self._parts.are_there(checkpoint.manifest):  # else removed by hand
                 slot = open_stored(self._backend, checkpoint, self._parts, writable=True)
             name = self._free.unused_path()
             with self._poison.on_error("a checkpoint could not be withdrawn"):
@@ -92,17 +96,19 @@ class Withdrawal:
         return True
 
     def gone(self, checkpoint: StoredCheckpoint) -> None:
-        """Let go of what is no checkpoint any more."""
+        """Close the files of a former checkpoint, and mark its parts as free."""
         if checkpoint.slot is not None:
             checkpoint.slot.close()
         self._parts.release(checkpoint.manifest)
 
 
 def _may_be_shared(slot: Slot) -> bool:
-    """Return whether a slot's open files may be of use elsewhere, as far as that can be told.
+    """Return whether a slot's open files may be in use under other names.
 
-    They are if one of them has another name, or if others were put in their place: then they may
-    have been moved. Looked at behind the rename: who uses the old name comes too late then.
+    They are in use if one of them has another hard link. They may be in use if other files have
+    taken their place, because the open files may then have been moved. If the files cannot be
+    examined, they count as in use. The check follows the rename, after which nothing can reach the
+    files by the old path.
     """
     try:
         return slot.is_linked() or not slot.is_in_place()

@@ -1,12 +1,12 @@
-"""What keeps a second writer out of a store: a lock on each of its directories, and on its LOCK.
+"""Locks that keep a second writer out of a store: on each of its directories, and on its LOCK.
 
-A file can be removed by anybody, and whoever makes it anew does not meet the lock on the old one.
-The lock on the directory itself stays, through that and through a rename. ``LOCK`` is locked as
-well, because earlier versions lock nothing else.
+Anybody can remove a file, and a process that creates it again does not meet the lock on the old
+one. The lock on the directory itself survives that, and also a rename of the directory. ``LOCK`` is
+locked as well, because earlier versions lock nothing else.
 
-Neither helps if the path comes to name something else: if the directory is moved away and another
-one made in its place. So the writer looks before each commit and each withdrawal whether what it
-holds still is what its paths name.
+Neither lock helps if the path comes to name another directory, because the old one was moved away
+and a new one was made in its place. Therefore, before each commit and each withdrawal, the writer
+checks that its paths still name the directories that it has locked.
 """
 
 from __future__ import annotations
@@ -43,16 +43,13 @@ def is_held_here(directory: str) -> bool:
     return any(
         os.path.realpath(held.directory) == path
         for lock in list(_of_this_process)
-        if lock._pid == os.getpid()  # a forked child has copies of its parent's
+        if lock._pid == os.getpid()  # a forked child has copies of its parent's objects
         for held in list(lock._held)
     )
 
 
 class WriterLock:
-    """The right to write to the directories of a store; nobody else has it meanwhile.
-
-    It may be used from several threads.
-    """
+    """Exclusive right to write to the directories of a store. Thread-safe."""
 
     def __init__(self) -> None:
         self._held: list[_Held] = []
@@ -60,18 +57,18 @@ class WriterLock:
         self._guard = threading.Lock()
         self._lost: StoreLockedError | None = None
         self._replaced: list[str] = []
-        """Of LOCK files that were gone and have been made again: of whom nobody has been told."""
+        """Paths of LOCK files that had been removed and have been created again."""
         self._told = False
         _of_this_process.add(self)
 
     def take(self, backend: Backend, directory: str) -> None:
-        """Lock one directory more, which exists.
+        """Lock one more directory, which must exist.
 
         Raises:
-            gds.LockHeldError: Somebody else writes to it.
-            gds.StorageError: It cannot be locked.
+            gds.LockHeldError: Another writer has locked the directory.
+            gds.StorageError: The directory cannot be locked.
         """
-        # The last component is resolved where the path of the store is a link.
+        # The final "/." resolves the path if the store's path is a symbolic link.
         of_directory = backend.lock(f"{directory}/.")
         try:
             of_file = backend.lock(f"{directory}/{LOCK_NAME}", create=True)
@@ -81,16 +78,16 @@ class WriterLock:
         self._held.append(_Held(backend, directory, of_directory, of_file))
 
     def require(self) -> None:
-        """Check that nobody else can have written since, or can be writing now.
+        """Check that no other process can have written since the locks were taken, or can now.
 
-        A ``LOCK`` that is gone is made and locked again: the lock on the directory has kept others
-        out meanwhile.
+        A missing ``LOCK`` is created and locked again. The lock on the directory has kept other
+        writers out meanwhile.
 
         Raises:
-            StoreLockedError: Another process has locked a directory, or may have; this one must
-                write nothing more, also if it is asked again.
+            StoreLockedError: Another process has locked a directory, or may have. This process must
+                write nothing more; every later call raises the same error.
             StoreError: A path of the store names another directory, or nothing, at this moment.
-            gds.StorageError: It cannot be told at this moment.
+            gds.StorageError: The locks cannot be examined at this moment.
         """
         with self._guard:
             if self._lost is not None:
@@ -108,7 +105,7 @@ class WriterLock:
                     self._renew(held)
 
     def is_held(self) -> bool:
-        """Return whether `require` finds nothing wrong."""
+        """Return whether `require` raises no error."""
         try:
             self.require()
         except (StorageError, StoreError):
@@ -116,7 +113,7 @@ class WriterLock:
         return True
 
     def warn_once(self) -> None:
-        """Say, the first time, that a LOCK was gone; for a caller that a user's call has led to."""
+        """Warn once that a LOCK file had been removed; call this on the thread of a user's call."""
         if self._replaced and not self._told:
             self._told = True
             warnings.warn(
@@ -128,7 +125,7 @@ class WriterLock:
             )
 
     def release(self) -> None:
-        """Let others write. Idempotent."""
+        """Release all locks, so that other processes may write. Idempotent."""
         held, self._held = self._held, []
         for one in held:
             one.of_file.release()

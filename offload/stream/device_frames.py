@@ -1,4 +1,4 @@
-"""Frames of the ring in the memory of a device, and the digests of what is in them."""
+"""Frames of the ring in device memory, and the digests of their content."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from offload.format.digests import DigestContext, Run
 
 
 class DeviceFrames:
-    """Frames on a device; a `offload.stream.frame.FrameMemory`.
+    """Frames on a device; an implementation of `offload.stream.frame.FrameMemory`.
 
     Args:
-        backend: Moves state between storage and memory of the device.
-        compute: Of the device.
-        traffic: Counts what crosses to the host: no state, unless somebody asks for it there.
+        backend: Moves state between storage and device memory.
+        compute: Compute of the device.
+        traffic: Counter of the bytes that cross to the host. State crosses only if a caller of
+            `fetch` needs it in host memory.
     """
 
     def __init__(self, backend: Backend, compute: Compute, traffic: Traffic) -> None:
@@ -28,16 +29,19 @@ class DeviceFrames:
         self._traffic = traffic
 
     def allocate(self, nbytes: int) -> tuple[Buffer, torch.Tensor]:
-        """Return memory of the device.
+        """Return device memory as a buffer, and the same memory as a tensor of bytes.
+
+        Args:
+            nbytes: Size in bytes.
 
         Raises:
-            gds.RefusedError: The backend has none.
-            MemoryError: The device has none left.
+            gds.RefusedError: The backend cannot allocate device memory.
+            MemoryError: The device has no memory left.
         """
         try:
             buffer = self._backend.allocate(nbytes, "device")
         except MemoryError:
-            # The backend's allocations are not torch's, which keeps what it has once had.
+            # torch caches freed memory, and the backend does not allocate from torch's cache.
             self._compute.trim()
             buffer = self._backend.allocate(nbytes, "device")
         return buffer, self._compute.view(buffer)
@@ -47,7 +51,7 @@ class DeviceFrames:
         return DeviceDigests(self._compute, arrays)
 
     def fetch(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return copies in host memory."""
+        """Return copies in host memory; they are complete on return."""
         compute = self._compute
         with compute.queue([]):
             fetched = {name: compute.fetch(tensor) for name, tensor in tensors.items()}
@@ -59,7 +63,7 @@ class DeviceFrames:
     def send(
         self, fetched: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Copy them back."""
+        """Copy host tensors back to the device; complete on return."""
         compute = self._compute
         with compute.queue([]):
             for name, tensor in tensors.items():
@@ -70,11 +74,11 @@ class DeviceFrames:
 
 
 class DeviceDigests:
-    """Digests of a chunk, computed on the device; only they cross to the host.
+    """Digests of a chunk, computed on the device. Only the digests cross to the host.
 
     Args:
-        compute: Of the device.
-        arrays: The bytes of the chunk in each array; they must stay where they are.
+        compute: Compute of the device.
+        arrays: Bytes of the chunk in each array. They must stay where they are.
     """
 
     def __init__(self, compute: Compute, arrays: Mapping[str, torch.Tensor]) -> None:
@@ -83,12 +87,15 @@ class DeviceDigests:
         self._leaves: dict[str, torch.Tensor] = {}
 
     def written(self, array: str, start: int, stop: int) -> None:
-        """Queue the digest of an array that is final as a whole; only within `Compute.queue`."""
+        """Queue the digests of an array, if the whole array is final.
+
+        Must be called within `Compute.queue`. Calls for parts of an array do nothing.
+        """
         if (start, stop) == (0, self._arrays[array].nbytes):
             self._leaves[array] = self._compute.leaf_digests(self._arrays[array])
 
     def finish(self, context: DigestContext, chunk: int, run: Run) -> dict[str, str]:  # noqa: ARG002
-        """Return the digest of each array, when everything that has been queued is done."""
+        """Wait for all queued work, and return the digest of each array."""
         compute = self._compute
         with compute.queue([]):
             for name, data in self._arrays.items():

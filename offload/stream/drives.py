@@ -1,4 +1,4 @@
-"""The directories of a store on several drives, and how much of the state each of them takes."""
+"""The drives of a store: their directories, backends, and shares of the state."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from offload.stream.trace import Trace, TracedBackend
 from offload.stream.tuning import MIN_STATE_BYTES, apply_calibration, find_calibration
 
 _MAX_SUM = 64
-"""Of measured shares: finer ones would say more than a measurement does."""
+"""Maximal sum of measured shares. Finer shares would be more exact than the measurement."""
 
 Directory: TypeAlias = str | os.PathLike[str]
 
 
 def as_directories(directory: Directory | Sequence[Directory]) -> tuple[str, ...]:
-    """Return the absolute paths that a ``directory=`` argument means, the first one first.
+    """Return the absolute paths that a ``directory=`` argument names, in its order.
 
     Raises:
-        ValueError: There is none, there are too many, or two are the same directory.
+        ValueError: The list is empty or too long, or names the same directory twice.
     """
     given = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
     paths = tuple(os.path.abspath(os.fspath(path)) for path in given)
@@ -53,19 +53,20 @@ def as_directories(directory: Directory | Sequence[Directory]) -> tuple[str, ...
 
 
 class Drives:
-    """The drives of a store, each with a backend that is fitted to it.
+    """The drives of a store, each with a backend that is tuned for it.
 
-    Each backend has threads of its own, so that a slow drive does not keep the others waiting; one
-    that the user passed in serves all.
+    Each backend has its own threads, so that a slow drive does not delay the others. A backend that
+    the user passed in serves all drives.
 
     Args:
-        directories: One on each drive.
-        options: The user's.
-        trace: Notes all transfers.
-        device: That the parameters are on; None for host memory.
+        directories: One directory on each drive.
+        options: Options of the user.
+        trace: Trace that records all transfers; None for no trace.
+        device: Device of the parameters; None for host memory.
 
     Raises:
-        gds.RefusedError: State is to be on a device, and what moves it there is missing.
+        ValueError: The number of shares in `options` is not the number of directories.
+        gds.RefusedError: State should be on a device, and a library or driver for that is missing.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Drives:
                 f"{len(options.shares)} for {len(directories)}: {', '.join(directories)}"
             )
         self.directories = directories
-        """One on each drive."""
+        """Directories of the store, one on each drive."""
         self._options = options
         self._calibrations: list[Calibration | None] = [None] * len(directories)
         self.transports: list[Backend] = (
@@ -89,17 +90,18 @@ class Drives:
             if options.backend
             else [new_backend(options, device) for _ in directories]
         )
-        """What moves the bytes, untraced: for each directory, or one for all."""
+        """Backends without the trace: one for each directory, or a single one for all."""
         traced = self.transports
         if trace is not None:
             traced = [TracedBackend(backend, trace) for backend in traced]
         self.backends = traced * len(directories) if options.backend else traced
-        """One for each directory."""
+        """Backends with the trace, one for each directory."""
 
     def shares(self) -> tuple[int, ...]:
-        """Return how much of a new store's state each drive is to hold.
+        """Return the share of a new store's state for each drive, as small whole numbers.
 
-        In proportion to bandwidth, which is measured if there is more than one and none is known.
+        Shares are proportional to bandwidth. It is measured now if there is more than one drive
+        and it is not known yet. If it stays unknown, the shares are equal.
         """
         if self._options.shares is not None:
             return tuple(self._options.shares)
@@ -109,21 +111,21 @@ class Drives:
         return proportional_shares(speeds if all(speeds) else [1.0] * len(speeds))
 
     def tune(self, state_bytes: int, frame_bytes: int) -> int:
-        """Fit threads and request sizes to the drives; returns how many chunks the ring is to have.
+        """Tune threads and request sizes for the drives; return the number of ring chunks.
 
         Args:
-            state_bytes: Of all state; a small one is not worth measuring for.
-            frame_bytes: What one chunk takes in the ring.
+            state_bytes: Bytes of all state. A small state is not worth a measurement.
+            frame_bytes: Bytes of one chunk in the ring.
         """
         self.calibrate(state_bytes)
         pairs = zip(self.transports, self._calibrations, strict=False)
         chunks = [apply_calibration(b, self._options, c, frame_bytes) for b, c in pairs]
         if self._options.ring_chunks is not None:
             return self._options.ring_chunks
-        return sum(chunks)  # chunks take turns on the drives, and each wants so many
+        return sum(chunks)  # chunks take turns on the drives, and each drive needs its own number
 
     def counters(self) -> Counters:
-        """Add up what all have moved; seconds are those of the busiest one."""
+        """Return the sums of all transports' counters; seconds are those of the busiest one."""
         found = [backend.counters() for backend in self.transports]
         return Counters(
             bytes_read=sum(c.bytes_read for c in found),
@@ -136,7 +138,7 @@ class Drives:
         )
 
     def rates(self) -> tuple[float, float, float]:
-        """Return GB/s of reads, of writes, and both at once, of all drives; 0 if not measured."""
+        """Return GB/s of all drives for reads, for writes, and for both at once; 0 if unknown."""
         known = [c for c in self._calibrations if c is not None]
         if len(known) < len(self._calibrations):
             return 0.0, 0.0, 0.0
@@ -147,17 +149,17 @@ class Drives:
         )
 
     def size_bytes(self) -> int:
-        """Return the size of the file systems; 0 if that is not known."""
+        """Return the total size of the file systems in bytes; 0 if it is not known."""
         return sum(map(probe.size_bytes, self.directories))
 
     def close(self) -> None:
-        """Close the backends, unless the user passed one in."""
+        """Close the backends, except one that the user passed in."""
         if self._options.backend is None:
             for backend in self.transports:
                 backend.close()
 
     def calibrate(self, state_bytes: int) -> None:
-        """Measure the drives, where that has not been done and so much state is worth it."""
+        """Measure the drives that have not been measured, if a state of this size is worth it."""
         for index, directory in enumerate(self.directories):
             if self._calibrations[index] is None and index < len(self.transports):
                 self._calibrations[index] = find_calibration(
@@ -166,18 +168,18 @@ class Drives:
 
 
 def new_backend(options: Options, device: torch.device | None) -> Backend:
-    """Return a backend that moves host memory, and device memory where state may be there.
+    """Return a backend for host memory, and for device memory if state may be on a device.
 
     Args:
-        options: The user's.
-        device: That the parameters are on now; None for host memory.
+        options: Options of the user.
+        device: Device of the parameters at present; None for host memory.
 
     Raises:
-        gds.RefusedError: State is to be on a device, and a library or the driver is missing; names
-            the remedy.
+        gds.RefusedError: State must be on a device (``placement="device"``), and a library or the
+            driver is missing; names the remedy.
     """
     if options.placement == "device" or (options.placement == "auto" and _may_be_on(device)):
-        from gds.kvikio import KvikioBackend  # needs a driver and libraries that few have
+        from gds.kvikio import KvikioBackend  # needs a driver and libraries that few machines have
 
         number = device.index if device is not None else None
         try:
@@ -190,7 +192,7 @@ def new_backend(options: Options, device: torch.device | None) -> Backend:
 
 
 def _may_be_on(device: torch.device | None) -> bool:
-    """Return whether a device can be given state, as far as that is known without trying."""
+    """Return whether state might be placed on a device, as far as this is known without trying."""
     if device is None or device.type not in COMPUTES:
         return False
     missing = [name for name in ("kvikio", "cupy") if importlib.util.find_spec(name) is None]
@@ -204,15 +206,18 @@ def _may_be_on(device: torch.device | None) -> bool:
 
 
 def proportional_shares(speeds: Sequence[float]) -> tuple[int, ...]:
-    """Turn bandwidths into small whole numbers in nearly the same proportion, each at least 1.
+    """Return small whole numbers in nearly the same proportion as bandwidths, each at least 1.
 
     Args:
-        speeds: Positive, in any unit.
+        speeds: Positive bandwidths, in any unit.
+
+    Raises:
+        ValueError: A bandwidth is not positive.
     """
     if min(speeds) <= 0:
         raise ValueError(f"speeds must be positive, got {list(speeds)}")
     total = sum(speeds)
-    # The first sum at which no share is off by more than a twentieth, or the best there is.
+    # Uses the first sum for which no share is off by more than a twentieth, or else the best sum.
     best = math.inf, (1,) * len(speeds)
     for size in range(len(speeds), max(_MAX_SUM, len(speeds)) + 1):
         shares = tuple(max(1, round(speed * size / total)) for speed in speeds)

@@ -1,4 +1,4 @@
-"""Memory for one chunk of every state array, in host memory or on a device."""
+"""Frames: memory for one chunk of every state array, in host memory or on a device."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from offload.update.dtypes import DTYPES
 
 
 class FrameMemory(Protocol):
-    """Where frames are."""
+    """Allocator of frames in one kind of memory, with digests and copies for that memory."""
 
     @property
     def device(self) -> torch.device:
-        """Of the tensors."""
+        """Device of the frames' tensors."""
         ...
 
     def allocate(self, nbytes: int) -> tuple[Buffer, torch.Tensor]:
-        """Return memory as a backend takes it, and the same memory as bytes."""
+        """Return memory as a backend's buffer, and the same memory as a tensor of bytes."""
         ...
 
     def digests(self, arrays: Mapping[str, torch.Tensor]) -> Digests:
-        """Return what digests bytes that are here: those of a chunk, by array."""
+        """Return a digester of a chunk's bytes in this memory, given by array."""
         ...
 
     def fetch(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors that are here in host memory: the same ones, or copies."""
+        """Return these tensors in host memory: the same tensors, or copies."""
         ...
 
     def send(
         self, fetched: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Copy what `fetch` has returned back to where it came from; done on return."""
+        """Copy the results of `fetch` back into the original tensors; complete on return."""
         ...
 
 
 class HostFrames:
-    """Frames in host memory, page-locked or not, as the backend allocates it."""
+    """Frames in host memory, page-locked or not, depending on the backend's allocations."""
 
     device = HOST
 
@@ -51,7 +51,7 @@ class HostFrames:
         self._backend = backend
 
     def allocate(self, nbytes: int) -> tuple[Buffer, torch.Tensor]:
-        """Return memory of the backend.
+        """Return memory of the backend, as a buffer and as a tensor of bytes.
 
         Raises:
             ValueError: The backend allocates memory that the host cannot address.
@@ -77,15 +77,15 @@ class HostFrames:
     def send(
         self, fetched: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Do nothing: they are the same."""
+        """Do nothing: the tensors are the same."""
 
 
 class Frame:
     """Memory for one chunk of every state array, and the transfers that use it.
 
     Args:
-        memory: Where.
-        layout: How much.
+        memory: Allocator of the memory.
+        layout: Layout of the chunks that the frame can hold.
     """
 
     def __init__(self, memory: FrameMemory, layout: Layout) -> None:
@@ -99,10 +99,16 @@ class Frame:
         self.chunk = -1
         self.futures: list[IOFuture] = []
         self.digests: Digests | None = None
-        """Of what is being written to the present chunk, if it is to be stored after that."""
+        """Digests of the present chunk, if it will be stored after its update."""
 
     def buffer(self, layout: Layout, array: str, chunk: int) -> tuple[Buffer, int]:
-        """Return the memory for a chunk of an array, and its offset in the array's file."""
+        """Return the memory for a chunk of an array, and its offset in bytes in the array's file.
+
+        Args:
+            layout: Layout of the slot that is read or written.
+            array: Name of the state array.
+            chunk: Index of the chunk.
+        """
         offset, nbytes = layout.byte_range(array, chunk)
         return self._buffers[array].slice(offset % ALIGNMENT, nbytes), offset
 
@@ -114,13 +120,13 @@ class Frame:
         ]
 
     def bytes_of(self, layout: Layout, array: str, chunk: int) -> torch.Tensor:
-        """Return the same memory as bytes."""
+        """Return the memory that `buffer` returns, as a tensor of bytes."""
         offset, nbytes = layout.byte_range(array, chunk)
         pad = offset % ALIGNMENT
         return self._bytes[array][pad : pad + nbytes]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the present chunk as one flat tensor per state array, as it is stored."""
+        """Return the present chunk as one flat tensor per state array, in its stored dtype."""
         formats = self._layout.formats
         return {
             name: data.view(DTYPES[formats[name].dtype])
@@ -131,11 +137,11 @@ class Frame:
     def tensors_on(
         self, device: torch.device, *, changes: bool
     ) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Have the same tensors where they are, or copies of them in host memory.
+        """Yield the present chunk's tensors: in place, or as copies in host memory.
 
         Args:
-            device: The one that the frame is on, or the CPU.
-            changes: Whether they are changed within the block.
+            device: Device of the frame, or the CPU.
+            changes: Whether the block changes the tensors, so that copies are sent back.
         """
         tensors = self.tensors()
         if device == self.device:
@@ -147,7 +153,7 @@ class Frame:
             self._memory.send(fetched, tensors)
 
     def new_digests(self) -> Digests:
-        """Return digests of the present chunk, of which nothing has been written yet."""
+        """Return digests of the present chunk, with no bytes final yet."""
         return self.digests_of(self._chunk_bytes())
 
     def digests_of(self, arrays: Mapping[str, torch.Tensor]) -> Digests:
@@ -164,12 +170,12 @@ class Frame:
 
 
 def frame_bytes(layout: Layout) -> int:
-    """Return the bytes of a frame: what one chunk takes in memory."""
+    """Return the bytes of a frame, which is the memory that one chunk takes."""
     return sum(frame_sizes(layout).values())
 
 
 def frame_sizes(layout: Layout) -> dict[str, int]:
     """Return the bytes that a frame needs for each state array."""
-    # A range that starts inside a 4 KiB block is kept at the same position inside a block of
-    # memory, so that its aligned part can still be transferred directly.
+    # A range that starts inside a 4 KiB block of the file starts at the same position inside a
+    # block of memory. Its aligned part can then be transferred directly.
     return {name: layout.max_chunk_bytes(name) + ALIGNMENT for name in layout.array_names}

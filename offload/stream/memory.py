@@ -1,4 +1,4 @@
-"""The memory that state and parameters pass through, sized for one layout."""
+"""Working memory of one layout, which state and parameters pass through."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from offload.stream.streamer import Streamer
 
 
 class WorkingMemory:
-    """The ring, resident chunks and block buffers; made when they are first needed.
+    """The ring, resident chunks and block buffers. Each is created when it is first needed.
 
     Args:
-        drives: Allocate the memory, and say how many chunks the ring should have.
-        options: The user's.
-        meter: Counts seconds.
+        drives: Drives that allocate the memory and determine the number of ring chunks.
+        options: Options of the user.
+        meter: Meter that counts seconds and traffic.
     """
 
     def __init__(self, drives: Drives, options: Options, meter: Meter) -> None:
@@ -27,15 +27,15 @@ class WorkingMemory:
         self._options = options
         self._meter = meter
         self.streamer: Streamer | None = None
-        """What `ring` has made."""
+        """Streamer that `ring` has created; None before."""
         self._blocks: BlockBuffers | None = None
 
     def ring(self, layout: Layout, compute: Compute | None) -> Streamer:
-        """Return the streamer for a layout, with its ring and what is resident.
+        """Return the streamer for a layout, with its ring and resident chunks.
 
         Args:
-            layout: Of the state.
-            compute: Of the device that the ring is to be on, if it is made now; None for host
+            layout: Layout of the state.
+            compute: Compute of the device that holds a ring created now; None for a ring in host
                 memory.
         """
         if self.streamer is None:
@@ -79,12 +79,12 @@ class WorkingMemory:
             self.streamer.synchronize()
 
     def reset(self) -> None:
-        """Wait for all transfers, then forget what was read ahead, kept, and what failed."""
+        """Wait for all transfers, then discard chunks in memory and forget errors."""
         if self.streamer is not None:
             self.streamer.reset()
 
     def drop(self) -> None:
-        """Free everything, for another layout.
+        """Release all memory, before another layout is used.
 
         Raises:
             gds.StorageError: A write failed.

@@ -1,4 +1,4 @@
-"""Counters and clocks of one optimizer, added to where the work is done."""
+"""Counters and clocks of one optimizer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from offload.device.staging import Traffic
 from offload.stream.trace import Trace
 
 _OF_STEPS = ("compute_s", "wait_read_s", "wait_write_s", "wait_seal_s", "wait_device_s")
-"""What a step is made of. The same outside of steps is a total of its own."""
+"""Clocks that make up the time of a step. Outside of steps, their time goes into one total."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """What only the engine can count; the rest of `Stats` comes from the backend and the ring."""
+    """Counters that only the engine knows. The rest of `Stats` comes from backend and ring."""
 
     steps: int = 0
     seals: int = 0
@@ -41,10 +41,15 @@ class Meter:
     traffic: Traffic = field(default_factory=Traffic)
     trace: Trace | None = None
     of_thread: threading.local = field(default_factory=threading.local)
-    """Has ``in_step`` where the thread is in a step."""
+    """Per-thread flag ``in_step``: whether the thread is in a step."""
 
     def count_seal(self, nbytes: int, seconds: float) -> None:
-        """Note a seal that has succeeded; called on the seal's thread."""
+        """Record a seal that has succeeded. The seal's thread calls this.
+
+        Args:
+            nbytes: Bytes that the seal wrote.
+            seconds: Duration of the seal, which ends now.
+        """
         if self.trace is not None:
             now = time.perf_counter()
             self.trace.add("seal", "seal", now - seconds, now, nbytes=nbytes)
@@ -56,9 +61,14 @@ class Meter:
     def timed(self, name: str, **details: object) -> Iterator[None]:
         """Add the seconds that the block takes to the total called `name`.
 
-        It also is a range in the trace, if there is one, and in `torch.profiler`. What a step is
-        made of is added to `Stats.outside_s` where the thread is in none: within ``"step_s"`` of
-        the training thread, or ``"beside_s"`` of another.
+        The block also becomes a range in the trace, if there is one, and in `torch.profiler`. If
+        the thread is not in a step, clocks that make up a step are added to `Stats.outside_s`
+        instead. A thread is in a step within ``"step_s"`` (the training thread) or ``"beside_s"``
+        (another thread).
+
+        Args:
+            name: Name of an attribute with a total in seconds.
+            details: Details of the event in the trace.
         """
         what = name.removesuffix("_s")
         in_step = getattr(self.of_thread, "in_step", False)

@@ -89,7 +89,7 @@ def ring_for_one_pass(
 
     Args:
         backend: Allocates the memory.
-        layout: Of the state.
+        layout: Layout of the state.
         verify_reads: Compare every chunk that is read with its digest.
     """
     streamer = Streamer(

@@ -1,4 +1,4 @@
-"""Reading all state of a checkpoint before anything is trained on it."""
+"""Check of all state of a checkpoint before training continues from it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _log = logging.getLogger("offload")
 
 
 def check_state(streamer: Streamer, slot: Slot, chunks: Sequence[int], meter: Meter) -> int:
-    """Compare all state in a slot with its digests; the first pass need not do it again.
+    """Compare all state in a slot with its digests, so that the first pass need not do so.
 
-    Memory is the ring. What may stay in memory between steps stays there.
+    Takes no memory beyond the ring. Resident chunks stay in memory.
 
     Args:
-        streamer: Reads the chunks.
-        slot: The source of the next step.
+        streamer: Streamer that reads the chunks.
+        slot: Slot that will be the source of the next step.
         chunks: All chunks, in the order of that step.
-        meter: Of the steps: what is waited for here is no part of one.
+        meter: Meter of the steps. Waits in this check are not counted in it.
 
     Returns:
         The bytes of state that were read.
 
     Raises:
-        DamagedError: Something is not what was written.
-        gds.StorageError: Something cannot be read.
+        DamagedError: Some state is not as it was written.
+        gds.StorageError: Some state cannot be read.
     """
     started = time.perf_counter()
     waited_s = meter.wait_read_s, meter.wait_write_s

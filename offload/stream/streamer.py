@@ -1,21 +1,22 @@
-"""Chunks of state on their way from the drive through memory and back.
+"""Streamer of chunks: from the drives through memory and back.
 
-A fixed ring of frames, each with room for one chunk of every state array. The life of a frame:
+The ring has a fixed number of frames, each with room for one chunk of every state array. The life
+of a frame:
 
     free -> loading (reads in progress) -> taken (being updated) -> writing -> free
 
-Reads run ahead of the update as far as there are free frames; writes trail behind it. Whenever a
-frame becomes free, on whichever thread that happens, the next read is started, so that the ring
-refills for the next step while the model computes. A chunk is not read again before its write has
-ended. Memory is the ring, and never depends on the model.
+Reads run ahead of the update as long as there are free frames. Writes trail behind the update.
+When a frame becomes free, on any thread, the next read is started. The ring therefore refills for
+the next step while the model computes. A chunk is not read again before its write has ended. The
+memory is that of the ring and never depends on the model.
 
-Beside the ring, a budget of memory may hold some chunks between steps. Each of those has a frame
-to itself, which is read once and written by a seal only:
+In addition to the ring, a budget of memory may hold some resident chunks between steps. Each of
+them has its own frame, which is read once and written only by seals:
 
     loading -> held -> taken -> held, dirty -> writing (a seal's flush) -> held
 
-Which chunks they are is decided once, evenly spread, so that a pass over all chunks finds the same
-ones every time, and has some to work on while the drive reads the others.
+The resident chunks are chosen once, evenly spread. A pass over all chunks thus finds the same ones
+every time, and has some to update while the drive reads the others.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class Streamer:
     """Moves chunks between slots and frames; one per optimizer, used by the training thread.
 
     Args:
-        memory: Of the frames.
-        layout: The target's layout; its chunks are what is streamed.
-        ring_chunks: Most frames to have; fewer are made if there are fewer chunks.
-        meter: Counts the seconds that `take` waits.
-        resident_bytes: What chunks that stay in memory may take together.
-        verify_reads: Compare every chunk that is read with its digest.
+        memory: Memory of the frames.
+        layout: Layout of the target, whose chunks are streamed.
+        ring_chunks: Maximal number of frames in the ring; fewer are created for fewer chunks.
+        meter: Meter that counts the seconds that `take` waits.
+        resident_bytes: Memory for all resident chunks together, in bytes.
+        verify_reads: Whether every chunk that is read is compared with its digest.
     """
 
     def __init__(
@@ -63,32 +64,36 @@ class Streamer:
         self._resident = {chunk: Frame(memory, layout) for chunk in resident}
         num_frames = min(ring_chunks, layout.num_chunks - len(resident))
         self._frames = [Frame(memory, layout) for _ in range(num_frames)]
-        """All of the ring."""
+        """All frames of the ring."""
         self._free = [*self._frames]
         self._num_frames = num_frames
         self.ring_bytes = nbytes * num_frames
         self.resident_bytes = nbytes * len(resident)
         self._held: set[int] = set()
-        """Resident chunks whose memory is the state."""
+        """Resident chunks whose memory holds their current state."""
         self._dirty: set[int] = set()
-        """Those of them that the present target has not got."""
+        """Held chunks whose state has not been written to the present target."""
         self._flushing: set[int] = set()
-        """Those of them that a seal is about to write; they must not change."""
+        """Held chunks that a seal is about to write; they must not change."""
         self._changed = Monitor()
         self._source: Slot | None = None
         self._queue: deque[int] = deque()
         self._loading: dict[int, Frame] = {}
         self._writing: dict[int, Frame] = {}
         self._dropping: list[Frame] = []
-        """Frames of what has been given up, in which reads may be in progress."""
+        """Frames of dropped chunks, in which reads may still be in progress."""
         self._error: Exception | None = None
         self._meter = meter
 
     def begin(self, source: Slot | None, chunks: Sequence[int]) -> None:
-        """Say which chunks will be taken next, in which order, and where they are read from.
+        """Set the chunks that will be taken next, in order, and the slot that they are read from.
 
-        What has been read ahead from the same source is kept, if it is among the next to be taken:
-        anything else could fill the ring with chunks that are of no use until others have passed.
+        Chunks that have been read ahead from the same source are kept if they are among the next to
+        be taken. Others are dropped, because they could fill the ring before they are needed.
+
+        Args:
+            source: Slot to read from; None if there is no state yet.
+            chunks: Chunks in the order in which they will be taken.
         """
         with self._changed:
             self._queue.clear()
@@ -103,14 +108,14 @@ class Streamer:
             self._pump()
 
     def take(self, chunk: int) -> Frame:
-        """Wait until a chunk has been read and return its frame, which the caller then owns.
+        """Wait until a chunk has been read, and return its frame, which the caller then owns.
 
         Raises:
             gds.StorageError: The read failed, or an earlier write did.
-            DamagedError: What was read is not what was written: in the first pass over a restored
-                checkpoint, or in any with `verify_reads`.
+            DamagedError: The state that was read is not as it was written. This is checked in the
+                first pass over a restored checkpoint, and in every pass with `verify_reads`.
         """
-        # A frame that is not loading yet waits for writes, which hold all others.
+        # If the chunk is not loading yet, writes hold all other frames, and this waits for them.
         with self._meter.timed("wait_write_s", chunk=chunk):
             frame = self._changed.wait_until(partial(self._give, chunk))
         if chunk in self._held:
@@ -131,7 +136,7 @@ class Streamer:
         return frame
 
     def _give(self, chunk: int) -> Frame | None:
-        """Return the frame of a chunk that is being read or is in memory; None if neither yet."""
+        """Return the frame of a chunk that is being read or is in memory; None if it is neither."""
         self.raise_error()
         if chunk in self._loading or self._is_idle(chunk):
             return self._loading.pop(chunk, None) or self._resident[chunk]
@@ -140,16 +145,18 @@ class Streamer:
         return None
 
     def put(self, frame: Frame, target: Slot, run: Run = one_by_one) -> None:
-        """Digest a frame's chunk and start writing it; the frame comes back when that has ended.
+        """Digest a frame's chunk and start writing it; the frame is free when the write ends.
 
-        What `Frame.digests` was told of has been digested before.
-
-        A resident chunk stays, and is written by the next `Flush`.
+        Bytes that `Frame.digests` was told of have been digested already. A resident chunk stays in
+        memory, and the next `Flush` writes it.
 
         Args:
-            frame: From `take`.
-            target: Where to.
-            run: Spreads the remaining digests over threads.
+            frame: Frame from `take`.
+            target: Slot to write to.
+            run: Runner that spreads the remaining digests over threads.
+
+        Raises:
+            gds.StorageError: This write could not be started, or an earlier one failed.
         """
         if frame.chunk in self._resident:
             with self._changed:
@@ -185,13 +192,13 @@ class Streamer:
             self._when_ended(frame.futures, partial(self._written, frame))
 
     def discard(self, frame: Frame) -> None:
-        """Give back a taken frame without writing it; what it holds is lost."""
+        """Release a taken frame without writing it; its content is lost."""
         with self._changed:
             self._release(frame)
             self._pump()
 
     def keep(self, frame: Frame) -> None:
-        """Give back a taken frame that has not been changed: a resident chunk stays as it is."""
+        """Release a taken frame that has not been changed. A resident chunk stays in memory."""
         frame.digests = None
         with self._changed:
             if self._resident.get(frame.chunk) is frame:
@@ -201,10 +208,12 @@ class Streamer:
             self._pump()
 
     def flush(self) -> Flush:
-        """Return what a seal of the present target must see through; dirty chunks freeze now.
+        """Return the writes that a seal of the present target must complete.
+
+        Dirty chunks must not change from now on, until they have been written.
 
         Raises:
-            gds.StorageError: A write before has failed.
+            gds.StorageError: An earlier write has failed.
         """
         with self._changed:
             self.raise_error()
@@ -213,7 +222,7 @@ class Streamer:
             return Flush(self, pending, sorted(self._flushing))
 
     def thaw(self) -> None:
-        """Let what `flush` has frozen change again: nothing of it has been written."""
+        """Mark the chunks of `flush` as dirty again. None of them has been written."""
         with self._changed:
             self._dirty |= self._flushing
             self._flushing.clear()
@@ -233,13 +242,13 @@ class Streamer:
         self.raise_error()
 
     def reset(self) -> None:
-        """Wait for all transfers, then forget what was read ahead and what failed.
+        """Wait for all transfers, then discard all chunks in memory and forget errors.
 
-        Also what nobody has taken note of, because an interrupt came in between.
+        This includes transfers that were started but not recorded because of an interrupt.
         """
         with self._changed:
             self._queue.clear()
-        # All, and not only those that are known to be in use.
+        # All frames are waited for, because some may be in use without being recorded as such.
         resident = list(self._resident.values())
         for frame in (*self._frames, *resident):
             for future in frame.futures:
@@ -251,27 +260,27 @@ class Streamer:
                 chunks.clear()
             self._free = [*self._frames]
             for frame in (*self._frames, *resident):
-                frame.futures = []  # what they call refers to this: the cycle would keep memory
+                frame.futures = []  # their callbacks refer to this object: a cycle keeps memory
             self._source = None
             self._error = None
 
     @property
     def error(self) -> Exception | None:
-        """The first transfer that failed since the last `reset`: the working slot is torn."""
+        """First error of a transfer since the last `reset`; the working slot is then torn."""
         return self._error
 
     def raise_error(self) -> None:
-        """Raise the error of a transfer that failed, if one has."""
+        """Raise the error of the first transfer that failed, if any."""
         if self._error is not None:
             raise self._error
 
     def _is_idle(self, chunk: int) -> bool:
-        """Return whether a chunk is in memory and no seal needs it as it is."""
+        """Return whether a chunk is in memory and no seal needs its present content."""
         busy = chunk in self._flushing or chunk in self._writing
         return chunk in self._held and not busy
 
     def _release(self, frame: Frame) -> None:
-        """Take back a frame whose content is not the state, or is on its way to storage."""
+        """Free a frame whose content is not the current state."""
         frame.digests = None
         if self._resident.get(frame.chunk) is frame:
             self._held.discard(frame.chunk)
@@ -279,13 +288,14 @@ class Streamer:
             self._free.append(frame)
 
     def _when_ended(self, futures: Sequence[IOFuture], action: Callable[[], None]) -> None:
-        """Do something once, under the lock, when transfers have ended; at once if they have.
+        """Run an action once, under the lock, when some transfers have ended.
 
-        If the caller is interrupted, it waits for them, so that it is done in any case.
+        If they have ended already, it runs at once. If the caller is interrupted, it waits for the
+        transfers, so that the action runs in any case.
 
         Args:
-            futures: Of the transfers.
-            action: May be begun again, if it is interrupted itself.
+            futures: Futures of the transfers.
+            action: Action to run. It may begin again after it has been interrupted.
         """
         left = set(range(len(futures)))
         is_done = False
@@ -309,7 +319,7 @@ class Streamer:
             raise
 
     def _written(self, frame: Frame) -> None:
-        """Take back a frame whose writes have ended, or could not all be begun."""
+        """Free a frame whose writes have ended, or could not all be started."""
         for future in frame.futures:
             self._error = self._error or _error_of(future)
         if self._writing.get(frame.chunk) is not frame:
@@ -323,7 +333,7 @@ class Streamer:
         self._changed.notify_all()
 
     def _drop(self, chunk: int) -> None:
-        """Give up a chunk that was read ahead; its frame is free once the reads have ended."""
+        """Drop a chunk that was read ahead. Its frame becomes free when the reads have ended."""
         self._drop_frame(self._loading.pop(chunk))
 
     def _drop_frame(self, frame: Frame) -> None:
@@ -339,7 +349,8 @@ class Streamer:
     def _pump(self) -> None:
         """Start reads while there are chunks to read and frames to read into.
 
-        What goes wrong is raised where the chunk is taken: this may be a transfer's thread.
+        Errors are stored and raised where the chunk is taken, because this may run on a transfer's
+        thread.
         """
         while self._queue and self._error is None:
             chunk = self._queue[0]
@@ -362,23 +373,23 @@ class Streamer:
         self._changed.notify_all()
 
     def _read(self, frame: Frame, chunk: int) -> None:
-        """Start the reads of a chunk; the frame knows those that have been started."""
+        """Start the reads of a chunk, and record each started read in the frame."""
         source = self._source
         if source is None or chunk >= source.layout.num_chunks:
             return
         for name, buffer, offset in frame.buffers(source.layout, chunk):
             if source.digests[name][chunk] is None:
-                continue  # it was never written: no parameter in it has state
+                continue  # never written, because no parameter in the chunk has state
             if buffer.nbytes:
                 frame.futures.append(source.array(name, chunk).read(buffer, offset))
 
 
 class Flush:
-    """Everything of the state that is not on storage yet when a checkpoint is asked for.
+    """All state that is not yet on storage when a checkpoint is requested.
 
     Args:
-        streamer: Made by its `flush`.
-        pending: Writes that are in progress.
+        streamer: Streamer whose `flush` created this object.
+        pending: Writes in progress.
         chunks: Resident chunks to write.
     """
 
@@ -390,10 +401,10 @@ class Flush:
         self._chunks = deque(chunks)
 
     def start(self, target: Slot) -> None:
-        """Digest the resident chunks and start writing them, each free to change once written."""
+        """Digest the resident chunks and start writing them; each may change once it is written."""
         while self._chunks:
             frame = self._streamer._resident[self._chunks[0]]
-            self._streamer._write(frame, target, one_by_one)  # the pool is training's
+            self._streamer._write(frame, target, one_by_one)  # training uses the pool meanwhile
             self._pending += frame.futures
             self._chunks.popleft()
 
@@ -401,13 +412,13 @@ class Flush:
         """Wait until everything has been written.
 
         Raises:
-            gds.StorageError: Something has not.
+            gds.StorageError: A write failed.
         """
         for write in self._pending:
             write.result()
 
     def abandon(self) -> None:
-        """Let what has not been started stay in memory only, for a later seal."""
+        """Keep the chunks whose writes have not been started in memory only, for a later seal."""
         streamer = self._streamer
         with streamer._changed:
             streamer._flushing.difference_update(self._chunks)
@@ -416,7 +427,7 @@ class Flush:
 
 
 def _spread(num: int, layout: Layout) -> list[int]:
-    """Choose that many of a layout's chunks, or all, evenly."""
+    """Return the given number of chunks of a layout, or all, evenly spread."""
     total = layout.num_chunks
     num = min(num, total)
     return [c for c in range(total) if (c + 1) * num // total > c * num // total]
@@ -426,11 +437,11 @@ def _error_of(future: IOFuture) -> Exception | None:
     """Wait for a transfer and return its error; an interrupt of the wait is raised."""
     try:
         future.result()
-    except Exception as error:  # noqa: BLE001  (returned, and raised where it is waited for)
+    except Exception as error:  # noqa: BLE001  (callers raise it where the result is needed)
         return error
     return None
 
 
 def _wait(future: IOFuture) -> None:
-    # The content is not wanted any more; a later read of the same place reports what is wrong.
+    # The content is not needed any more. A later read of the same place reports an error again.
     _error_of(future)

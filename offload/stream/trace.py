@@ -1,7 +1,7 @@
-"""Where a step's time goes, as a Chrome trace: open the file in Perfetto or chrome://tracing.
+"""Chrome trace of a step's time, to be opened in Perfetto or chrome://tracing.
 
-Lanes: what the training thread does, updating, and every transfer from its submission to its end,
-reads and writes apart. Transfers that overlap are drawn beside each other.
+Separate lanes show the training thread, updates, reads, writes and seals. Each transfer is shown
+from its submission to its end. Transfers that overlap are drawn beside each other.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from gds import Backend, Buffer, File, IOFuture, StorageError, WrapperBackend
 from gds.backends.wrapper import WrapperFile
 
 MAX_EVENTS = 1_000_000
-"""Events that a trace keeps, the first ones: some 200 bytes of memory each."""
+"""Maximal number of events in a trace; later ones are dropped. Each takes some 200 bytes."""
 
 _LANES = ("training", "update", "read", "write", "seal")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that took time."""
+    """An interval of time in one lane."""
 
     lane: str
     name: str
     start_s: float
-    """Since the trace began."""
+    """Start in seconds since the trace began."""
 
     stop_s: float
-    """Likewise."""
+    """End in seconds since the trace began."""
 
     details: dict[str, Any]
 
 
 class Trace:
-    """Collects events of any thread, and writes them to a file.
+    """Collects events from any thread, and writes them to a file.
 
     Args:
-        path: The file; checked now, written by `write`.
+        path: Path of the file. Its directory is checked now; `write` writes the file.
 
     Raises:
-        StorageError: Its directory does not exist or cannot be written.
+        StorageError: The directory does not exist or is not writable.
     """
 
     def __init__(self, path: str) -> None:
@@ -62,7 +62,10 @@ class Trace:
         self._began = time.perf_counter()
 
     def add(self, lane: str, name: str, start: float, stop: float, **details: Any) -> None:
-        """Note what began and ended at two readings of `time.perf_counter`."""
+        """Record an event. `start` and `stop` are readings of `time.perf_counter`, in seconds.
+
+        Events beyond `MAX_EVENTS` are only counted, in `num_dropped`.
+        """
         event = Event(lane, name, start - self._began, stop - self._began, details)
         with self._lock:
             if len(self._events) < MAX_EVENTS:
@@ -71,7 +74,7 @@ class Trace:
                 self.num_dropped += 1
 
     def write(self) -> None:
-        """Write everything so far, replacing what was written before.
+        """Write all events so far, replacing an earlier file.
 
         Raises:
             StorageError: The file cannot be written.
@@ -93,32 +96,42 @@ class Trace:
 
 
 class TracedBackend(WrapperBackend):
-    """Notes every transfer in a trace."""
+    """Backend that records every transfer in a trace.
+
+    Args:
+        inner: Backend that performs the transfers.
+        trace: Trace that receives the events.
+    """
 
     def __init__(self, inner: Backend, trace: Trace) -> None:
         super().__init__(inner)
         self._trace = trace
 
     def wrap_file(self, file: File) -> File:
-        """Note the transfers of a file."""
+        """Return a file whose transfers are recorded."""
         return _TracedFile(file, self._trace)
 
 
 class _TracedFile(WrapperFile):
+    """File whose transfers are recorded in a trace."""
+
     def __init__(self, inner: File, trace: Trace) -> None:
         super().__init__(inner)
         self._trace = trace
 
     def read(self, into: Buffer, offset: int) -> IOFuture:
+        """Start a read and record it."""
         started = time.perf_counter()
         return self._watched("read", started, self.inner.read(into, offset), offset, into.nbytes)
 
     def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        """Start another read of the same range and record it."""
         started = time.perf_counter()
         future = self.inner.read_again(into, offset, direct=direct)
         return self._watched("read", started, future, offset, into.nbytes)
 
     def write(self, source: Buffer, offset: int) -> IOFuture:
+        """Start a write and record it."""
         started = time.perf_counter()
         future = self.inner.write(source, offset)
         return self._watched("write", started, future, offset, source.nbytes)
@@ -129,6 +142,7 @@ class _TracedFile(WrapperFile):
         name = os.path.basename(self.path).removesuffix(".safetensors")
 
         def ended(_: object) -> None:
+            """Record the transfer, which has ended."""
             self._trace.add(lane, name, started, time.perf_counter(), offset=offset, nbytes=nbytes)
 
         future.add_done_callback(ended)
@@ -147,11 +161,11 @@ def _names() -> Iterator[dict[str, Any]]:
 
 
 def _placed(events: list[Event]) -> Iterator[dict[str, Any]]:
-    """Yield events, each in a row of its lane where no other is at the same time."""
+    """Yield events as Chrome's; simultaneous events of a lane are placed in different rows."""
     rows: dict[str, list[float]] = {}
     for event in events:
         ends = rows.setdefault(event.lane, [])
-        nested = event.lane == "training"  # a wait is part of a step, and is drawn inside it
+        nested = event.lane == "training"  # waits are parts of a step and are drawn inside it
         row = next((i for i, end in enumerate(ends) if nested or end <= event.start_s), len(ends))
         if row == len(ends):
             ends.append(0.0)

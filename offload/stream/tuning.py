@@ -1,4 +1,4 @@
-"""Fitting transfers to the drive: a calibration of its directory, kept in the store."""
+"""Tuning of transfers for a drive: a calibration of its directory, kept in the store."""
 
 from __future__ import annotations
 
@@ -10,20 +10,31 @@ from offload.format.names import CALIBRATION_NAME
 from offload.options import Options
 
 MIN_STATE_BYTES = 1 << 30
-"""A smaller state is not worth the second or two that a calibration takes."""
+"""State size from which a calibration is worth the second or two that it takes."""
 
 DEFAULT_RING_CHUNKS = 6
 _DEFAULT_THREADS = 3
 _UPDATE_CHUNKS = 2
-"""Of the ring, beside those that keep the drive busy: so it stays while others are updated."""
+"""Frames in the ring beyond those in flight to the drive, so that the drive stays busy while chunks
+are updated."""
 
 
 def find_calibration(
     backend: Backend, directory: str, options: Options, state_bytes: int
 ) -> Calibration | None:
-    """Return what is known about a directory, measuring it if the state is large enough.
+    """Return the calibration of a directory, measuring it if the state is large enough.
 
-    Nothing is measured where settings could not be changed: on a backend that was passed in.
+    Nothing is measured if the result could not be applied, which is so for a backend that the user
+    passed in.
+
+    Args:
+        backend: Backend of the directory.
+        directory: Directory of the store on this drive.
+        options: Options of the user.
+        state_bytes: Bytes of all state.
+
+    Returns:
+        The calibration; None if there is none, or if nothing could be measured.
     """
     if options.backend is not None or not isinstance(backend, PosixBackend):
         return None
@@ -34,7 +45,7 @@ def find_calibration(
             found = calibrate(directory)
             save_calibration(path, found)
         except (OSError, MemoryError) as error:
-            # The defaults serve as well, if more slowly; a drive that is broken shows itself soon.
+            # The defaults work as well, only slower. A broken drive will raise an error soon.
             logging.getLogger("offload").warning("%s was not calibrated: %s", directory, error)
     return None if found is None or found.reason else found
 
@@ -42,15 +53,15 @@ def find_calibration(
 def apply_calibration(
     backend: Backend, options: Options, calibration: Calibration | None, frame_bytes: int
 ) -> int:
-    """Set a backend's threads and request size, and return how many chunks the ring is to have.
+    """Set a backend's threads and request size; return the number of ring chunks.
 
-    What the options say goes before what was measured.
+    Options of the user take precedence over measured values.
 
     Args:
-        backend: Tuned if it can be.
-        options: The user's.
-        calibration: What was measured; None for the defaults.
-        frame_bytes: What one chunk takes in the ring.
+        backend: Backend to tune; one that cannot be tuned is left as it is.
+        options: Options of the user.
+        calibration: Measured values; None for the defaults.
+        frame_bytes: Bytes of one chunk in the ring.
     """
     if isinstance(backend, PosixBackend) and options.backend is None:
         found = calibration

@@ -1,4 +1,4 @@
-"""The arithmetic of a chunk: update rules, what runs them, and the forms in which state is stored.
+"""The arithmetic of a chunk: update rules, the code that runs them, and encodings of stored state.
 
 This wing may know torch, `device` and `format`. It knows nothing of files, of stores or of the
 ring.

@@ -1,10 +1,12 @@
 """8-bit moments: one byte per element, and one bfloat16 scale per block of 32.
 
-The companded formats of "FlashOptim: Optimizers for Memory Efficient Training" (Databricks, the
-flashoptim repository), with two differences: scales are bfloat16, because second moments are often
-far below what FP16 can hold; and a second moment that is not zero never becomes zero. Every
-operation is correctly rounded, element by element, or the maximum of a block: the bytes depend
-neither on threads nor on where a tensor is cut, as long as cuts are multiples of 32 from its start.
+These are the companded formats of "FlashOptim: Optimizers for Memory Efficient Training"
+(Databricks, the flashoptim repository), with two differences. Scales are bfloat16, because second
+moments are often far below the range of FP16. A nonzero second moment never becomes zero.
+
+Every operation is correctly rounded, element by element, or is the maximum of a block. The bytes
+therefore depend neither on threads nor on where a tensor is cut, if cuts are multiples of 32 from
+its start.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from offload.format.arrays import BLOCK_ELEMENTS
 from offload.update.scratch import Scratch, constant
 
 TOO_LARGE = 2.0**120
-"""A signed moment of this magnitude is treated like an infinity: 254 times it may be one."""
+"""Magnitude from which a signed moment is treated like an infinity: 254 times it may overflow."""
 
 _NAN_BITS = 0x7FC0
 _TO_SCALE = constant(0x7FFD)
 _DOUBLE_LARGEST_CODE = constant(254, torch.uint8)
-_ONE_255TH = constant(1 / 255, torch.float32)  # 255 times it is 1.0
+_ONE_255TH = constant(1 / 255, torch.float32)  # 255 times this is exactly 1.0
 _ONE = constant(1)
 _ONE_BYTE = constant(1, torch.uint8)
 _TINY = constant(2.0**-149, torch.float32)
@@ -35,23 +37,24 @@ def encode_blocks(
 ) -> None:
     """Encode FP32 moments.
 
-    - int8, for signed moments: the scale s is the block's largest magnitude, rounded up to
-      bfloat16, and the code 127 f(v / s) to the nearest integer, where f(x) = 2x / (1 + |x|).
-    - uint8, for second moments: s is the largest square root, rounded up, and the code
-      255 sqrt(v) / s to the nearest integer, but 1 where that would make 0 of a v > 0. A second
-      moment of zero under a first moment that is not would make a huge update; one that is too
-      large makes a small one.
+    - int8 is for signed moments. The scale s is the block's largest magnitude, rounded up to
+      bfloat16. The code is 127 f(v / s), rounded to the nearest integer, where
+      f(x) = 2x / (1 + |x|).
+    - uint8 is for second moments. The scale s is the largest square root, rounded up. The code is
+      255 sqrt(v) / s, rounded to the nearest integer, but 1 if a v > 0 would become 0. A second
+      moment of zero beside a nonzero first moment would make a huge update. One that is too large
+      makes a small update.
 
-    Zeros stay zeros. A block with a NaN, an infinity, a magnitude of `TOO_LARGE` (int8) or a
-    negative value (uint8) gets a NaN for a scale, and decodes to NaN; all its codes are 0. Signed
-    values below 1/500 of their block's largest, or below 2e-43, may become zeros; second moments
-    above 3.37e38, infinite.
+    Zeros stay zeros. A block with a NaN, an infinity, a magnitude of `TOO_LARGE` or more (int8) or
+    a negative value (uint8) gets a NaN as its scale, and decodes to NaN; all its codes are 0.
+    Signed values below 1/500 of their block's largest magnitude, or below 2e-43, may become zeros.
+    Second moments above 3.37e38 may become infinite.
 
     Args:
         values: FP32, shape (n,); unchanged.
-        codes: int8 or uint8, which chooses; shape (n,); overwritten.
+        codes: int8 or uint8, shape (n,); overwritten. Its dtype selects the format.
         scales: bfloat16, shape (ceil(n / 32),); overwritten.
-        scratch: To work in.
+        scratch: Working memory.
     """
     encode = _encode_signed if codes.dtype == torch.int8 else _encode_unsigned
     for shape, (v, c, s) in _rows(values, codes, scales):
@@ -61,21 +64,21 @@ def encode_blocks(
 def decode_blocks(
     codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, *, scratch: Scratch
 ) -> None:
-    """Decode what `encode_blocks` wrote.
+    """Decode the result of `encode_blocks`.
 
-    Greater codes decode to greater values, the greatest to the scale (uint8: to its square). A
-    uint8 code that is not 0 decodes to a value that is not, where the square of the scale is a
-    normal FP32 number (1.2e-38 or more).
+    Greater codes decode to greater values, and the greatest code decodes to the scale (int8) or to
+    its square (uint8). A nonzero uint8 code decodes to a nonzero value if the square of the scale
+    is a normal FP32 number (1.2e-38 or more).
 
-    Encoding the result again gives the same bytes for int8, if the scale is a normal number. For
-    uint8 it does where a block has the code 255; elsewhere the scale may go down to the next
-    bfloat16, once, and codes change with it.
+    Encoding an int8 result again gives the same bytes if the scale is a normal number. Encoding a
+    uint8 result again gives the same bytes if the block has the code 255. Otherwise the scale may
+    decrease to the next bfloat16, once, and the codes change with it.
 
     Args:
-        codes: int8 or uint8, which chooses; shape (n,).
-        scales: bfloat16, shape (ceil(n / 32),).
+        codes: int8 or uint8, shape (n,); unchanged. Its dtype selects the format.
+        scales: bfloat16, shape (ceil(n / 32),); unchanged.
         out: FP32, shape (n,); overwritten.
-        scratch: To work in.
+        scratch: Working memory.
     """
     decode = _decode_signed if codes.dtype == torch.int8 else _decode_unsigned
     for shape, (v, c, s) in _rows(out, codes, scales):
@@ -89,7 +92,7 @@ _Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _rows(
     values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> Iterator[tuple[_Shape, _Rows]]:
-    """Yield the whole blocks as rows, with their scales, and the short one after them."""
+    """Yield whole blocks as rows, with their scales, and then the short block at the end."""
     num_whole, rest = divmod(values.numel(), BLOCK_ELEMENTS)
     end = values.numel() - rest
     if num_whole:
@@ -113,10 +116,10 @@ def _encode_signed(
     work = scratch.view("a", torch.float32, shape)
     bits = scratch.view("a", torch.int32, shape)
     torch.abs(values, out=work)
-    # 127 f(v / s) = 254 v / (s + |v|). Adding the rounder and taking low bytes is far faster than
+    # 127 f(v / s) = 254 v / (s + |v|). Adding the rounder and keeping low bytes is far faster than
     # torch.round and a conversion from float.
     rounded, has_nan = _round_scales(_largest(bits), scales)
-    work.add_(rounded.clamp_min_(_TINY))  # no 0 / 0
+    work.add_(rounded.clamp_min_(_TINY))  # avoids 0 / 0
     torch.addcdiv(scratch.rounders(shape), values, work, value=254, out=work)
     codes.copy_(bits)
     if has_nan:
@@ -146,7 +149,7 @@ def _encode_unsigned(
     shape: _Shape,
     scratch: Scratch,
 ) -> None:
-    # Positive floats are ordered as integers are; whatever has a sign bit is below.
+    # Positive floats have the order of their bits as integers. Floats with a sign bit are below.
     value_bits = values.view(torch.int32)
     smallest = value_bits.amin().item()
     if smallest < 0:
@@ -158,7 +161,7 @@ def _encode_unsigned(
     # 1 / sqrt(v): torch's sqrt is slow, very slow for zeros, and not correctly rounded everywhere.
     torch.rsqrt(values, out=work)
     rounded, has_nan = _round_scales(largest, scales)
-    factors = rounded.clamp_min_(_TINY_ROOT).reciprocal_()  # no inf / inf
+    factors = rounded.clamp_min_(_TINY_ROOT).reciprocal_()  # avoids inf / inf
     torch.addcdiv(scratch.rounders(shape), factors, work, value=255, out=work)
     codes.copy_(bits)
     if smallest > 0:
@@ -179,36 +182,39 @@ def _decode_unsigned(
     shape: _Shape,  # noqa: ARG001
     scratch: Scratch,  # noqa: ARG001
 ) -> None:
-    # Fractions first, so that 255 decodes to exactly the square of the scale.
+    # Multiplied by 1/255 first, so that 255 decodes to exactly the square of the scale.
     out.copy_(codes).mul_(_ONE_255TH).mul_(scales)
     torch.mul(out, out, out=out)
 
 
 def _largest(bits: torch.Tensor) -> torch.Tensor:
-    """Return the largest of each row of values without a sign bit; NaN is larger than infinity."""
+    """Return the largest value of each row of bits without sign; NaN is larger than infinity."""
     return torch.amax(bits, 1).view(torch.float32)
 
 
 def _clear_codes(codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Set the codes of blocks whose scale is NaN to 0.
 
-    They mean nothing, and what the arithmetic leaves there depends on the width of vectors.
+    These codes have no meaning, and without this they would depend on the width of vectors.
     """
     codes.masked_fill_(scales.isnan().unsqueeze_(1), 0)
 
 
 def _round_scales(largest: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Round up to bfloat16 in `scales`; return those as a column, and whether one is NaN.
+    """Round the largest values up to bfloat16, into `scales`.
 
-    Down from up to 3 units of FP32 above: three roundings may have made a root as much too large,
-    and then the scale must still be the one that it came of.
+    A value up to 3 units of FP32 above a bfloat16 is rounded down to it. Three roundings may have
+    made a root too large by so much, and then its scale must be the one that it was decoded with.
+
+    Returns:
+        The scales in FP32, as a column, and whether any is NaN.
     """
     has_nan = not largest.amax().item() < TOO_LARGE
     if has_nan:
         largest = torch.where(largest < TOO_LARGE, largest, math.nan)
-    # Half a bfloat16, less 3, before torch rounds to nearest.
+    # Half a unit of bfloat16, minus 3 units of FP32. torch then rounds the sum to nearest.
     largest.view(torch.int32).add_(_TO_SCALE)
     scales.copy_(largest)
-    if has_nan:  # always the same one: torch's vector and scalar code make different ones
+    if has_nan:  # always the same NaN: torch's vector and scalar code produce different ones
         scales.view(torch.int16).masked_fill_(scales.isnan(), _NAN_BITS)
     return largest.copy_(scales).unsqueeze_(1), has_nan

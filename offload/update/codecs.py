@@ -1,12 +1,12 @@
-"""Smaller encodings of the state: split masters, and 16-bit moments.
+"""Compact encodings of the state: split masters, and names of the other codecs.
 
-Pure functions on flat, contiguous CPU tensors, meant for blocks that are in cache. Every operation
-is exact or correctly rounded, element by element, so the bytes depend neither on threads nor on
-where a tensor is cut.
+The codecs are pure functions on flat, contiguous CPU tensors, meant for blocks that are in cache.
+Every operation is exact or correctly rounded, element by element. The bytes therefore depend
+neither on threads nor on where a tensor is cut.
 
 Split masters are those of "FlashOptim: Optimizers for Memory Efficient Training" (Databricks, the
-flashoptim repository) with a 16-bit remainder. The 8-bit formats of `offload.update.blocks8` and
-the stochastic rounding of `offload.update.rounding` are had from here, too.
+flashoptim repository) with a 16-bit remainder. This module also exports the 8-bit formats of
+`offload.update.blocks8` and the stochastic rounding of `offload.update.rounding`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ _HALF, _SIXTEEN = constant(0x8000), constant(16)
 def split_master(
     master: torch.Tensor, live: torch.Tensor, low: torch.Tensor, *, scratch: Scratch
 ) -> None:
-    """Split FP32 masters into the bfloat16 parameters and the 16 bits that those lack.
+    """Split FP32 masters into bfloat16 parameters and 16-bit remainders.
 
     The parameter is the master rounded to nearest, ties away from zero (plain torch rounds ties to
-    even), which is what makes the remainder fit into a signed 16-bit number. Every finite value,
-    infinity and zero is recovered exactly by `join_master`, also those so large that the parameter
-    is infinite. A NaN becomes the quiet NaN of its sign: others could round to a number.
+    even). Because of this rounding the remainder fits into a signed 16-bit number. `join_master`
+    recovers every finite value, infinity and zero exactly, even a value so large that its parameter
+    is infinite. A NaN becomes the quiet NaN of its sign, because other NaNs could round to a
+    number.
 
     Args:
         master: FP32, shape (n,); unchanged.
-        live: bfloat16, shape (n,); overwritten.
-        low: int16, shape (n,); overwritten.
-        scratch: To work in.
+        live: bfloat16, shape (n,); overwritten with the parameters.
+        low: int16, shape (n,); overwritten with the remainders.
+        scratch: Working memory.
     """
     if not master.numel():
         return
@@ -59,25 +60,25 @@ def split_master(
 def join_master(
     live: torch.Tensor, low: torch.Tensor, out: torch.Tensor, *, scratch: Scratch
 ) -> None:
-    """Make FP32 masters from bfloat16 parameters and what `split_master` left of them.
+    """Join bfloat16 parameters and the remainders of `split_master` into FP32 masters.
 
-    A parameter that somebody has edited since then becomes a master that rounds to the edited
-    value, with remainder bits of the value before: at most half a unit in the last place away.
-    Where there is no such master, because the edited value is zero and the remainder negative, or
-    infinite and positive, it is the edited value itself. (A finite value edited to an infinity,
-    with a negative remainder, becomes a finite master that rounds to the infinity: that is how the
-    largest finite masters look.)
+    If a parameter has been edited since the split, its master rounds to the edited value and has
+    the remainder bits of the old value: it is at most half a unit in the last place away. Two kinds
+    of edits have no such master: zero with a negative remainder, and an infinity with a positive
+    one. Then the master is the edited value itself. (A finite value that is edited to an infinity,
+    with a negative remainder, becomes a finite master that rounds to the infinity. The largest
+    finite masters are stored in this way.)
 
     Args:
-        live: bfloat16, shape (n,).
-        low: int16, shape (n,).
-        out: FP32, shape (n,); overwritten.
-        scratch: To work in.
+        live: bfloat16, shape (n,); unchanged.
+        low: int16, shape (n,); unchanged.
+        out: FP32, shape (n,); overwritten with the masters.
+        scratch: Working memory.
     """
     if not out.numel():
         return
     remainder = scratch.view("a", torch.int32, out.shape)
-    remainder.copy_(low)  # extends the sign
+    remainder.copy_(low)  # extends the sign to 32 bits
     out.copy_(live)
     out.view(torch.int32).add_(remainder)
     if has_nan(out):

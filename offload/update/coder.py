@@ -1,7 +1,7 @@
-"""The state of one hot block as FP32, whatever it is stored as.
+"""Decoder and encoder of one hot block: its stored state as FP32, and back.
 
-The exact format is FP32 already, and is worked on where it lies. Smaller formats are decoded into
-scratch memory that stays in cache, and encoded again when torch's step has run.
+The exact format is FP32 already, and is updated in place. Smaller formats are decoded into scratch
+memory that stays in cache, and are encoded again after torch's step.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class StateCoder:
     """Decodes and encodes the state arrays other than masters.
 
     Args:
-        layout: Of the store.
-        seed: Of stochastic rounding.
-        step: Number of the step that is being taken: each one rounds differently.
+        layout: Layout of the store.
+        seed: Seed of stochastic rounding.
+        step: Number of the current step. Each step rounds with other random numbers.
     """
 
     def __init__(self, layout: Layout, seed: int = 0, step: int = 0) -> None:
@@ -35,7 +35,7 @@ class StateCoder:
         self._seed = seed
         self._step = step
         self._keys: dict[str, rounding_keys.ParameterKeys] = {}
-        """By state array: made by the first thread that needs them."""
+        """Rounding keys by state array. The first thread that needs the keys makes them."""
 
     @cached_property
     def _names(self) -> np.ndarray[Any, Any]:
@@ -43,7 +43,7 @@ class StateCoder:
 
     @property
     def is_exact(self) -> bool:
-        """Whether what is stored is the FP32 values themselves."""
+        """Whether the stored values are the FP32 values themselves."""
         return self._state_dtype == "float32"
 
     def load(
@@ -55,14 +55,15 @@ class StateCoder:
         *,
         new: bool,
     ) -> torch.Tensor:
-        """Return an array of a block as flat FP32, to be changed in place and given to `store`.
+        """Return an array of a block as flat FP32, to be changed in place and passed to `store`.
 
         Args:
-            context: Memory of the thread.
-            name: The array.
-            stored: What is stored of each array for the block.
-            pieces: What the block is made up of.
-            new: Whether there is nothing stored yet; the result may then hold anything.
+            context: Memory of the calling thread.
+            name: Name of the state array.
+            stored: Stored values of the block, by state array.
+            pieces: Pieces that make up the block.
+            new: Whether the block has no stored state yet. If so, the content of the result is
+                arbitrary.
         """
         values = stored[name]
         if self.is_exact:
@@ -92,15 +93,15 @@ class StateCoder:
         pieces: Sequence[Piece],
         first_element: int,
     ) -> None:
-        """Write an array of a block back to what is stored of it.
+        """Encode an array of a block into its stored form. Does nothing for the exact format.
 
         Args:
-            context: Memory of the thread.
-            name: The array.
-            values: What `load` returned.
-            stored: As for `load`.
-            pieces: As for `load`.
-            first_element: Where the block begins in element space.
+            context: Memory of the calling thread.
+            name: Name of the state array.
+            values: Tensor that `load` returned, FP32.
+            stored: Stored values of the block, by state array; those of `name` are overwritten.
+            pieces: Pieces that make up the block.
+            first_element: First element of the block, in element space.
         """
         if self._state_dtype == "bfloat16":
             self._round(context, name, values, stored[name], pieces, first_element)
@@ -123,7 +124,7 @@ class StateCoder:
         pieces: Sequence[Piece],
         first_element: int,
     ) -> None:
-        """Round an array of a block with the random numbers that its layout says."""
+        """Round an array of a block to bfloat16, with the random numbers of the layout's rule."""
         if self._layout.counts_from == "chunk":
             stream = rounding_keys.stream_of(name)
             key = partial(rounding_keys.element_space_key, self._seed, stream, self._step)
@@ -139,10 +140,10 @@ class StateCoder:
 
 
 def _spans(pieces: Sequence[Piece]) -> Iterator[tuple[slice, slice]]:
-    """Yield ranges of elements, and of the blocks of 32 in them, to be encoded in one call.
+    """Yield slices of elements, and of their blocks of 32, that one call can decode or encode.
 
-    Blocks start anew at each piece, so a call ends where a piece ends inside a block. A piece
-    begins where the layout's blocks do: see `Layout.chunk_range`.
+    Blocks of 32 restart at each piece, so a call ends if a piece ends inside a block. Every piece
+    begins at a block of the layout, see `Layout.chunk_range`.
     """
     first_element = first_block = element = num_blocks = 0
     for piece in pieces:

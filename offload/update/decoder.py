@@ -1,4 +1,4 @@
-"""The state as the next step would see it: FP32, block by block, whatever it is stored as."""
+"""Decoder of stored state: the FP32 values that the next step would see, block by block."""
 
 from __future__ import annotations
 
@@ -18,32 +18,40 @@ from offload.update.pool import BlockMemory
 from offload.update.rules import Scalars
 
 STATE_BLOCK_ELEMENTS = 512 << 10
-"""Elements that are decoded or encoded at a time: 2 MiB of each array. A multiple of 32."""
+"""Elements that are decoded or encoded at a time: 2 MiB of each array in FP32. A multiple of 32."""
 
 Block: TypeAlias = tuple[int, int, dict[str, torch.Tensor]]
-"""The index of a parameter in the layout, the first element of a block of it, and the block: flat
-FP32 values of each state array and of the master, to be used before the next block is asked for. Of
-a parameter that has no state there is only the master; of an FP32 one, which is its own, none."""
+"""Index of a parameter in the layout, index of the first element, and values of the block.
+
+The values are flat FP32 tensors, one per state array and one for the master. They are valid until
+the next block is requested. A parameter that has no state yet has a master only. An FP32 parameter
+is its own master and has none here."""
 
 
 class Live(Protocol):
-    """Parameters, flat; `FlatTensors` is one."""
+    """Flat parameters, such as `FlatTensors`."""
 
     def view(self, index: int, start: int, stop: int) -> torch.Tensor:
-        """Return elements `start` to `stop` of a parameter, in the order of the layout."""
+        """Return elements `start` to `stop` of a parameter, counted from its first element.
+
+        Args:
+            index: Index of the parameter in the layout.
+            start: First element.
+            stop: One past the last element.
+        """
         ...
 
     def finish(self, index: int, num_elements: int) -> None:
-        """Say that so many more elements, which have been viewed, are done."""
+        """Report that this many more elements of a parameter are done, after they were viewed."""
         ...
 
 
 class StoredParameters:
-    """The parameters as a checkpoint's ``model.safetensors`` has them; `Live`.
+    """Parameters in the ``model.safetensors`` of a checkpoint; implements `Live`.
 
     Args:
-        file: That one, open.
-        layout: Of the checkpoint.
+        file: The open ``model.safetensors``.
+        layout: Layout of the checkpoint.
     """
 
     def __init__(self, file: File, layout: Layout) -> None:
@@ -51,7 +59,7 @@ class StoredParameters:
         self._layout = layout
 
     def view(self, index: int, start: int, stop: int) -> torch.Tensor:
-        """Read elements of a parameter."""
+        """Read elements `start` to `stop` of a parameter from the file."""
         spec, header = self._layout.parameters[index], self._layout.model_header
         dtype = DTYPES[spec.dtype]
         if start == stop:
@@ -61,11 +69,11 @@ class StoredParameters:
         return torch.frombuffer(bytearray(data), dtype=dtype)
 
     def finish(self, index: int, num_elements: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: no elements are kept."""
 
 
 def kept_arrays(spec: ParameterSpec, layout: Layout) -> tuple[str, ...]:
-    """Return the state arrays that the optimizer keeps of a parameter, by torch's names."""
+    """Return the state arrays that the optimizer keeps for a parameter, by torch's names."""
     return tuple(
         name
         for name in spec.arrays
@@ -74,12 +82,12 @@ def kept_arrays(spec: ParameterSpec, layout: Layout) -> tuple[str, ...]:
 
 
 def has_master(spec: ParameterSpec) -> bool:
-    """Return whether there is an FP32 value beside the parameter itself."""
+    """Return whether a parameter has an FP32 master apart from itself."""
     return spec.dtype != "F32"
 
 
 def cut_pieces(layout: Layout, chunk: int) -> list[Piece]:
-    """Cut a chunk into blocks, each of one parameter, which 8-bit state can be cut at."""
+    """Cut a chunk into blocks of one parameter each, at places that 8-bit state can be cut at."""
     blocks = []
     for piece in layout.pieces(chunk):
         for start in range(piece.start, piece.stop, STATE_BLOCK_ELEMENTS):
@@ -91,7 +99,14 @@ def cut_pieces(layout: Layout, chunk: int) -> list[Piece]:
 def stored_block(
     layout: Layout, chunk: int, piece: Piece, arrays: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return what is stored of a block, given what is of its chunk: views of each array."""
+    """Return views of a block's stored values, by state array.
+
+    Args:
+        layout: Layout of the store.
+        chunk: Index of the chunk.
+        piece: The block.
+        arrays: Stored values of the chunk, by state array.
+    """
     origin = layout.chunk_range(chunk)[0]
     first = origin + piece.at
     last = first + piece.stop - piece.start
@@ -104,12 +119,13 @@ def stored_block(
 
 
 class StateDecoder:
-    """Decodes stored state. Whoever reads state as FP32 does it with this.
+    """Decodes stored state. Every reader of state as FP32 uses this class.
 
     Args:
-        layout: Of the store.
-        scalars: Of each parameter; None for one that has no state yet.
-        live: The parameters. Where one is not what its master rounds to, it counts, as in a step.
+        layout: Layout of the store.
+        scalars: Scalar state of each parameter; None for a parameter that has no state yet.
+        live: Live parameters. If one differs from its rounded master, its own value is used, as
+            in a step.
     """
 
     def __init__(self, layout: Layout, scalars: Sequence[Scalars | None], live: Live) -> None:
@@ -120,14 +136,24 @@ class StateDecoder:
         self._coder = StateCoder(layout)
 
     def blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[Block]:
-        """Decode one chunk, given just its range of each state array, as it is stored."""
+        """Decode one chunk, block by block.
+
+        Args:
+            chunk: Index of the chunk.
+            arrays: The chunk's range of each state array, as it is stored.
+        """
         with on_host(self._live, chunk, [*self._layout.pieces(chunk)]):
             for piece in cut_pieces(self._layout, chunk):
                 stored = stored_block(self._layout, chunk, piece, arrays)
                 yield self.block(piece, stored)
 
     def block(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> Block:
-        """Decode one of a chunk's `cut_pieces`, given what is stored of it in each state array."""
+        """Decode one block.
+
+        Args:
+            piece: One of the chunk's `cut_pieces`.
+            stored: Stored values of the block, by state array.
+        """
         return piece.parameter, piece.start, self._decode(piece, stored)
 
     def _decode(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

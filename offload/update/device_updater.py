@@ -1,9 +1,9 @@
-"""The arithmetic of one chunk where it is: in the memory of the device that the parameters are on.
+"""The arithmetic of one chunk in device memory, on the device of the parameters.
 
-AdamW, Adam and SGD have kernels that step a parameter in one pass over its state, in every form of
-it. Other classes run torch's own step on flat views of whole runs, as `offload.update.updater` does
-on the
-CPU: for state that is stored as FP32, since the codecs are exact on a CPU only.
+AdamW, Adam and SGD have kernels that step a parameter in one pass over its state, whatever the
+state is encoded as. Other classes run torch's own step on flat views of whole runs, as
+`offload.update.updater` does on the CPU. This is limited to state that is stored as FP32, since the
+codecs are exact on a CPU only.
 """
 
 from __future__ import annotations
@@ -36,28 +36,27 @@ from offload.update.step_inputs import StepInputs
 from offload.update.updater import Block, ChunkUpdater
 
 _RUN_ELEMENTS = 16 << 20
-"""Elements that torch's own step is given at once: as few calls as possible, of bounded memory."""
+"""Elements of one call of torch's own step: few calls, and bounded temporary memory."""
 
 _MAX_FACTORS = 2
-"""That the kernels multiply a gradient by."""
+"""Number of factors by which the kernels can multiply a gradient."""
 
 
 class DeviceUpdater(ChunkUpdater):
-    """Updates the chunks of one step in device memory; as `ChunkUpdater` but for `compute`.
+    """Updates the chunks of one step in device memory.
 
-    An update has ended when it returns: what it used may be used for something else, and work that
-    is launched from then on, on whatever stream, sees the new parameters.
+    `update` returns when the work has ended. The memory that it used is then free for other uses,
+    and work that is launched afterwards, on any stream, sees the new parameters.
 
     Args:
-        rule: Rule of the optimizer.
-        pool: Threads of the CPU, of which only `finish` makes use.
-        inputs: Everything that the step computes with.
-        compute: Of the device that parameters, gradients and frames are on.
-        traffic: Counts bytes that cross between host and device.
+        compute: Compute of the device that holds parameters, gradients and frames.
+
+    The other arguments are those of `ChunkUpdater`.
 
     Raises:
         UnsupportedOptimizerError: A parameter group cannot be stepped on a device; says why.
-        UnsupportedParameterError: A parameter or gradient is not there any more; names it.
+        UnsupportedParameterError: A parameter or gradient is on another device by now; names the
+            parameter.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class DeviceUpdater(ChunkUpdater):
         ]
         for spec, live, gradient in zip(layout.parameters, parameters, gradients, strict=True):
             if self._has_kernel[spec.group]:
-                # Now: what cannot be compiled must not be found out in the middle of a step.
+                # Compiled now, so that a compiler error cannot occur in the middle of a step.
                 self._compute.prepare(
                     form_for(
                         self._class,
@@ -110,22 +109,26 @@ class DeviceUpdater(ChunkUpdater):
         self._scalars: DeviceScalars | None = None
 
     def give(self, index: int, gradient: torch.Tensor) -> None:
-        """Set the gradient of a parameter that had none; it is as the current stream leaves it."""
+        """Set the gradient of a parameter that had none, in the current stream's order.
+
+        Its values are those that the work queued on the current stream so far computes.
+        """
         super().give(index, gradient)
         self._given[index] = boundary_of(gradient.device).now()
 
     def prepare(self, chunk: int) -> bool:  # noqa: ARG002
-        """Return False: nothing has to be brought."""
+        """Return False: everything is on the device already."""
         return False
 
     def update(
         self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
     ) -> None:
-        """Step one chunk, digest it, and wait until that is done."""
+        """Step one chunk, digest it, and wait until both are done."""
         compute = self._compute
         numbers = {piece.parameter for piece in self._layout.pieces(chunk)}
         given = numbers & self._given.keys()
-        # torch gives memory that is freed to whoever asks next, on the training's stream.
+        # torch reuses freed memory at once for allocations on the training's stream. Gradients
+        # stay referenced until this chunk's work has ended.
         held = [self._gradients.tensor(number) for number in numbers]
         with compute.queue([*self._begun, *(self._given[index] for index in given)]):
             try:
@@ -134,7 +137,7 @@ class DeviceUpdater(ChunkUpdater):
                 if digests is not None:
                     for name, array in arrays.items():
                         digests.written(name, 0, array.nbytes)
-            finally:  # also of a part: its memory is about to be used otherwise
+            finally:  # also after an error: the caller is about to use this memory otherwise
                 done = compute.mark()
                 compute.wait(done)
                 held.clear()
@@ -199,8 +202,14 @@ def require_steps(
 ) -> None:
     """Check that every parameter group can be stepped on a device.
 
+    Args:
+        rule: Update rule of the optimizer.
+        groups: ``param_groups``.
+        state_dtype: Stored form of the state, as `Options.state_dtype`.
+        split: Whether masters are split.
+
     Raises:
-        UnsupportedOptimizerError: One cannot; says why, and what to do.
+        UnsupportedOptimizerError: A group cannot be stepped; says why, and names the remedy.
     """
     if reason := why_not_stepped(rule, groups, state_dtype, split=split):
         raise UnsupportedOptimizerError(
@@ -211,9 +220,12 @@ def require_steps(
 def why_not_stepped(
     rule: UpdateRule, groups: Sequence[Mapping[str, Any]], state_dtype: str, *, split: bool
 ) -> str:
-    """Return why a parameter group cannot be stepped on a device, or an empty string."""
+    """Return why a parameter group cannot be stepped on a device; empty if all can be.
+
+    The arguments are those of `require_steps`.
+    """
     for given in groups:
-        # As the updater has them: by value, in host memory.
+        # The updater, too, copies tensor hyper-parameters into host memory.
         group = {k: _host_like(v) for k, v in given.items()}
         reason = why_not_by_kernel(rule, group)
         refusal = why_not_by_torch(rule, group, state_dtype, split=split) if reason else ""
@@ -225,12 +237,12 @@ def why_not_stepped(
 def why_not_by_kernel(
     rule: UpdateRule, group: Mapping[str, Any], factors: Sequence[float] = ()
 ) -> str:
-    """Return why there is no kernel for a parameter group, or an empty string.
+    """Return why no kernel can step a parameter group; empty if one can.
 
     Args:
-        rule: Of the optimizer.
+        rule: Update rule of the optimizer.
         group: Hyper-parameters.
-        factors: That gradients are multiplied by.
+        factors: Factors that gradients are multiplied by.
     """
     if len(factors) > _MAX_FACTORS:
         return f"gradients are multiplied {len(factors)} times"
@@ -240,7 +252,14 @@ def why_not_by_kernel(
 def why_not_by_torch(
     rule: UpdateRule, group: Mapping[str, Any], state_dtype: str, *, split: bool
 ) -> str:
-    """Return why torch's own step cannot update state on a device, or an empty string."""
+    """Return why torch's own step cannot update a group's state on a device; empty if it can.
+
+    Args:
+        rule: Update rule of the optimizer.
+        group: Hyper-parameters.
+        state_dtype: Stored form of the state, as `Options.state_dtype`.
+        split: Whether masters are split.
+    """
     if issubclass(rule.optimizer_class, torch.optim.ASGD):
         return "torch's own step keeps its numbers on the device"
     if state_dtype != "float32":
@@ -253,7 +272,7 @@ def why_not_by_torch(
 
 
 def _kernel_dtype(gradient: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which the kernels are given a gradient."""
+    """Return the dtype to which a gradient is converted for the kernels."""
     return gradient.dtype if gradient.dtype in KERNEL_DTYPES else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""torch dtypes and their codes in safetensors files: one table, both ways."""
+"""Table of torch dtypes and their codes in safetensors files, in both directions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPE_CODES: Final[dict[torch.dtype, str]] = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-"""safetensors codes of torch dtypes."""
+"""safetensors codes, by torch dtype."""
 
 DTYPES: Final[dict[str, torch.dtype]] = {code: dtype for dtype, code in DTYPE_CODES.items()}
-"""torch dtypes of stored tensors, by safetensors code: of state arrays and of model tensors."""
+"""torch dtypes of state arrays and model tensors, by safetensors code."""

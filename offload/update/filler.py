@@ -1,4 +1,4 @@
-"""Filling the chunks of a store with state from elsewhere, as a step would have left them."""
+"""Filler of a store's chunks: state from other sources, stored as a step would have left it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from offload.update.rules import Scalars
 
 
 class TensorSource(Protocol):
-    """A tensor that is read range by range, wherever it is."""
+    """A tensor of any origin that is read range by range."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements per dimension."""
+        """Number of elements per dimension."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what `read` returns."""
+        """Dtype of the tensors that `read` returns."""
         ...
 
     def read(self, start: int, stop: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ class TensorSource(Protocol):
 
 
 class HeldTensor:
-    """A tensor in memory, of any device; one that is not contiguous is copied when first read."""
+    """A tensor in memory of any device. If it is not contiguous, the first `read` copies it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
@@ -49,43 +49,44 @@ class HeldTensor:
         self.dtype = tensor.dtype
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Return a range, flat, in host memory."""
+        """Return elements `start` to `stop` in row-major order, flat, in host memory."""
         if self._flat is None:
             self._flat = self._tensor.reshape(-1)
         out = self._flat[start:stop].cpu()
         if stop >= self._flat.numel():
-            self._flat = None  # read in order, so a copy is not needed any more
+            self._flat = None  # ranges are read in order, so a copy is not needed any more
         return out
 
 
 @dataclass(slots=True)
 class ParameterState:
-    """What is known of one parameter's state."""
+    """State of one parameter, as far as its source has it."""
 
     scalars: Scalars | None = None
-    """None for a parameter that has never been stepped."""
+    """Scalar state; None for a parameter that has never been stepped."""
 
     arrays: Mapping[str, TensorSource] = field(default_factory=dict)
-    """Every state array, by torch's names; none where there are no scalars."""
+    """Every state array, by torch's names; empty if `scalars` is None."""
 
     master: TensorSource | None = None
-    """The FP32 parameter, if it is known in more bits than the live one has."""
+    """FP32 values of the parameter, if the source has more bits than the live parameter."""
 
 
 class StateFiller:
-    """Fills chunks; the counterpart of `ChunkUpdater` for state that comes from elsewhere.
+    """Fills chunks with state from other sources; the counterpart of `ChunkUpdater`.
 
     Args:
-        layout: Of the store.
-        states: Of each parameter, in element-space order.
-        live: The live parameters: 16-bit ones become what their master rounds to.
-        step: Optimizer steps that the state has seen; seeds stochastic rounding with the next.
-        seed: Of stochastic rounding, where state is stored so.
-        progress: Called with the number of elements filled after each block.
+        layout: Layout of the store.
+        states: State of each parameter, in element-space order.
+        live: Live parameters. A 16-bit parameter becomes its rounded master.
+        step: Number of optimizer steps that the state has seen. Seeds stochastic rounding,
+            together with `seed`.
+        seed: Seed of stochastic rounding, for state that is stored with it.
+        progress: Called after each block with the number of elements in it.
     """
 
     device = HOST
-    """Where chunks are filled."""
+    """Device on which chunks are filled."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class StateFiller:
         self._progress = progress
 
     def touched(self, chunk: int) -> bool:  # noqa: ARG002
-        """Return that every chunk is written."""
+        """Return True: every chunk is written."""
         return True
 
     def update(
@@ -114,7 +115,13 @@ class StateFiller:
         arrays: Mapping[str, torch.Tensor],
         digests: Digests | None = None,  # noqa: ARG002  (taken when the chunk is put)
     ) -> None:
-        """Fill one chunk, given just its range of each state array, as it is stored."""
+        """Fill one chunk.
+
+        Args:
+            chunk: Index of the chunk.
+            arrays: The chunk's range of each state array, flat, in the stored dtype; overwritten.
+            digests: Ignored. The chunk is digested when it is put.
+        """
         with on_host(self._live, chunk, [*self._layout.pieces(chunk)]):
             for piece in cut_pieces(self._layout, chunk):
                 stored = stored_block(self._layout, chunk, piece, arrays)
@@ -124,19 +131,19 @@ class StateFiller:
                     self._progress(piece.stop - piece.start)
 
     def prepare(self, chunk: int) -> bool:  # noqa: ARG002
-        """Return False: there is nothing that can be begun."""
+        """Return False: nothing can begin before `update`."""
         return False
 
     def arrive(self, chunk: int) -> None:
-        """Do nothing."""
+        """Do nothing: `prepare` begins nothing."""
 
     def fence(self) -> None:
-        """Let the calling thread's current streams wait for the parameters filled so far."""
+        """Make the calling thread's current streams wait for the parameters filled so far."""
         if isinstance(self._live, CrossingTensors):
             self._live.fence()
 
     def finish(self) -> list[Scalars | None]:
-        """Return the scalar state of each parameter."""
+        """Return the scalar state of each parameter, in element-space order."""
         return [state.scalars for state in self._states]
 
     def _fill(self, piece: Piece, stored: Mapping[str, torch.Tensor], first: int) -> None:

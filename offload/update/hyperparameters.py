@@ -1,8 +1,8 @@
-"""What a checkpoint says of hyper-parameters and scalar state, held against what the class has.
+"""Checks of a checkpoint's hyper-parameters and scalar state against the optimizer class.
 
-A manifest that is whole says nothing about whether its values make sense to the optimizer: only the
-class knows. A learning rate that is a string or not a number, or a step count that is missing,
-would otherwise show in the middle of a step, or ruin the parameters in silence.
+An undamaged manifest may still have values that make no sense to the optimizer, and only the class
+can tell. Examples are a learning rate that is a string or NaN, or a missing step count. Without
+these checks, such a value would fail in the middle of a step, or silently ruin the parameters.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _TENSORS = ("f32", "f64")
 def check_hyperparameters(manifest: Manifest, defaults: Mapping[str, Any], path: str) -> None:
     """Check that every hyper-parameter of the class has a type that its default could have.
 
-    Keys that the class does not have are a scheduler's or the user's, and may be anything.
+    Keys that the class does not have belong to a scheduler or the user, and may be anything.
 
     Args:
-        manifest: Of the checkpoint.
-        defaults: Of the optimizer class.
-        path: Of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        defaults: Default hyper-parameters of the optimizer class.
+        path: Path of the checkpoint.
 
     Raises:
-        CheckpointError: One has not, or is not a number; names group and key.
+        CheckpointError: A value has another type, or is NaN; names group and key.
     """
     if problem := misfit(manifest.groups, defaults):
         raise CheckpointError(f"{path}: {problem}. {_ELSE}")
 
 
 def misfit(groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> str:
-    """Return which hyper-parameter of which group is none that the class takes; empty if all are.
+    """Return a message about the first hyper-parameter that the class cannot take; empty if none.
 
     Args:
-        groups: Of parameters.
-        defaults: Of the optimizer class.
+        groups: Hyper-parameters of each parameter group.
+        defaults: Default hyper-parameters of the optimizer class.
     """
     for index, group in enumerate(groups):
         for key in group.keys() & defaults.keys():
@@ -55,10 +55,15 @@ def misfit(groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> 
 
 
 def rules_of(rule: UpdateRule, groups: Sequence[Mapping[str, Any]], path: str) -> list[Rule]:
-    """Return what the class keeps with a checkpoint's hyper-parameters.
+    """Return the rule of each parameter group, with a checkpoint's hyper-parameters.
+
+    Args:
+        rule: Update rule of the optimizer class.
+        groups: Hyper-parameters of each parameter group.
+        path: Path of the checkpoint.
 
     Raises:
-        CheckpointError: It cannot take a step with them.
+        CheckpointError: The class cannot take a step with these hyper-parameters.
     """
     try:
         return [rule.rule(group) for group in groups]
@@ -69,15 +74,16 @@ def rules_of(rule: UpdateRule, groups: Sequence[Mapping[str, Any]], path: str) -
 
 
 def check_scalars(manifest: Manifest, rules: Sequence[Rule], path: str) -> None:
-    """Check that every parameter that has state has the scalars that its group's rule keeps.
+    """Check that every parameter with state has the scalars that its group's rule keeps.
 
     Args:
-        manifest: Of the checkpoint.
-        rules: Of each parameter group.
-        path: Of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        rules: Rule of each parameter group.
+        path: Path of the checkpoint.
 
     Raises:
-        CheckpointError: It has others, or a step count that is none; names the parameter.
+        CheckpointError: A parameter has other scalars, or its step count is negative or not
+            finite; names the parameter.
     """
     for spec, scalars in zip(manifest.layout.parameters, manifest.scalars, strict=True):
         if scalars is None:
@@ -117,7 +123,7 @@ def _fits(value: Any, default: Any) -> bool:
 def _is_number(value: Any) -> bool:
     if isinstance(value, bool | str | list | tuple | None):
         return False
-    return not math.isnan(float(value))  # of a one-element tensor as well
+    return not math.isnan(float(value))  # also works for a one-element tensor
 
 
 def _expected(default: Any) -> str:

@@ -1,13 +1,14 @@
-"""Threads that update blocks, each with memory for one block and a stepper of its own.
+"""Threads that update blocks, each with memory for one block and its own stepper.
 
-torch could run each operation on all cores instead, but a block that fits in a cache takes tens of
-microseconds per operation, and waking the other cores for each costs as much. Whole blocks on
-threads that use one core each need no waking, and nobody waits where another program has a core.
+torch could run each operation on all cores instead. But an operation on a block that fits in a
+cache takes tens of microseconds, and waking the other cores for each operation costs as much. Whole
+blocks on threads that use one core each need no waking. If another program occupies a core, only
+the block on that core is delayed.
 
-Several threads are faster only where the update is what a step waits for; they share caches, memory
-and the interpreter, and while one of them updates a block, what another has written leaves the
-cache before it is digested. Where the drive is the limit, one thread takes less CPU time, for
-digests most of all, and leaves the other cores alone (`UpdateThreads`).
+Several threads are faster only if a step waits for the update. They share caches, memory and the
+interpreter. While one thread updates a block, the result of another thread leaves the cache before
+it is digested. If the drive is the limit, one thread takes less CPU time, especially for digests,
+and leaves the other cores alone (`UpdateThreads`).
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from offload.update.rules import UpdateRule
 from offload.update.stepper import Stepper
 
 UPDATE_THREAD = "offload-update"
-"""Prefix of the threads' names."""
+"""Prefix of the names of the update threads."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class BlockMemory:
-    """Memory for one block, used again for the next one.
+    """Memory for one block, reused for the next block. Not for two threads at a time.
 
     Args:
-        empty: Makes a tensor of so many elements, wherever blocks are.
+        empty: Returns a flat tensor, given the number of elements and a dtype. Host memory if None.
     """
 
     def __init__(self, empty: Callable[[int, torch.dtype], torch.Tensor] | None = None) -> None:
@@ -48,7 +49,10 @@ class BlockMemory:
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def buffer(self, name: str, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
-        """Return flat memory by name, with whatever it was left with."""
+        """Return flat memory with this name and dtype. Its content is left over from earlier use.
+
+        The same name and dtype always give the same memory, until a call needs more elements.
+        """
         tensor = self._buffers.get((name, dtype))
         if tensor is None or len(tensor) < num_elements:
             tensor = self._buffers[name, dtype] = self._empty(num_elements, dtype)
@@ -56,11 +60,11 @@ class BlockMemory:
 
 
 class BlockContext(BlockMemory):
-    """What one thread needs to update a block.
+    """Memory and stepper of one thread that updates blocks.
 
     Args:
-        rule: For the stepper.
-        empty: As for `BlockMemory`.
+        rule: Update rule that makes the stepper.
+        empty: Allocator of the memory, see `BlockMemory`.
     """
 
     def __init__(
@@ -75,40 +79,44 @@ def _host_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def default_num_threads() -> int:
-    """Return on how many threads blocks are updated at most: as many as torch would use."""
+    """Return the maximal number of update threads, which is torch's own number of threads."""
     return torch.get_num_threads()
 
 
 class UpdateThreads:
-    """Chooses on how many threads the next pass updates: on all, or on one if that is as fast.
+    """Chooses the number of threads for the next pass: all threads, or one if one is as fast.
 
-    One is as fast where the update waits for storage in spite of it. That is seen in passes on one
-    thread, and expected in passes on all of them if their waits are longer than what updating on
-    one took longer when it was last tried. That memory fades, so that it is tried again in time.
-    It takes `_WINDOW` passes to decide: one that begins with the ring full, or after a seal, says
-    little of the next. So it matters what the first ones are on.
+    One thread is as fast if the update still waits for storage. Passes on one thread show this by
+    their waits. Passes on all threads predict it, if their waits are longer than the additional
+    time that updates took when one thread was last tried. The memory of that time fades from pass
+    to pass, so that one thread is tried again after a while.
+
+    A decision is based on `_WINDOW` passes, because a pass that begins with a full ring, or after a
+    seal, says little about the next pass. Therefore the number of threads of the first passes
+    matters.
 
     Args:
-        most: Threads that there are.
-        begin_with: Of the first passes: one, or all of them if an update is long for its bytes.
+        most: Number of available threads.
+        begin_with: Number of threads for the first passes: one, or all if an update takes long in
+            relation to its bytes.
     """
 
     def __init__(self, most: int, begin_with: int = 1) -> None:
         self.most = most
         self.num_threads = begin_with
-        """Of the next pass."""
+        """Number of threads for the next pass."""
         self._passes: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
-        """Seconds of updating and of waiting, per chunk, of the last passes on as many threads."""
+        """Seconds of updating and of waiting, per chunk, of the last passes with `num_threads`."""
         self._alone_s = 0.0
-        """Seconds that updating a chunk took on one thread, when that was last seen; fading."""
+        """Seconds per chunk of the last measured updates on one thread; fades from pass to pass."""
 
     def passed(self, num_chunks: int, updating_s: float, waiting_s: float) -> None:
-        """Take note of a pass that ran on `num_threads`.
+        """Record a pass that ran on `num_threads`, and choose the number for the next pass.
 
         Args:
-            num_chunks: That it updated.
-            updating_s: Seconds that updating them took.
-            waiting_s: Seconds that it waited for them to be there.
+            num_chunks: Number of chunks that the pass updated.
+            updating_s: Seconds that the updates took.
+            waiting_s: Seconds that the pass waited for chunks to arrive.
         """
         if self.most == 1 or not num_chunks:
             return
@@ -131,31 +139,33 @@ class UpdateThreads:
 
 
 class _AllThreads(UpdateThreads):
-    """Chooses all, always."""
+    """Always chooses all threads."""
 
     def passed(self, num_chunks: int, updating_s: float, waiting_s: float) -> None:
-        """Ignore it."""
+        """Ignore the pass."""
 
 
 _WINDOW = 6
-"""Passes that a choice rests on: as much of each, where every second or third one is different."""
+"""Passes that a choice is based on. If every second or every third pass differs from the others,
+six passes contain as many of each kind as any other six."""
 
 _FEW_WAITS, _MANY_WAITS = 0.10, 0.14
-"""Of passes on one thread: with a smaller share of waits all threads are needed, with a larger one
-they are not; in between it stays as it is. A tenth is left over where drive and update are equally
-fast, as the first chunk is updated before the drive has anything to write, and the last after."""
+"""Shares of waiting in a pass on one thread. Below the first share the next pass uses all threads,
+above the second it uses one, and in between nothing changes. If drive and update are equally fast,
+a tenth remains: the drive has nothing to write while the first chunk is updated, and no update is
+left while it writes the last chunk."""
 
 _FADING = 0.998
-"""Of what is remembered, from one pass to the next."""
+"""Factor by which the remembered seconds on one thread shrink from one pass to the next."""
 
 
 class UpdatePool:
     """Runs a function on many items, on as many threads as torch uses; one caller at a time.
 
-    The threads start with the first work for them.
+    The threads start when they first have work.
 
     Args:
-        rule: For the steppers.
+        rule: Update rule that makes the steppers.
         slow: Whether an update is likely to take longer than the drive needs for its bytes.
     """
 
@@ -163,7 +173,7 @@ class UpdatePool:
         self._rule = rule
         self._num_threads = default_num_threads()
         self.threads = UpdateThreads(self._num_threads, self._num_threads if slow else 1)
-        """How many of them updates are to use."""
+        """Number of threads that updates use."""
         self._contexts = [BlockContext(rule)]
         self._executor: TransferPool | None = None
 
@@ -173,17 +183,17 @@ class UpdatePool:
         items: Sequence[Item],
         num_threads: int | None = None,
     ) -> None:
-        """Call ``function(context, item)`` for every item, in any order, and wait for all.
+        """Call ``function(context, item)`` for every item, in any order, and wait for all calls.
 
         Args:
-            function: What to call.
-            items: With what; in this order, on one thread.
-            num_threads: Most threads to use, if not all. One is one of the pool's, where torch does
-                not use all cores for an operation.
+            function: Function to call, with the `BlockContext` of its thread and one item.
+            items: Items of the calls. One thread takes them in this order.
+            num_threads: Maximal number of threads; None for all. With one thread the calls still
+                run on a thread of the pool, on which torch uses one core per operation.
 
         Raises:
-            BaseException: What one of the calls raised, or an interrupt of the wait. Items not
-                begun by then are left out, and none is still being worked on.
+            BaseException: The error of one of the calls, or an interrupt of the wait. Items that
+                had not begun are left out, and no call is in progress any more.
         """
         num = min(num_threads or self._num_threads, len(items))
         if self._num_threads == 1 or len(items) <= 1:
@@ -197,8 +207,10 @@ class UpdatePool:
 
         @for_thread
         def work(context: BlockContext) -> int:
+            """Call the function for items until none is left."""
             try:
-                # Whoever reads a parameter while a step runs beside the model waits for this.
+                # While a step runs beside the model, the use of a parameter waits for that step.
+                # These threads are the step, so they must not wait.
                 with torch._C.DisableTorchFunctionSubclass():
                     while True:
                         try:
@@ -216,7 +228,7 @@ class UpdatePool:
             futures.extend(executor.submit(partial(work, context)) for context in contexts)
             wait(futures)
         except BaseException:
-            # What is being worked on writes into memory that the caller is about to use otherwise.
+            # Calls in progress write into memory that the caller is about to use otherwise.
             waiting.clear()
             wait(futures)
             raise
@@ -225,7 +237,7 @@ class UpdatePool:
 
     @contextmanager
     def all_threads(self) -> Iterator[None]:
-        """Have updates use all threads within the block; nothing in it counts for the choice."""
+        """Have updates use all threads within the block. Passes in it do not affect the choice."""
         chosen = self.threads
         self.threads = _AllThreads(chosen.most, chosen.most)
         try:
@@ -234,29 +246,31 @@ class UpdatePool:
             self.threads = chosen
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """Call a function for every item, as `run` does, and return the results in order."""
+        """Call a function for every item, as `run` does, and return the results in item order."""
         results: list[Result | None] = [None] * len(items)
 
         def call(_: BlockContext, number: int) -> None:
+            """Store one result at its place."""
             results[number] = function(items[number])
 
         self.run(call, range(len(items)))
         return cast("list[Result]", results)
 
     def close(self) -> None:
-        """Let the threads end. Idempotent."""
+        """End the threads. Idempotent."""
         if self._executor is not None:
             self._executor.close()
             self._executor = None
 
     def _start(self) -> TransferPool:
-        # torch's own setting is one number for the process and one for each thread: those of the
-        # workers become 1, and the process gets back what it had. A thread takes over the number
-        # of the process when it first asks for its own, so it must have asked before.
+        # torch has one number of threads for the process and one for each thread. Those of the
+        # workers become 1, and the process gets its number back. A thread copies the number of
+        # the process when it first reads its own number, so it has to read it before it sets it.
         num_threads = torch.get_num_threads()
         begun: SimpleQueue[None] = SimpleQueue()
 
         def begin() -> None:
+            """Set torch's number of threads to 1 for this worker."""
             torch.get_num_threads()
             torch.set_num_threads(1)
             begun.put(None)

@@ -1,18 +1,18 @@
-"""Whether an update treats every element alike, to the bit, wherever it lies in a tensor.
+"""Probe: whether an update gives every element the same bits, wherever it lies in a tensor.
 
-A step runs on blocks that begin and end in the middle of parameters. Two things would give other
-bits than torch's own step on whole parameters:
+A step runs on blocks that begin and end in the middle of parameters. Two kinds of updates would
+then give other bits than torch's own step on whole parameters:
 
 - an update that is not element-wise, such as one that divides by the norm of the tensor;
-- a function of torch whose kernel computes the last elements of a tensor, after the last whole
-  vector, in another way than the rest. `torch.pow` and `torch.sigmoid` do so on most processors:
-  of a thousand results, 5 to 800 differ in the last bits.
+- an update with a torch function whose kernel computes the last elements of a tensor, after the
+  last whole vector, in another way than the rest. `torch.pow` and `torch.sigmoid` do so on most
+  processors: of a thousand results, 5 to 800 differ in the last bits.
 
-So the same values are updated in one tensor and in many small pieces, in which no element is in a
-whole vector. They are also updated in tensors of other strides, for which torch's kernels have code
-of its own. The values are of wide magnitude, because a function gives other bits for some of them
-only, and most parameters are zero, because the sum of a parameter and a small update hides the last
-bits of the update.
+So the probe updates the same values in one tensor and in many small pieces, in which no element is
+part of a whole vector. It also updates them in tensors with other strides, for which torch's
+kernels have separate code. The values vary widely in magnitude, because a function may differ for
+some values only. Most parameters are zero, because the sum of a parameter and a small update hides
+the last bits of the update.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 NUM_STEPS = 3
 
-_COLUMNS = 65  # odd, so that pieces cut rows at all places
+_COLUMNS = 65  # odd, so that pieces cut rows at every position
 
 Cut: TypeAlias = Callable[[torch.Tensor], list[torch.Tensor]]
 """Returns the values of a flat tensor in new tensors."""
@@ -33,16 +33,16 @@ Cut: TypeAlias = Callable[[torch.Tensor], list[torch.Tensor]]
 Run: TypeAlias = Callable[
     [Sequence[list[torch.Tensor]], Sequence[list[torch.Tensor]]], list[dict[str, Any]]
 ]
-"""Updates parameters in place, given those of each step and their gradients; returns the state that
-each has in the end."""
+"""Updates parameters in place, given the parameters and the gradients of each step. Returns the
+final state of each parameter."""
 
 
 class Probe:
-    """The values, and the ways to lay them out.
+    """Values of a probe, and ways to lay them out.
 
     Args:
-        num_rows: There are 65 values in each.
-        pieces: Elements of each piece, again and again.
+        num_rows: Rows of the whole tensor; each has 65 values.
+        pieces: Numbers of elements of successive pieces, repeated cyclically.
         strided: Ways to lay out parameters and gradients other than contiguously.
     """
 
@@ -52,31 +52,38 @@ class Probe:
         self._piece_sizes = pieces
         self._strided = strided
         self.shape = torch.Size((num_rows, _COLUMNS))
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
 
     def whole(self, run: Run) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """Update everything in one contiguous tensor.
+        """Update all values in one contiguous tensor.
 
         Returns:
-            The parameters after each step, and the state in the end.
+            The parameters after each step, and the final state.
         """
         stepped, (state,) = self._run(run, _whole, _whole)
         return stepped, state
 
     def pieces(self, run: Run) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Do the same in pieces; returns the state of each."""
+        """Update all values in pieces.
+
+        Returns:
+            The parameters after each step, flat, and the final state of each piece.
+        """
         return self._run(run, self._cut, self._cut)
 
     def strided(self, run: Run) -> list[tuple[list[torch.Tensor], dict[str, Any]]]:
-        """Do the same in tensors that are not contiguous.
+        """Update all values in tensors that are not contiguous, once for each layout.
 
-        A way that makes the step raise is left out: torch's own would raise as well.
+        A layout for which the step raises an error is left out: torch's own step would fail, too.
+
+        Returns:
+            The parameters after each step, and the final state, for each layout.
         """
         results = []
         for parameters, gradients in self._strided:
             try:
                 stepped, (state,) = self._run(run, parameters, gradients)
-            except Exception:  # noqa: BLE001  (of a class that is the user's)
+            except Exception:  # noqa: BLE001  (the class may be the user's)
                 continue
             results.append((stepped, state))
         return results
@@ -84,7 +91,7 @@ class Probe:
     def _run(
         self, run: Run, parameters: Cut, gradients: Cut
     ) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        # Made here rather than kept: whoever imports this module may be in any mode of torch.
+        # Not kept from import time: torch may be in any mode while this module is imported.
         generator = torch.Generator("cpu").manual_seed(20260101)
         updated, given = [], []
         for _ in range(NUM_STEPS):
@@ -96,7 +103,7 @@ class Probe:
         return [flat(tensors) for tensors in updated], states
 
     def _cut(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of one tensor, as blocks are: most begin where no vector does."""
+        """Return views of one tensor, like blocks. Most do not begin at a vector."""
         whole = values.clone()
         sizes, start, pieces = cycle(self._piece_sizes), 0, []
         while start < len(whole):
@@ -112,14 +119,14 @@ class Probe:
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the values of tensors, one after the other."""
+    """Return the values of tensors, end to end."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def same_values(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Return whether FP32 tensors have the same bits, where any NaN is like any other.
+    """Return whether FP32 tensors have the same bits. All NaNs count as equal.
 
-    Which NaN an operation makes is open in IEEE 754, and may depend on the place of an element.
+    IEEE 754 leaves open which NaN an operation returns, and it may depend on an element's place.
     """
     return all(
         bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
@@ -130,7 +137,13 @@ def same_values(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> b
 def same_arrays(
     state: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], arrays: Sequence[str]
 ) -> bool:
-    """Return whether the state of parts of a parameter is that of the whole one."""
+    """Return whether the state of a parameter's parts equals that of the whole parameter.
+
+    Args:
+        state: State of the whole parameter.
+        parts: State of each part, in order.
+        arrays: Names of the state arrays, whose values are compared.
+    """
     return all(part.keys() == state.keys() for part in parts) and all(
         same_values([flat([state[name]])], [flat([part[name] for part in parts])])
         for name in arrays
@@ -163,11 +176,11 @@ THOROUGH = Probe(
         (_some_columns, _some_columns),
     ),
 )
-"""Also finds a function of which one result in 500 depends on the place of an element.
+"""Long probe. Also finds a function of which one result in 500 depends on an element's place.
 
-The longest vectors are of 16 elements, and kernels take two at once where they can: none of the
-pieces has room for that. It takes 20 to 30 ms.
+The longest vectors have 16 elements, and kernels take two at once if they can. No piece is long
+enough for a vector of 16. It takes 20 to 30 ms.
 """
 
 QUICK = Probe(2, (37, 1, 60), ())
-"""Finds out whether a rule is element-wise, and which state it keeps, in 1 to 2 ms."""
+"""Short probe. Finds whether a rule is element-wise, and which state it keeps, in 1 to 2 ms."""

@@ -1,6 +1,6 @@
-"""Stochastic rounding to bfloat16, and the random numbers that it takes.
+"""Stochastic rounding to bfloat16, and its random numbers.
 
-The rounding is that of Zamirai et al., "Revisiting BFloat16 Training" (2020). Its random numbers
+The rounding is that of Zamirai et al., "Revisiting BFloat16 Training" (2020). The random numbers
 follow from the keys of `offload.format.rounding_keys`.
 """
 
@@ -18,11 +18,11 @@ from offload.format.rounding_keys import WINDOW_BITS, Key, KeyOf, ParameterKeys,
 from offload.update.scratch import Scratch, constant
 
 LONG_ELEMENTS = 16 << 10
-"""Runs of so many elements are rounded one by one, shorter ones together: of those, what the calls
-of torch cost beside the work would be the greater part."""
+"""Minimal number of elements of runs that are rounded one by one. Shorter runs are rounded
+together, because the overhead of the calls of torch would exceed the work."""
 
 _MOST_TOGETHER = 64 << 10
-"""Elements that are rounded together, so that what is worked on stays in a cache."""
+"""Maximal number of elements that are rounded together, so that they stay in a cache."""
 
 
 def _wrapped(value: int) -> int:
@@ -48,17 +48,17 @@ def round_stochastic(
 ) -> None:
     """Round FP32 to bfloat16, up or down at random, so that the expected result is the value.
 
-    What an element gets depends on the key and its own index only, never on how a tensor is cut
-    into calls. Values that bfloat16 holds exactly do not change, nor do infinities; a NaN becomes
-    the quiet NaN of its sign. Values beyond the largest finite bfloat16 (3.39e38) become that or
-    infinite, as if it were the next number.
+    The result of an element depends only on the key and the element's index, never on how a tensor
+    is cut into calls. Values that bfloat16 holds exactly do not change, nor do infinities. A NaN
+    becomes the quiet NaN of its sign. A value beyond the largest finite bfloat16 (3.39e38) becomes
+    that number or infinity, as if infinity were the next number.
 
     Args:
         values: FP32, shape (n,); unchanged.
         out: bfloat16, shape (n,); overwritten.
-        key: Of each window of elements.
-        first_element: Index of ``values[0]``; 64 bits.
-        scratch: To work in.
+        key: Function that returns the key of a window of elements.
+        first_element: Index of ``values[0]``; up to 64 bits.
+        scratch: Working memory.
     """
     done = 0
     while done < values.numel():
@@ -81,16 +81,16 @@ def round_runs(
     keys: ParameterKeys,
     scratch: Scratch,
 ) -> None:
-    """Round runs of values that lie end to end; each as `round_stochastic` does.
+    """Round runs of values that lie end to end, each as `round_stochastic` does.
 
     Many short runs take as many operations as one.
 
     Args:
         values: FP32, shape (n,); unchanged.
         out: bfloat16, shape (n,); overwritten.
-        runs: Of n elements together, none of them empty.
-        keys: Of all parameters.
-        scratch: To work in.
+        runs: Runs with n elements together; none is empty.
+        keys: Keys of all parameters.
+        scratch: Working memory.
     """
     if len(runs) == 1:
         (run,) = runs
@@ -116,9 +116,16 @@ def round_runs(
 
 
 def _groups(table: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Iterator[tuple[int, int]]:
-    """Cut runs into groups that are rounded together; yields first run and one past the last.
+    """Cut runs into groups that are rounded together.
 
-    What has more than one run has only short ones, with one key each.
+    A group of more than one run has only short runs, and each of these has a single key.
+
+    Args:
+        table: int64, shape (n, 3): parameter, first element and one past the last, of each run.
+        ends: int64, shape (n,): cumulative lengths of the runs.
+
+    Yields:
+        Index of the first run of a group, and one past the last.
     """
     alone = table[:, 2] - table[:, 1] >= LONG_ELEMENTS
     alone |= table[:, 1] >> WINDOW_BITS != (table[:, 2] - 1) >> WINDOW_BITS
@@ -138,7 +145,7 @@ def _groups(table: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Iterator
 
 
 def without_odd_nans(values: torch.Tensor) -> torch.Tensor:
-    """Return FP32 values in which a NaN is the quiet one of its sign: a copy only if needed."""
+    """Return FP32 values in which each NaN is the quiet one of its sign; a copy only if needed."""
     if not has_nan(values):
         return values
     bits = values.view(torch.int32)
@@ -147,13 +154,13 @@ def without_odd_nans(values: torch.Tensor) -> torch.Tensor:
 
 
 def has_nan(values: torch.Tensor) -> bool:
-    """Return whether any of at least one value is NaN."""
+    """Return whether any value is NaN. There must be at least one value."""
     # The maximum is NaN if anything is: one pass, and nothing to write.
     return math.isnan(values.amax().item())
 
 
 def _add(values: torch.Tensor, random: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> None:
-    """Add 16 random bits to each value, and keep its upper half."""
+    """Add 16 random bits to each value, and keep the upper half of the sum."""
     bits = without_odd_nans(values).view(torch.int32)
     sums = scratch.view("a", torch.int32, tuple(bits.shape))
     sums.copy_(random)
@@ -162,11 +169,12 @@ def _add(values: torch.Tensor, random: torch.Tensor, out: torch.Tensor, scratch:
 
 
 def _hash(first: int, num: int, key: Key, scratch: Scratch) -> torch.Tensor:
-    """Return 32 random bits for each of `num` indexes, as int32.
+    """Return 32 random bits for each of `num` consecutive indexes, as int32.
 
-    This is lowbias32 (C. Wellons, hash-prospector) of a Weyl sequence: indexes times the golden
-    ratio. Of plain indexes it gives numbers whose differences are far from uniform. Half of the key
-    is added before, half inside, lest two keys give the same numbers in another order.
+    This is lowbias32 (C. Wellons, hash-prospector) of a Weyl sequence: of indexes times the golden
+    ratio. For plain indexes, the differences of its results are far from uniform. Half of the key
+    is added before the hash and half inside, so that two keys do not give the same numbers in
+    another order.
     """
     before, inside = key
     x = scratch.view("b", torch.int32, (num,))
@@ -176,13 +184,13 @@ def _hash(first: int, num: int, key: Key, scratch: Scratch) -> torch.Tensor:
 
 
 def _hash_runs(table: np.ndarray[Any, Any], keys: ParameterKeys, scratch: Scratch) -> torch.Tensor:
-    """Return 16 random bits for each element of several runs; the numbers of `_hash`."""
+    """Return 16 random bits for each element of several runs: the numbers of `_hash`."""
     key = keys.of_runs(table)
     odd = table[:, 1] & 1
     lengths = table[:, 2] - table[:, 1]
     num_pairs = (odd + lengths + 1) >> 1
     pair_ends = np.cumsum(num_pairs)
-    first_pairs = (table[:, 1] >> 1) - (pair_ends - num_pairs)  # less that of the counter
+    first_pairs = (table[:, 1] >> 1) - (pair_ends - num_pairs)  # minus the counter's own start
     before = key + first_pairs.astype(np.uint64) * np.uint64(_GOLDEN_RATIO_32)
     starts = _repeated(before.astype(np.uint32), num_pairs)
     insides = _repeated((key >> np.uint64(32)).astype(np.uint32), num_pairs)
@@ -199,7 +207,7 @@ def _hash_runs(table: np.ndarray[Any, Any], keys: ParameterKeys, scratch: Scratc
 
 
 def _repeated(values: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return each 32-bit value as often as its count says, as int32."""
+    """Return each 32-bit value as many times as its count, as int32."""
     return torch.from_numpy(np.repeat(values.view(np.int32), counts))
 
 
@@ -207,7 +215,8 @@ def _finish(x: torch.Tensor, inside: torch.Tensor, scratch: Scratch) -> torch.Te
     shifted = scratch.view("a", torch.int32, tuple(x.shape))
 
     def xor_shift(bits: torch.Tensor, mask: torch.Tensor) -> None:
-        # int32 shifts copy the sign; torch has no shifts of uint32
+        """Compute ``x ^= x >> bits`` of unsigned numbers."""
+        # int32 shifts copy the sign, so it is masked. torch has no shifts of uint32.
         torch.bitwise_right_shift(x, bits, out=shifted)
         x.bitwise_xor_(shifted.bitwise_and_(mask))
 

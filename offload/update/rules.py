@@ -1,8 +1,8 @@
-"""What a torch optimizer class keeps per parameter, and whether its update is element-wise.
+"""Rules of torch optimizer classes: the state kept per parameter, and whether it is element-wise.
 
-The class itself is asked, by running it on a small tensor: whole, and in pieces (see `probe`). If
-both ways give the same bits, the rule may be run chunk by chunk, and whatever tensors it kept are
-its state arrays. Nothing is known about any particular optimizer except why some are refused.
+A probe runs the class on a small tensor, once whole and once in pieces (see `probe`). If both give
+the same bits, the rule may run chunk by chunk, and the tensors that the class kept are its state
+arrays. Nothing is known about any particular optimizer, except why some are refused.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _REFUSED = {
 }
 
 FUSED_MULTIPLE = 16
-"""Elements that torch's fused kernels, on any processor, take at once."""
+"""Elements that torch's fused kernels process at once, on any processor."""
 
 _HAVE_FUSED = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 
 _CHANGED_BY_SCHEDULES = {"lr", "momentum", "betas", "weight_decay"}
-"""Hyper-parameters that may have another value at every step, and no update is probed anew for."""
+"""Hyper-parameters that may change at every step, and whose new values need no new probe."""
 
 _MOST_RULES = 64
 
@@ -48,7 +48,8 @@ ScalarValue = tuple[str, str, float | int]
 """Name, kind (``f32`` or ``f64`` for a 0-d tensor, ``float`` or ``int`` for a number) and value."""
 
 Scalars = tuple[ScalarValue, ...]
-"""The scalar state of one parameter, such as its ``step``: hashable, so that equal ones group."""
+"""Scalar state of one parameter, such as its ``step``; hashable, so that parameters with equal
+state can be grouped."""
 
 _TENSOR_KINDS = {torch.float32: "f32", torch.float64: "f64"}
 _KIND_DTYPES = {kind: dtype for dtype, kind in _TENSOR_KINDS.items()}
@@ -56,16 +57,16 @@ _KIND_DTYPES = {kind: dtype for dtype, kind in _TENSOR_KINDS.items()}
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one parameter group's hyper-parameters make the optimizer keep."""
+    """State that the optimizer keeps with the hyper-parameters of one parameter group."""
 
     arrays: tuple[str, ...]
-    """State arrays, one FP32 value per element, by torch's names; masters are not among them."""
+    """State arrays by torch's names, with one FP32 value per element; without masters."""
 
     scalars: tuple[str, ...]
     """Names of state with one value per parameter."""
 
     kinds: tuple[str, ...]
-    """The kind of each of them, as in `ScalarValue`."""
+    """Kind of each of `scalars`, as in `ScalarValue`."""
 
 
 class UpdateRule:
@@ -73,13 +74,14 @@ class UpdateRule:
 
     Args:
         optimizer_class: A torch optimizer class.
-        hyper: The keyword arguments its users give its constructor.
-        allow_fused: Whether ``fused=True`` is honoured: by kernels of a device, whose results do
-            not depend on where a tensor is cut.
+        hyper: Keyword arguments that the user passed for its constructor.
+        allow_fused: Whether ``fused=True`` is accepted, for a device whose kernels give results
+            that do not depend on where a tensor is cut.
 
     Raises:
-        UnsupportedOptimizerError: The class needs more than one element at a time, says why.
-        ValueError: torch's own complaint about a hyper-parameter.
+        TypeError: An instance was passed in place of the class.
+        UnsupportedOptimizerError: The class needs more than one element at a time; says why.
+        ValueError: torch refuses a hyper-parameter.
     """
 
     @in_neutral
@@ -107,8 +109,8 @@ class UpdateRule:
                     "(AdamW, Adam, SGD, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta, "
                     "Rprop, ASGD), or keep this one in memory for the parameters that need it."
                 )
-        # An instance must exist before the step function is unwrapped: creating the first one is
-        # what wraps it for hooks, and unwrapping earlier would strip its no_grad instead.
+        # An instance must exist before the step function is unwrapped. Constructing the first
+        # instance wraps the function for hooks; unwrapping earlier would strip no_grad instead.
         placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")
         instance = optimizer_class([placeholder], **self._hyper)
         self.defaults: dict[str, Any] = dict(instance.defaults)
@@ -120,18 +122,18 @@ class UpdateRule:
         self._rules: dict[tuple[tuple[str, object], ...], Rule] = {}
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        """Return what a parameter group keeps, probing the class once per kind of group.
+        """Return the rule of a parameter group, probing the class once per kind of group.
 
-        Which arrays exist depends on whether hyper-parameters are zero (``momentum``) or set
-        (``amsgrad``), never on their exact values, so that is the key. Of a class that is not
-        torch's, the exact values are in the key as well: one may be an exponent, and torch computes
-        squares in another way than other powers. Those that schedules change are not.
+        The arrays depend on whether hyper-parameters are zero (``momentum``) or set (``amsgrad``),
+        never on their exact values, so this makes up the key. For a class that is not torch's, the
+        key also has the exact values: one may be an exponent, and torch computes squares in another
+        way than other powers. The values that schedules change are not in the key.
 
         Raises:
-            UnsupportedOptimizerError: Not element-wise, or a flag that cannot be honoured.
+            UnsupportedOptimizerError: The rule is not element-wise, or a flag is not supported.
         """
         if self._allow_fused:
-            group = {**group, "fused": None}  # keeps the same state
+            group = {**group, "fused": None}  # the fused step keeps the same state
         _refuse_flags(group)
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         key = tuple((k, self._key(k, v)) for k, v in sorted(options.items()))
@@ -143,26 +145,29 @@ class UpdateRule:
         return self._rules[key]
 
     def fused(self, group: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return a group's hyper-parameters for torch's fused kernel; None if it has none.
+        """Return a group's hyper-parameters for torch's fused kernel; None if it has no kernel.
 
-        That kernel is several times as fast, but not equal to the step that users get by default
-        in the last bit; and what follows the last whole vector of `FUSED_MULTIPLE` elements is
-        computed in another way than the rest. So it is for state that is rounded anyway, in
-        multiples of that.
+        The kernel is several times as fast as torch's default step, but may differ from it in the
+        last bit. It also computes the elements after the last whole vector of `FUSED_MULTIPLE` in
+        another way than the rest. So it is only used for state that is rounded anyway, and only in
+        multiples of that length.
         """
         if self.optimizer_class not in _HAVE_FUSED or group.get("foreach"):
             return None
         return {**group, "fused": True} if self.rule(group).arrays else None
 
     def initial_state(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state that the constructor alone makes of one FP32 element; most make none."""
+        """Return the state that the constructor alone creates for one FP32 element.
+
+        Most classes create none.
+        """
         parameter = torch.zeros(1, dtype=torch.float32, device="cpu")
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         instance = self.optimizer_class([{**options, "params": [parameter]}], **self._hyper)
         return dict(instance.state[parameter]) if parameter in instance.state else {}
 
     def stepper(self) -> Stepper:
-        """Return what runs the step; one for each thread."""
+        """Return a new stepper. Each thread needs its own."""
         return Stepper(self.optimizer_class, self._hyper, self._step)
 
     def _key(self, name: str, value: object) -> object:
@@ -172,13 +177,14 @@ class UpdateRule:
     @in_neutral
     def _probe(self, group: Mapping[str, Any]) -> Rule:
         name = self.optimizer_class.__name__
-        # Torch's own classes add, multiply, divide and take square roots: the place of an element
-        # does not matter to those. A test puts all their configurations through the long probe.
+        # torch's own classes add, multiply, divide and take square roots. Their results do not
+        # depend on an element's place. A test puts all their configurations through the long probe.
         probe = QUICK if self._is_torchs else THOROUGH
 
         def run(
             parameters: Sequence[list[torch.Tensor]], gradients: Sequence[list[torch.Tensor]]
         ) -> list[dict[str, Any]]:
+            """Run steps of this group, for the probe."""
             return self._run(parameters, gradients, group)
 
         fired: list[int] = []
@@ -231,17 +237,22 @@ class UpdateRule:
         gradients: Sequence[list[torch.Tensor]],
         group: Mapping[str, Any],
     ) -> list[dict[str, Any]]:
-        """Step some parameters, which are others at each step and keep their state.
+        """Step parameters that are new at each step and keep their state.
+
+        Args:
+            parameters: Parameters of each step; updated in place.
+            gradients: Their gradients, for each step.
+            group: Hyper-parameters.
 
         Returns:
-            The state of each in the end.
+            The final state of each parameter.
         """
         stepper = self.stepper()
         states = stepper.create_all(parameters[0], gradients[0], group)
         shape = parameters[0][0].shape
         rule = _describe(self.optimizer_class.__name__, shape, states[0])
         for tensors, given in zip(parameters[1:], gradients[1:], strict=True):
-            # As a step does: only what the rule names survives from one to the next.
+            # As in a real step, only state that the rule names survives from one step to the next.
             states = [
                 {name: state[name] for name in rule.arrays}
                 | write_scalars(read_scalars(state, rule))
@@ -252,7 +263,7 @@ class UpdateRule:
 
 
 def read_scalars(state: Mapping[str, Any], rule: Rule) -> Scalars:
-    """Take a parameter's scalar state out of the dictionary that torch's step left."""
+    """Return a parameter's scalar state, given the dictionary that torch's step left."""
     values: list[ScalarValue] = []
     for name in rule.scalars:
         value = state[name]
@@ -262,7 +273,7 @@ def read_scalars(state: Mapping[str, Any], rule: Rule) -> Scalars:
 
 
 def write_scalars(scalars: Scalars) -> dict[str, Any]:
-    """Return fresh objects for torch's step to read and change."""
+    """Return scalar state as new objects, which torch's step may read and change."""
     return {
         name: torch.tensor(value, dtype=_KIND_DTYPES[kind], device="cpu")
         if kind in _KIND_DTYPES
@@ -272,7 +283,7 @@ def write_scalars(scalars: Scalars) -> dict[str, Any]:
 
 
 def kind_of_tensor(dtype: torch.dtype, default: str) -> str:
-    """Return the kind of scalar that a tensor of a dtype is, if `default` is that of a tensor."""
+    """Return the kind of a scalar tensor of this dtype; `default` if it is not a tensor's kind."""
     return _TENSOR_KINDS.get(dtype, default) if default in _KIND_DTYPES else default
 
 
@@ -341,6 +352,6 @@ def _is_plain(value: object) -> bool:
 
 
 def _truth(value: object) -> bool:
-    # A tensor hyper-parameter (a learning rate) is never structural, and asking a device tensor
-    # for its truth would synchronise.
+    # A tensor hyper-parameter (a learning rate) never decides which state exists. Reading the
+    # truth of a device tensor would synchronise.
     return bool(value) if isinstance(value, bool | int | float | str | None) else True

@@ -1,4 +1,4 @@
-"""Memory that the codecs work in."""
+"""Working memory of the codecs."""
 
 from __future__ import annotations
 
@@ -7,29 +7,36 @@ import math
 import torch
 
 ROUNDER = 1.5 * 2.0**23
-"""Adding it rounds a float to an integer, ties to even, which its low mantissa bits then hold."""
+"""Number whose addition rounds a float to an integer, ties to even. The low bits of the sum's
+mantissa are that integer."""
 
 _MAX_VIEWS = 256
 
 
 def constant(value: float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """Return a 0-d tensor: with a Python number, an operation takes 2 to 3 us longer to start."""
+    """Return a 0-d tensor. With a Python number, an operation takes 2 to 3 us longer to start."""
     return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 class Scratch:
-    """Buffers on the CPU, kept between calls and grown when needed.
+    """Buffers on the CPU that are kept between calls and grow if needed.
 
     Holds at most 14 bytes per element of the largest call. Not for two threads at a time.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
-        # Making a view takes a microsecond; a call of a codec needs five to ten.
+        # Views are cached: making one takes a microsecond, and a call of a codec needs 5 to 10.
         self._views: dict[tuple[str, torch.dtype, tuple[int, ...]], torch.Tensor] = {}
 
     def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the memory of that name, of arbitrary content, as a tensor of up to 4 bytes."""
+        """Return named memory of arbitrary content.
+
+        Args:
+            name: Name of the buffer. Views of one buffer share memory, also with other dtypes.
+            dtype: Dtype of up to 4 bytes.
+            shape: Shape of the tensor.
+        """
         key = (name, dtype, shape)
         view = self._views.get(key)
         if view is None:
@@ -40,11 +47,14 @@ class Scratch:
         return view
 
     def rounders(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return so many `ROUNDER`: an operation vectorises with one operand broadcast, not two."""
+        """Return a tensor full of `ROUNDER`.
+
+        An operation with one broadcast operand is vectorised, and with two it is not.
+        """
         return self.view("rounders", torch.float32, shape)
 
     def counter(self, num_elements: int) -> torch.Tensor:
-        """Return 0, 1, 2, ... as int32."""
+        """Return 0, 1, 2, ... as int32, of shape (num_elements,)."""
         return self.view("counter", torch.int32, (num_elements,))
 
     def _flat(self, name: str, dtype: torch.dtype, num_elements: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Running an optimizer class's own step on tensors that are no parameters of a model."""
+"""Stepper: runs an optimizer class's own step on tensors that are not parameters of a model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 class Stepper:
-    """Runs an optimizer class's step on flat tensors; not for two threads at a time.
+    """Runs an optimizer class's step on flat tensors. Not for two threads at a time.
 
     Args:
-        optimizer_class: The class.
-        hyper: Arguments of its constructor.
-        step: Its step function, without hooks.
+        optimizer_class: A torch optimizer class.
+        hyper: Keyword arguments of its constructor.
+        step: Step function of the class, without hooks.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Stepper:
     def create(
         self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Run the first step of a flat parameter, letting torch create its state.
+        """Run the first step of a flat parameter; torch creates its state.
 
         Args:
             parameter: Flat FP32 values, updated in place.
@@ -40,7 +40,7 @@ class Stepper:
             group: Hyper-parameters as in ``param_groups``.
 
         Returns:
-            The state that torch made: tensors like `parameter`, and scalars.
+            The state that torch created: tensors like `parameter`, and scalars.
         """
         (state,) = self.create_all([parameter], [gradient], group)
         return state
@@ -51,7 +51,11 @@ class Stepper:
         gradients: Sequence[torch.Tensor],
         group: Mapping[str, Any],
     ) -> list[dict[str, Any]]:
-        """Do the same for several parameters, in one call of the step."""
+        """Run the first step of several flat parameters in one call; see `create`.
+
+        Returns:
+            The state of each parameter.
+        """
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         instance = self._class([{**options, "params": [*parameters]}], **self._hyper)
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -76,7 +80,7 @@ class Stepper:
         states: Sequence[dict[str, Any]],
         group: Mapping[str, Any],
     ) -> None:
-        """Do the same for several parameters, in one call of the step."""
+        """Run one step of several flat parameters in one call; see `apply`."""
         instance = self._instance
         instance.param_groups = [{**group, "params": [*parameters]}]
         instance.state.clear()

@@ -1,16 +1,22 @@
 """The arithmetic of one chunk: torch's own step, run on flat views while they are in cache.
 
-A chunk is cut into runs (neighbouring parameters with the same hyper-parameters, dtype and scalar
-state), a run into blocks of `HOT_ELEMENTS`. For each block: take the master (or make it from the
-live parameter), gather and upcast the gradient, decode the state, run torch's step, encode the
-state, cast back into the live parameter, digest what is to be stored. One call of torch's step per
-block, never one per parameter; blocks are independent, and run on several threads.
+A chunk is cut into runs: neighbouring parameters with the same hyper-parameters, dtype and scalar
+state. A run is cut into blocks of `HOT_ELEMENTS`. For each block:
 
-The live parameter wins: where it is not what the master rounds to, somebody has edited it since
-(clamped it, loaded weights, swapped an average in), and the edited value becomes the master for
-those elements, as if the parameter had been FP32 all along. Where the live parameter *is* the upper
-half of the master (``master="split"``), that needs no comparison; an edited value keeps the lower
-half, which is less than half a step of bf16.
+1. Take the master, or make it from the live parameter.
+2. Gather the gradient, upcast it, and decode the state.
+3. Run torch's step.
+4. Encode the state, and cast the master back into the live parameter.
+5. Digest the values to be stored.
+
+There is one call of torch's step per block, never one per parameter. Blocks are independent and run
+on several threads.
+
+The live parameter wins. If it differs from its rounded master, somebody has edited it since then
+(clamped it, loaded weights, swapped an average in). The edited elements then replace those of the
+master, as if the parameter had been FP32 all along. If the live parameter *is* the upper half of
+the master (``master="split"``), no comparison is needed. An edited value then keeps the lower half
+of the old master, which is less than half a step of bf16.
 """
 
 from __future__ import annotations
@@ -36,18 +42,19 @@ from offload.update.rules import FUSED_MULTIPLE, Scalars, UpdateRule, read_scala
 from offload.update.step_inputs import StepInputs
 
 HOT_ELEMENTS = 512 << 10
-"""Most elements of one call of torch's step, which with temporary values is about 15 MiB.
+"""Maximal number of elements in one call of torch's step: about 15 MiB with temporary values.
 
-Half of that would be in a cache for longer, but on several threads, which take turns with the
-interpreter, the calls must be few.
+Half of that would stay in a cache for longer. But several threads take turns with the interpreter,
+so there must be few calls.
 """
 
 HOT_ELEMENTS_ALONE = LEAF_BYTES // 4
-"""Likewise on one thread: a whole leaf of each FP32 array, so that it is digested at once."""
+"""Maximal number of elements in one call on one thread: a whole leaf of each FP32 array, so that
+the leaf is digested at once."""
 
 
 class Key(NamedTuple):
-    """What two neighbouring parameters must share to be stepped in one call."""
+    """Properties that neighbouring parameters must share to be stepped in one call."""
 
     group: int
     dtype: torch.dtype
@@ -56,32 +63,32 @@ class Key(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What one call of torch's step works on."""
+    """Elements that one call of torch's step works on."""
 
     key: Key
     pieces: list[Piece]
     first: int
-    """Its first element, in element space."""
+    """First element of the block, in element space."""
 
     stored: dict[str, torch.Tensor]
-    """What is stored of each state array."""
+    """Stored values of the block, by state array."""
 
     starts: dict[str, int]
-    """Where that begins in the chunk of each state array, in values."""
+    """Index of the block's first stored value in the chunk, by state array."""
 
 
 class ChunkUpdater:
     """Updates the chunks of one step.
 
     Args:
-        rule: Says what torch's step keeps.
-        pool: Runs it.
+        rule: Update rule of the optimizer; tells which state torch's step keeps.
+        pool: Threads that run the blocks.
         inputs: Everything that the step computes with.
-        traffic: Counts what crosses between the host and a device that the parameters are on.
+        traffic: Counter of the bytes that cross between the host and the parameters' device.
     """
 
     device = HOST
-    """Where chunks are updated."""
+    """Device on which chunks are updated."""
 
     def __init__(
         self,
@@ -94,7 +101,7 @@ class ChunkUpdater:
         self._pool = pool
         self._layout = layout = inputs.layout
         parameters, gradients = inputs.parameters, inputs.gradients
-        # By value: a scheduler may change a tensor in place while the step is still going on.
+        # Copied by value: a scheduler may change a tensor in place while the step is in progress.
         self._hyper = [
             {k: _by_value(v) for k, v in g.items() if k not in ("params", "param_names")}
             for g in inputs.groups
@@ -138,11 +145,11 @@ class ChunkUpdater:
         """Step one chunk.
 
         Args:
-            chunk: Its index.
-            arrays: Tensors with just the chunk's range of each state array, in the dtype that it
-                is stored in, updated in place. Ranges of parameters that have no state yet may
-                hold anything; they are initialised.
-            digests: Told of each block when it has been stepped.
+            chunk: Index of the chunk.
+            arrays: The chunk's range of each state array, flat, in the stored dtype; updated in
+                place. Ranges of parameters that have no state yet may hold anything, and are
+                initialised.
+            digests: Digests that are told of each block after its step.
         """
 
         def update(context: BlockContext, block: Block) -> None:
@@ -162,9 +169,12 @@ class ChunkUpdater:
             tensors.leave(chunk)
 
     def prepare(self, chunk: int) -> bool:
-        """Begin to bring what a chunk needs to the host, where parameters are on a device.
+        """Begin to copy the data that a chunk needs from its parameters' device to the host.
 
-        Whoever calls this waits for the chunk's state after it, and then calls `update`.
+        The caller then waits for the chunk's state, and then calls `arrive` and `update`.
+
+        Returns:
+            Whether anything crosses, so that `arrive` must be called.
         """
         self._asked_s[chunk] = time.perf_counter()
         if self._crossing:
@@ -174,30 +184,30 @@ class ChunkUpdater:
         return bool(self._crossing)
 
     def arrive(self, chunk: int) -> None:
-        """Wait for that."""
+        """Wait until the data that `prepare` requested is in host memory."""
         started = time.perf_counter()
         for tensors in self._crossing:
             tensors.arrive(chunk)
-        if chunk in self._asked_s:  # what the drive has nothing to do with does not count
+        if chunk in self._asked_s:  # only waits for the drive count, so leave this one out
             self._asked_s[chunk] += time.perf_counter() - started
 
     def fence(self) -> None:
-        """Let the calling thread's current streams wait for the parameters updated so far."""
+        """Make the calling thread's current streams wait for the parameters updated so far."""
         for tensors in self._crossing:
             tensors.fence()
 
     def finish(self) -> list[Scalars | None]:
         """Return the scalar state of each parameter after the step."""
         missing = {k for k in self._keys if k.has_gradient and k not in self._stepped}
-        # only empty parameters have those: torch counts their steps all the same
+        # Only empty parameters have these keys. torch counts their steps all the same.
         self._pool.run(self._update_nothing, [Block(key, [], 0, {}, {}) for key in missing])
         if all(key.scalars is not None for key in self._keys if key.has_gradient):
-            # Else this pass says nothing of others: nothing was read, and torch made the state.
+            # If not, torch has created state and nothing was read: such a pass is not typical.
             self._pool.threads.passed(self._num_updated, self._updating_s, self._waiting_s)
         return [self._stepped.get(key, key.scalars) for key in self._keys]
 
     def _block_elements(self) -> int:
-        """Return how many elements a block may have."""
+        """Return the maximal number of elements in a block."""
         if self._pool.threads.num_threads == 1:
             return min(HOT_ELEMENTS, HOT_ELEMENTS_ALONE)
         return HOT_ELEMENTS
@@ -209,7 +219,7 @@ class ChunkUpdater:
         bases = {name: layout.array_range(name, origin, origin)[0] for name in arrays}
         for key, run in groupby(layout.pieces(chunk), lambda p: self._keys[p.parameter]):
             if not _is_used(key):
-                continue  # nothing to do: its state, if it was read, is written back unchanged
+                continue  # no gradient: state that has been read is written back unchanged
             for pieces in _cut(run, self._multiple, self._block_elements()):
                 first = origin + pieces[0].at
                 last = origin + pieces[-1].at + _length(pieces[-1])
@@ -224,7 +234,7 @@ class ChunkUpdater:
         key, stored = block.key, block.stored
         live = self._gather(context, self._live, block, "live", key.dtype)
         master = _master(context, key, live, stored)
-        if not key.has_gradient:  # new to the target: it begins with the live parameter and zeros
+        if not key.has_gradient:  # new to the target: begins with the live parameter and zeros
             for name in stored.keys() - {MASTER}:
                 stored[name].zero_()
             for piece in block.pieces:
@@ -236,7 +246,7 @@ class ChunkUpdater:
             for name in self._rules[key.group].arrays
         }
         gradient = self._gather(context, self._gradients, block, "gradient", torch.float32)
-        for factor in self._factors:  # elsewhere: an FP32 gradient is not copied, and is the user's
+        for factor in self._factors:  # in other memory: an FP32 gradient may be the user's own
             scaled = context.buffer("scaled", torch.float32, len(gradient))
             gradient = torch.mul(gradient, factor, out=scaled)
         self._step(context, block, master, gradient, views)
@@ -263,7 +273,7 @@ class ChunkUpdater:
     ) -> None:
         key = block.key
         group, fused = self._hyper[key.group], self._fused[key.group]
-        # A fresh object for every block: torch's step would otherwise find the .grad of the last.
+        # A new object for every block: otherwise torch's step would find the .grad of the last.
         parameter = parameter.view(-1)
         if key.scalars is None:
             state = context.stepper.create(parameter, gradient, group)
@@ -278,7 +288,7 @@ class ChunkUpdater:
                 view.zero_()
             elif value is not view:
                 view.copy_(value)
-        if key not in self._stepped:  # every block of a key arrives at the same
+        if key not in self._stepped:  # every block of a key ends with the same scalars
             self._stepped[key] = read_scalars(state, self._rules[key.group])
 
     def _gather(
@@ -293,7 +303,7 @@ class ChunkUpdater:
         if len(pieces) == 1:
             piece = pieces[0]
             view = tensors.view(piece.parameter, piece.start, piece.stop)
-            # Not of an expanded gradient: torch's foreach code changes gradients in place.
+            # An expanded gradient is copied: torch's foreach code changes gradients in place.
             expanded = tensors is self._gradients and view.stride(0) == 0
             if view.dtype == dtype and not expanded:
                 return view
@@ -324,18 +334,18 @@ def step_fused(
     scalars: Scalars,
     group: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Run torch's fused step in whole vectors, so that it does not matter where a block is cut.
+    """Run torch's fused step in whole vectors, so that the cuts between blocks do not matter.
 
     Args:
-        context: Memory of the thread.
-        parameter: Flat FP32 values, updated in place; the object must be a fresh one.
-        gradient: Likewise, unchanged.
-        views: State arrays, updated in place.
-        scalars: The rest of the state.
-        group: What `UpdateRule.fused` returned.
+        context: Memory of the calling thread.
+        parameter: Flat FP32 values, updated in place. The tensor object must be new.
+        gradient: Flat FP32 values of the same length; unchanged.
+        views: State arrays of the same length, FP32, updated in place.
+        scalars: Scalar state.
+        group: Hyper-parameters that `UpdateRule.fused` returned.
 
     Returns:
-        The state as torch left it: the same views, and scalars.
+        The state that torch left: the same views, and scalars.
     """
     length = len(parameter)
     rest = length % FUSED_MULTIPLE
@@ -385,7 +395,7 @@ def _is_used(key: Key) -> bool:
 
 
 def _by_value(value: object) -> object:
-    # A hyper-parameter on a device would be asked for its value by every block.
+    # Every block reads the hyper-parameters. A read from a device would wait for its work.
     if isinstance(value, torch.Tensor) and is_on_device(value):
         return to_host(value)
     return copy.deepcopy(value)
@@ -396,7 +406,7 @@ def _length(piece: Piece) -> int:
 
 
 def _cut(run: Iterator[Piece], multiple: int, most: int) -> Iterator[list[Piece]]:
-    """Cut a run into blocks of `most` elements or fewer, pieces only at a multiple of elements."""
+    """Cut a run into blocks of at most `most` elements, and pieces only at multiples."""
     block: list[Piece] = []
     room = most
     for piece in run:
@@ -418,9 +428,9 @@ def _cut(run: Iterator[Piece], multiple: int, most: int) -> Iterator[list[Piece]
 
 
 def _take_edits(master: torch.Tensor, live: torch.Tensor, rounded: torch.Tensor) -> None:
-    # Compared as bits: NaN equals itself, and 0.0 differs from -0.0. Eight bytes at a time where
-    # the memory allows it, which takes a third of the time of a cast.
-    if is_on_device(master):  # which is not to be waited for
+    # The comparison is one of bits: NaN equals itself, and 0.0 differs from -0.0. It takes eight
+    # bytes at a time if the memory allows it, which takes a third of the time of a cast.
+    if is_on_device(master):  # torch.equal would wait for the device
         edited = rounded.view(torch.int16) != live.view(torch.int16)
         master.copy_(torch.where(edited, live.float(), master))
         return

@@ -18,7 +18,15 @@ import torch
 
 import offload
 from gds import Backend
-from offload import AdamW, EverySteps, LastK, Retention, list_checkpoints, open_checkpoint
+from offload import (
+    AdamW,
+    Checkpoint,
+    EverySteps,
+    LastK,
+    Retention,
+    list_checkpoints,
+    open_checkpoint,
+)
 from tests.crash.crash_backend import CrashBackend, Disk, Image, Operation
 from tests.crash.training import (
     Model,
@@ -60,9 +68,25 @@ class Position:
     history: int = 0
     version: int = 0
 
-    def train_state(self) -> dict[str, int]:
-        """Return what is passed to `checkpoint`."""
-        return {"step": self.step, "history": self.history, "version": self.version}
+    def train_state(self) -> dict[str, object]:
+        """Return what is passed to `checkpoint`: also what fills pages, so that it can be torn."""
+        seed = self.step * 10_000 + self.history * 100 + self.version
+        random_state = torch.Generator().manual_seed(seed).get_state()
+        return {
+            "step": self.step,
+            "history": self.history,
+            "version": self.version,
+            "random_state": random_state,
+        }
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Position:
+        """Return which checkpoint it is, all of whose train state must say so."""
+        found = dict(checkpoint.train_state)
+        random_state = found.pop("random_state")
+        position = cls(**found)
+        assert torch.equal(random_state, position.train_state()["random_state"])
+        return position
 
 
 @dataclass(frozen=True)
@@ -154,7 +178,7 @@ class Trainer:
     def restore(self, step: int | None = None) -> Position | None:
         """Restore, and promise from then on what was restored."""
         checkpoint = self.optimizer.restore(step, discard_newer=step is not None)
-        found = None if checkpoint is None else Position(**checkpoint.train_state)
+        found = None if checkpoint is None else Position.of(checkpoint)
         self.promised = found
         self.note(found)
         return found

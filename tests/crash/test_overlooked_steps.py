@@ -334,3 +334,30 @@ def test_a_slot_that_is_given_back_is_not_removed_from_another_store() -> None:
     training.optimizer.close()
     assert contents(inner, f"{STORE}/{slot}") == before
     backend.close()
+
+
+def test_a_slot_that_is_given_back_is_not_removed_from_under_another_writer() -> None:
+    """An earlier version locks LOCK only: once that is gone it gets in, and rewrites free slots."""
+    inner = MemoryBackend()
+    backend = FaultBackend(inner)
+    training = Training(backend)
+    training.steps(1)
+    training.steps(2, seal=False)
+    backend.fail_if(lambda kind, path: kind == "sync" and "/.slot-" in path)
+    with pytest.raises(SealError):
+        training.optimizer.checkpoint().result()
+    assert backend.num_failed == 1
+    inner.remove(f"{STORE}/LOCK")
+    of_another = inner.lock(f"{STORE}/LOCK", create=True)
+    (slot,) = [name for name in inner.list_dir(STORE) if name.startswith(".slot-")]
+    before = contents(inner, f"{STORE}/{slot}")
+    with pytest.warns(RuntimeWarning, match="sealing step 2 failed"):
+        training.optimizer.restore()
+    assert contents(inner, f"{STORE}/{slot}") == before
+    with pytest.raises(StoreError, match="another process has made and locked it, or may have"):
+        training.steps(2)
+    training.optimizer.close()
+    of_another.release()
+    assert contents(inner, f"{STORE}/{slot}") == before
+    assert_newest(inner, 1)
+    backend.close()

@@ -567,6 +567,28 @@ def test_a_mark_made_beside_the_training_does_not_outlive_its_checkpoint() -> No
     optimizer.close()
 
 
+@pytest.mark.parametrize("directories", [1, 2])
+def test_what_was_marked_before_training_starts_over_stays(directories: int) -> None:
+    """For somebody to look at, or to repair: ``fresh=True`` takes back what can be restored."""
+    backend = MemoryBackend()
+    where = [STORE, OTHER][:directories]
+    store_with(backend, where)
+    damage(backend, "model")
+    write_quarantine(backend, NEWEST, "damaged", Poison(STORE))
+    with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as marked:
+        parts = list(marked.parts)
+    before = contents(backend, [NEWEST, *parts])
+    model = Model()
+    with optimizer_for(model, where, options(backend), keep=1, fresh=True) as optimizer:
+        for step in (1, 2, 3, 4):
+            train(model, optimizer, step)
+            if step != 2:  # which would take its place
+                optimizer.checkpoint({"step": step}).result()
+    assert contents(backend, [NEWEST, *parts]) == before
+    names = [name for name in backend.list_dir(STORE) if name.startswith("step-")]
+    assert names == ["step-00000002", "step-00000004"]
+
+
 def test_what_is_marked_beside_the_training_is_left_alone() -> None:
     """For somebody to look at, as what `restore` has marked; each has a part of the space."""
     backend = MemoryBackend()

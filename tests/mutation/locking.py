@@ -176,7 +176,7 @@ LOCKING = (
     ),
     Mutation(
         "lock-not-looked-at-for-what-is-given-back",
-        "a slot is not removed by a path that may be another store's by now",
+        "a slot is not removed where another process may be writing to it by now",
         (
             Edit(
                 _STORE,
@@ -184,7 +184,9 @@ LOCKING = (
                 "            if self._quarantine.has(slot):\n",
             ),
         ),
-        (f"{_OVERLOOKED}::test_a_slot_that_is_given_back_is_not_removed_from_another_store",),
+        (
+            f"{_OVERLOOKED}::test_a_slot_that_is_given_back_is_not_removed_from_under_another_writer",
+        ),
     ),
     Mutation(
         "interrupt-slot-free-twice",

@@ -20,6 +20,8 @@ _ANEW = f"{_TESTS}::test_a_step_is_sealed_anew_if_its_checkpoint_is_not_what_it_
 _DAMAGED = f"{_TESTS}::test_state_that_was_marked_and_is_damaged_is_not_sealed_anew"
 _FREED = f"{_TESTS}::test_a_free_slot_that_was_removed_or_replaced_is_made_anew"
 _REMOVED = f"{_TESTS}::test_state_is_read_from_the_parts_of_a_checkpoint_that_was_removed"
+_BEHIND = f"{_TESTS}::test_a_process_goes_back_behind_what_was_lost_beside_it"
+_PINNED = f"{_TESTS}::test_what_was_replaced_by_the_same_can_be_pinned"
 _ACKNOWLEDGED = f"{_TESTS}::test_what_is_acknowledged_after_files_were_replaced_is_there"
 
 MEDDLING = (
@@ -186,7 +188,7 @@ MEDDLING = (
         "lost-slot-never-let-go",
         "the slot of a lost checkpoint is closed, and not used again, when the state has moved",
         (gone(_STORE, "            if self._census.let_go(slot):\n                return\n"),),
-        (_ACKNOWLEDGED, _ANEW),
+        (f"{_BEHIND}[mark-1]", f"{_PINNED}[replace_files-2]"),
     ),
     Mutation(
         "marked-parts-free",

@@ -163,7 +163,7 @@ OVERLAPPING = (
         "overlap-rerun-not-noted",
         "modules that reentrant checkpointing will run again are remembered",
         (Edit(_BACKWARD_HOOKS, "self._rerun.add(key)", "pass"),),
-        (_HELD,),
+        (f"{_HELD}::test_reentrant_checkpointing_of_what_is_used_twice_in_some_steps_only",),
     ),
     Mutation(
         "overlap-inner-outputs-not-hooked",

@@ -143,21 +143,36 @@ class TestInOneProcess:
             assert not leaves(moves, "again")
         run.close()
 
+    @pytest.mark.parametrize("when", ["before", "while it is withdrawn"])
     def test_a_model_file_that_somebody_has_put_there_is_not_taken_for_the_one_that_was(
-        self, plain
+        self, plain, monkeypatch, when
     ):
         run = Process(plain, keep=6)
         for _ in range(7):
             run.step_and_seal()
-        path = f"{STORE}/step-00000002/model.safetensors"
-        file = plain.inner.open(path)
-        data = bytearray(file.read_bytes(0, file.size_bytes))
-        file.close()
-        data[-1] ^= 1
-        plain.inner.remove(path)
-        file = plain.inner.create(path, len(data))
-        file.write_bytes(bytes(data), 0)
-        file.close()
+        checkpoint, lock = f"{STORE}/step-00000002", plain.lock
+
+        def put_there():
+            path = f"{checkpoint}/model.safetensors"
+            file = plain.inner.open(path)
+            data = bytearray(file.read_bytes(0, file.size_bytes))
+            file.close()
+            data[-1] ^= 1
+            plain.inner.remove(path)
+            file = plain.inner.create(path, len(data))
+            file.write_bytes(bytes(data), 0)
+            file.close()
+
+        def put_there_and_locked(path, **kwargs):
+            if path == checkpoint:
+                monkeypatch.setattr(plain, "lock", lock)
+                put_there()
+            return lock(path, **kwargs)
+
+        if when == "before":
+            put_there()
+        else:
+            monkeypatch.setattr(plain, "lock", put_there_and_locked)
         moves = run.step_and_seal() + run.step_and_seal()
         assert leaves(moves, "again") == UNCHANGED
         assert leaves(moves, "write").count(NUM_LEAVES - 1) == 1

@@ -277,6 +277,25 @@ def test_reentrant_checkpointing_of_what_is_used_twice(order, tied, num_calls):
     check(train(num_calls, is_hidden=False), lambda: [Blocks(*order, tied=tied)])
 
 
+@pytest.mark.parametrize("twice", [(2, -2), (-2, 2), (2, 2)], ids=str)
+def test_reentrant_checkpointing_of_what_is_used_twice_in_some_steps_only(twice):
+    """Each use by itself has been seen before, and there was nothing to be said against it."""
+
+    def loop(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+        (net,), (optimizer,) = nets, optimizers
+        for step, order in enumerate([(1, 2), (1, -2), (1, *twice), (1, -2), (1, *twice), (1, 2)]):
+            net.order = order
+            loss = net(batch(step)).square().mean()
+            loss.backward()
+            if not isinstance(optimizer, torch.optim.AdamW):
+                assert is_open(optimizer) == (len(order) == 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss
+
+    check(loop, lambda: [Blocks()])
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, -1, 2), (-1, -1, 2)], ids=str)
 def test_reentrant_checkpointing_of_what_is_used_once_still_overlaps(order):
     check(train(1, is_hidden=True), lambda: [Blocks(*order)])

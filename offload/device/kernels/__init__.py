@@ -1,7 +1,7 @@
-"""The update and the digests of state that is in device memory, as CUDA kernels.
+"""CUDA kernels of the update and the digests, for state in device memory.
 
-`update.update_block` steps a block in a single pass; `digest.leaf_digests` gives what
-`offload.format.digests.leaf_digests` gives. The kernels are compiled with CuPy when they are first
-used; nothing is imported, and nothing compiled, where there is no device. What they compute, to the
-bit, is said in `docs/device.md`.
+`update.update_block` steps a block in a single pass. `digest.leaf_digests` computes the same values
+as `offload.format.digests.leaf_digests`. CuPy compiles the kernels when they are first used.
+Without a device, nothing is imported or compiled. `docs/device.md` specifies the results to the
+bit.
 """

@@ -1,9 +1,9 @@
-// xxh3_64 of the 1 MiB leaves of a chunk, to the same values as the xxhash library's.
+// xxh3_64 of the 1 MiB leaves of a chunk, with the same values as the xxhash library.
 //
-// Within 1 KiB the sums of xxh3 commute: they are computed in parallel (digest_blocks), and only
-// what follows each of them is a chain (digest_scan, eight independent ones per leaf). Leaves of up
-// to 240 bytes have formulas of their own (digest_merge). Written from the specification in
-// doc/xxhash_spec.md of the xxHash repository; seed 0, and its default secret.
+// Within 1 KiB the sums of xxh3 commute, so they are computed in parallel (digest_blocks). Only the
+// step after each KiB is part of a chain (digest_scan, eight independent chains per leaf). Leaves
+// of up to 240 bytes have formulas of their own (digest_merge). Written from the specification in
+// doc/xxhash_spec.md of the xxHash repository, with seed 0 and the default secret.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -29,7 +29,7 @@ typedef unsigned long long u64;
 #define PRIME_MX1 0x165667919E3779F9ull
 #define PRIME_MX2 0x9FB21C651E98DF25ull
 
-// Not __constant__: neighbours read different words of it.
+// Not __constant__, because neighbouring threads read different words of it.
 __device__ const u64 SECRET[24] = {
     0xbe4ba423396cfeb8ull, 0x1cad21f72c81017cull, 0xdb979083e96dd4deull, 0x1f67b3b7a4a44072ull,
     0x78e5c0cc4ee679cbull, 0x2172ffcc7dd05a82ull, 0x8e2443f7744608b8ull, 0x4c263a81e69035e0ull,
@@ -42,7 +42,7 @@ __device__ const u64 SECRET[24] = {
 __device__ const u64 STARTS[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
                                       PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
 
-// Eight bytes of the secret, from any of them on.
+// Returns eight bytes of the secret, from any byte on.
 HIDDEN u64 secret(u32 at) {
   const u32 word = at / 8, bits = at % 8 * 8;
   if (!bits) return SECRET[word];
@@ -88,7 +88,7 @@ HIDDEN u64 mix16(const u8 *from, u32 at) {
   return fold_product(read64(from) ^ secret(at), read64(from + 8) ^ secret(at + 8));
 }
 
-// 1 to 240 bytes.
+// Returns the digest of 1 to 240 bytes.
 HIDDEN u64 short_digest(const u8 *from, u32 num) {
   if (num <= 3) {
     const u32 both = (u32)from[0] << 16 | (u32)from[num >> 1] << 24 | from[num - 1] | num << 8;
@@ -130,7 +130,7 @@ HIDDEN u64 stripe_sum(const u8 *stripe, u32 at, u32 lane) {
   return read64(stripe + 8 * (lane ^ 1)) + (keyed & 0xFFFFFFFF) * (keyed >> 32);
 }
 
-// The sum of one lane of one block of 1 KiB, numbered through all leaves.
+// Computes the sum of one lane of one block of 1 KiB. Blocks are numbered through all leaves.
 HIDDEN void digest_block(const u8 *data, u64 num_bytes, u64 *sums, u64 block, u32 lane) {
   const u64 leaf = block / BLOCKS_PER_LEAF, at = block % BLOCKS_PER_LEAF * BLOCK_BYTES;
   const u64 length = leaf_length(num_bytes, leaf);
@@ -144,7 +144,7 @@ HIDDEN void digest_block(const u8 *data, u64 num_bytes, u64 *sums, u64 block, u3
   sums[block * LANES + lane] = sum;
 }
 
-// The chain of one lane of a leaf; its end replaces the lane's first sum.
+// Computes the chain of one lane of a leaf. Its end replaces the first sum of the lane.
 HIDDEN void digest_chain(u64 num_bytes, u64 *sums, u64 leaf, u32 lane) {
   const u64 length = leaf_length(num_bytes, leaf);
   if (length <= LONGEST_SHORT) return;

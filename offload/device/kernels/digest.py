@@ -1,4 +1,4 @@
-"""Digests of bytes in device memory: the leaves of `offload.format.digests`, to the same values."""
+"""Digests of bytes in device memory: the leaf digests of `offload.format.digests`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ _THREADS = 256
 
 
 def workspace_bytes(num_bytes: int) -> int:
-    """Return the device memory that digesting so many bytes works in: 64 B for each KiB."""
+    """Return the device memory, in bytes, for digesting so many bytes: 64 B for each KiB."""
     return -(-num_bytes // _BLOCK_BYTES) * _LANES * 8
 
 
 def num_leaves(num_bytes: int) -> int:
-    """Return how many leaves so many bytes have."""
+    """Return the number of leaves of so many bytes."""
     return -(-num_bytes // LEAF_BYTES)
 
 
 def leaf_digests(
     data: torch.Tensor, workspace: torch.Tensor, out: torch.Tensor, *, stream: int
 ) -> None:
-    """Enqueue the digests of the leaves of a tensor's bytes on a stream; returns before they exist.
+    """Enqueue the digests of the leaves of a tensor's bytes on a stream.
 
-    The bytes of `out`, copied to the host, are what `offload.format.digests.leaf_digests` returns,
-    and `DigestContext.digest_leaves` makes the digest of a chunk of them.
+    Returns before the digests exist. The bytes of `out`, copied to the host, are those that
+    `offload.format.digests.leaf_digests` returns. `DigestContext.digest_leaves` turns them into the
+    digest of a chunk.
 
     Args:
         data: Contiguous, of any dtype, on the current device; fastest if aligned to 8 bytes.
-        workspace: uint8 or any other dtype, `workspace_bytes` of it, aligned to 8 bytes.
-        out: int64, one value for each leaf.
-        stream: As torch's ``Stream.cuda_stream``.
+        workspace: Any dtype, at least `workspace_bytes` bytes, aligned to 8 bytes; overwritten.
+        out: int64, one value for each leaf; overwritten.
+        stream: Raw handle of a stream, as in torch's ``Stream.cuda_stream``.
 
     Raises:
         ValueError: A tensor is too small, not contiguous, or on another device.
@@ -53,7 +54,7 @@ def leaf_digests(
     source, sums, results = (np.uint64(t.data_ptr()) for t in (data, workspace, out))
     num_threads = -(-num_bytes // _BLOCK_BYTES) * _LANES
     blocks.launch(_grid(num_threads, _THREADS), _THREADS, (source, size, sums), stream=stream)
-    # few threads with long chains: spread over the processors
+    # The scan has few threads with long chains: small blocks spread them over the processors.
     scan.launch(_grid(leaves * _LANES, 32), 32, (size, sums), stream=stream)
     merge.launch(_grid(leaves, 32), 32, (source, size, sums, results), stream=stream)
 

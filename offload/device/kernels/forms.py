@@ -1,7 +1,7 @@
-"""Variants of the update kernel, and what each is given.
+"""Variants of the update kernel, and the arguments of their launches.
 
-A variant is compiled for the rule, the dtypes and the forms of state that a block has. What
-changes from step to step goes into one structure, which is passed by value.
+A variant is compiled for the rule, the dtypes and the stored forms of a block's state. Values that
+change from step to step go into one structure, which is passed by value.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from offload.format import rounding_keys
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 
 Arithmetic = Literal["foreach", "fused"]
-"""Whose operations in whose order: torch's foreach step or its fused kernel, both of CUDA."""
+"""Operations and their order: torch's foreach step or its fused kernel, both as on CUDA."""
 
 BLOCK_ELEMENTS = 32
-"""Elements of one group of lanes: a block where state is kept in 8 bits."""
+"""Elements of one group of lanes. Also the elements of a block of 8-bit state."""
 
 _RULES = {"sgd": 0, "adam": 1, "adamw": 2}
 _ARITHMETICS = {"foreach": 0, "fused": 1}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 KERNEL_DTYPES = frozenset(_DTYPES)
-"""Of parameters and gradients."""
+"""Dtypes of parameters and gradients that the kernel takes."""
 
 _MASTERS = {"own": 0, "float32": 1, "split": 2}
 _STATES = {"float32": 0, "bfloat16": 1, "int8": 3}
@@ -62,12 +62,12 @@ ARGUMENTS = np.dtype(
         ("unused", np.uint32),
     ]
 )
-"""`struct Arguments` of `update.cu`."""
+"""Layout of `struct Arguments` in `update.cu`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A variant of the kernel."""
+    """A variant of the update kernel."""
 
     rule: str
     """``sgd``, ``adam`` or ``adamw``."""
@@ -79,13 +79,13 @@ class Form:
     """``own`` (the live parameter is FP32), ``float32`` or ``split``."""
 
     state: str
-    """As `Options.state_dtype`."""
+    """Stored form of the state, as in `Options.state_dtype`."""
 
     num_moments: int
 
     @property
     def macros(self) -> dict[str, int]:
-        """What the source is compiled with."""
+        """Values of the macros that the source is compiled with."""
         return {
             "RULE": _RULES[self.rule],
             "ARITHMETIC": _ARITHMETICS[self.arithmetic],
@@ -98,12 +98,12 @@ class Form:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The state arrays other than masters, in the kernel's order."""
+        """Names of the state arrays other than masters, in the kernel's order."""
         return _MOMENTS[self.rule][: self.num_moments]
 
     @property
     def traffic_bytes(self) -> float:
-        """Device memory read and written for one element, once it has state."""
+        """Bytes of device memory read and written per element, once there is state."""
         master = {"own": 0, "float32": 4, "split": 2}[self.master]
         moment = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 2 / BLOCK_ELEMENTS}[self.state]
         both = self.live.itemsize + master + self.num_moments * moment
@@ -112,62 +112,64 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBlock:
-    """Elements that are stepped in one call: flat, contiguous tensors of one device.
+    """Elements that are stepped in one call: flat, contiguous tensors on one device.
 
     They share hyper-parameters and scalar state, like a block of `offload.update.updater`.
     """
 
     live: torch.Tensor
-    """The parameter; updated in place."""
+    """Parameter, shape (n,); updated in place."""
 
     gradient: torch.Tensor
-    """FP32, bf16 or fp16; unchanged."""
+    """FP32, bf16 or fp16, shape (n,); unchanged."""
 
     arrays: Mapping[str, torch.Tensor]
-    """What is stored of each state array, by its name in the layout (``master``, ``exp_avg``,
-    ``exp_avg_scale``, ...); updated in place. In 8 bits, blocks of 32 begin at the first element:
-    where they begin anew, at a parameter that does not end with a block, another call begins."""
+    """Stored values by the array's name in the layout (``master``, ``exp_avg``, ``exp_avg_scale``,
+    ...); updated in place. Blocks of 32 of 8-bit state begin at the first element. They restart at
+    a parameter that does not end with a block, which therefore needs another call."""
 
     first_element: int = 0
-    """Index of the first element, which stochastic rounding depends on: counted from the first one
-    of `parameter`, or in element space."""
+    """Index of the first element: within `parameter`, or in element space. Stochastic rounding
+    depends on it."""
 
     parameter: str | None = None
-    """Name of the parameter that `first_element` is counted in; None where it is counted in element
+    """Name of the parameter that `first_element` is counted in. None if it is counted in element
     space, as in stores of version 2 of the format. Stochastic rounding depends on it."""
 
     is_new: bool = False
-    """Whether there is no state yet: the arrays may hold anything, and are initialised."""
+    """Whether there is no state yet. The arrays may then hold anything, and are initialised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceScalars:
-    """Numbers that the device has, and the host need not wait for: FP32, one element each."""
+    """Numbers in device memory that the host need not wait for: FP32, one element each."""
 
     inverse_scale: torch.Tensor | None = None
-    """The gradient is multiplied by this, in FP32, first."""
+    """First factor of the gradient, applied in FP32."""
 
     clip: torch.Tensor | None = None
-    """And then by this: `torch.nn.utils.clip_grad_norm_`'s coefficient, at most 1."""
+    """Second factor of the gradient: the coefficient of `torch.nn.utils.clip_grad_norm_`, at most
+    1."""
 
     found_inf: torch.Tensor | None = None
-    """If it is not 0, nothing is changed, except that new state becomes masters and zeros."""
+    """If it is not 0, the step is skipped. Nothing changes, except that the state of a new block
+    becomes masters and zeros."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One launch of a kernel."""
+    """One launch of the update kernel."""
 
     form: Form
     arguments: np.ndarray[Any, Any] = field(repr=False)
-    """`ARGUMENTS`, shape (1,)."""
+    """Structure of dtype `ARGUMENTS`, shape (1,)."""
 
     num_groups: int
-    """Groups of 32 elements."""
+    """Number of groups of 32 elements."""
 
 
 def why_not(optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> str:
-    """Return why the kernel cannot step a parameter group as torch would, or an empty string."""
+    """Return why the kernel cannot step a parameter group as torch would; empty if it can."""
     name = optimizer_class.__name__
     if optimizer_class not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         return f"there is no kernel for {name}: it has Adam, AdamW and SGD"
@@ -186,10 +188,10 @@ def why_not(optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, An
 def _is_single_tensor(
     optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any]
 ) -> bool:
-    """Return whether torch takes its single-tensor step on a device, unless it is fused."""
+    """Return whether torch takes its single-tensor step on a device, unless ``fused`` is set."""
     foreach = group.get("foreach")
     if foreach is None:
-        # torch's default is foreach where both flags are unset; Adam does not take it for a tensor.
+        # If both flags are unset, torch's default is foreach, but not for Adam with a tensor lr.
         is_tensor = isinstance(group.get("lr"), torch.Tensor)
         return group.get("fused") is False or (is_tensor and optimizer_class is not torch.optim.SGD)
     return not foreach
@@ -208,12 +210,12 @@ def form_for(
     Args:
         optimizer_class: `torch.optim.Adam`, `AdamW` or `SGD`.
         group: Hyper-parameters.
-        live: Of the parameter.
-        gradient: Of its gradient.
-        arrays: Of what is stored of each state array, by its name in the layout.
+        live: Dtype of the parameter.
+        gradient: Dtype of its gradient.
+        arrays: Dtype of the stored values, by the array's name in the layout.
 
     Raises:
-        ValueError: `why_not` says why, or these do not fit together; says which.
+        ValueError: `why_not` gives a reason, or the dtypes do not fit together; says which.
     """
     if reason := why_not(optimizer_class, group):
         raise ValueError(reason)
@@ -251,10 +253,11 @@ def form_for(
 def form_of(
     optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any], block: DeviceBlock
 ) -> Form:
-    """Return the variant for a block.
+    """Return the variant of the kernel for a block.
 
     Raises:
-        ValueError: As `form_for`, or the tensors are not of one length, or not of one device.
+        ValueError: See `form_for`; or an array is missing, or the tensors differ in length or
+            device.
     """
     form = form_for(
         optimizer_class,
@@ -277,19 +280,19 @@ def launches(
     rounding_step: int | None = None,
     scalars: DeviceScalars | None = None,
 ) -> Iterator[Launch]:
-    """Yield what to launch for a block: one kernel, or two where a rounding key ends inside.
+    """Yield the launches for a block: one, or two if the elements of a rounding key end inside it.
 
     Args:
         optimizer_class: `torch.optim.Adam`, `AdamW` or `SGD`.
-        group: Hyper-parameters, as in ``param_groups``; ``fused`` chooses the arithmetic.
-        block: What to step.
-        step: What torch calls ``step`` after it has counted this one: from 1.
-        seed: Of stochastic rounding.
-        rounding_step: The store's step, which stochastic rounding depends on; `step` if None.
-        scalars: Of the gradient.
+        group: Hyper-parameters, as in ``param_groups``; ``fused`` selects the arithmetic.
+        block: Block to step.
+        step: Value of torch's ``step`` after this step: from 1.
+        seed: Seed of stochastic rounding.
+        rounding_step: Step number of the store, for stochastic rounding; `step` if None.
+        scalars: Factors of the gradient, and whether to skip the step.
 
     Raises:
-        ValueError: As `form_of`.
+        ValueError: See `form_of`.
     """
     form = form_of(optimizer_class, group, block)
     scalars = scalars or DeviceScalars()
@@ -359,10 +362,11 @@ def _check(form: Form, block: DeviceBlock) -> None:
 
 
 def _set_pointers(record: Any, form: Form, block: DeviceBlock, start: int) -> bool:
-    """Fill in where everything is, from an element on; return whether quads are aligned."""
+    """Set the pointers of a launch, from an element on; return whether all quads are aligned."""
     aligned = True
 
     def pointer(tensor: torch.Tensor) -> int:
+        """Return the address of the first element, and note whether its quads are aligned."""
         nonlocal aligned
         at = tensor.data_ptr() + start * tensor.itemsize
         aligned &= at % (_QUAD * tensor.itemsize) == 0
@@ -403,7 +407,7 @@ def _hyper(form: Form, group: Mapping[str, Any], step: int) -> tuple[float, ...]
 def _rounding_key(
     array: str, seed: int, step: int, parameter: str | None, first_element: int
 ) -> rounding_keys.Key:
-    """Return the key that a CPU uses for an array, from an element on."""
+    """Return the key that the CPU would use for an array, from an element on."""
     stream, window = rounding_keys.stream_of(array), first_element >> rounding_keys.WINDOW_BITS
     if parameter is None:
         return rounding_keys.element_space_key(seed, stream, step, window)

@@ -1,4 +1,4 @@
-"""Compiling kernels and launching them, through CuPy; which is imported by that, not before."""
+"""Compiling and launching of kernels through CuPy, which is imported at the first use."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from offload.device.kernels.sources import OPTIONS
 
 
 class Handle:
-    """A stream by its raw handle: all that CuPy reads of one. Its own class for that goes away."""
+    """A stream given by its raw handle, with the one attribute that CuPy reads.
+
+    CuPy's own class for such streams is being removed.
+    """
 
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
 
 
 class Kernel:
-    """A function of a device.
+    """A function on a device.
 
     Args:
-        function: CuPy's.
+        function: CuPy's function object.
         device: Number of the device.
     """
 
@@ -31,10 +34,10 @@ class Kernel:
         """Enqueue the function on a stream.
 
         Args:
-            grid: Blocks.
-            block: Threads of each.
-            arguments: numpy scalars, and arrays of one structure, which is passed by value.
-            stream: As torch's ``Stream.cuda_stream``.
+            grid: Number of blocks.
+            block: Number of threads in each block.
+            arguments: numpy scalars, and numpy arrays of one structure, which is passed by value.
+            stream: Raw handle of a stream, as in torch's ``Stream.cuda_stream``.
         """
         import cupy
 
@@ -45,16 +48,16 @@ class Kernel:
 def load(
     source: str, names: Sequence[str], device: int, options: Sequence[str] = ()
 ) -> list[Kernel]:
-    """Compile a source for a device, and return functions of it by their names.
+    """Compile a source for a device, and return functions of it by name.
 
-    Not with CuPy's ``RawModule``: that adds ``-ftz=true`` behind all other options, which makes
-    denormal numbers zero (cupy issue 9576).
+    This does not use CuPy's ``RawModule``, which adds ``-ftz=true`` after all other options and so
+    makes denormal numbers zero (cupy issue 9576).
 
     Args:
         source: CUDA C++.
-        names: Of ``extern "C"`` functions.
+        names: Names of ``extern "C"`` functions.
         device: Number of the device.
-        options: Beside `OPTIONS`.
+        options: Compiler options in addition to `OPTIONS`.
     """
     import cupy
     from cupy.cuda.compiler import compile_using_nvrtc

@@ -1,4 +1,4 @@
-"""The kernels' sources, and how they are compiled."""
+"""The kernels' sources and compiler options."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from functools import cache
 from importlib.resources import files
 
 OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
-"""Of NVRTC. Intrinsics fix how the update rounds; ``-ftz`` is what they do follow. The others keep
-`powf` exact."""
+"""Options of NVRTC. Intrinsics fix the rounding of the update, but follow ``-ftz``. The other
+options keep `powf` exact."""
 
 
 @cache
 def update_source() -> str:
-    """Return the source of the kernel ``update``; `Form.macros` chooses the variant."""
+    """Return the source of the kernel ``update``; `Form.macros` select the variant."""
     return _text("values.cuh") + _text("update.cu")
 
 
@@ -24,7 +24,7 @@ def digest_source() -> str:
 
 
 def defines(macros: Mapping[str, int]) -> tuple[str, ...]:
-    """Return macros as options of a compiler."""
+    """Return macros as compiler options."""
     return tuple(f"-D{name}={value}" for name, value in macros.items())
 
 

@@ -1,14 +1,14 @@
-// One optimizer step over a flat block, in a single pass: everything is read once and written once.
-// Compiled after values.cuh. The macros that choose a variant (names in update_kernel.py):
+// One optimizer step over a flat block, in a single pass: every value is read and written once.
+// Compiled after values.cuh. These macros select a variant (forms.py sets them):
 //
 //   RULE        SGD, ADAM or ADAMW
-//   ARITHMETIC  FOREACH or FUSED: whose operations, in whose order
+//   ARITHMETIC  FOREACH or FUSED: operations and their order
 //   LIVE, GRADIENT   FLOAT32, BFLOAT16 or FLOAT16
 //   MASTER      OWN (the live parameter is FP32), FULL or SPLIT
 //   STATE       FLOAT32, BFLOAT16 (stochastically rounded) or INT8 (blocks of 32)
 //   NUM_MOMENTS 0 to 3: exp_avg or momentum_buffer, exp_avg_sq, max_exp_avg_sq
 //
-// Every operation rounds once, as its name says: compiler flags change nothing.
+// Every operation rounds once, as its name says. Compiler flags change nothing.
 
 #define SGD 0
 #define ADAM 1
@@ -34,7 +34,7 @@
 
 struct Arguments {
   u64 num_elements;
-  u64 first_element;  // in what the keys count; stochastic rounding depends on it
+  u64 first_element;  // index that stochastic rounding depends on, counted as its keys are
   const void *gradient;
   void *live;
   void *master;  // FULL: FP32; SPLIT: the lower halves
@@ -44,13 +44,13 @@ struct Arguments {
   const float *clip;
   const float *found_inf;
   double hyper[8];
-  u32 keys[6];  // of stochastic rounding: two for each array
+  u32 keys[6];  // keys of stochastic rounding: two words for each array
   u32 flags;
   u32 unused;
 };
 
 #ifdef __CUDACC__
-// A thread is one lane; 8 neighbours of a warp are a group, and in step with one another.
+// A thread is one lane. 8 neighbours of a warp are a group and run in step with one another.
 #define LANES 1
 #define FOR_LANES(l) for (int l = 0; l < LANES; l++)
 #define LANE_INDEX(l) (threadIdx.x % GROUP)
@@ -66,19 +66,19 @@ HIDDEN u32 group_max(const u32 *values) {
 }
 #endif
 
-// What one lane works on.
+// Elements of one lane.
 struct Lane {
   u64 first;
   int num;     // elements of its quad that exist, 0 to 4
-  bool whole;  // all of them, and aligned
+  bool whole;  // whether all exist and every array is aligned
   float master[QUAD];
   float gradient[QUAD];
   float moments[3][QUAD];
   u16 live[QUAD];
 };
 
-// Loads and stores of a quad: at once if it is whole and aligned, else the elements that exist.
-// Loops run over all four, so that arrays stay in registers.
+// Loads and stores of a quad: in one access if it is whole and aligned, else element by element.
+// Loops run over all four elements, so that arrays stay in registers.
 
 #define EACH(i) _Pragma("unroll") for (int i = 0; i < QUAD; i++)
 
@@ -158,7 +158,7 @@ HIDDEN void store_floats(void *to, const Lane &lane, const float *in) {
   store_words(to, lane, words);
 }
 
-// The rules: what a thread computes once, and one element.
+// The rules: `prepare` computes values once per thread, `step` updates one element.
 
 #if RULE != SGD && ARITHMETIC == FUSED
 HIDDEN void prepare(const Arguments &a, float *h) {
@@ -193,7 +193,7 @@ HIDDEN void step(const Arguments &a, const float *h, Lane &lane, int i) {
   lane.master[i] = __fmaf_rn(h[3], g, lane.master[i]);
 }
 #elif RULE == SGD
-// In FP64, as torch's kernel; hyper: weight_decay, momentum, dampening, lr
+// Computes in FP64, like torch's kernel. hyper: weight_decay, momentum, dampening, lr
 HIDDEN void step(const Arguments &a, const float *h, Lane &lane, int i) {
   const u32 flags = a.flags;
   const double p = (double)lane.master[i];
@@ -228,7 +228,7 @@ HIDDEN void step(const Arguments &a, const float *h, Lane &lane, int i) {
   average = weight < 0.5f && weight > -0.5f ? __fmaf_rn(weight, way, average)
                                             : __fmaf_rn(-way, __fadd_rn(1.0f, -weight), g);
   square = __fmul_rn(square, h[2]);
-  // torch treats 1 as no factor at all, and then rounds once less
+  // torch treats 1 as no factor at all, and then rounds once less.
   square = value == 1.0f ? __fmaf_rn(g, g, square) : __fmaf_rn(value, __fmul_rn(g, g), square);
   float root = square;
 #if NUM_MOMENTS == 3
@@ -296,7 +296,7 @@ HIDDEN void load(const Arguments &a, u64 group, Lane &lane) {
     EACH(i) {
       const float m = lane.master[i];
       const u16 rounded = LIVE == BFLOAT16 ? to_bfloat16(m) : to_float16(m);
-      // somebody has edited it: the live parameter wins
+      // The parameter has been edited since the last step: the live value wins.
       if (rounded != lane.live[i]) lane.master[i] = live[i];
     }
 #endif
@@ -376,8 +376,8 @@ HIDDEN void store_blocks(const Arguments &a, u64 group, const Lane *lanes) {
 }
 #endif
 
-// The quads of 8 lanes: a block of 32 elements, or what is left of one. Lanes without elements take
-// part, with zeros.
+// Updates the quads of 8 lanes: a block of 32 elements, or the rest of one. Lanes without elements
+// take part with zeros.
 HIDDEN void update_group(const Arguments &a, const float *h, u64 group) {
   const bool skip = a.found_inf && *a.found_inf != 0.0f;
   if (skip && !(a.flags & IS_NEW)) return;

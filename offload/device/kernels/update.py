@@ -1,7 +1,7 @@
 """One optimizer step of a block in device memory, in a single pass.
 
-The arithmetic is torch's on CUDA: of its foreach step, or with ``fused=True`` in the group, of its
-fused kernel. `docs/device.md` says to which bit.
+The arithmetic is torch's on CUDA: that of its foreach step or, with ``fused=True`` in the group,
+that of its fused kernel. `docs/device.md` specifies the results to the bit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from offload.device.kernels.sources import defines, update_source
 _THREADS = 256
 _LANES = 8
 _BLOCKS_PER_PROCESSOR = 32
-"""Thread blocks at most: a multiprocessor holds 5 or 6, and what a thread computes once, such as
-the corrections of `fused`, should be used more than once."""
+"""Maximal number of thread blocks per multiprocessor. It holds 5 or 6 at a time. Fewer blocks reuse
+the values that a thread computes once, such as the corrections of `fused`."""
 
 
 def update_block(
@@ -36,21 +36,23 @@ def update_block(
 ) -> None:
     """Enqueue one step of a block on a stream; returns before it has run.
 
-    The caller keeps the tensors alive until then, and orders the stream after whatever writes them.
+    The caller keeps the tensors alive until the step has run, and orders the stream after all work
+    that writes them.
 
     Args:
         optimizer_class: `torch.optim.Adam`, `AdamW` or `SGD`.
-        group: Hyper-parameters, as in ``param_groups``, numbers of the host; ``fused`` chooses the
-            arithmetic.
-        block: What to step; everything on the current device.
-        stream: As torch's ``Stream.cuda_stream``.
-        step: What torch calls ``step`` once it has counted this one: from 1.
-        seed: Of stochastic rounding.
-        rounding_step: The store's step, for stochastic rounding; `step` if None.
-        scalars: What the gradient is multiplied by, and whether to skip.
+        group: Hyper-parameters, as in ``param_groups``, as numbers in host memory. ``fused``
+            selects the arithmetic.
+        block: Block to step; all its tensors are on the current device.
+        stream: Raw handle of a stream, as in torch's ``Stream.cuda_stream``.
+        step: Value of torch's ``step`` after this step: from 1.
+        seed: Seed of stochastic rounding.
+        rounding_step: Step number of the store, for stochastic rounding; `step` if None.
+        scalars: Factors of the gradient, and whether to skip the step.
 
     Raises:
-        ValueError: There is no kernel for this, says why; or the tensors do not fit together.
+        ValueError: There is no kernel for the group, with the reason; or the tensors do not fit
+            together.
     """
     for launch in launches(
         optimizer_class,

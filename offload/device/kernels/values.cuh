@@ -1,7 +1,7 @@
-// Numbers in the forms that they are stored in, and the codecs of state: what offload/update/codecs.py and
-// offload/update/blocks8.py do with tensors, for single values. Integer code throughout, and FP32
-// operations that round once and are never contracted: the same source, compiled for the CPU with
-// the macros of tests/device/shim.h, gives the same bits.
+// Stored forms of numbers, and the codecs of state for single values. They do the same as
+// offload/update/codecs.py and offload/update/blocks8.py do with tensors. All code is integer code,
+// or FP32 operations that round once and are never contracted. Compiled for the CPU with the macros
+// of tests/device/shim.h, the same source gives the same bits.
 
 #if __CUDA_FTZ
 #error "denormal numbers must be kept: compile with -ftz=false"
@@ -23,7 +23,7 @@ HIDDEN bool nan_bits(u32 bits) { return (bits & MAGNITUDE) > INFINITE; }
 
 HIDDEN bool is_nan(float value) { return nan_bits(__float_as_uint(value)); }
 
-// To nearest, ties to even. A NaN becomes what torch makes of it on a CPU with vectors.
+// Rounds to nearest, ties to even. A NaN becomes the one that torch's vector code makes on a CPU.
 HIDDEN u16 to_bfloat16(float value) {
   const u32 bits = __float_as_uint(value);
   if (nan_bits(bits)) return 0xFFFF;
@@ -91,9 +91,9 @@ HIDDEN u16 round_stochastic(float value, u64 element, u32 before, u32 inside) {
 #define TINY 1.401298464324817e-45f
 #define TINY_ROOT 7.888609052210118e-31f
 #define ONE_255TH 0.003921568859368563f
-#define NAN_SCALE 0x7FC0          /* codes under it are 0 */
+#define NAN_SCALE 0x7FC0          /* all codes of its block are 0 */
 
-// What a scale is the largest of: positive floats are ordered as their bits are.
+// Sizes whose largest one sets a block's scale. Positive floats have the order of their bits.
 HIDDEN u32 size_signed(float value) { return __float_as_uint(value) & MAGNITUDE; }
 
 HIDDEN u32 size_unsigned(float value) {
@@ -104,7 +104,7 @@ HIDDEN u32 size_unsigned(float value) {
 
 HIDDEN float inverse_root(float value) { return __fdiv_rn(1.0f, __fsqrt_rn(value)); }
 
-// The scale of a block, up to bfloat16, from the size of its largest value.
+// Returns a block's scale, rounded up to bfloat16: its largest size, or the square root of that.
 HIDDEN u16 round_scale(u32 largest, bool is_signed) {
   if (!is_signed) {
     const float root = __fdiv_rn(1.0f, inverse_root(__uint_as_float(largest)));
