@@ -107,17 +107,15 @@ def when_waiting(run: Run, action: Callable[[], object]) -> None:
     running = run.optimizer._engine.strategy._running
     assert running is not None
     changed, wait = running._changed, running._changed.wait_until
+    threads = [threading.Thread(target=action)]
 
     def waiting(reached: Callable[[], bool]) -> bool:
-        threads = [threading.Thread(target=action)]
-
         def looked() -> bool:
-            found = reached()
+            found = reached()  # chunks that are not held may just have been updated
             if not found and threads:
                 threads.pop().start()
             return found
 
-        changed.wait_until = wait
         return wait(looked)
 
     changed.wait_until = waiting
