@@ -2,7 +2,8 @@
 #
 #   make demo               fine-tune SmolLM2-135M, be killed, resume, compare (5 minutes)
 #   make demo MODEL=tiny    the same with a small GPT (under a minute)
-#   make test               format, lint, types, tests
+#   make test               format, lint, types, tests (a sample of those that take long)
+#   make test-full          all tests, then `make mutants` (30 minutes); CI runs this
 #   make mutants            break the library here and there, and see that a test notices (10 minutes)
 #   make bench              measure on this drive and render docs/performance.md (10 minutes)
 #   make gpu                all that needs a GPU: tests, kernels, steps, transfers (30 minutes)
@@ -18,11 +19,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
+PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 # An optimizer must not be tested with the Python files of another checkout on the path.
 unexport PYTHONPATH
 
-.PHONY: demo test mutants lint bench gpu clean
+.PHONY: demo test test-full mutants lint bench gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -31,7 +33,14 @@ demo: $(VENV)/.demo
 # OpenMP threads that spin make a test twenty times as long where something else runs as well.
 test: export OMP_WAIT_POLICY ?= PASSIVE
 test: lint
-	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+	$(PYTEST)
+
+# The long campaigns as well, of which `make test` runs a sample: tests/campaigns.py has the list.
+test-full: export OMP_WAIT_POLICY ?= PASSIVE
+test-full: export FULL_TESTS := 1
+test-full: lint
+	$(PYTEST)
+	$(MAKE) mutants
 
 # What has changed since everything was tried, and a sample of the rest. All of it takes hours:
 # python -m tests.mutation --help

@@ -1,8 +1,8 @@
-"""Move bytes between files and buffers, as fast as the drive, and say when they are durable."""
+"""I/O layer: moves bytes between files and buffers at the drive's rate, and makes them durable."""
 
 from typing import TYPE_CHECKING
 
-import gds._platform  # noqa: F401  (before what other systems do not have is imported)
+import gds._platform  # noqa: F401  (before any import that only works on Linux)
 
 # isort: split
 from gds.backends.hybrid import HybridPolicy
@@ -30,7 +30,7 @@ __all__ = [
     "open_backend",
 ]
 
-if TYPE_CHECKING:  # where one of these does not fulfil the contract, the type checker says why
+if TYPE_CHECKING:  # the type checker reports each class that does not fulfil the contract
     from gds.backends.kvikio import KvikioBackend
 
     _: tuple[type[Backend], ...] = (MemoryBackend, PosixBackend, WrapperBackend, KvikioBackend)

@@ -1,4 +1,7 @@
-"""Refuses other systems than Linux, in one line, when it is imported: before all else is."""
+"""Platform check: importing this module fails on any system but Linux.
+
+The package imports it before everything else, so that the error is one clear line.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ _COMMANDS = ("gds", "offload")
 
 
 def require_linux() -> None:
-    """Refuse to be imported by Python of another system.
+    """Raise an error unless this Python runs on Linux.
 
     Raises:
-        ImportError: It is another one.
-        SystemExit: Likewise, where one of this package's commands is what imports it: its message
-            is then all that is printed.
+        ImportError: The system is not Linux.
+        SystemExit: The system is not Linux, and a command of this package is running. Only the
+            message is printed then, without a traceback.
     """
     if sys.platform.startswith("linux"):
         return
@@ -28,6 +31,7 @@ def require_linux() -> None:
 
 
 def _is_command() -> bool:
+    """Return whether this process runs a command of the package, by script or by ``-m``."""
     name = os.path.basename((sys.argv or [""])[0].replace("\\", "/"))
     if name.removesuffix(".exe").removesuffix("-script.py") in _COMMANDS:
         return True

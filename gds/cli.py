@@ -1,11 +1,13 @@
-"""The command ``gds``: what a directory can do, and how fast it does it.
+"""Command line ``gds``: ``check`` says what a directory can do, and ``bench`` how fast it is.
 
-Nothing heavy is imported before a command runs, and torch never is on a path of the host.
+Large libraries are imported only when a command runs. torch is never imported for a path of host
+memory.
 
-Exit status of ``gds check``: 0 GPUDirect Storage for reads and writes, or what ``--require`` asks
-for; 3 KvikIO's compatibility mode; 4 POSIX with direct I/O; 5 POSIX through the page cache; 1 for
-an error, or where nothing is usable. Of ``gds bench``: 0; 1 for an error, a refusal, or data that
-came back wrong. Both: 2 for wrong usage, 128 + N after signal N.
+Exit status of ``gds check``: 0 for GPUDirect Storage in both directions, or if the requirement of
+``--require`` is met; 3 for KvikIO's compatibility mode; 4 for POSIX with direct I/O; 5 for POSIX
+through the page cache; 1 for an error, or if no path is usable. Exit status of ``gds bench``: 0 for
+success; 1 for an error, a refusal, or wrong data. Exit status of both: 2 for wrong usage; 128 + N
+after signal N.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
 def _print_version(wanted: bool) -> None:
+    """Print the version and exit, if that is wanted."""
     if wanted:
         import importlib.metadata
 
         try:
             version = importlib.metadata.version("ssd-offload")
-        except importlib.metadata.PackageNotFoundError:  # run from its sources
+        except importlib.metadata.PackageNotFoundError:  # the package runs from its sources
             version = "(not installed)"
         typer.echo(f"gds {version}")
         raise typer.Exit
@@ -55,7 +58,7 @@ def gds(
 
 
 class Required(StrEnum):
-    """What `gds check` can ask for."""
+    """Values of ``gds check --require``."""
 
     gds = "gds"
     compat = "compat"
@@ -64,7 +67,7 @@ class Required(StrEnum):
 
 
 class Wanted(StrEnum):
-    """Directions that `gds check` can be about."""
+    """Directions that `gds check --for` can judge by."""
 
     both = "both"
     read = "read"
@@ -105,7 +108,7 @@ def check(
 
 
 class Pattern(StrEnum):
-    """What `gds bench` can do with a file."""
+    """Values of ``gds bench --rw``."""
 
     read = "read"
     write = "write"
@@ -116,7 +119,7 @@ class Pattern(StrEnum):
 
 
 class PathOption(StrEnum):
-    """The paths by name; those of a GPU are refused where there is none."""
+    """Names of the paths. The paths of a GPU are refused on a machine without one."""
 
     gds = "gds"
     compat = "compat"
@@ -126,7 +129,7 @@ class PathOption(StrEnum):
 
 
 class Cache(StrEnum):
-    """What is done with the page cache before each pass."""
+    """States of the page cache that `gds bench` can prepare before each pass."""
 
     cold = "cold"
     warm = "warm"
@@ -230,20 +233,21 @@ def bench(
 
 
 def _file_bytes(place: str, wanted: int) -> int:
-    """Return the length of an existing file, or what was asked for a new one."""
+    """Return the length of an existing file in bytes, or `wanted` if `place` is not a file."""
     return os.path.getsize(place) if os.path.isfile(place) else wanted
 
 
 def _print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
     typer.echo(json.dumps(value, indent=2))
 
 
 def main() -> None:
-    """Run the command line; an expected error is one line on standard error, status 1."""
+    """Run the command line. An expected error is one line on standard error, with status 1."""
     try:
         app()
     except BrokenPipeError:
-        # Whoever read our output has enough. Keep the interpreter from flushing into the pipe.
+        # The reader of our output has stopped. Keep the interpreter from flushing into the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (RefusedError, OSError) as error:

@@ -1,14 +1,15 @@
-"""The contract of a storage backend: what moves bytes between files and buffers.
+"""Contract of a storage backend, which moves bytes between files and buffers.
 
 Everything above this layer (the optimizer, the store of checkpoints, the benchmarks) is written
-against these protocols, so that a fault injector, a throttle, a recorder of crashes or another
-transport is a wrapper or a sibling, never a flag. `gds.testing.BackendContract` is the
-executable form of this page: a new backend subclasses it and passes.
+against these protocols. So a fault injector, a throttle, a recorder of crashes or another
+transport is a wrapper or another backend, never a flag. `gds.testing.BackendContract` is the
+executable form of this module: the tests of a new backend subclass it and must pass.
 
-Durability, stated once. `File.write` has reached the device or its cache when its future
-resolves, nothing more. `File.sync` makes the written data (and the file's size) of that file
-durable. Names (creation, `rename`, `exchange`, `remove`) are durable after `sync_dir` of the
-directory that holds them. Nothing here retries a failed sync.
+Durability of all backends: when the future of `File.write` resolves, the data has reached the
+device or its cache (or the page cache, if the transfer is not direct), nothing more. `File.sync`
+makes the written data and the size of that file durable. Names (creation, `rename`, `exchange`,
+`remove`) are durable after `sync_dir` of the directory that holds them. No backend retries a
+failed sync.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 ALIGNMENT = 4096
-"""Bytes. Every layout aligns to this: what 4Kn disks, cuFile and KvikIO all accept."""
+"""Alignment of every layout, in bytes. 4Kn disks, cuFile and KvikIO all accept it."""
 
 CLONE_REACH_BYTES = 16 << 20
-"""Bytes. How far from a cloned range an overwrite may need new space; see `File.clone`."""
+"""Largest distance from a cloned range, in bytes, at which an overwrite may need new space.
+
+See `File.clone`.
+"""
 
 BufferKind = Literal["host", "pinned", "device"]
+"""Kind of a buffer's memory: pageable host, page-locked host, or device."""
 
 
 @runtime_checkable
@@ -41,50 +46,55 @@ class Buffer(Protocol):
 
     @property
     def address(self) -> int:
-        """Address of the first byte, in the address space that `kind` names."""
+        """Address of the first byte; a device address if `kind` is ``"device"``."""
         ...
 
     @property
     def kind(self) -> BufferKind:
-        """Where the memory is: pageable host, page-locked host, or device."""
+        """Kind of the memory: pageable host, page-locked host, or device."""
         ...
 
     def slice(self, start: int, nbytes: int) -> Buffer:
-        """Return the `nbytes` bytes from `start`, sharing this memory."""
+        """Return a buffer of `nbytes` bytes from `start`, which shares this memory.
+
+        Raises:
+            ValueError: The range is not within this buffer.
+        """
         ...
 
     def memoryview(self) -> memoryview:
-        """Return a writable byte view; raises `TypeError` where `kind` is ``"device"``."""
+        """Return a writable byte view; raises `TypeError` if `kind` is ``"device"``."""
         ...
 
 
 class IOFuture(Protocol):
     """The result of an asynchronous transfer.
 
-    It owns the buffer and the file until it has resolved: dropping it is safe and does not
-    cancel the transfer. `result` may be called any number of times.
+    The transfer keeps the buffer and the file alive until it has ended: dropping the future is
+    safe and does not cancel the transfer. `result` may be called any number of times.
     """
 
     def done(self) -> bool:
-        """Return whether the transfer has ended, well or badly."""
+        """Return whether the transfer has ended, with success or with an error."""
         ...
 
     def result(self, timeout: float | None = None) -> int:
-        """Wait for the transfer and return its length in bytes, always the whole request.
+        """Wait for the transfer and return its length in bytes, which is that of the whole request.
 
         Args:
-            timeout: Seconds to wait; None waits for ever.
+            timeout: Seconds to wait; None waits without limit.
 
         Raises:
-            StorageError: The transfer failed; names path and offset.
-            TimeoutError: It is still running after `timeout` seconds.
+            StorageError: The transfer failed; the error names path and offset.
+            TimeoutError: The transfer is still running after `timeout` seconds.
         """
         ...
 
     def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
-        """Call ``fn(self)`` once resolved: on the transfer's thread, or at once if it has been.
+        """Call ``fn(self)`` when the transfer has ended.
 
-        The callback must be short, must not block and must not raise.
+        The call is made on the transfer's thread, or at once on the caller's thread if the
+        transfer has already ended. The callback must be short, must not block and must not raise.
         """
         ...
 
@@ -94,28 +104,29 @@ class File(Protocol):
     """An open file of fixed size."""
 
     path: str
-    """Used in messages only. Assign to it after a rename; the file itself is unaffected."""
+    """Path used in messages only. Assign to it after a rename; the file itself is unaffected."""
 
     @property
     def size_bytes(self) -> int:
-        """Size at opening; no operation here changes it."""
+        """Size at opening, in bytes; no operation of this class changes it."""
         ...
 
     @property
     def inode(self) -> int:
-        """What `Stat.inode` is of a name of this file; also once it is closed.
+        """Number of the file, equal to `Stat.inode` of its names; also valid after `close`.
 
-        A name whose `Stat.inode` is another one refers to another file: this one was replaced
-        there, moved or removed, and what is written to it does not show under that name.
+        A name whose `Stat.inode` differs refers to another file: this file was replaced, moved or
+        removed under that name, and later writes to this file do not show under it.
         """
         ...
 
     @property
     def alignment(self) -> int:
-        """Bytes; 1 where no transfer is direct.
+        """Alignment of the fast path, in bytes; 1 if no transfer is direct.
 
-        Requests whose offset, length and memory address are multiples of it (but for the end of
-        the file) take the fast path; all others are correct, only slower.
+        Requests whose offset, length and memory address are multiples of it take the fast path,
+        except for a partial block at the end of the file. All other requests are correct too, only
+        slower.
         """
         ...
 
@@ -125,62 +136,89 @@ class File(Protocol):
         ...
 
     def read(self, into: Buffer, offset: int) -> IOFuture:
-        """Start reading `into.nbytes` bytes from `offset` (bytes)."""
+        """Start reading `into.nbytes` bytes from `offset` (bytes) into `into`.
+
+        The future raises `gds.ShortReadError` if the range leaves the file.
+
+        Raises:
+            ValueError: `offset` is negative.
+            StorageError: The file or its backend is closed.
+        """
         ...
 
     def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
-        """Start reading a range anew from the device, because what came before is doubted.
+        """Start reading a range again from the device, because the result of a read is in doubt.
 
-        What the page cache holds of the range is dropped first, as far as the kernel lets go of
-        it. So the bytes do not come from the memory that a first read may have left them in.
+        The range is first dropped from the page cache, as far as the kernel can drop it. So the
+        bytes do not come from pages that the first read may have filled.
 
         Args:
-            into: As for `read`. Use other memory than the first read did.
-            offset: As for `read`.
-            direct: Bypass the page cache, where the file takes that; else go through it. Choose
-                what the first read did not: ``not file.direct`` after `read`, True after
-                `read_bytes`.
+            into: Buffer to fill. Use other memory than the first read used.
+            offset: Start of the range in the file, in bytes.
+            direct: Bypass the page cache, if the file supports that; otherwise go through it.
+                Choose the way that the first read did not take: ``not file.direct`` after `read`,
+                True after `read_bytes`.
         """
         ...
 
     def write(self, source: Buffer, offset: int) -> IOFuture:
-        """Start writing all of `source` at `offset` (bytes); it must end within the file."""
+        """Start writing all of `source` at `offset` (bytes); the range must end within the file.
+
+        Raises:
+            ValueError: `offset` is negative.
+            StorageError: The file is open for reading only (EBADF), the range leaves the file
+                (EFBIG), or the file or its backend is closed. Nothing is written then. A backend
+                may raise it from the future instead.
+        """
         ...
 
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
-        """Read a small range through the page cache, now."""
+        """Read a small range through the page cache; blocks until it is read.
+
+        Raises:
+            ShortReadError: The range leaves the file.
+        """
         ...
 
     def write_bytes(self, data: bytes, offset: int) -> None:
-        """Write a small range through the page cache, now; it must end within the file."""
+        """Write a small range through the page cache; blocks until it is written.
+
+        The range must end within the file. The write is durable after `sync`.
+        """
         ...
 
     def clone(self, source: File, offset: int, nbytes: int) -> bool:
-        """Take a range of another file over without moving a byte of it, where that is possible.
+        """Take over a range of another file without copying its bytes, if that is possible.
 
-        Afterwards both files have the same bytes in the range, and share the space that they
-        take. It counts as a write: `sync` makes it durable. What is written to either file later
-        does not show in the other, and takes new space where space is shared: in the range, and,
-        on some file systems, up to `CLONE_REACH_BYTES` before and behind it.
+        Afterwards both files have the same bytes in the range and share its disk space. A clone
+        is like a write: `sync` makes it durable. A later write to either file does not show in
+        the other. It takes new space wherever space is shared: in the range and, on some file
+        systems, up to `CLONE_REACH_BYTES` before and after it.
 
         Args:
-            source: A file of the same backend. What was written to it need not have been synced.
-            offset: Where the range begins in both files, in bytes.
-            nbytes: Its length.
+            source: A file of the same backend. Data written to it need not be synced first.
+            offset: Start of the range in both files, in bytes.
+            nbytes: Length of the range, in bytes.
 
         Returns:
-            False if this backend, this file system or these two files cannot do that; nothing has
-            changed then. Only ranges whose ends are multiples of `ALIGNMENT` can be cloned.
+            Whether the range was cloned. If False, the backend, the file system or the two files
+            cannot do it, and nothing has changed. Only ranges whose ends are multiples of
+            `ALIGNMENT` can be cloned.
 
         Raises:
             ValueError: `offset` is negative.
             StorageError: This file is not writable (EBADF), the range leaves it (EFBIG), or the
-                file system failed; what the range holds then is not known.
+                file system failed. After a failure of the file system the content of the range is
+                unknown.
         """
         ...
 
     def sync(self) -> None:
-        """Make everything written to this file durable, and its size. Never retried."""
+        """Make the file's size and everything written to it durable. A failed sync is not retried.
+
+        Raises:
+            StorageError: The sync failed. Data written since the last sync may be lost.
+        """
         ...
 
     def close(self) -> None:
@@ -189,15 +227,19 @@ class File(Protocol):
 
 
 class Lock(Protocol):
-    """A held advisory lock. The kernel drops it when the process dies; a fork does not keep it."""
+    """A held advisory lock. It ends with the process that took it; a forked child does not keep it.
+
+    All methods may be called from any thread.
+    """
 
     def is_current(self) -> bool:
-        """Return whether the path that was locked still names what is locked.
+        """Return whether the locked path still names the file or directory that is locked.
 
-        It does not if the name was removed, or now refers to something else: then whoever locks
-        that path does not meet this lock. Nor is a lock current that has been released.
+        The answer is False if the name was removed or refers to something else now: then another
+        lock on that path does not conflict with this one. It is also False after `release`.
 
-        Raises `StorageError` where it cannot be told.
+        Raises:
+            StorageError: The system cannot examine the path.
         """
         ...
 
@@ -208,52 +250,59 @@ class Lock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do in one directory."""
+    """Capabilities of a backend in one directory."""
 
     backend: str
-    """Name of the backend, as people see it: ``posix``, ``memory``, ``kvikio``."""
+    """Name of the backend for people: ``posix``, ``memory``, ``kvikio``."""
 
     filesystem: str
     """Type of the file system: ``ext4``, ``xfs``, ``tmpfs``, ...; ``unknown`` if not readable."""
 
     direct: bool
-    """Whether aligned transfers bypass the page cache here."""
+    """Whether aligned transfers bypass the page cache in the directory."""
 
     alignment: int
-    """Bytes: the alignment the kernel asks of direct transfers here, at most `ALIGNMENT`."""
+    """Alignment that the kernel requires of direct transfers, in bytes; at most `ALIGNMENT`."""
 
     volatile: bool
-    """Whether what is written here is lost at power-off (tmpfs, ramfs, process memory)."""
+    """Whether the directory's files are lost at power-off (tmpfs, ramfs, process memory)."""
 
     remote: bool
-    """Whether another machine, or a program, serves the files (NFS, SMB, FUSE, ...). What a lock
-    keeps out, and what a sync has made durable, is then decided there."""
+    """Whether another machine or a program serves the files (NFS, SMB, FUSE, ...). That machine or
+    program then decides which locks conflict and what a sync makes durable."""
 
     device_memory: bool
     """Whether buffers of kind ``device`` are accepted."""
 
     reason: str
-    """Why `direct` is False, for people; empty where it is True."""
+    """Reason, for people, why `direct` is False; empty if it is True."""
 
     clones: bool = False
-    """Whether files here can share space; see `File.clone`."""
+    """Whether files in the directory can share space; see `File.clone`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Totals since the backend was made; all monotonic. Transfers only: no headers, no names."""
+    """Totals of a backend's transfers since it was made; all of them only grow.
+
+    `File.read`, `File.read_again` and `File.write` count if they succeed. `File.read_bytes`,
+    `File.write_bytes`, clones and operations on names do not count.
+    """
 
     bytes_read: int = 0
-    """Bytes that finished reads delivered."""
+    """Bytes that successful reads delivered."""
 
     bytes_written: int = 0
-    """Bytes that finished writes took."""
+    """Bytes that successful writes took."""
 
     num_reads: int = 0
+    """Number of successful reads."""
+
     num_writes: int = 0
+    """Number of successful writes."""
 
     num_syncs: int = 0
-    """Calls of `File.sync` that succeeded; directories are not counted."""
+    """Number of successful calls of `File.sync`; syncs of directories do not count."""
 
     read_s: float = 0.0
     """Seconds during which at least one read was in progress."""
@@ -264,53 +313,69 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What a name refers to; symbolic links are not followed."""
+    """Description of the object that a name refers to; symbolic links are not followed."""
 
     kind: Literal["file", "directory", "other"]
+    """Kind of the object; ``other`` for links, devices, pipes and sockets."""
+
     size_bytes: int
+    """Size of a file, in bytes; without meaning for other kinds."""
+
     inode: int
-    """Changes when a name comes to refer to something else."""
+    """Number of the object. A name that comes to refer to another object shows another number."""
 
     num_links: int
-    """Names that a file has. If there are several (hard links), writing to the file changes what
-    all of them show. 1 for what is not a file."""
+    """Number of names of a file; 1 for any other object. If a file has several names (hard links),
+    a write to the file shows under all of them."""
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """A transport between buffers and files, and the names those files live under.
+    """A transport between buffers and files, with the operations on the files' names.
 
-    All paths are strings. All methods but `File.read` and `File.write` are synchronous.
-    Methods may be called from several threads.
+    All paths are strings. All methods block until they are done, except `File.read`,
+    `File.read_again` and `File.write`. Methods may be called from several threads at once.
     """
 
     @property
     def name(self) -> str:
-        """Short name for messages and results."""
+        """Short name of the backend, for messages and results."""
         ...
 
     def capabilities(self, directory: str) -> Capabilities:
-        """Say what can be done in an existing directory. May create and remove a probe file."""
+        """Return what the backend can do in an existing directory.
+
+        This may create and remove a probe file.
+
+        Raises:
+            StorageError: The directory does not exist, or its device failed.
+        """
         ...
 
     def allocate(self, nbytes: int, kind: BufferKind | None = None) -> Buffer:
-        """Return zeroed memory aligned to at least `ALIGNMENT`, registered once if that matters.
+        """Return zeroed memory aligned to at least `ALIGNMENT` bytes.
+
+        If the transport needs registered memory, it registers the buffer once, not in each
+        transfer.
 
         Args:
             nbytes: Length in bytes.
-            kind: Where it is to be; None for what this backend moves best.
+            kind: Kind of the memory; None for the kind that the backend moves best.
 
         Raises:
             RefusedError: This backend has no memory of that kind.
-            MemoryError: There is none left.
+            MemoryError: Not enough memory is left.
         """
         ...
 
     def create(self, path: str, size_bytes: int) -> File:
-        """Create a file, reserve all its space, and open it for reading and writing.
+        """Create a file of zeros, reserve all its space, and open it for reading and writing.
 
-        Raises `StorageError` (EEXIST, ENOSPC, ...); a file whose space could not be reserved is
-        removed again.
+        The name is durable after `sync_dir` of its directory.
+
+        Raises:
+            StorageError: The name is taken (EEXIST), the space is missing (ENOSPC), or another
+                error occurred. If the space cannot be reserved, the file is removed again.
         """
         ...
 
@@ -319,7 +384,7 @@ class Backend(Protocol):
         ...
 
     def stat(self, path: str) -> Stat | None:
-        """Say what `path` is, or None if there is nothing."""
+        """Return a description of the object at `path`, or None if the path does not exist."""
         ...
 
     def list_dir(self, path: str) -> list[str]:
@@ -327,7 +392,7 @@ class Backend(Protocol):
         ...
 
     def make_dir(self, path: str) -> None:
-        """Create one directory; EEXIST if the name is taken, ENOENT without a parent."""
+        """Create one directory; EEXIST if the name is taken, ENOENT if the parent is missing."""
         ...
 
     def rename(self, source: str, target: str) -> None:
@@ -335,7 +400,7 @@ class Backend(Protocol):
         ...
 
     def exchange(self, a: str, b: str) -> None:
-        """Swap what two existing names refer to, atomically; EINVAL or ENOSYS if unsupported."""
+        """Swap the objects of two existing names atomically; EINVAL or ENOSYS if unsupported."""
         ...
 
     def remove(self, path: str) -> None:
@@ -347,28 +412,29 @@ class Backend(Protocol):
         ...
 
     def sync_dir(self, path: str) -> None:
-        """Make the names in a directory durable. Never retried."""
+        """Make the names in a directory durable. A failed sync is not retried."""
         ...
 
     def lock(self, path: str, *, shared: bool = False, create: bool = False) -> Lock:
         """Lock a file or a directory without waiting.
 
         Args:
-            path: What to lock. Directories can be locked, and stay locked through a rename.
-            shared: Many shared locks may be held at once; an exclusive one excludes all.
-            create: Create an empty file there first if there is nothing.
+            path: File or directory to lock. It stays locked through a rename.
+            shared: Take a shared lock. Many shared locks may be held at once; an exclusive lock
+                excludes all others.
+            create: Create an empty file first if the path does not exist.
 
         Raises:
-            LockHeldError: A conflicting lock is held, by any process or by this one.
+            LockHeldError: A conflicting lock is held, by another process or by this one.
         """
         ...
 
     def free_bytes(self, directory: str) -> int:
-        """Return the bytes that an unprivileged user could still allocate there."""
+        """Return the free bytes of the directory's file system for an unprivileged user."""
         ...
 
     def counters(self) -> Counters:
-        """Return the totals so far."""
+        """Return the totals so far; also after `close`."""
         ...
 
     def close(self) -> None:

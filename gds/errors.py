@@ -1,4 +1,4 @@
-"""The errors of the I/O layer. Each also is the builtin that a caller would catch."""
+"""Errors of the I/O layer. Each derives from the builtin exception that a caller would catch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def message_of(error: BaseException) -> str:
-    """Return what an error says for people: the path, then what is wrong, without a number."""
+    """Return an error's message for people: the path, then the cause, without the error number."""
     if not isinstance(error, OSError):
         return str(error)
     if error.strerror and error.filename is not None:
@@ -17,13 +17,21 @@ def message_of(error: BaseException) -> str:
 class StorageError(OSError):
     """An operation on a file or directory failed.
 
-    Always carries `errno` and `filename`; `offset` (bytes) where the operation has one. The
-    message says what was attempted, how much was expected and how much was done.
+    `errno` and `filename` are always set. `offset` is in bytes, or None if the operation has no
+    offset. The message says what was attempted, how much was expected and how much was done.
     """
 
     def __init__(
         self, errno: int, what: str, path: str | os.PathLike[str], *, offset: int | None = None
     ) -> None:
+        """Describe a failed operation.
+
+        Args:
+            errno: Error number of the system.
+            what: Operation that failed; the start of the message.
+            path: File or directory that the operation was for.
+            offset: Position in the file, in bytes, if the operation has one.
+        """
         where = f" at byte {offset}" if offset is not None else ""
         super().__init__(errno, f"{what}{where}: {os.strerror(errno)}", os.fspath(path))
         self.offset = offset
@@ -36,24 +44,25 @@ class StorageError(OSError):
 
 
 class ShortReadError(StorageError, EOFError):
-    """A read met the end of the file: the file is shorter than its layout says."""
+    """A read reached the end of the file: the file is shorter than its layout says."""
 
 
 class LockHeldError(StorageError, BlockingIOError):
-    """Another process (or another handle in this one) holds a conflicting lock."""
+    """A conflicting lock is held, by another process or through another handle of this one."""
 
 
 class RefusedError(ValueError):
-    """What was asked for is not done here: the message says what, why, and what to do instead."""
+    """A request is refused; the message says what is refused, why, and what to do instead."""
 
 
 class WrongDataError(StorageError):
-    """A read returned other bytes than were written there."""
+    """A read returned bytes that differ from those written at the same place."""
 
 
 def _rebuild(
     kind: type[StorageError], errno: int, message: str, path: str, offset: int | None
 ) -> StorageError:
+    """Rebuild a pickled error with its original message."""
     error = kind(errno, "", path, offset=offset)
     error.strerror = message
     return error

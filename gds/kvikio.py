@@ -1,4 +1,4 @@
-"""Device memory: the KvikIO backend and its buffers. Imports neither KvikIO nor CuPy before use."""
+"""Device memory: the KvikIO backend and its buffers. KvikIO and CuPy are imported on first use."""
 
 from gds.backends.kvikio import KvikioBackend, RegistrationRefused
 from gds.backends.kvikio_file import KvikioFile, Used

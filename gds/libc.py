@@ -1,7 +1,7 @@
-"""The system calls that Python does not wrap: `statx`, `renameat2`, `cachestat`, clones of ranges.
+"""System calls that Python does not wrap: `statx`, `renameat2`, `cachestat`, clones of ranges.
 
-Where the C library lacks one of them (glibc before 2.28, musl) the answer is "the kernel did not
-say" or ENOSYS, and callers fall back.
+If the C library lacks one of them (glibc before 2.28, musl), the functions return None or raise
+ENOSYS, and callers fall back.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _STATX_BYTES: Final = 256
 _MNT_ID_AT: Final = 0x90
 _DIO_ALIGN_AT: Final = 0x98
 
-# From linux/fs.h; Python has it from 3.12 on.
+# From linux/fs.h; Python defines FICLONERANGE from 3.12 on.
 _CLONE_RANGE: Final = getattr(fcntl, "FICLONERANGE", 0x4020940D)
 
-_CACHESTAT: Final = 451  # of every architecture: it is newer than their differences
+_CACHESTAT: Final = 451  # new system calls have the same number on every architecture
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
-# With the interpreter's lock held: the call never waits, and is shorter than giving the lock up.
+# PyDLL holds the GIL during the call, which never waits and takes less time than releasing it.
 _cachestat: Final = getattr(ctypes.PyDLL(None), "syscall", None)
 if _cachestat is not None:
     _cachestat.restype = ctypes.c_long
@@ -46,12 +46,12 @@ if _cachestat is not None:
 
 
 def direct_alignment(fd: int) -> tuple[int, int] | None:
-    """Return what the kernel asks of direct transfers on an open file.
+    """Return the alignment that the kernel requires of direct transfers on an open file.
 
     Returns:
-        Alignment of memory and of offset and length, both in bytes; ``(0, 0)`` says that this file
-        takes no direct transfers; None says that the kernel (before 6.1) or the file system does
-        not tell.
+        Alignment of memory, and alignment of offset and length, both in bytes. ``(0, 0)`` means
+        that this file takes no direct transfers. None means that the kernel (before 6.1) or the
+        file system does not report an alignment.
     """
     buffer = _statx(fd, _STATX_DIOALIGN)
     if buffer is None or not _mask(buffer) & _STATX_DIOALIGN:
@@ -61,7 +61,10 @@ def direct_alignment(fd: int) -> tuple[int, int] | None:
 
 
 def mount_id(fd: int) -> int | None:
-    """Return the first field of the line in ``/proc/self/mountinfo`` that an open file is on."""
+    """Return the kernel's number of the mount that holds an open file; None if not reported.
+
+    It is the first field of the mount's line in ``/proc/self/mountinfo``.
+    """
     buffer = _statx(fd, _STATX_MNT_ID)
     if buffer is None or not _mask(buffer) & _STATX_MNT_ID:
         return None
@@ -70,7 +73,7 @@ def mount_id(fd: int) -> int | None:
 
 
 def rename_with(source: str, target: str, flags: int) -> None:
-    """Rename with ``RENAME_*`` flags; raises `OSError`, with ENOSYS where the call is missing."""
+    """Rename with ``RENAME_*`` flags; raises `OSError`, ENOSYS if the C library lacks the call."""
     call = _function("renameat2")
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), source, None, target)
@@ -87,24 +90,31 @@ def rename_with(source: str, target: str, flags: int) -> None:
 
 
 def clone_range(fd: int, source_fd: int, offset: int, nbytes: int) -> None:
-    """Let a range of an open file share the space of the same range of another one.
+    """Let a range of one open file share the disk space of the same range of another.
 
     Args:
-        fd: Open for writing, through the page cache.
-        source_fd: Open for reading.
-        offset: Where the range begins in both, in bytes.
-        nbytes: Its length, not 0: that would mean the rest of the file.
+        fd: Descriptor of the target file, open for writing through the page cache.
+        source_fd: Descriptor of the source file, open for reading.
+        offset: Start of the range in both files, in bytes.
+        nbytes: Length of the range, in bytes. It must not be 0, which would mean the rest of the
+            file.
 
     Raises:
-        OSError: EOPNOTSUPP, ENOTTY, EINVAL, EXDEV and others where it cannot be done.
+        OSError: The range cannot be shared (EOPNOTSUPP, ENOTTY, EINVAL, EXDEV and others).
     """
     fcntl.ioctl(fd, _CLONE_RANGE, struct.pack("=qQQQ", source_fd, offset, nbytes, offset))
 
 
 def cached_bytes(fd: int, nbytes: int, offset: int = 0) -> int | None:
-    """Return how much of `nbytes` bytes from `offset` of an open file the page cache holds.
+    """Return how many bytes of a range of an open file the page cache holds.
 
-    In whole pages. None says that the kernel (before 6.5) does not tell.
+    Args:
+        fd: Descriptor of the file.
+        nbytes: Length of the range, in bytes.
+        offset: Start of the range, in bytes.
+
+    Returns:
+        Bytes in whole pages. None means that the kernel (before 6.5) cannot tell.
     """
     if _cachestat is None:
         return None
@@ -117,6 +127,7 @@ def cached_bytes(fd: int, nbytes: int, offset: int = 0) -> int | None:
 
 
 def _statx(fd: int, mask: int) -> bytes | None:
+    """Return the ``struct statx`` of an open file, or None if the call is missing or fails."""
     call = _function("statx")
     if call is None:
         return None
@@ -132,9 +143,11 @@ def _statx(fd: int, mask: int) -> bytes | None:
 
 
 def _mask(buffer: bytes) -> int:
+    """Return the bits that say which fields of a ``struct statx`` are filled."""
     (mask,) = struct.unpack_from("=I", buffer, 0)
     return int(mask)
 
 
 def _function(name: str) -> Any:
+    """Return a function of the C library, or None if the library lacks it."""
     return getattr(_libc, name, None)

@@ -1,4 +1,4 @@
-"""Making a backend: by its name, or by the path that bytes are to take."""
+"""Constructors of backends, by the backend's name or by the path that bytes take."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ BackendName = Literal["posix", "kvikio"]
 def open_backend(
     name: BackendName = "posix", *, hybrid: bool | HybridPolicy = False, **settings: Any
 ) -> Backend:
-    """Return a new backend, to be closed.
+    """Return a new backend, which the caller closes.
 
     Args:
-        name: ``"posix"`` moves host memory; ``"kvikio"`` moves that and a GPU's.
-        hybrid: Choose between direct and buffered for each request of host memory; see
+        name: ``"posix"`` moves host memory; ``"kvikio"`` moves host memory and GPU memory.
+        hybrid: Choose between direct and buffered I/O for each request of host memory; see
             `PosixBackend`.
         settings: Further arguments of `PosixBackend`, or of `gds.kvikio.KvikioBackend`.
 
     Raises:
-        RefusedError: A library that the backend needs is missing; names the remedy.
-        ValueError: There is no such backend, or a setting is none that it can have.
+        RefusedError: A library that the backend needs is missing; the message names the remedy.
+        ValueError: The name is unknown, or the value of a setting is out of range.
+        TypeError: The backend has no such setting.
     """
     if name == "posix":
         return PosixBackend(hybrid=hybrid, **settings)
     if name != "kvikio":
         raise ValueError(f"there is no backend {name!r}: take 'posix' or 'kvikio'")
-    from gds.backends.kvikio import KvikioBackend  # needs a driver and libraries that few have
+    from gds.backends.kvikio import KvikioBackend  # only this backend loads GPU libraries
 
     return KvikioBackend(hybrid=hybrid, **settings)
 
 
 def open_path(name: PathName, threads: int, *, no_driver: str = "") -> Backend:
-    """Return a new backend that takes the path `name`.
+    """Return a new backend that takes the path `name`; the caller closes it.
 
     Args:
-        name: Of the path.
-        threads: Transfers that it runs at once, in each direction.
-        no_driver: Why there is no CUDA driver; empty where there is one.
+        name: Name of the path.
+        threads: Number of transfers that the backend runs at once, in each direction.
+        no_driver: Reason why the CUDA driver cannot be used; empty if it can.
 
     Raises:
-        RefusedError: It cannot be taken here; says why, and what to do.
+        RefusedError: This machine cannot take the path; the message says why, and what to do.
     """
     path = PATHS[name]
     if path.memory == "device" and no_driver:
@@ -55,6 +56,6 @@ def open_path(name: PathName, threads: int, *, no_driver: str = "") -> Backend:
         )
     if path.memory == "host":
         return PosixBackend(read_threads=threads, write_threads=threads, direct=name == "direct")
-    from gds.backends.kvikio import KvikioBackend  # needs a driver and libraries that few have
+    from gds.backends.kvikio import KvikioBackend  # only this backend loads GPU libraries
 
     return KvikioBackend(path=cast(DevicePath, name), read_threads=threads, write_threads=threads)

@@ -1,7 +1,7 @@
-"""The ways a byte can take between a drive and memory: one table, which every command reads.
+"""Table of the paths between a drive and memory, which every command reads.
 
-A path that moves device memory is taken by the KvikIO backend, which is told which of its own three
-to take. `gds.opening` makes the backends.
+The KvikIO backend takes the three paths of device memory, and is told which of them to take.
+`gds.opening` makes the backends.
 """
 
 from __future__ import annotations
@@ -10,25 +10,26 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 DevicePath = Literal["gds", "compat", "bounce"]
-"""How device memory is moved."""
+"""Name of a path that moves device memory."""
 
 PathName = Literal["gds", "compat", "bounce", "direct", "buffered"]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPath:
-    """One way, and who takes it."""
+    """One path between a drive and memory."""
 
     name: PathName
+    """Name on the command line and in results."""
 
     title: str
-    """For people."""
+    """Description for people."""
 
     memory: Literal["host", "device"]
-    """Where the other end is."""
+    """Kind of memory at the end opposite the drive."""
 
     exit_status: int
-    """Of `gds check` where this is what would be used."""
+    """Exit status of `gds check` if this path is the one that would be used."""
 
 
 PATHS: Final[dict[PathName, TransferPath]] = {
@@ -41,4 +42,4 @@ PATHS: Final[dict[PathName, TransferPath]] = {
         TransferPath("buffered", "POSIX through the page cache", "host", 5),
     )
 }
-"""Best first, for who has a GPU."""
+"""All paths by name, from best to worst for a user with a GPU."""

@@ -1,4 +1,4 @@
-"""What is at a path that a user has named, and what to say where that cannot be used."""
+"""Checks of a path that a user names, with messages that say what to name instead."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from gds.errors import RefusedError, StorageError
 
 
 def is_directory(path: str) -> bool:
-    """Return whether a path is a directory; False for a regular file.
+    """Return True if a path is a directory, False if it is a regular file.
 
     Raises:
-        FileNotFoundError: There is nothing there.
-        RefusedError: It is a device, a pipe or a socket; says what to name instead.
-        StorageError: It cannot be looked at.
+        FileNotFoundError: The path does not exist.
+        RefusedError: The path is a device, a pipe or a socket. For a block device the message
+            says what to name instead.
+        StorageError: The system cannot examine the path.
     """
     try:
         found = os.stat(path)
@@ -38,6 +39,7 @@ def is_directory(path: str) -> bool:
 
 
 def _instead(device: os.stat_result) -> str:
+    """Return the advice that names a directory to use instead of a block device."""
     points = probe.mount_points(os.major(device.st_rdev), os.minor(device.st_rdev))
     if not points:
         return "mount a file system of it, and name a directory in that"

@@ -1,7 +1,7 @@
-"""What a directory can really do: its file system, and whether direct I/O works there.
+"""Probe of a directory: its file system, and whether direct I/O works, tried by a real transfer.
 
-Flags lie: tmpfs accepts O_DIRECT and ignores it, others accept the flag at open and refuse the
-transfer. So the last word has a real transfer.
+Flags are no proof. tmpfs accepts O_DIRECT and ignores it; other file systems accept the flag at
+open and refuse the transfer. So only a real transfer decides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gds.buffers.host import HostBuffer
 from gds.contract import ALIGNMENT
 
 MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs"})
-"""File systems that are memory: lost at power-off, and without a device to transfer to."""
+"""File systems that live in memory: without a device to transfer to, and lost at power-off."""
 
 REMOTE_FILESYSTEMS: Final = frozenset(
     {
@@ -30,7 +30,7 @@ REMOTE_FILESYSTEMS: Final = frozenset(
         "virtiofs", "vmhgfs", "wekafs",
     }
 )  # fmt: skip
-"""File systems whose files another machine serves, the host of a virtual one included."""
+"""File systems whose files another machine serves. The host of a virtual machine counts as one."""
 
 REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTBLK})
 """Errors by which a file system refuses a well-aligned direct transfer."""
@@ -40,22 +40,23 @@ NO_CLONES: Final = frozenset(
         errno.EOPNOTSUPP,
         errno.ENOTTY,
         errno.ENOSYS,
-        errno.EINVAL,  # among others: files of which only one is overwritten in place (btrfs)
+        errno.EINVAL,  # for example: only one of the two files is overwritten in place (btrfs)
         errno.EXDEV,
         errno.EPERM,
         errno.EACCES,
         errno.ETXTBSY,
     }
 )
-"""Errors by which the kernel says that it cannot let two files share space."""
+"""Errors by which the kernel reports that two files cannot share space."""
 
 _PROBE_BYTES: Final = 2 * ALIGNMENT
 _CLONED_BYTES: Final = 1 << 16
-"""Of a hole, so that it takes no space: a multiple of every file system's block."""
+"""Length of the range that the clone probe shares, in bytes: a multiple of the block size of every
+file system. The range is a hole, so it takes no space."""
 
 
 class DirectIOUnavailable(UserWarning):
-    """Transfers go through the page cache, where the caller had reason to expect direct ones."""
+    """Transfers go through the page cache although the caller had reason to expect direct I/O."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,42 +64,51 @@ class Mount:
     """The file system that holds a directory."""
 
     filesystem: str
-    """Type, such as ``ext4``; ``unknown`` where ``/proc`` cannot be read."""
+    """Type of the file system, such as ``ext4``; ``unknown`` if ``/proc`` cannot be read."""
 
     mount_point: str
+    """Directory that the file system is mounted on; empty if not known."""
+
     source: str
+    """Mounted device or share, such as ``/dev/nvme0n1p1``; empty if not known."""
+
     volatile: bool
-    """Whether its contents are lost at power-off, synced or not."""
+    """Whether the contents are lost at power-off, synced or not."""
 
     remote: bool = False
-    """Whether another machine, or a program (FUSE), serves its files."""
+    """Whether another machine, or a program (FUSE), serves the files."""
 
     options: tuple[str, ...] = ()
-    """Those of the mount, then those of the file system."""
+    """Options of the mount, then options of the file system."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectIO:
-    """Whether files take direct transfers, and how these must be aligned."""
+    """Whether files take direct transfers, and how the transfers must be aligned."""
 
     supported: bool
+    """Whether direct transfers work."""
+
     memory_alignment: int
-    """Bytes, for the address of the memory; 1 where `supported` is False."""
+    """Alignment of the memory's address, in bytes; 1 if `supported` is False."""
 
     offset_alignment: int
-    """Bytes, for offset and length; 1 where `supported` is False."""
+    """Alignment of offset and length, in bytes; 1 if `supported` is False."""
 
     reason: str = ""
-    """Why not, for people; empty where `supported` is True."""
+    """Reason, for people, why direct transfers do not work; empty if `supported` is True."""
 
 
 def no_direct_io(reason: str) -> DirectIO:
-    """Return the answer "no", for a reason."""
+    """Return a result that says that direct I/O does not work, with the reason."""
     return DirectIO(False, 1, 1, reason)
 
 
 def mount_of(path: str) -> Mount:
-    """Return the mount that holds an existing file or directory."""
+    """Return the mount that holds an existing file or directory.
+
+    The type is ``unknown`` if ``/proc/self/mountinfo`` cannot be read.
+    """
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
             table = file.read()
@@ -115,7 +125,12 @@ def mount_of(path: str) -> Mount:
 
 
 def mount_points(major: int, minor: int) -> list[str]:
-    """Return where the file systems of a device are mounted; none where that cannot be read."""
+    """Return the mount points of a block device's file systems; empty if they cannot be read.
+
+    Args:
+        major: Major number of the device.
+        minor: Minor number of the device.
+    """
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
             lines = [line.split() for line in file]
@@ -126,10 +141,17 @@ def mount_points(major: int, minor: int) -> list[str]:
 
 
 def find_mount(table: str, path: str, mount_id: int | None = None) -> Mount:
-    """Find the mount of an absolute, resolved `path` in the text of a mountinfo table.
+    """Find the mount of a path in the text of a mountinfo table.
 
-    The kernel's `mount_id` decides where it is known. Otherwise the longest mount point that is a
-    parent of `path` does, and among equals the last, which covers the earlier ones.
+    Args:
+        table: Text of ``/proc/self/mountinfo``.
+        path: Absolute path without symbolic links.
+        mount_id: The kernel's number of the mount. If it is None or not in the table, the result
+            is the longest mount point that holds `path`. Of several mounts on that point it is
+            the last, which covers the earlier ones.
+
+    Returns:
+        The mount; its type is ``unknown`` if none is found.
     """
     best: tuple[int, Mount] | None = None
     for line in table.splitlines():
@@ -154,9 +176,9 @@ def find_mount(table: str, path: str, mount_id: int | None = None) -> Mount:
 
 
 def is_remote(filesystem: str) -> bool:
-    """Return whether files on this type of file system are served by another machine or a program.
+    """Return whether another machine or a program serves files on this type of file system.
 
-    What is mounted through FUSE is called ``fuse``, ``fuseblk`` or ``fuse.<program>``.
+    The type of a FUSE mount is ``fuse``, ``fuseblk`` or ``fuse.<program>``.
     """
     return filesystem in REMOTE_FILESYSTEMS or (
         filesystem.startswith("fuse") and filesystem != "fusectl"
@@ -164,7 +186,7 @@ def is_remote(filesystem: str) -> bool:
 
 
 def describe_remote(filesystem: str) -> str:
-    """Say who serves the files of a remote file system, and what follows, for people."""
+    """Return a message for people: who serves a remote file system, and what that implies."""
     who = "a program (FUSE)" if filesystem.startswith("fuse") else "another machine"
     return (
         f"{filesystem} has its files served by {who}: what a lock keeps out, and what a sync has "
@@ -173,17 +195,20 @@ def describe_remote(filesystem: str) -> str:
 
 
 def required_alignment(fd: int) -> tuple[int, int] | None:
-    """Return the alignments in bytes, of memory and of offsets, for direct transfers on `fd`.
+    """Return the alignments that direct transfers on `fd` need.
 
-    Asks the kernel; where it does not tell, the block device; where there is none, `ALIGNMENT`.
-    Returns None where the kernel says that this file takes no direct transfers.
+    Returns:
+        Alignment of memory, and alignment of offset and length, both in bytes: the kernel's
+        answer; if it does not tell, the block size of the device for both; if that is not known
+        either, `ALIGNMENT` for both. None if the kernel says that this file takes no direct
+        transfers.
     """
     told = libc.direct_alignment(fd)
     if told is not None:
         return told if all(told) else None
     device = os.fstat(fd).st_dev
     block = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
-    for queue in (f"{block}/queue", f"{block}/../queue"):  # a disk, a partition of one
+    for queue in (f"{block}/queue", f"{block}/../queue"):  # for a disk, for a partition
         with contextlib.suppress(OSError, ValueError), open(f"{queue}/logical_block_size") as file:
             size = int(file.read())
             return size, size
@@ -191,7 +216,7 @@ def required_alignment(fd: int) -> tuple[int, int] | None:
 
 
 def size_bytes(path: str) -> int:
-    """Return the size of the file system that holds an existing path; 0 if that is not known."""
+    """Return the size, in bytes, of the file system that holds an existing path; 0 if not known."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -200,9 +225,13 @@ def size_bytes(path: str) -> int:
 
 
 def direct_io(directory: str) -> DirectIO:
-    """Write and read back a small file in `directory` with O_DIRECT, and say how that went.
+    """Write and read back a small file in `directory` with O_DIRECT, and return the result.
 
-    Leaves nothing behind. Raises `OSError` where `directory` is not one, or its device fails.
+    The file is removed afterwards. If the file system is too full to try, the result is that
+    direct I/O is supported, because existing files may still be used.
+
+    Raises:
+        OSError: `directory` is not a directory, or its device fails.
     """
     filesystem = mount_of(directory).filesystem
     if filesystem in MEMORY_FILESYSTEMS:
@@ -211,9 +240,9 @@ def direct_io(directory: str) -> DirectIO:
         return _probe(directory, filesystem)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            # Too full to try, but files that are there can be used: each is tried when opened.
+            # Too full to try. Existing files can still be used: each is tried when it is opened.
             return DirectIO(True, ALIGNMENT, ALIGNMENT)
-        # /proc says that the new file's name is not there.
+        # /proc reports the new, nameless file as missing.
         is_special = error.errno == errno.ENOENT and os.path.isdir(directory)
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) and not is_special:
             raise
@@ -221,6 +250,7 @@ def direct_io(directory: str) -> DirectIO:
 
 
 def _probe(directory: str, filesystem: str) -> DirectIO:
+    """Return the result of a direct transfer to and from a scratch file."""
     with scratch_file(directory) as plain_fd:
         required = required_alignment(plain_fd)
         if refusal := refused_alignment(required):
@@ -237,7 +267,7 @@ def _probe(directory: str, filesystem: str) -> DirectIO:
 
 
 def can_clone(directory: str) -> bool:
-    """Try whether files in `directory` can share space. Leaves nothing behind."""
+    """Return whether files in `directory` can share space, tried with two scratch files."""
     try:
         with scratch_file(directory) as fd, scratch_file(directory) as source_fd:
             for each in (fd, source_fd):
@@ -249,7 +279,11 @@ def can_clone(directory: str) -> bool:
 
 
 def refused_alignment(required: tuple[int, int] | None) -> str:
-    """Say why `required` (see `required_alignment`) rules direct transfers out; empty if not."""
+    """Return the reason why an alignment rules out direct transfers; empty if it does not.
+
+    Args:
+        required: Result of `required_alignment`.
+    """
     if required is None:
         return "the kernel says that files here take no direct transfers"
     if max(required) > ALIGNMENT:
@@ -258,13 +292,14 @@ def refused_alignment(required: tuple[int, int] | None) -> str:
 
 
 def refused_filesystem(filesystem: str) -> str:
-    """Say why a file system of this type has no direct transfers; empty where it may have."""
+    """Return the reason why this type of file system has no direct transfers; empty if it may."""
     if filesystem in MEMORY_FILESYSTEMS:
         return f"{filesystem} keeps files in memory: there is no device to transfer to"
     return ""
 
 
 def _round_trip(fd: int, filesystem: str, memory: int, offset: int) -> DirectIO:
+    """Return the result of a direct write and read, with alignments `memory` and `offset`."""
     sent, received = HostBuffer(_PROBE_BYTES), HostBuffer(_PROBE_BYTES)
     sent.memoryview()[:] = bytes(range(256)) * (_PROBE_BYTES // 256)
     try:
@@ -272,7 +307,7 @@ def _round_trip(fd: int, filesystem: str, memory: int, offset: int) -> DirectIO:
         read = os.preadv(fd, [received.memoryview()], 0)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return DirectIO(True, memory, offset)  # too full to try: the kernel's word stands
+            return DirectIO(True, memory, offset)  # too full to try: trust the kernel's answer
         if error.errno not in REFUSALS:
             raise
         return no_direct_io(
@@ -291,9 +326,10 @@ def _round_trip(fd: int, filesystem: str, memory: int, offset: int) -> DirectIO:
 
 @contextlib.contextmanager
 def scratch_file(directory: str) -> Iterator[int]:
-    """Yield the descriptor of a new, empty file that is gone afterwards.
+    """Yield the descriptor of a new, empty file, which is removed at the end of the context.
 
-    It has no name where the file system can do that, so that not even a crash leaves one behind.
+    The file has no name if the file system supports that, so that not even a crash leaves it
+    behind.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     path = ""

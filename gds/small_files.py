@@ -1,4 +1,4 @@
-"""Small files of what was measured: replaced whole, and never trusted when they are read."""
+"""Small files with results of measurements: replaced as a whole, and distrusted when read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Final
 from gds.backends.names import reporting
 
 MOST_BYTES: Final = 64 << 10
+"""Largest size of a small file, in bytes."""
 
 
 def read_small_file(path: str) -> bytes:
-    """Return what a regular file holds.
+    """Return the content of a regular file.
 
     Raises:
-        OSError: There is none, or a symbolic link in its place.
-        ValueError: It is something else, or longer than `MOST_BYTES`.
+        OSError: The file does not exist, is a symbolic link, or cannot be read.
+        ValueError: The path is not a regular file, or the file is longer than `MOST_BYTES`.
     """
     # O_NONBLOCK: opening a pipe must not wait for its other end.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -33,20 +34,22 @@ def read_small_file(path: str) -> bytes:
 
 
 def write_small_file(path: str, data: bytes, what: str) -> None:
-    """Replace a file, whole or not at all. Not synced: it must be something that can be made anew.
+    """Replace a file as a whole or not at all.
+
+    The file is not synced, so use this only for content that can be made again after a crash.
 
     Args:
-        path: Of the file.
-        data: Its content.
-        what: It is, for messages.
+        path: Path of the file.
+        data: New content of the file.
+        what: Name of the content in messages, such as "a calibration".
 
     Raises:
-        StorageError: It could not be written.
+        StorageError: The file could not be written.
     """
     beside = f"{path}.new"
     with reporting(f"write {what}", path):
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(beside)  # of a process that died here
+            os.unlink(beside)  # left by a process that died before the rename
         fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with open(fd, "wb") as file:

@@ -1,16 +1,16 @@
-"""Waiting for other threads so that an interrupt (Ctrl-C) can neither break the wait nor others'.
+"""Waits for other threads that an interrupt (Ctrl-C) cannot break.
 
-Python runs the handlers of signals on the main thread, between two steps of Python code: where a
-function begins, where one that is written in C has returned, and where a loop turns round. A
-handler may raise, as that of Ctrl-C does. `threading.Condition` is written in Python: if its
-acquisition or its release is interrupted, its lock may be held for ever, and every thread that
-needs it stops. Whatever is made of conditions has the same weakness: `concurrent.futures.Future`,
-`threading.Event`, `threading.Barrier`, and the start of a thread.
+Python runs signal handlers on the main thread, between two steps of Python code: at the start of a
+function, after the return of a function written in C, and at the jump back in a loop. A handler
+may raise, as the handler of Ctrl-C does. `threading.Condition` is written in Python: if its
+acquisition or its release is interrupted, its lock may stay held for ever, and every thread that
+needs the lock stops. Everything built from conditions has the same weakness:
+`concurrent.futures.Future`, `threading.Event`, `threading.Barrier`, and the start of a thread.
 
-Here every lock is written in C and taken by ``with`` only: between its acquisition and the body,
-and between the body and its release, no handler runs. Nobody waits while a lock is held, either. A
-waiter leaves a *ticket*, a lock that is acquired, and acquires it again; whoever has changed
-something releases the ticket.
+This module only uses locks written in C, and takes them only by ``with``: no handler runs between
+the acquisition and the body, or between the body and the release. No thread waits while it holds a
+lock, either. A waiting thread leaves a *ticket*, a lock that is already acquired, and acquires it
+once more. The thread that changes the state releases the ticket.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ _log = logging.getLogger("gds")
 T = TypeVar("T")
 
 _LOST_S = 1.0
-"""After so many seconds a waiter looks again. If the thread that changes something is interrupted
-before it has told, the others wait so long, and not for ever."""
+"""Seconds after which a waiting thread checks the state again. If the thread that changes the state
+is interrupted before its notification, the others wait this long instead of for ever."""
 
 
 class Monitor(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
-    """A reentrant lock, taken by ``with``, and a way to wait for what changes under it."""
+    """A reentrant lock, taken by ``with``, and a way to wait for a change of the guarded state."""
 
     def __init__(self) -> None:
+        """Make a free lock."""
         super().__init__()
         self._tickets: list[threading.Lock] = []
 
     def wait_until(self, reached: Callable[[], T | None]) -> T:
-        """Call `reached` under the lock until it returns something true, and return that.
+        """Call `reached` under the lock until it returns a true value, and return that value.
 
-        It is called at once, then after each `notify_all`, and now and then. Between the calls the
-        lock is free; so the caller must not hold it.
+        `reached` is called at once, after each `notify_all`, and at least once a second. The lock
+        is free between the calls, so the caller must not hold it.
 
         Raises:
             RuntimeError: The caller holds the lock.
@@ -60,18 +61,20 @@ class Monitor(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
                 ticket = None
 
     def notify_all(self) -> None:
-        """Let all who wait look again. The caller holds the lock."""
+        """Make all waiting threads check the state again. The caller holds the lock."""
         while self._tickets:
             self._tickets.pop().release()
 
 
 class Pending(Generic[T]):
-    """The outcome of something that another thread does: a value or an error, known once.
+    """The outcome of another thread's work: a value or an error, set once.
 
-    It is what a `concurrent.futures.Future` is, for those who wait and those who resolve it.
+    It has the methods of `concurrent.futures.Future` for waiting and for setting the outcome. It
+    cannot be cancelled. All methods may be called from any thread.
     """
 
     def __init__(self) -> None:
+        """Make an outcome that is not known yet."""
         self._lock = threading.RLock()
         self._done = False
         self._value: T
@@ -98,11 +101,11 @@ class Pending(Generic[T]):
         """Wait for the outcome and return the value.
 
         Args:
-            timeout: Seconds to wait; None waits for ever.
+            timeout: Seconds to wait; None waits without limit.
 
         Raises:
-            BaseException: The error, if that is the outcome.
-            TimeoutError: It is not known after `timeout` seconds.
+            BaseException: The outcome is this error.
+            TimeoutError: The outcome is not known after `timeout` seconds.
         """
         if not self.wait(timeout):
             raise TimeoutError
@@ -111,18 +114,18 @@ class Pending(Generic[T]):
                 raise self._error
             return self._value
         finally:
-            self = None  # type: ignore[assignment]  # the error's traceback has this frame
+            self = None  # type: ignore[assignment]  # the error's traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait as `result` does, and return the error; None if there is a value."""
+        """Wait as `result` does, and return the error; None if the outcome is a value."""
         if not self.wait(timeout):
             raise TimeoutError
         return self._error
 
     def add_done_callback(self, fn: Callable[[Pending[T]], object]) -> None:
-        """Call ``fn(self)`` on the thread that resolves this; at once if it has been resolved.
+        """Call ``fn(self)`` on the thread that sets the outcome; at once if the outcome is known.
 
-        An `Exception` that it raises is logged.
+        An `Exception` that `fn` raises is logged.
         """
         with self._lock:
             if not self._done:
@@ -131,7 +134,7 @@ class Pending(Generic[T]):
         self._call(fn)
 
     def set_result(self, value: T) -> None:
-        """Resolve this to a value, then call the callbacks."""
+        """Set the outcome to a value, then call the callbacks."""
         with self._lock:
             self._require_unknown()
             self._value = value
@@ -139,7 +142,7 @@ class Pending(Generic[T]):
         self._tell()
 
     def set_exception(self, error: BaseException) -> None:
-        """Resolve this to an error, then call the callbacks."""
+        """Set the outcome to an error, then call the callbacks."""
         with self._lock:
             self._require_unknown()
             self._error = error
@@ -147,19 +150,22 @@ class Pending(Generic[T]):
         self._tell()
 
     def _require_unknown(self) -> None:
+        """Raise `RuntimeError` if the outcome is known."""
         if self._done:
             raise RuntimeError("this has been resolved before")
 
     def _tell(self) -> None:
+        """Wake all waiting threads, and call the callbacks."""
         while self._tickets:
             self._tickets.pop().release()
         while self._callbacks:
             self._call(self._callbacks.pop(0))
 
     def _call(self, fn: Callable[[Pending[T]], object]) -> None:
+        """Call a callback, and log its error."""
         try:
             fn(self)
-        except Exception:  # noqa: BLE001  (as a future of the standard library does)
+        except Exception:  # noqa: BLE001  (futures of the standard library log it as well)
             _log.exception("a callback of %r failed", self)
 
 
@@ -170,14 +176,14 @@ def wait(pending: Iterable[Pending[T]]) -> None:
 
 
 def start(*threads: threading.Thread) -> None:
-    """Start threads so that an interrupt cannot keep one of them from coming to its work.
+    """Start threads so that an interrupt cannot stop one of them before it begins its work.
 
-    `threading.Thread.start` waits for the thread by an event, whose lock both need. So on the main
-    thread, the only one that is interrupted, another thread does it. If this is interrupted, all of
-    them start none the less.
+    `threading.Thread.start` waits for the new thread through an event, whose lock both threads
+    need. Only the main thread is interrupted. So if the main thread calls this, a helper thread
+    starts the others. All of them start even if this call is interrupted.
 
     Raises:
-        RuntimeError: A thread cannot be started; those before it have been.
+        RuntimeError: A thread cannot be started; the threads before it have been started.
     """
     if threading.get_ident() != threading.main_thread().ident:
         _start(threads)
@@ -185,9 +191,10 @@ def start(*threads: threading.Thread) -> None:
     started: Pending[None] = Pending()
 
     def start_all() -> None:
+        """Start the threads, and report the outcome."""
         try:
             _start(threads)
-        except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
+        except BaseException as error:  # noqa: BLE001  (the waiting thread raises it)
             started.set_exception(error)
         else:
             started.set_result(None)
@@ -204,11 +211,13 @@ def start(*threads: threading.Thread) -> None:
 
 
 def _start(threads: Sequence[threading.Thread]) -> None:
+    """Start threads in order, on the calling thread."""
     for thread in threads:
         thread.start()
 
 
 def _ticket() -> threading.Lock:
+    """Return a new lock that is already acquired."""
     lock = threading.Lock()
     lock.acquire()
     return lock

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.campaigns import sampled
+
 # The same examples in every run, however slow the machine: chance is not to refuse a release.
 # `--hypothesis-profile=default` draws others, and says what takes long.
 settings.register_profile(
@@ -24,6 +26,14 @@ settings.load_profile("tests")
 
 SYSTEM_CALL_FAULTS = "faults of "
 """Begins the names under which `tests/kernel` records how many calls it let fail."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `make test-full` runs."""
+    left = sampled([item.nodeid for item in items], config.args)
+    if left:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+        items[:] = [item for item in items if item.nodeid not in left]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,7 +1,7 @@
-"""What moves bytes between files and buffers: through the kernel, in memory, with KvikIO.
+"""Backends, which move bytes between files and buffers: through the kernel, in memory, by KvikIO.
 
-This wing may know `buffers`, `check`, `probe`, `paths`, `contract` and `errors`. KvikIO itself is
-imported only when its backend is made.
+This wing may know `buffers`, `check`, `contract`, `errors`, `libc`, `paths`, `probe` and `waiting`.
+KvikIO itself is imported only when its backend is made.
 """
 
 from gds.backends.hybrid import HybridPolicy

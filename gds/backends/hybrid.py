@@ -1,15 +1,15 @@
-"""Direct or buffered, chosen for each request: by size, alignment, page cache and memory.
+"""Choice between direct and buffered I/O for each request: by size, alignment, cache and memory.
 
-What decides, as measured on ext4 (see ``bench/hybrid.py``): a request costs a system call and a
-trip to the drive, whichever way it goes; past that, direct I/O has the drive's full rate for a
-tenth of the processor time, and the page cache has what it holds already (five times the drive's
-rate), collects small writes into large ones, and reads ahead.
+The reasons, as measured on ext4 (see ``bench/hybrid.py``): in both modes a request costs a system
+call and a trip to the drive. Beyond that, direct I/O reaches the drive's full rate with a tenth of
+the processor time. The page cache delivers bytes that it already holds at five times the drive's
+rate, collects small writes into large ones, and reads ahead.
 
-Both ways may be mixed on one file, because the kernel keeps them coherent: before a direct read it
-writes dirty pages of that range back, before and after a direct write it drops cached ones. What it
-cannot drop is a page, or a large folio, that a buffered write dirties meanwhile: it then has the
-next sync fail with EIO (`dio_warn_stale_pagecache`). So buffered and direct *writes* of one file
-take turns here (`WriteGate`).
+Both modes may be mixed on one file, because the kernel keeps them coherent: it writes back dirty
+pages of a range before a direct read, and drops cached pages of it before and after a direct write.
+It cannot drop a page, or a large folio, that a buffered write dirties in the meantime: then it
+makes the next sync fail with EIO (`dio_warn_stale_pagecache`). So buffered and direct *writes* of
+one file take turns (`WriteGate`).
 """
 
 from __future__ import annotations
@@ -32,59 +32,69 @@ Direction = Literal["read", "write"]
 Mode = Literal["direct", "buffered"]
 
 _LEAST_GRANULE_BYTES: Final = 64 << 10
+"""Smallest granule, in bytes: the unit of a file in which `HybridFile` remembers direct reads."""
+
 _MOST_GRANULES: Final = 1 << 16
+"""Largest number of granules of a file. Larger files have larger granules."""
+
 _WINDOW_BYTES: Final = 16 << 10
-"""Of a larger read's range the page cache is asked for parts of this size only: it looks at every
-page, and for megabytes that takes as long as a tenth of copying them."""
+"""Size of a sample, in bytes, by which the page cache is asked about a larger read. The kernel
+checks every page: for a range of megabytes, that takes a tenth of the time of copying it."""
 
 _AHEAD_BYTES: Final = 256 << 10
-"""What is read ahead of small reads, on our account: the kernel's own reading ahead is off, for it
-goes on as long as somebody reads what it has brought, and then everything is cached."""
+"""Bytes that are read ahead of small reads, on request of this module. The kernel's own read-ahead
+is off: it continues as long as its pages are read, and then the whole file is cached."""
 
 _STREAK: Final = 4
-"""Where so many reads in a row were cached, the page cache is asked again before each fourth
-only: a copy from memory is so fast that asking is felt."""
+"""After this many cached reads in a row, the page cache is asked before every fourth read only. A
+copy from memory is so fast that the question costs noticeable time."""
 
 _PRESSURE_S: Final = 1.0
-"""How long what is known of the machine's memory is believed."""
+"""Seconds for which the last look at the machine's memory stays valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridPolicy:
-    """Where the limits are; the defaults are the measured ones."""
+    """Limits of the choice; the default values come from measurements."""
 
     write_bytes: int = 128 << 10
-    """Writes shorter than this are collected in the page cache."""
+    """Bytes below which a write is buffered, so that the page cache collects small writes."""
 
     read_bytes: int = 64 << 10
-    """Reads shorter than this, at the start of a file or going on where the last one ended, are
-    read ahead by the page cache."""
+    """Bytes below which a sequential read is buffered and read ahead. A read is sequential if it is
+    at the start of the file or begins at the end of the last request."""
 
     unaligned_bytes: int = 128 << 10
-    """Reads shorter than this whose ends are within blocks are left to the page cache whole: a
-    request of its own for each end would take longer."""
+    """Bytes below which a read with an end within a block is buffered as a whole. A separate
+    buffered request for each such end would take longer."""
 
     cached_share: float = 0.9
-    """A read goes through the page cache where that holds so much of its range, as far as samples
-    of it tell."""
+    """Least share of a read's range that the page cache must hold for the read to be buffered. For
+    large reads the share is estimated from samples."""
 
     reread_share: float = 0.25
-    """Of the machine's memory, for all files together: what is read directly a second time is
-    brought into the page cache if its whole file fits in there; 0 never does that."""
+    """Share of the machine's memory for files that are read repeatedly, all files together. A range
+    that is read directly for the second time is read into the page cache, if the whole file fits
+    into this share. 0 switches that off."""
 
     least_available_share: float = 0.05
-    """With less of the machine's memory available, nothing more is put into the page cache."""
+    """Share of the machine's memory: if less is available, nothing more is put into the page
+    cache."""
 
     most_stalled_percent: float = 10.0
-    """Nor where tasks were waiting for memory for this share of the last ten seconds."""
+    """Percentage of the last ten seconds: if tasks waited for memory for longer, nothing more is
+    put into the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is done with a request, and why."""
+    """The mode of a request, with the reason."""
 
     mode: Mode
+    """Whether the request is direct or buffered."""
+
     reason: str
+    """Reason of the choice, in a few words."""
 
 
 _CACHED: Final = Choice("buffered", "cached")
@@ -108,16 +118,18 @@ def choose(
     cached: bool,
     pressed: bool,
 ) -> Choice:
-    """Decide on a request that could go direct, or mostly. Pure.
+    """Decide on the mode of a request that could be direct, at least mostly. Pure.
 
     Args:
-        policy: The limits.
-        direction: Of the request.
-        nbytes: Its length.
-        partial: Whether one of its ends is within a block.
-        continues: It is at the start of the file, or where the last one ended.
-        again: All of it was read directly before, and would be welcome in the page cache.
-        cached: Whether the page cache holds it, or nearly all of it.
+        policy: Limits of the choice.
+        direction: Direction of the request.
+        nbytes: Length of the request, in bytes.
+        partial: Whether one end of the request is within a block.
+        continues: Whether the request is at the start of the file, or begins where the last
+            request ended.
+        again: Whether the whole range was read directly before, and its file may be kept in the
+            page cache.
+        cached: Whether the page cache holds the range, or nearly all of it.
         pressed: Whether memory is short.
     """
     if direction == "write":
@@ -138,7 +150,10 @@ def choose(
 
 
 class Hybrid:
-    """What the files of a backend share: the policy, the state of memory, and the counts."""
+    """State that all files of a backend share: the policy, the state of memory, and the counts.
+
+    All methods may be called from any thread.
+    """
 
     def __init__(
         self,
@@ -150,9 +165,10 @@ class Hybrid:
         """Start with a policy.
 
         Args:
-            policy: None is the default one.
-            read_text: Reads a file of ``/proc``.
-            clock: Seconds.
+            policy: Limits of the choice; None is the default policy.
+            read_text: Function that returns the text of a file in ``/proc``, or "" if it cannot
+                be read.
+            clock: Function that returns the current time in seconds.
         """
         self.policy = policy or HybridPolicy()
         self._read_text = read_text or _read_text
@@ -165,7 +181,7 @@ class Hybrid:
         self._counts: Counter[tuple[Direction, Mode, str]] = Counter()
 
     def pressed(self) -> bool:
-        """Return whether memory is short; looks once a second."""
+        """Return whether memory is short; the state is read at most once a second."""
         now_s = self._clock()
         with self._lock:
             if now_s - self._looked_s >= _PRESSURE_S:
@@ -179,7 +195,11 @@ class Hybrid:
             return self._pressed
 
     def keep(self, nbytes: int) -> bool:
-        """Take so much of what the page cache may hold of files that are read again, if it fits."""
+        """Claim memory for a file that is read repeatedly; returns whether it fits the share.
+
+        Args:
+            nbytes: Size of the file, in bytes.
+        """
         with self._lock:
             most = self.policy.reread_share * self._memory_bytes
             fits = self._kept_bytes + nbytes <= most
@@ -187,17 +207,17 @@ class Hybrid:
             return fits
 
     def unkeep(self, nbytes: int) -> None:
-        """Give it back."""
+        """Release a claim of `nbytes` bytes that `keep` granted."""
         with self._lock:
             self._kept_bytes -= nbytes
 
     def count(self, direction: Direction, choice: Choice) -> None:
-        """Note a decision."""
+        """Count a decision."""
         with self._lock:
             self._counts[direction, choice.mode, choice.reason] += 1
 
     def counts(self) -> dict[str, int]:
-        """Return how often each decision was taken, such as ``"read buffered: cached"``."""
+        """Return how often each decision was made; keys are like ``"read buffered: cached"``."""
         with self._lock:
             return {
                 f"{direction} {mode}: {reason}": count
@@ -206,19 +226,24 @@ class Hybrid:
 
 
 class WriteGate:
-    """Lets writes of one mode in while there is none of the other; both come to their turn."""
+    """Lets writes of one mode run only while no write of the other mode runs.
+
+    Both modes get their turn: a mode cannot keep the other one waiting for ever.
+    """
 
     def __init__(self) -> None:
+        """Start without writes."""
         self._changed = Monitor()
         self._mode: Mode = "direct"
         self._num_active = 0
         self._num_waiting: dict[Mode, int] = {"direct": 0, "buffered": 0}
         self._num_called: dict[Mode, int] = {"direct": 0, "buffered": 0}
-        """Those that waited, have their turn (they count as active), and have not woken up yet."""
+        """Number of writes in each mode that have got their turn but have not woken up yet. They
+        count as active."""
 
     @contextlib.contextmanager
     def passing(self, mode: Mode) -> Iterator[None]:
-        """Run the body as a write of that mode."""
+        """Run the body as a write of a mode, after waiting for its turn."""
         self._enter(mode)
         try:
             yield
@@ -226,9 +251,10 @@ class WriteGate:
             self._leave()
 
     def _enter(self, mode: Mode) -> None:
+        """Wait for the turn of a mode, and count a write as active."""
         other = _other(mode)
         with self._changed:
-            # Who finds the other mode waiting stands behind it, or it might wait for ever.
+            # If writes of the other mode wait, this one waits too: else they might wait for ever.
             if not self._num_active or (self._mode == mode and not self._num_waiting[other]):
                 self._mode = mode
                 self._num_active += 1
@@ -237,12 +263,14 @@ class WriteGate:
         self._changed.wait_until(partial(self._is_called, mode))
 
     def _is_called(self, mode: Mode) -> bool:
+        """Return whether a waiting write of a mode has got its turn, and take the turn."""
         if not self._num_called[mode]:
             return False
         self._num_called[mode] -= 1
         return True
 
     def _leave(self) -> None:
+        """Record the end of a write; the last one gives the turn to the waiting writes."""
         with self._changed:
             self._num_active -= 1
             if self._num_active:
@@ -258,16 +286,19 @@ class WriteGate:
 
 
 def _other(mode: Mode) -> Mode:
+    """Return the opposite mode."""
     return "buffered" if mode == "direct" else "direct"
 
 
 class HybridFile:
-    """Decides for one open file, and remembers what was read from it."""
+    """Decides on the requests of one open file, and remembers which ranges were read directly."""
 
     def __init__(self, hybrid: Hybrid, size_bytes: int) -> None:
+        """Start for a file of `size_bytes` bytes."""
         self._hybrid = hybrid
         self._kept = False
-        # Every request of a small file is buffered: no second descriptor, nothing to remember.
+        # All requests of a small file are buffered: it needs no second descriptor and no memory of
+        # its reads.
         self.is_small = size_bytes < min(hybrid.policy.read_bytes, hybrid.policy.write_bytes)
         self.gate = None if self.is_small else WriteGate()
         if self.is_small:
@@ -278,26 +309,27 @@ class HybridFile:
             self._granule_bytes *= 2
         self._read_before = bytearray(-(-size_bytes // self._granule_bytes))
         self._last_end = 0
-        self._num_cached = 0  # reads in a row
+        self._num_cached = 0  # cached reads in a row
 
     def mode(self, direction: Direction, fd: int, offset: int, nbytes: int) -> Mode:
-        """Return how a request that could go direct is to go.
+        """Return the mode for a request that could be direct, and count the decision.
 
         Args:
-            direction: Of the request.
-            fd: Descriptor that goes through the page cache.
-            offset: In the file, in bytes.
-            nbytes: Its length; at least a block.
+            direction: Direction of the request.
+            fd: Descriptor of transfers through the page cache.
+            offset: Start of the request in the file, in bytes.
+            nbytes: Length of the request in bytes; at least a block.
         """
         choice = _SMALL_FILE if self.is_small else self._choice(direction, fd, offset, nbytes)
         self._hybrid.count(direction, choice)
         return choice.mode
 
     def _choice(self, direction: Direction, fd: int, offset: int, nbytes: int) -> Choice:
-        last_end, self._last_end = self._last_end, offset + nbytes  # a hint: threads may race
+        """Return the choice for a request, and remember the range; may start to read ahead."""
+        last_end, self._last_end = self._last_end, offset + nbytes  # only a hint: threads may race
         is_read = direction == "read"
         if is_read and self._is_cached(fd, offset, nbytes):
-            return _CACHED  # decided already, and the copy takes little longer than the rest
+            return _CACHED  # return early: the copy takes hardly longer than the steps below
         end = offset + nbytes
         choice = choose(
             self._hybrid.policy,
@@ -310,28 +342,29 @@ class HybridFile:
             pressed=self._hybrid.pressed(),
         )
         if is_read and choice is _SMALL:
-            with contextlib.suppress(OSError):  # advice only
+            with contextlib.suppress(OSError):  # the kernel may ignore advice
                 os.posix_fadvise(fd, end, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         self._note(offset, end, was_read=is_read and choice.mode == "direct")
         return choice
 
     def close(self) -> None:
-        """Give back what was kept. Idempotent."""
+        """Release the file's claim on memory. Idempotent."""
         kept, self._kept = self._kept, False
         if kept:
             self._hybrid.unkeep(self._size_bytes)
 
     def _is_cached(self, fd: int, offset: int, nbytes: int) -> bool:
+        """Return whether the page cache holds a range, as far as samples tell."""
         streak = self._num_cached
         if streak >= _STREAK and streak % _STREAK:
             self._num_cached += 1
             return True
-        # Not by a read that must not wait (RWF_NOWAIT): since Linux 6.0 a miss starts to read
-        # ahead, and the same bytes would be fetched twice.
+        # A non-blocking read (RWF_NOWAIT) is no way to ask: since Linux 6.0 a miss starts
+        # read-ahead, and the same bytes would be fetched twice.
         if nbytes <= 8 * _WINDOW_BYTES:
             found = self._window_is_cached(fd, offset, nbytes)
         else:
-            # The end first: what was read ahead of an earlier request is at the beginning.
+            # The end first: read-ahead of an earlier request may have cached the beginning.
             found = self._window_is_cached(fd, offset + nbytes - _WINDOW_BYTES, _WINDOW_BYTES)
             if found and not streak:
                 found = all(
@@ -342,15 +375,17 @@ class HybridFile:
         return found
 
     def _window_is_cached(self, fd: int, offset: int, nbytes: int) -> bool:
+        """Return whether the page cache holds enough of the pages of a range."""
         pages = -(-(offset % mmap.PAGESIZE + nbytes) // mmap.PAGESIZE)
         cached = libc.cached_bytes(fd, nbytes, offset) or 0
         return cached >= self._hybrid.policy.cached_share * pages * mmap.PAGESIZE
 
     def _granules(self, offset: int, end: int) -> slice:
-        """Return the granules that lie within a range."""
+        """Return the indices of the granules that lie completely within a range."""
         return slice(-(-offset // self._granule_bytes), end // self._granule_bytes)
 
     def _again(self, offset: int, end: int) -> bool:
+        """Return whether a range was read directly before and its file may be kept in memory."""
         inside = self._read_before[self._granules(offset, end)]
         if not inside or not all(inside):
             return False
@@ -358,16 +393,21 @@ class HybridFile:
         return self._kept
 
     def _note(self, offset: int, end: int, *, was_read: bool) -> None:
+        """Remember a range as read directly, or forget that it was."""
         if was_read:
             inside = self._granules(offset, end)
-        else:  # all that it touches: what was written is not what was read
+        else:  # all granules that the range touches, because their bytes may have changed
             inside = slice(offset // self._granule_bytes, -(-end // self._granule_bytes))
         count = len(self._read_before[inside])
         self._read_before[inside] = (b"\1" if was_read else b"\0") * count
 
 
 def _memory(text: str) -> tuple[int, int]:
-    """Return all memory and what is available, in bytes; zeros where that is not known."""
+    """Return the machine's memory and the available memory, in bytes; 0 for a value not known.
+
+    Args:
+        text: Text of ``/proc/meminfo``.
+    """
     found = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -378,7 +418,11 @@ def _memory(text: str) -> tuple[int, int]:
 
 
 def _stalled(text: str) -> float:
-    """Return the percentage of the last ten seconds that some task waited for memory."""
+    """Return the percentage of the last ten seconds in which a task waited for memory.
+
+    Args:
+        text: Text of ``/proc/pressure/memory``; the result is 0 if it holds no percentage.
+    """
     for line in text.splitlines():
         words = line.split()
         if words[:1] == ["some"]:
@@ -391,8 +435,9 @@ def _stalled(text: str) -> float:
 
 
 def _read_text(path: str) -> str:
+    """Return the text of a file, or "" if it cannot be read."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             return file.read()
-    except OSError:  # not every kernel has it, and not every container shows it
+    except OSError:  # some kernels lack the file, and some containers hide it
         return ""

@@ -1,4 +1,4 @@
-"""Files and device memory: KvikIO moves it, with GPUDirect Storage where that was shown to work."""
+"""Backend for device memory, by KvikIO: GPUDirect Storage if a trial has shown that it works."""
 
 from __future__ import annotations
 
@@ -41,40 +41,43 @@ from gds.paths import DevicePath
 DIRECTIONS: Final[tuple[Direction, ...]] = ("read", "write")
 
 Examine: TypeAlias = Callable[[str], dict[Direction, Used]]
-"""Says which path works in a directory, and why not a better one; may take seconds."""
+"""Function that returns the path that works in a directory, with the reason why it is not a better
+one, for each direction. It may take seconds."""
 
 _STAGING_BYTES: Final = 8 << 20
+"""Length of a staging buffer, in bytes."""
 
 _abandoned: list[Handles] = []
-"""Of a parent process: closing them in a forked child would call its driver."""
+"""Handles of a parent process. To close them in a forked child would call the parent's driver."""
 
 
 class RegistrationRefused(UserWarning):
-    """cuFile did not register device memory: it copies within the device, which is slower."""
+    """cuFile did not register device memory, so it copies within the device, which is slower."""
 
 
 class KvikioBackend(PosixBackend):
-    """Names, locks, syncs and host memory as `PosixBackend`; device memory through KvikIO.
+    """Backend that moves device memory by KvikIO; otherwise it is like `PosixBackend`.
 
-    **Paths.** Whether GPUDirect Storage works in a directory is found out as `gds check` does, in a
-    child process, when a file there first moves device memory, and once for each file system; it
-    can take seconds. Where it does not work, KvikIO's compatibility mode copies through the host.
-    `paths_in` and `KvikioFile.used` say which it is, for reads and for writes, and why; `moved`
-    counts bytes by the path that they really took. What may be a copy through the host is never
-    called GPUDirect Storage.
+    **Paths.** The backend tries out whether GPUDirect Storage works on a file system, like
+    `gds check`, in a child process. It does so once for each file system, when a file on it first
+    moves device memory; that can take seconds. If GPUDirect Storage does not work, KvikIO's
+    compatibility mode copies through the host. `paths_in` and `KvikioFile.used` return the path of
+    reads and of writes with the reason. `moved` counts bytes by the path that they really took. A
+    transfer that may be a copy through the host is never called GPUDirect Storage.
 
-    **Ordering.** A transfer knows nothing of streams: tell it with `DeviceBuffer.after`. A file
-    that was opened for GPUDirect Storage makes its transfer's thread wait for the legacy default
-    stream, too, which is torch's default: compute on other streams, or they wait for it.
+    **Ordering.** A transfer does not wait for streams, unless `DeviceBuffer.after` tells it to.
+    The thread of a transfer by GPUDirect Storage also waits for the legacy default stream, which
+    is torch's default stream. To avoid that wait, compute on other streams.
 
-    **Durability** is that of `PosixBackend`: `File.sync`.
+    **Durability** is that of `PosixBackend`: `File.sync` makes data durable.
 
-    KvikIO's settings belong to the process: this backend sets them when it is made and tuned, and
-    the last one counts. After a fork the child needs a backend of its own, made before the
-    parent's touched CUDA: CUDA itself does not survive a fork.
+    KvikIO's settings belong to the process. The backend sets them when it is made and when it is
+    tuned; if there are several backends, the last call counts. After a fork the child needs its own
+    backend, and CUDA must not have been used before the fork: CUDA does not survive a fork.
     """
 
     name: str = "kvikio"
+    """Name of the backend."""
 
     def __init__(
         self,
@@ -89,26 +92,29 @@ class KvikioBackend(PosixBackend):
         hybrid: bool | HybridPolicy = False,
         examine: Examine | None = None,
     ) -> None:
-        """Import KvikIO and CuPy, and set KvikIO up.
+        """Import KvikIO and CuPy, and set KvikIO's settings.
 
         Args:
-            memory: What `allocate` returns where it is not told.
-            path: How device memory is moved: ``"gds"`` demands GPUDirect Storage, and raises
-                `StorageError` where a file cannot have it; ``"compat"`` and ``"bounce"`` take
-                KvikIO's, or our own, copy through the host (``"bounce"`` needs no KvikIO); None
-                takes the first of ``gds`` and ``compat`` that works.
+            memory: Kind of memory that `allocate` returns by default.
+            path: Path of device memory. ``"gds"`` demands GPUDirect Storage, and a file that
+                cannot have it raises `StorageError`. ``"compat"`` is KvikIO's copy through the
+                host. ``"bounce"`` is this package's copy through the host, and needs no KvikIO.
+                None takes the first of ``gds`` and ``compat`` that works.
             device: Number of the GPU; None is the current one.
             read_threads: Number of reads that run at once.
-            write_threads: Number of writes that run at once. KvikIO gets as many threads as both
-                have.
-            request_bytes: Most bytes that one thread moves at a time, a multiple of `ALIGNMENT`:
-                `PosixBackend`'s parts, and KvikIO's tasks (16 MiB where it is None).
-            direct: See `PosixBackend`; of host memory.
-            hybrid: See `PosixBackend`; of host memory, and of what goes through it.
-            examine: Replaces the examination.
+            write_threads: Number of writes that run at once. KvikIO gets `read_threads` +
+                `write_threads` threads.
+            request_bytes: Largest number of bytes that one thread moves at a time, a multiple of
+                `ALIGNMENT`. It limits the parts of `PosixBackend` and the tasks of KvikIO. With
+                None, parts have no limit, and KvikIO's tasks have 16 MiB.
+            direct: Direct I/O of host memory; see `PosixBackend`.
+            hybrid: Policy for host memory, and for device memory that is copied through it; see
+                `PosixBackend`.
+            examine: Function that replaces the examination of a directory.
 
         Raises:
-            RefusedError: A library or the driver is missing; names the remedy.
+            RefusedError: A library or the driver is missing; the message names the remedy.
+            ValueError: A number is out of range, or `hybrid` is combined with ``direct=False``.
         """
         self.cuda = Cuda(device)
         self._library = None if path == "bounce" else Library()
@@ -125,7 +131,7 @@ class KvikioBackend(PosixBackend):
         self._examined: dict[int, dict[Direction, Used]] = {}
         self._examining = threading.Lock()
         self._paths = PathCounts()
-        # Registering loads cuFile, which is of no use before a file is opened with it.
+        # Registration loads cuFile, so it waits until a file is opened with cuFile.
         self._unregistered: weakref.WeakSet[Region] = weakref.WeakSet()
         self._uses_cufile = False
         self._registering = threading.Lock()
@@ -135,9 +141,9 @@ class KvikioBackend(PosixBackend):
         self._configure()
 
     def tune(self, *, read_threads: int, write_threads: int, request_bytes: int | None) -> None:
-        """Change all three; arguments are the constructor's.
+        """Change the threads and the request size; see the constructor for the arguments.
 
-        Waits for the tasks that KvikIO is running, where its number of threads changes.
+        The call waits for KvikIO's running tasks if the number of its threads changes.
         """
         super().tune(
             read_threads=read_threads, write_threads=write_threads, request_bytes=request_bytes
@@ -146,32 +152,39 @@ class KvikioBackend(PosixBackend):
         self._configure()
 
     def capabilities(self, directory: str) -> Capabilities:
-        """Say what can be done in an existing directory, by writing and reading a probe file."""
+        """Return what the backend can do in an existing directory, tried with probe files."""
         return dataclasses.replace(super().capabilities(directory), device_memory=True)
 
     def paths_in(self, directory: str) -> dict[Direction, Used]:
-        """Say how device memory is moved in a directory, and why not with GPUDirect Storage.
+        """Return the path of device memory in a directory, and why it is not GPUDirect Storage.
 
-        This is what was found out by trying it there; a file that cuFile does not take all the
-        same goes through the host, as its own `KvikioFile.used` says.
+        The result comes from a trial in the directory, which may take seconds. If cuFile does not
+        take a particular file, the file's transfers are copied through the host, and
+        `KvikioFile.used` says so.
 
         Raises:
-            StorageError: There is no such directory; or ``path="gds"`` demands what is not there.
+            StorageError: The directory does not exist, or GPUDirect Storage is demanded by
+                ``path="gds"`` and does not work.
         """
         self.check_usable("examine", directory)
         with reporting("examine", directory):
             return self._paths_on(os.stat(directory).st_dev, lambda: directory, directory)
 
     def moved(self) -> dict[Direction, dict[DevicePath, int]]:
-        """Return the bytes of device memory that were moved so far, by the path that they took.
+        """Return the bytes of device memory moved so far, by direction and path.
 
-        ``gds`` is what cuFile moved while it was not allowed to copy through the host. Partial
-        blocks, and memory that is not aligned as its place in the file, are ``bounce`` always.
+        ``gds`` counts the bytes that cuFile moved while it was not allowed to copy through the
+        host. Partial blocks, and memory that is not aligned like its place in the file, always
+        count as ``bounce``.
         """
         return {direction: self._paths.totals(direction) for direction in DIRECTIONS}
 
     def allocate(self, nbytes: int, kind: BufferKind | None = None) -> Buffer:
-        """Return zeroed memory, registered once; of the constructor's kind if none is given."""
+        """Return zeroed memory; the default kind is the constructor's `memory`.
+
+        Device memory is registered with cuFile once: by this call, or when a file is first opened
+        for GPUDirect Storage.
+        """
         self.check_usable("allocate", self.name)
         kind = kind or self._memory
         if kind == "host":
@@ -188,38 +201,48 @@ class KvikioBackend(PosixBackend):
         return buffer
 
     def buffer_of(self, tensor: Any) -> Buffer:
-        """Return a torch tensor's memory as a buffer; see `tensor_buffer`."""
+        """Return a torch tensor's memory as a buffer; see `gds.kvikio.tensor_buffer`."""
         return tensor_buffer(tensor, self.cuda)
 
     def close(self) -> None:
         """Wait for transfers in flight, then release threads, files and locks. Idempotent.
 
-        Buffers stay usable, and are released when nobody refers to them.
+        Buffers stay usable, and are released when they are collected.
         """
         super().close()
         if not self.forked():
             self.staging.clear()
 
-    # For the files.
+    # Interface for the files of this backend.
 
     @property
     def device_request_bytes(self) -> int | None:
-        """Most bytes of a part of a request for device memory; None where KvikIO cuts it up."""
+        """Largest part of a request for device memory, in bytes; None if KvikIO cuts requests."""
         return self.request_bytes if self._library is None else None
 
     def make_file(
         self, path: str, descriptors: Descriptors, size_bytes: int, writable: bool
     ) -> PosixFile:
-        """Return the object for an open file."""
+        """Return the object for an open file; see `PosixBackend.make_file`."""
         return KvikioFile(self, path, descriptors, size_bytes, writable)
 
     def open_handles(self, path: str, fd: int, *, writable: bool) -> Handles:
-        """Decide on the path of each direction, and open the file for it."""
+        """Decide on the path of each direction, and open the file for it.
+
+        Args:
+            path: Path of the file, for messages.
+            fd: Descriptor of the file.
+            writable: Whether the file is open for writing.
+
+        Raises:
+            StorageError: GPUDirect Storage is demanded and does not work, or KvikIO does not take
+                the file.
+        """
         library = self._library
         if library is None:
             opened = Opened(Used("bounce", "asked for by path='bounce'"), None)
             return {"read": opened, "write": opened}
-        # A backend that is being closed still ends the transfers that were started.
+        # No check for a closed backend: while it closes, it still finishes started transfers.
         with reporting("examine", path):
             found = self._paths_on(os.fstat(fd).st_dev, lambda: _directory_of(path, fd), path)
         gds, refusal = None, ""
@@ -242,17 +265,26 @@ class KvikioBackend(PosixBackend):
         return handles
 
     def count_path(self, direction: Direction, path: DevicePath, nbytes: int) -> None:
-        """Note which way bytes of device memory went."""
+        """Count bytes of device memory by the path that they took."""
         self._paths.add(direction, path, nbytes)
 
     def abandon(self, handles: Handles) -> None:
-        """Keep handles that belong to the parent of this forked child from being closed here."""
+        """Keep handles of the parent process from being closed in this forked child."""
         _abandoned.append(handles)
 
     def _paths_on(
         self, device: int, directory: Callable[[], str], path: str
     ) -> dict[Direction, Used]:
-        """Return the paths on a file system, which `directory` is on, for a use of `path`."""
+        """Return the path of each direction on a file system, which is examined once.
+
+        Args:
+            device: Number of the file system.
+            directory: Function that returns a directory on the file system.
+            path: File or directory to use, for messages.
+
+        Raises:
+            StorageError: GPUDirect Storage is demanded and does not work.
+        """
         if self._path in ("compat", "bounce"):
             used = Used(self._path, f"asked for by path={self._path!r}")
             return {"read": used, "write": used}
@@ -267,7 +299,7 @@ class KvikioBackend(PosixBackend):
     def _open_gds(
         self, library: Library, path: str, fd: int, *, writable: bool
     ) -> tuple[Handle | None, str]:
-        """Return a handle for GPUDirect Storage and "", or None and why there is none."""
+        """Return a handle for GPUDirect Storage and "", or None and the reason for that."""
         try:
             handle = library.open(path, fd, writable=writable, compat=False)
         except StorageError as error:
@@ -284,6 +316,7 @@ class KvikioBackend(PosixBackend):
         return handle, ""
 
     def _demand(self, used: Used, direction: Direction, path: str) -> None:
+        """Raise `StorageError` if GPUDirect Storage is demanded and `used` is another path."""
         if self._path == "gds" and used.path != "gds":
             raise StorageError(
                 errno.EOPNOTSUPP,
@@ -292,6 +325,7 @@ class KvikioBackend(PosixBackend):
             )
 
     def _register(self, library: Library, region: Region) -> None:
+        """Register device memory with cuFile until it is released; warn if cuFile refuses."""
         memory = region.bytes
         try:
             library.register(memory)
@@ -306,9 +340,11 @@ class KvikioBackend(PosixBackend):
         region.released_by(library.deregister)
 
     def _pinned(self, nbytes: int) -> PinnedBuffer:
+        """Return a page-locked host buffer."""
         return PinnedBuffer(self.cuda, nbytes)
 
     def _configure(self) -> None:
+        """Set KvikIO's settings, if the backend uses KvikIO."""
         if self._library is not None:
             self._library.configure(
                 num_threads=self.read_threads + self.write_threads, task_bytes=self.request_bytes
@@ -323,13 +359,14 @@ def _directory_of(path: str, fd: int) -> str:
 
 
 _known: dict[int, dict[Direction, Used]] = {}
-"""What has been found out in this process, by the number of a file system."""
+"""Results of the examinations in this process, by the number of the file system."""
 
 _knowing = threading.Lock()
+"""Lock of `_known`."""
 
 
 def _examined(directory: str) -> dict[Direction, Used]:
-    """Find out once for each file system, for all backends of this process."""
+    """Return the path of each direction; each file system is examined once per process."""
     device = os.stat(directory).st_dev
     with _knowing:
         if device not in _known:
@@ -338,8 +375,11 @@ def _examined(directory: str) -> dict[Direction, Used]:
 
 
 def _examine(directory: str) -> dict[Direction, Used]:
-    """Find out as `gds check` does: cuFile is tried in a child process, its own fallback off."""
-    from gds.check.choice import choose  # these read half of /sys, and only GPUs need it
+    """Examine a directory like `gds check`, and return the path of each direction.
+
+    cuFile is tried in a child process, with its fallback to a copy through the host switched off.
+    """
+    from gds.check.choice import choose  # imported late, because only device memory needs them
     from gds.check.gpu import examine_gpu
     from gds.check.storage import examine_storage
     from gds.check.system import System

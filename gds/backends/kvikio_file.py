@@ -1,4 +1,4 @@
-"""An open file of the KvikIO backend: which handle moves which part of a request."""
+"""Open file of the KvikIO backend, which decides on the handle for each part of a request."""
 
 from __future__ import annotations
 
@@ -23,57 +23,70 @@ from gds.paths import DevicePath
 
 
 class Used(NamedTuple):
-    """The path of device memory in one direction."""
+    """The path of device memory in one direction, with the reason."""
 
     path: DevicePath
+    """Name of the path."""
 
     reason: str
-    """Why it is not GPUDirect Storage, for people; empty where it is."""
+    """Reason, for people, why the path is not GPUDirect Storage; empty if it is."""
 
 
 class Opened(NamedTuple):
-    """A direction of an open file: the path that it takes, and the handle where that has one."""
+    """The path and the handle of an open file in one direction."""
 
     used: Used
+    """The path that transfers take."""
+
     handle: Handle | None
+    """The handle of KvikIO; None if the path needs none."""
 
 
 Handles: TypeAlias = dict[Direction, Opened]
+"""Path and handle of an open file, by direction."""
 
 
 class DeviceTransfers(Transfers, Protocol):
-    """What a file needs of its backend besides."""
+    """Interface of a backend that its files use for device memory."""
 
     cuda: Cuda
+    """Device of the backend."""
+
     staging: BufferPool[HostBuffer]
-    """Page-locked, for what does not go to the device directly."""
+    """Pool of page-locked buffers, for bytes that are copied through the host."""
 
     @property
     def device_request_bytes(self) -> int | None:
-        """Most bytes of a part of a request for device memory; None where KvikIO cuts it up."""
+        """Largest part of a request for device memory, in bytes; None if KvikIO cuts requests."""
         ...
 
     def open_handles(self, path: str, fd: int, *, writable: bool) -> Handles:
-        """Decide on the path of each direction, and open the file for it."""
+        """Decide on the path of each direction, and open the file for it.
+
+        Args:
+            path: Path of the file, for messages.
+            fd: Descriptor of the file.
+            writable: Whether the file is open for writing.
+        """
         ...
 
     def count_path(self, direction: Direction, path: DevicePath, nbytes: int) -> None:
-        """Note which way bytes of device memory went."""
+        """Count bytes of device memory by the path that they took."""
         ...
 
     def abandon(self, handles: Handles) -> None:
-        """Keep handles that belong to the parent of this forked child from being closed here."""
+        """Keep handles of the parent process from being closed in this forked child."""
         ...
 
 
 class KvikioFile(PosixFile):
-    """An open file of a `KvikioBackend`; see `gds.File` for what each operation promises.
+    """An open file of a `KvikioBackend`; see `gds.File` for the contract of each method.
 
-    Host memory takes the POSIX path. For device memory the file is opened once more by KvikIO when
-    the first transfer needs it: most small files never see one. Whole blocks whose memory is as
-    aligned as their place in the file go through that handle; the rest is copied through
-    page-locked host memory, so that no block is ever read, changed and written back by cuFile
-    while its neighbour is written.
+    Host memory takes the POSIX path. KvikIO opens the file once more for the first transfer of
+    device memory, because most small files never have one. Whole blocks whose memory is aligned
+    like their place in the file go through that handle. The rest is copied through page-locked
+    host memory. So cuFile never reads, changes and writes back a block while a neighbouring block
+    is being written.
     """
 
     def __init__(
@@ -84,13 +97,20 @@ class KvikioFile(PosixFile):
         size_bytes: int,
         writable: bool,
     ) -> None:
+        """Describe an open file; see `PosixFile` for the arguments."""
         super().__init__(backend, path, descriptors, size_bytes, writable)
         self._device_backend = backend
         self._handles: Handles | None = None
         self._opening = threading.Lock()
 
     def used(self, direction: Direction) -> Used:
-        """Say which path whole blocks of device memory take, and why not a better one."""
+        """Return the path that whole blocks of device memory take, and why it is not a better one.
+
+        The first call may take seconds, because it examines the path and opens the file.
+
+        Raises:
+            StorageError: The file is closed, or it cannot have the path that the backend demands.
+        """
         self._check(direction, 0)
         return self._opened(direction).used
 
@@ -110,6 +130,7 @@ class KvikioFile(PosixFile):
     def _moves(
         self, direction: Direction, buffer: Buffer, offset: int, anew: Mode | None
     ) -> list[Part]:
+        """Return the parts of a transfer, to run on threads; see `PosixFile._moves`."""
         if not isinstance(buffer, DeviceBuffer):
             return super()._moves(direction, buffer, offset, anew)
         events = buffer.region.events(buffer.address, buffer.address + buffer.nbytes)
@@ -118,6 +139,7 @@ class KvikioFile(PosixFile):
         return [partial(transfer.move, part) for part in parts]
 
     def _opened(self, direction: Direction) -> Opened:
+        """Return path and handle of a direction; the first call opens the handles."""
         with self._opening:
             if self._handles is None:
                 self._handles = self._device_backend.open_handles(
@@ -127,7 +149,7 @@ class KvikioFile(PosixFile):
 
 
 class _DeviceTransfer:
-    """One request for device memory. It owns buffer and file while KvikIO does not."""
+    """One request for device memory. It keeps buffer and file alive, which KvikIO does not do."""
 
     def __init__(
         self,
@@ -138,7 +160,17 @@ class _DeviceTransfer:
         events: list[Event],
         anew: Mode | None,
     ) -> None:
-        """Take note of a request; one that reads anew goes through host memory as a whole."""
+        """Describe a request.
+
+        Args:
+            file: File of the request.
+            direction: Direction of the request.
+            buffer: Device memory of the request.
+            offset: Start of the request in the file, in bytes.
+            events: Events that the transfer waits for.
+            anew: Mode of a read that must come from the device; such a read is copied through
+                host memory as a whole. None for a usual transfer.
+        """
         self._anew = anew
         self._file = file
         self._backend = file._device_backend
@@ -151,7 +183,15 @@ class _DeviceTransfer:
         return f"{self._direction} of {self._buffer.nbytes} bytes of device memory"
 
     def move(self, part: tuple[int, int]) -> int:
-        """Move a part of the request, given by start and stop in bytes, completely."""
+        """Move a part of the request completely, and return its length in bytes.
+
+        Args:
+            part: Start and stop of the part, in bytes from the request's start.
+
+        Raises:
+            ShortReadError: A read leaves the file.
+            StorageError: The transfer failed.
+        """
         first, last = part
         end = self._offset + last
         if self._direction == "read" and end > self._file.size_bytes:
@@ -162,7 +202,7 @@ class _DeviceTransfer:
                 offset=self._offset,
             )
         self._backend.cuda.use()
-        # The compute stream has to be done with this memory: KvikIO's own streams do not know it.
+        # KvikIO's streams do not wait for compute streams that still use this memory.
         for event in self._events:
             event.synchronize()
         self._buffer.region.forget(self._events)
@@ -182,10 +222,15 @@ class _DeviceTransfer:
         return last - first
 
     def _through(self, handle: Handle, done: int, stop: int) -> int:
-        """Move whole blocks with KvikIO; returns where it stopped moving any.
+        """Move whole blocks with KvikIO, and return the position that it has reached.
 
-        A short count is gone on from; less than a block is left to the host's path, which either
-        can, or gives the true reason.
+        After a short count, the transfer continues. If KvikIO moves less than a block, the caller
+        moves the rest through host memory, which succeeds or gives the true error.
+
+        Args:
+            handle: Handle of KvikIO.
+            done: Start of the blocks, in bytes from the request's start.
+            stop: End of the blocks, in bytes from the request's start.
         """
         start = handle.pread if self._direction == "read" else handle.pwrite
         while done < stop:
@@ -207,7 +252,7 @@ class _DeviceTransfer:
         return done
 
     def _stage(self, first: int, last: int) -> None:
-        """Move bytes `first` to `last` of the request through host memory."""
+        """Copy bytes `first` to `last` of the request through host memory."""
         if first == last:
             return
         staging, cuda = self._backend.staging, self._backend.cuda
@@ -215,7 +260,7 @@ class _DeviceTransfer:
             for start in range(first, last, staging.nbytes - ALIGNMENT):
                 nbytes = min(staging.nbytes - ALIGNMENT, last - start)
                 offset = self._offset + start
-                # As aligned in memory as in the file: its whole blocks bypass the page cache.
+                # Aligned in memory as in the file, so that whole blocks bypass the page cache.
                 host = memory.slice(offset % ALIGNMENT, nbytes)
                 device = self._buffer.address + start
                 if self._direction == "write":
@@ -233,23 +278,25 @@ class _DeviceTransfer:
         self._count("bounce", last - first)
 
     def _count(self, path: DevicePath, nbytes: int) -> None:
+        """Count bytes by the path that they took."""
         self._backend.count_path(self._direction, path, nbytes)
 
 
 class PathCounts:
-    """Bytes of device memory that took each path; all monotonic."""
+    """Totals of device memory by path, in bytes; they only grow. Usable from any thread."""
 
     def __init__(self) -> None:
+        """Start with zero in all totals."""
         self._lock = threading.Lock()
         self._nbytes: Counter[tuple[Direction, DevicePath]] = Counter()
 
     def add(self, direction: Direction, path: DevicePath, nbytes: int) -> None:
-        """Count bytes."""
+        """Add bytes to a total."""
         with self._lock:
             self._nbytes[direction, path] += nbytes
 
     def totals(self, direction: Direction) -> dict[DevicePath, int]:
-        """Return bytes by path, those of no bytes included."""
+        """Return the bytes of a direction by path; paths without bytes are included."""
         paths: tuple[DevicePath, ...] = ("gds", "compat", "bounce")
         with self._lock:
             return {path: self._nbytes[direction, path] for path in paths}

@@ -1,9 +1,10 @@
-"""KvikIO: imported on use, set up, and its mistakes told from one another.
+"""Adapter of the KvikIO library: import, settings, and translation of its errors.
 
-What KvikIO (26.10) does that matters here. Its settings belong to the process, and are read partly
-when a file is opened (compatibility mode) and partly at each transfer. A future keeps neither its
-buffer nor its file alive. Errors are `RuntimeError` with the text of `strerror` in it and no
-number; cuFile answers with a short count, and says nothing. Nothing is ever synced.
+Behaviour of KvikIO (26.10) that matters to this module: its settings belong to the process, and are
+read partly when a file is opened (compatibility mode) and partly at each transfer. A future keeps
+neither its buffer nor its file alive. KvikIO reports an error as a `RuntimeError` with the text of
+`strerror` and without a number. cuFile reports an error as a short count without a message. KvikIO
+never syncs.
 """
 
 from __future__ import annotations
@@ -22,74 +23,81 @@ from gds.contract import ALIGNMENT
 from gds.errors import StorageError
 
 TASK_BYTES: Final = 16 << 20
-"""What a thread of KvikIO moves at a time unless calibration says otherwise; its own default of
-4 MiB is for network file systems."""
+"""Bytes that a thread of KvikIO moves at a time, unless calibration finds another value. KvikIO's
+default of 4 MiB is meant for network file systems."""
 
 _TRUE: Final = frozenset({"1", "true", "on", "yes"})
+"""Values of an environment variable that mean true."""
 
 _settings = threading.RLock()
-"""KvikIO's settings are the process's: held while one of them must not change."""
+"""Lock held while a setting of KvikIO must not change; the settings belong to the process."""
 
 _ERRORS: Final = sorted(
     ((os.strerror(number), number) for number in errno.errorcode),
     key=lambda entry: len(entry[0]),
     reverse=True,
 )
+"""Messages of `strerror` with their error numbers, the longest message first."""
 
 
 class Moved(Protocol):
-    """A transfer under way. Whoever starts one keeps its buffer and its file until `get`."""
+    """A transfer in progress. The caller keeps buffer and file alive until `get` returns."""
 
     def get(self) -> int:
-        """Wait, once, and return how many bytes were moved, which may be too few."""
+        """Wait for the transfer and return the bytes moved, which may be too few; call it once."""
         ...
 
 
 class Handle(Protocol):
-    """What is used of `kvikio.CuFile`."""
+    """Methods of `kvikio.CuFile` that this package uses."""
 
     def pread(self, buf: object, size: int, file_offset: int) -> Moved:
-        """Start reading into device memory."""
+        """Start reading `size` bytes from `file_offset` (bytes) into device memory."""
         ...
 
     def pwrite(self, buf: object, size: int, file_offset: int) -> Moved:
-        """Start writing device memory."""
+        """Start writing `size` bytes of device memory at `file_offset` (bytes)."""
         ...
 
     def fileno(self) -> int:
-        """Return the descriptor that goes through the page cache."""
+        """Return the descriptor of transfers through the page cache."""
         ...
 
     def is_direct_io_supported(self) -> bool:
-        """Return whether there is a descriptor that does not."""
+        """Return whether the file also has a descriptor that bypasses the page cache."""
         ...
 
     def close(self) -> None:
-        """Close both."""
+        """Close both descriptors."""
         ...
 
 
 class Library:
-    """The imported package."""
+    """The imported KvikIO package."""
 
     def __init__(self) -> None:
         """Import KvikIO.
 
         Raises:
-            RefusedError: It is not installed, or there is no CUDA driver; names the remedy.
+            RefusedError: KvikIO or the CUDA driver is missing; the message names the remedy.
         """
         self._kvikio = require("kvikio")
         self._defaults = require("kvikio.defaults")
 
     def configure(self, *, num_threads: int, task_bytes: int | None) -> None:
-        """Set what transfers use; for the whole process, until somebody sets it again.
+        """Set KvikIO's settings, for the whole process and until the next call.
 
-        A changed number of threads waits for the tasks that are running.
+        A change of the number of threads waits for the running tasks.
+
+        Args:
+            num_threads: Number of KvikIO's threads.
+            task_bytes: Bytes that one thread moves at a time; None takes `TASK_BYTES`.
         """
         wanted = {
             "num_threads": num_threads,
             "task_size": task_bytes or TASK_BYTES,
-            # Its default reads through the page cache, and small requests on the caller's thread.
+            # KvikIO's defaults read through the page cache, and run small requests on the caller's
+            # thread.
             "auto_direct_io_read": True,
             "auto_direct_io_write": True,
             "gds_threshold": 0,
@@ -102,17 +110,20 @@ class Library:
                 self._defaults.set(changed)
 
     def open(self, path: str, fd: int, *, writable: bool, compat: bool) -> Handle:
-        """Open the file of an open descriptor once more, for device memory.
+        """Open the file of a descriptor once more, for transfers of device memory.
 
         Args:
-            path: For messages, and to open where there is no ``/proc``.
-            fd: Of the file, which may have been renamed since.
-            writable: Whether it can be written as well.
-            compat: Copy through the host; otherwise cuFile has to do it, or this fails. To be
-                called only where a child process has shown that cuFile does not hang.
+            path: Path of the file, for messages; also used to open the file if ``/proc`` is
+                missing.
+            fd: Descriptor of the file, which may have been renamed since it was opened.
+            writable: Whether to open the file for writing as well.
+            compat: True copies through the host. False requires cuFile, and fails if cuFile does
+                not take the file. Pass False only if a child process has shown that cuFile does
+                not hang.
 
         Raises:
-            StorageError: KvikIO or cuFile does not take the file.
+            StorageError: KvikIO or cuFile does not take the file, or `path` names another file
+                now (ESTALE).
         """
         link = f"/proc/self/fd/{fd}"
         name = link if os.path.exists(link) else path
@@ -127,23 +138,23 @@ class Library:
         return handle
 
     def register(self, memory: DeviceBytes) -> None:
-        """Register an allocation with cuFile, so that it does not copy within the device.
+        """Register an allocation with cuFile, so that cuFile does not copy it within the device.
 
         Raises:
-            RuntimeError: cuFile refuses, for want of address space (BAR1), say.
+            RuntimeError: cuFile refuses, for example because of too little address space (BAR1).
         """
         with _settings, self._mode(compat=False):
             self._kvikio.memory_register(memory)
 
     def deregister(self, memory: DeviceBytes) -> None:
-        """Undo `register`."""
+        """Undo `register` of the same allocation."""
         with _settings, self._mode(compat=False):
             self._kvikio.memory_deregister(memory)
 
     def why_untold(self) -> str:
-        """Say why cuFile might copy through the host without telling; empty where it would fail.
+        """Return the reason why cuFile might copy through the host silently; empty if it cannot.
 
-        Call it when a file is open: then cuFile's driver is, and knows.
+        Call it while a file is open: only then is cuFile's driver open and can answer.
         """
         wanted = os.environ.get("CUFILE_ALLOW_COMPAT_MODE", "")
         if wanted.strip().lower() in _TRUE:
@@ -158,7 +169,8 @@ class Library:
 
     @contextlib.contextmanager
     def _mode(self, *, compat: bool) -> Iterator[None]:
-        # Never AUTO: it decides by whether cuFile can be loaded, not by whether it works.
+        """Run the body with KvikIO's compatibility mode on or off."""
+        # Never AUTO, which decides by whether cuFile can be loaded and not by whether it works.
         mode = self._kvikio.CompatMode.ON if compat else self._kvikio.CompatMode.OFF
         if not compat:
             _before_cufile()
@@ -167,9 +179,9 @@ class Library:
 
 
 def _before_cufile() -> None:
-    """Set what cuFile reads from the environment when it is loaded, unless somebody else did."""
-    # Otherwise it copies through the host where it cannot do better, and nobody can tell; and it
-    # writes a log into the current directory.
+    """Set the environment variables that cuFile reads when it is loaded, if they are not set."""
+    # By default cuFile silently copies through the host if it cannot do better, and it writes a log
+    # file into the current directory.
     os.environ.setdefault("CUFILE_ALLOW_COMPAT_MODE", "false")
     os.environ.setdefault("CUFILE_LOGGING_LEVEL", "ERROR")
     log = os.path.join(tempfile.gettempdir(), f"cufile-{os.getuid()}.log")
@@ -179,7 +191,16 @@ def _before_cufile() -> None:
 def storage_error(
     error: Exception, what: str, path: str, offset: int | None = None
 ) -> StorageError:
-    """Return a `StorageError` for what KvikIO raised: by the text of an error, or EIO."""
+    """Return a `StorageError` for an error of KvikIO.
+
+    The error number is that of an `OSError`, or the one whose text is in the message, or EIO.
+
+    Args:
+        error: Error of KvikIO.
+        what: Operation that failed, for the message.
+        path: Path of the file.
+        offset: Position in the file, in bytes, if the operation has one.
+    """
     if isinstance(error, StorageError):
         return error
     number = error.errno if isinstance(error, OSError) else None
@@ -190,10 +211,10 @@ def storage_error(
 
 
 def is_end_of_file(error: Exception) -> bool:
-    """Return whether KvikIO raised this because a read met the end of the file."""
+    """Return whether an error of KvikIO means that a read reached the end of the file."""
     return "EOF" in str(error).replace(":", " ").split()
 
 
 def whole_blocks(nbytes: int) -> int:
-    """Return how much of a short count can be kept: a remainder would not be aligned."""
+    """Return a count of bytes rounded down to whole blocks, so that the rest stays aligned."""
     return nbytes // ALIGNMENT * ALIGNMENT

@@ -1,4 +1,4 @@
-"""Files, names and locks in process memory: a whole run without a disk."""
+"""Backend in process memory: files, names and locks without a disk."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ _Entry: TypeAlias = RegularNode | DirectoryNode
 
 
 class MemoryBackend:
-    """A backend whose files are lost with the process; for tests and demonstrations.
+    """A backend for tests and demonstrations, whose files are lost with the process.
 
-    It has the semantics of `PosixBackend`, down to error numbers. Transfers are done within the
-    call, so that a run is the same each time; futures come back resolved. Paths are absolute.
+    It has the semantics of `PosixBackend`, down to the error numbers. A transfer is done before its
+    call returns, so that runs are reproducible; the returned future has resolved. Paths must be
+    absolute. Methods may be called from any thread.
     """
 
     name: str = "memory"
+    """Name of the backend."""
 
     def __init__(
         self,
@@ -36,12 +38,12 @@ class MemoryBackend:
         capacity_bytes: int | None = None,
         clones: bool = False,
     ) -> None:
-        """Make a backend that holds ``/`` and nothing else.
+        """Make a backend that holds only the directory ``/`` and `directories`.
 
         Args:
-            directories: Made at once, with their parents.
-            capacity_bytes: What all files together can hold before `create` fails with ENOSPC.
-                A removed file counts until it is closed. None: no limit.
+            directories: Absolute paths of directories to make, with their parents.
+            capacity_bytes: Capacity of all files together, in bytes; `create` fails with ENOSPC
+                beyond it. A removed file uses capacity until it is closed. None is no limit.
             clones: Whether `File.clone` works, as on a file system that can share space.
         """
         self._root = DirectoryNode()
@@ -62,9 +64,10 @@ class MemoryBackend:
                     self.make_dir(parent)
 
     def reopened(self) -> MemoryBackend:
-        """Close this backend and return one with the same names and bytes, as a new process would.
+        """Close this backend, and return a new one with the same names and bytes.
 
-        Everything written is there, synced or not: this is an orderly end, not a loss of power.
+        This simulates a new process after an orderly end, not a loss of power: all data written is
+        kept, synced or not. The totals start at zero.
         """
         self.close()
         successor = MemoryBackend(capacity_bytes=self._capacity_bytes, clones=self._clones)
@@ -73,7 +76,7 @@ class MemoryBackend:
         return successor
 
     def capabilities(self, directory: str) -> Capabilities:
-        """Say what can be done in an existing directory."""
+        """Return what the backend can do in an existing directory."""
         with self._lock:
             self._directory("probe", directory)
         return Capabilities(
@@ -89,7 +92,7 @@ class MemoryBackend:
         )
 
     def allocate(self, nbytes: int, kind: BufferKind | None = None) -> HostBuffer:
-        """Return zeroed memory, aligned as `PosixBackend` does."""
+        """Return zeroed host memory, with the alignment that `PosixBackend` gives it."""
         self._check("allocate", self.name)
         return host_buffer(self.name, nbytes, kind)
 
@@ -116,7 +119,7 @@ class MemoryBackend:
             return self._opened(node, path, writable=writable)
 
     def stat(self, path: str) -> Stat | None:
-        """Say what `path` is, or None if there is nothing."""
+        """Return a description of the object at `path`, or None if the path does not exist."""
         with self._lock:
             node = self._named("stat", path)
             if node is None:
@@ -131,7 +134,7 @@ class MemoryBackend:
             return sorted(self._directory("list", path).entries)
 
     def make_dir(self, path: str) -> None:
-        """Create one directory; EEXIST if the name is taken, ENOENT without a parent."""
+        """Create one directory; EEXIST if the name is taken, ENOENT if the parent is missing."""
         with self._lock:
             parent, name = self._parent("make directory", path)
             if name in parent.entries:
@@ -161,7 +164,7 @@ class MemoryBackend:
             new_parent.entries[new_name] = node
 
     def exchange(self, a: str, b: str) -> None:
-        """Swap what two existing names refer to, atomically."""
+        """Swap the objects of two existing names atomically."""
         what = f"exchange with {b!r}"
         with self._lock:
             node_a, node_b = self._existing(what, a), self._existing(what, b)
@@ -172,7 +175,7 @@ class MemoryBackend:
             parent_a.entries[name_a], parent_b.entries[name_b] = node_b, node_a
 
     def remove(self, path: str) -> None:
-        """Remove a file; its bytes are free once it is closed as well."""
+        """Remove a file; its bytes are freed when it has no other name and is closed."""
         with self._lock:
             node = self._existing("remove", path)
             if isinstance(node, DirectoryNode):
@@ -190,7 +193,7 @@ class MemoryBackend:
             del parent.entries[name]
 
     def link(self, source: str, path: str) -> None:
-        """Give a file a second name, as ``ln`` does. No part of the contract: nobody here does."""
+        """Give a file a second name, as ``ln`` does. This is not in the contract; tests use it."""
         with self._lock:
             node = self._existing("link", source)
             parent, name = self._parent("link", path)
@@ -202,7 +205,7 @@ class MemoryBackend:
             node.num_names += 1
 
     def sync_dir(self, path: str) -> None:
-        """Check that `path` is a directory: there is nothing to make durable."""
+        """Check that `path` is a directory; memory cannot be made durable."""
         with self._lock:
             self._directory("sync directory", path)
 
@@ -225,7 +228,7 @@ class MemoryBackend:
             )
 
     def free_bytes(self, directory: str) -> int:
-        """Return the bytes left of the capacity; `sys.maxsize` where there is no limit."""
+        """Return the bytes left of the capacity; `sys.maxsize` if it has no limit."""
         with self._lock:
             self._directory("free space", directory)
             return self._free_bytes()
@@ -240,7 +243,7 @@ class MemoryBackend:
         )
 
     def close(self) -> None:
-        """Release files and locks. Idempotent. The bytes stay until this object is dropped."""
+        """Release files and locks. Idempotent. The bytes stay until this object is collected."""
         for file in list(self._files):
             file.close()
         for held in list(self._held):
@@ -248,10 +251,12 @@ class MemoryBackend:
         self._closed = True
 
     def _check(self, what: str, path: str) -> None:
+        """Raise `StorageError` (EBADF) if the backend is closed."""
         if self._closed:
             raise StorageError(errno.EBADF, f"{what}: this backend is closed", path)
 
     def _opened(self, node: RegularNode, path: str, *, writable: bool) -> MemoryFile:
+        """Return an open file on a node. The caller holds the lock."""
         node.num_open += 1
         file = MemoryFile(
             path,
@@ -267,26 +272,31 @@ class MemoryBackend:
         return file
 
     def _forget(self, file: MemoryFile, node: RegularNode) -> None:
+        """Record that a file is closed."""
         with self._lock:
             self._files.discard(file)
             node.num_open -= 1
             self._free_if_unused(node)
 
     def _free_bytes(self) -> int:
+        """Return the bytes left of the capacity."""
         if self._capacity_bytes is None:
             return sys.maxsize
         return self._capacity_bytes - self._used_bytes
 
     def _unname(self, node: RegularNode) -> None:
+        """Record that a node has lost a name."""
         node.num_names -= 1
         self._free_if_unused(node)
 
     def _free_if_unused(self, node: RegularNode) -> None:
+        """Free the bytes of a node that has no name and is not open."""
         if node.num_names == 0 and node.num_open == 0:
             self._used_bytes -= len(node.data)
             node.data = bytearray()
 
     def _existing(self, what: str, path: str) -> _Entry:
+        """Return the node that a path names; `what` is the operation, for messages."""
         self._check(what, path)
         node: _Entry = self._root
         for part in _parts(path):
@@ -298,7 +308,7 @@ class MemoryBackend:
         return node
 
     def _named(self, what: str, path: str) -> _Entry | None:
-        """Return what a path refers to, or None if there is nothing."""
+        """Return the node that a path names, or None if the path does not exist."""
         try:
             return self._existing(what, path)
         except StorageError as error:
@@ -307,13 +317,17 @@ class MemoryBackend:
             raise
 
     def _directory(self, what: str, path: str) -> DirectoryNode:
+        """Return the directory that a path names; raises `StorageError` if it is none."""
         node = self._existing(what, path)
         if not isinstance(node, DirectoryNode):
             raise StorageError(errno.ENOTDIR, what, path)
         return node
 
     def _parent(self, what: str, path: str) -> tuple[DirectoryNode, str]:
-        """Return the directory that holds, or would hold, the name `path`; and its last part."""
+        """Return the parent directory of a path, and the last part of the path.
+
+        The path itself need not exist.
+        """
         self._check(what, path)
         parts = _parts(path)
         if not parts:
@@ -325,10 +339,12 @@ class MemoryBackend:
 
 
 def _parts(path: str) -> list[str]:
+    """Return the names in an absolute path; empty for the root."""
     if not path.startswith("/"):
         raise ValueError(f"the memory backend has no current directory: {path!r} is relative")
     return [part for part in posixpath.normpath(path).split("/") if part]
 
 
 def _inside(node: _Entry, directory: DirectoryNode) -> bool:
+    """Return whether `directory` is the node itself or is inside it."""
     return isinstance(node, DirectoryNode) and node.holds(directory)

@@ -1,4 +1,4 @@
-"""What the memory backend's names refer to: nodes, the files open on them, and their locks."""
+"""Objects of the memory backend: nodes (files and directories), open files, and locks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ _inodes: Final[Iterator[int]] = itertools.count(1)
 
 
 class Node:
-    """What a name refers to, with the locks on it: they stay through a rename, as flock does."""
+    """The object of a name, with its locks. Like flock, a lock belongs to the object, not the name.
+
+    So a lock stays through a rename.
+    """
 
     def __init__(self) -> None:
+        """Make a node with a new number and without locks."""
         self.inode = next(_inodes)
         self.num_shared = 0
         self.exclusive = False
 
 
 class RegularNode(Node):
-    """A file's bytes; they count until it has neither a name nor an open file."""
+    """The bytes of a file; they use capacity while the file has a name or is open."""
 
     def __init__(self, size_bytes: int) -> None:
+        """Make a file of zeros with one name."""
         super().__init__()
         self.data = bytearray(size_bytes)
         self.num_open = 0
@@ -38,14 +43,15 @@ class RegularNode(Node):
 
 
 class DirectoryNode(Node):
-    """A directory's entries."""
+    """The entries of a directory."""
 
     def __init__(self) -> None:
+        """Make an empty directory."""
         super().__init__()
         self.entries: dict[str, RegularNode | DirectoryNode] = {}
 
     def holds(self, directory: DirectoryNode) -> bool:
-        """Return whether `directory` is this one, or somewhere inside it."""
+        """Return whether `directory` is this directory or is inside it at any depth."""
         return directory is self or any(
             isinstance(entry, DirectoryNode) and entry.holds(directory)
             for entry in self.entries.values()
@@ -53,7 +59,7 @@ class DirectoryNode(Node):
 
 
 class MemoryFile:
-    """An open file of a `MemoryBackend`; see `gds.File` for what each operation promises."""
+    """An open file of a `MemoryBackend`; see `gds.File` for the contract of each method."""
 
     def __init__(
         self,
@@ -70,13 +76,13 @@ class MemoryFile:
         """Open `node`.
 
         Args:
-            path: For messages.
-            node: The file's bytes.
-            writable: Whether it can be written.
-            meters: Count the transfers.
-            sync_meter: Counts `sync`.
-            check_usable: Raises `StorageError` if the backend is closed.
-            closed: Called once, when this file is closed.
+            path: Path of the file, for messages.
+            node: Node with the file's bytes.
+            writable: Whether the file is open for writing.
+            meters: Meters that count the transfers.
+            sync_meter: Meter that counts the calls of `sync`.
+            check_usable: Function that raises `StorageError` if the backend is closed.
+            closed: Function that is called once, when this file is closed.
             clones: Whether `clone` works.
         """
         self.path = path
@@ -91,42 +97,42 @@ class MemoryFile:
 
     @property
     def size_bytes(self) -> int:
-        """Size in bytes."""
+        """Size of the file, in bytes."""
         return len(self._node.data)
 
     @property
     def inode(self) -> int:
-        """Number of the file, as `gds.Stat` has it."""
+        """Number of the file, as in `gds.Stat`."""
         return self._node.inode
 
     @property
     def alignment(self) -> int:
-        """Always 1 (byte): no transfer is direct."""
+        """Alignment of the fast path: always 1 (byte), because no transfer is direct."""
         return 1
 
     @property
     def direct(self) -> bool:
-        """Always False."""
+        """Whether requests bypass the page cache: always False, because there is no device."""
         return False
 
     def read(self, into: Buffer, offset: int) -> Pending[int]:
-        """Read `into.nbytes` bytes from `offset` (bytes), within the call."""
+        """Read `into.nbytes` bytes from `offset` (bytes); they are read before this returns."""
         self._check("read", into.nbytes, offset)
         return self._done("read", into.nbytes, partial(self._read, into.memoryview(), offset))
 
     def read_again(self, into: Buffer, offset: int, *, direct: bool) -> Pending[int]:  # noqa: ARG002
-        """Read once more: there is one way only, and no cache."""
+        """Read a range again, as `read` does: the bytes have no cache, so `direct` is ignored."""
         return self.read(into, offset)
 
     def write(self, source: Buffer, offset: int) -> Pending[int]:
-        """Write all of `source` at `offset` (bytes), within the call."""
+        """Write all of `source` at `offset` (bytes); it is written before this returns."""
         self._check("write", source.nbytes, offset)
         return self._done("write", source.nbytes, partial(self._write, source.memoryview(), offset))
 
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
         """Read a small range."""
         self._check("read", nbytes, offset)
-        if nbytes < 0 or offset + nbytes > self.size_bytes:  # before anything is allocated
+        if nbytes < 0 or offset + nbytes > self.size_bytes:  # checked before the allocation
             raise self._short(nbytes, offset)
         data = bytearray(nbytes)
         self._read(memoryview(data), offset)
@@ -138,7 +144,7 @@ class MemoryFile:
         self._write(memoryview(data), offset)
 
     def clone(self, source: File, offset: int, nbytes: int) -> bool:
-        """Copy a range of another file, which stands for sharing it; see `gds.File.clone`."""
+        """Copy a range of another file, which simulates a clone; see `gds.File.clone`."""
         self._check("write", nbytes, offset)
         if not self._clones or not isinstance(source, MemoryFile):
             return False
@@ -150,7 +156,7 @@ class MemoryFile:
         return True
 
     def sync(self) -> None:
-        """Count: there is nothing to make durable."""
+        """Count the sync; memory cannot be made durable."""
         self._check("sync", 0, 0)
         with self._sync_meter.transfer(0):
             pass
@@ -166,6 +172,7 @@ class MemoryFile:
         return f"MemoryFile({self.path!r}, {self.size_bytes} bytes{state})"
 
     def _check(self, what: Direction | str, nbytes: int, offset: int) -> None:
+        """Raise an error if the file or its backend is closed, or the request is invalid."""
         self._check_usable(what, self.path)
         if self._closed:
             raise StorageError(errno.EBADF, f"{what}: this file is closed", self.path)
@@ -174,6 +181,7 @@ class MemoryFile:
         )
 
     def _done(self, direction: Direction, nbytes: int, move: Callable[[], None]) -> Pending[int]:
+        """Run a transfer, and return its future, which has resolved."""
         future: Pending[int] = Pending()
         try:
             with self._meters[direction].transfer(nbytes):
@@ -185,8 +193,9 @@ class MemoryFile:
         return future
 
     def _read(self, view: memoryview, offset: int) -> None:
-        # A view, for a slice of a bytearray would be a copy; released, for a removed file's
-        # bytes are dropped, which an exported buffer forbids.
+        """Copy bytes of the file into `view`; raises `ShortReadError` if the file ends early."""
+        # A slice of a bytearray would be a copy; a slice of a view is not. The view is released,
+        # because the file's bytes cannot be dropped while a view of them exists.
         with memoryview(self._node.data) as data:
             found = data[offset : offset + len(view)]
             view[: len(found)] = found
@@ -194,10 +203,12 @@ class MemoryFile:
             raise self._short(len(view), offset)
 
     def _write(self, view: memoryview, offset: int) -> None:
+        """Copy `view` into the file."""
         with memoryview(self._node.data) as data:
             data[offset : offset + len(view)] = view
 
     def _short(self, nbytes: int, offset: int) -> ShortReadError:
+        """Return the error of a read past the end of the file."""
         what = f"read of {nbytes} bytes from a file of {self.size_bytes}"
         return ShortReadError(errno.ENODATA, what, self.path, offset=offset)
 
@@ -217,11 +228,11 @@ class MemoryLock:
         """Lock a node.
 
         Args:
-            node: There is no conflicting lock on it.
-            named: Returns what the path that is locked refers to now.
-            shared: Whether other shared locks may be held.
-            held: Has all locks that are held.
-            guard: Protects the node and `held`.
+            node: Node to lock, without a conflicting lock.
+            named: Function that returns the node that the locked path names now, or None.
+            shared: Whether the lock is shared.
+            held: Set of all held locks; this lock is added.
+            guard: Lock of the thread safety of `node` and `held`; the caller holds it.
         """
         self._node = node
         self._named = named
@@ -235,7 +246,7 @@ class MemoryLock:
         held.add(self)
 
     def is_current(self) -> bool:
-        """Return whether the path still names what is locked; False once released."""
+        """Return whether the path still names the locked node; False after `release`."""
         with self._guard:
             return self in self._held and self._named() is self._node
 

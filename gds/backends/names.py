@@ -1,4 +1,4 @@
-"""Names, locks and directories of a POSIX file system: the half of a backend that moves no data.
+"""Names, locks and directories of a POSIX file system: the part of a backend without transfers.
 
 A backend for real files derives from `PosixNames` and adds `create`, `open` and the transfers.
 """
@@ -21,7 +21,7 @@ from gds.errors import LockHeldError, StorageError
 
 _LOCK_ATTEMPTS: Final = 100
 
-# From linux/fs.h; the flags are a long to the kernel's name for the call, and an int to the call.
+# From linux/fs.h. The numbers are defined with a long as the argument; the kernel reads an int.
 _GET_FLAGS: Final = 0x80086601
 _SET_FLAGS: Final = 0x40086602
 _NO_COPY_ON_WRITE: Final = 0x00800000
@@ -29,7 +29,13 @@ _NO_COPY_ON_WRITE: Final = 0x00800000
 
 @contextlib.contextmanager
 def reporting(what: str, path: str, offset: int | None = None) -> Iterator[None]:
-    """Turn every `OSError` of the body into a `StorageError` that says what, where and why."""
+    """Turn every `OSError` of the body into a `StorageError`.
+
+    Args:
+        what: Operation of the body, for the message.
+        path: File or directory of the operation.
+        offset: Position in the file, in bytes, if the operation has one.
+    """
     try:
         yield
     except StorageError:
@@ -39,21 +45,23 @@ def reporting(what: str, path: str, offset: int | None = None) -> Iterator[None]
 
 
 class PosixNames:
-    """Namespace operations and locks; see `gds.Backend` for what each of them promises."""
+    """Operations on names, and locks; see `gds.Backend` for the contract of each method."""
 
     name: str = "posix"
+    """Name of the backend."""
 
     def __init__(self) -> None:
+        """Start without locks; the object belongs to this process."""
         self._pid = os.getpid()
         self._closed = False
         self._held: set[FileLock] = set()
 
     def check_usable(self, what: str, path: str) -> None:
-        """Raise `StorageError` (EBADF) if the backend is closed, or this is a forked child."""
+        """Raise `StorageError` (EBADF) if the backend is closed, or in a forked child."""
         if self._closed:
             raise StorageError(errno.EBADF, f"{what}: this backend is closed", path)
         if self.forked():
-            # The threads and locks stayed in the parent: waiting for them would take for ever.
+            # Threads and lock holders exist only in the parent: a wait for them would not end.
             raise StorageError(
                 errno.EBADF,
                 f"{what}: this backend belongs to process {self._pid}; make a new one after a fork",
@@ -65,7 +73,7 @@ class PosixNames:
         return self._pid != os.getpid()
 
     def stat(self, path: str) -> Stat | None:
-        """Say what `path` is, or None if there is nothing."""
+        """Return a description of the object at `path`, or None if the path does not exist."""
         self.check_usable("stat", path)
         with reporting("stat", path):
             try:
@@ -87,7 +95,7 @@ class PosixNames:
             return sorted(os.listdir(path))
 
     def make_dir(self, path: str) -> None:
-        """Create one directory; EEXIST if the name is taken, ENOENT without a parent."""
+        """Create one directory; EEXIST if the name is taken, ENOENT if the parent is missing."""
         self.check_usable("make directory", path)
         with reporting("make directory", path):
             os.mkdir(path)
@@ -100,10 +108,11 @@ class PosixNames:
                 os.rename(source, target)
                 return
             try:
-                # Plain rename would replace an empty directory.
+                # A plain rename would replace an empty directory.
                 libc.rename_with(source, target, libc.RENAME_NOREPLACE)
             except OSError as error:
-                # EINVAL is also "into itself": then the plain rename repeats it.
+                # EINVAL may also mean that the directory is moved into itself: then the plain
+                # rename fails with EINVAL as well.
                 if error.errno not in (errno.EINVAL, errno.ENOSYS):
                     raise
                 if os.path.lexists(target):
@@ -111,7 +120,7 @@ class PosixNames:
                 os.rename(source, target)
 
     def exchange(self, a: str, b: str) -> None:
-        """Swap what two existing names refer to, atomically; EINVAL or ENOSYS if unsupported."""
+        """Swap the objects of two existing names atomically; EINVAL or ENOSYS if unsupported."""
         self.check_usable("exchange", a)
         with reporting(f"exchange with {b!r}", a):
             libc.rename_with(a, b, libc.RENAME_EXCHANGE)
@@ -129,7 +138,7 @@ class PosixNames:
             os.rmdir(path)
 
     def sync_dir(self, path: str) -> None:
-        """Make the names in a directory durable. Never retried."""
+        """Make the names in a directory durable. A failed sync is not retried."""
         self.check_usable("sync directory", path)
         with reporting("sync directory", path):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -154,12 +163,12 @@ class PosixNames:
                     held = FileLock(fd, path, self._held)
                     self._held.add(held)
                     return held
-                # Renamed or removed between open and lock: what was locked is not `path`.
+                # The path was renamed or removed between open and lock: another object is locked.
                 os.close(fd)
         raise StorageError(errno.EBUSY, "lock: the name is being replaced all the time", path)
 
     def free_bytes(self, directory: str) -> int:
-        """Return the bytes that an unprivileged user could still allocate there."""
+        """Return the free bytes of the directory's file system for an unprivileged user."""
         self.check_usable("free space", directory)
         with reporting("free space", directory):
             found = os.statvfs(directory)
@@ -175,7 +184,14 @@ class FileLock:
     """A held `flock`. A forked child closes its copy at once, so that it cannot keep the lock."""
 
     def __init__(self, fd: int, path: str, held: set[FileLock]) -> None:
-        """Take over `fd`, which is locked; stay in `held`, and so alive, until released."""
+        """Take over a locked descriptor.
+
+        Args:
+            fd: The locked descriptor.
+            path: Path that was locked.
+            held: Set of held locks. The caller adds this object, which keeps it alive; `release`
+                removes it.
+        """
         self.path = path
         self._fd = fd
         self._pid = os.getpid()
@@ -183,7 +199,7 @@ class FileLock:
         _locks.add(self)
 
     def is_current(self) -> bool:
-        """Return whether the path still names what is locked; False once released."""
+        """Return whether the path still names the locked object; False after `release`."""
         with reporting("look at the lock", self.path):
             return self._fd >= 0 and _same_file(self._fd, self.path)
 
@@ -195,8 +211,8 @@ class FileLock:
             return
         with reporting("unlock", self.path):
             try:
-                # Closing is not enough if a process forked past Python has inherited the
-                # descriptor; but a child must never unlock, for it shares the lock.
+                # Closing is not enough if a process that C code forked has inherited the
+                # descriptor. A forked child shares the lock, so it must never unlock.
                 if self._pid == os.getpid():
                     fcntl.flock(fd, fcntl.LOCK_UN)
             finally:
@@ -214,6 +230,7 @@ _locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
+    """Close all locks' descriptors in a forked child; the parent keeps the locks."""
     for held in list(_locks):
         held.release()
 
@@ -222,10 +239,10 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def overwrite_in_place(fd: int) -> bool:
-    """Have an empty file overwritten in place by a file system that would copy on write (btrfs).
+    """Make a copy-on-write file system (btrfs) overwrite a file in place; the file must be empty.
 
     Otherwise an overwrite would take new space, and could fail on a full disk although the file's
-    own was reserved. File systems that do not know the flag overwrite in place anyway.
+    space was reserved. File systems that do not know the flag overwrite in place anyway.
 
     Returns:
         Whether the file system knows the flag.
@@ -240,6 +257,7 @@ def overwrite_in_place(fd: int) -> bool:
 
 
 def _open_to_lock(path: str, create: bool) -> int:
+    """Return a descriptor of a file or directory to lock; with `create`, a missing file is made."""
     # O_NONBLOCK: opening a pipe must not wait for its other end.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
@@ -256,9 +274,10 @@ def _open_to_lock(path: str, create: bool) -> int:
 
 
 def _flock(fd: int, path: str, shared: bool) -> None:
+    """Lock a descriptor without waiting; raises `LockHeldError` if a conflicting lock is held."""
     operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        # Never lockf: closing any descriptor of the file would drop it.
+        # Never use lockf: closing any descriptor of the file would drop the lock.
         fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except BlockingIOError as error:
         kind = "a shared" if shared else "an exclusive"
@@ -270,6 +289,7 @@ def _flock(fd: int, path: str, shared: bool) -> None:
 
 
 def _same_file(fd: int, path: str) -> bool:
+    """Return whether `path` names the file of a descriptor; symbolic links are not followed."""
     try:
         named = os.stat(path, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):

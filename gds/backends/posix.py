@@ -1,4 +1,4 @@
-"""Files through the kernel: direct I/O where the file system has it, the page cache elsewhere."""
+"""Backend for files of the kernel: direct I/O if the file system has it, else the page cache."""
 
 from __future__ import annotations
 
@@ -33,16 +33,20 @@ _OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 
 
 class PosixBackend(PosixNames):
-    """Transfers by `preadv` and `pwritev` on two small pools of threads.
+    """Backend that transfers by `preadv` and `pwritev` on two small pools of threads.
 
-    Reads and writes have a pool each, so that writes trailing behind a step do not delay the
-    reads of the next one. The kernel itself cuts a request up and queues it, and a few requests of
-    16 to 64 MiB keep a drive busy. Where that is not so, as with several drives under one file
-    system, `request_bytes` cuts requests into parts that all threads work on at once;
-    `gds.calibration.calibration` finds out.
+    Reads and writes have separate pools, so that the last writes of a step do not delay the reads
+    of the next one. The kernel cuts a request and queues the pieces, and a few requests of 16 to 64
+    MiB usually keep a drive busy. If they do not, as with several drives under one file system,
+    `request_bytes` cuts requests into parts that all threads work on at once.
+    `gds.calibration.calibrate` measures which setting is best.
 
-    The part of a request that is aligned in file and memory bypasses the page cache; a partial
-    block at either end, and a request whose memory does not fit its offset, goes through it.
+    The part of a request that is aligned in file and memory bypasses the page cache. A partial
+    block at either end goes through the page cache, as does a whole request whose memory is not
+    aligned as its offset is.
+
+    All methods may be called from any thread. A forked child cannot use the backend; it makes a
+    new one.
     """
 
     def __init__(
@@ -59,14 +63,18 @@ class PosixBackend(PosixNames):
         Args:
             read_threads: Number of reads, or parts of reads, that can run at once.
             write_threads: Number of writes, or parts of writes, that can run at once.
-            request_bytes: Most bytes to ask of the kernel at once, a multiple of `ALIGNMENT`: a
-                longer transfer runs in parts, all behind one future. None keeps transfers whole.
-            direct: True demands direct I/O and raises `StorageError` where a file does not take
-                it; False never uses it; None uses it where it works, and warns once
-                (`gds.probe.DirectIOUnavailable`) where it does not.
-            hybrid: Let requests that could be direct go through the page cache where that is
-                faster, by a `HybridPolicy`; True is the default one. A write then has reached
-                memory when its future resolves: its error may come at the next `File.sync`.
+            request_bytes: Largest request to the kernel in bytes, a multiple of `ALIGNMENT`. A
+                longer transfer runs in parts, with one future for all. None keeps transfers whole.
+            direct: True demands direct I/O, and a file that does not support it raises
+                `StorageError`. False never uses direct I/O. None uses it if it works, and warns
+                once (`gds.probe.DirectIOUnavailable`) if it does not.
+            hybrid: Policy that sends requests through the page cache if that is faster, although
+                they could be direct; True is the default policy. When the future of such a write
+                resolves, the data has only reached memory: an error of the drive may come at the
+                next `File.sync`.
+
+        Raises:
+            ValueError: A number is out of range, or `hybrid` is combined with ``direct=False``.
         """
         super().__init__()
         if hybrid and direct is False:
@@ -74,7 +82,7 @@ class PosixBackend(PosixNames):
         self.hybrid = (
             Hybrid(hybrid if isinstance(hybrid, HybridPolicy) else None) if hybrid else None
         )
-        """What chooses, and how often it chose what; None where all that can be is direct."""
+        """Chooser between direct and buffered, with its counts; None if the backend has none."""
         self._wanted = direct
         self._request_bytes = check_request_bytes(request_bytes)
         self._pools: dict[Direction, TransferPool] = {
@@ -85,9 +93,9 @@ class PosixBackend(PosixNames):
         self.sync_meter = Meter()
         self._files: weakref.WeakSet[PosixFile] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._tried: dict[int, str] = {}  # device number -> why direct I/O fails there, or ""
+        self._tried: dict[int, str] = {}  # device number -> why direct I/O fails on it, or ""
         self._warned = False
-        # A backend dropped without close() must not leave its threads behind.
+        # The threads of a backend must end even if it is collected without close().
         for pool in self._pools.values():
             weakref.finalize(self, pool.stop).atexit = False
 
@@ -103,14 +111,23 @@ class PosixBackend(PosixNames):
 
     @property
     def request_bytes(self) -> int | None:
-        """Most bytes that are asked of the kernel at once; None where transfers stay whole."""
+        """Largest request to the kernel, in bytes; None if transfers are not cut into parts."""
         return self._request_bytes
 
     def tune(self, *, read_threads: int, write_threads: int, request_bytes: int | None) -> None:
-        """Change all three, at any time and without waiting; arguments are the constructor's.
+        """Change the threads and the request size, at any time and without waiting.
 
-        Transfers that were already started keep the parts they were cut into. More threads help
-        them at once; threads that are now too many end when what is queued has been begun.
+        Transfers that were already started keep the parts that they were cut into. Additional
+        threads work on them at once. Excess threads end after all queued parts have begun.
+
+        Args:
+            read_threads: See the constructor.
+            write_threads: See the constructor.
+            request_bytes: See the constructor.
+
+        Raises:
+            ValueError: A number is out of range.
+            StorageError: The backend is closed.
         """
         self.check_usable("tune", self.name)
         check_threads("read_threads", read_threads)
@@ -120,7 +137,10 @@ class PosixBackend(PosixNames):
         self._pools["write"].resize(write_threads)
 
     def capabilities(self, directory: str) -> Capabilities:
-        """Say what can be done in an existing directory, by writing and reading a probe file."""
+        """Return what the backend can do in an existing directory, tried with probe files.
+
+        The probe files are removed afterwards.
+        """
         self.check_usable("probe", directory)
         with reporting("probe", directory):
             refusal = self._tried.get(os.stat(directory).st_dev, "")
@@ -144,7 +164,7 @@ class PosixBackend(PosixNames):
         )
 
     def allocate(self, nbytes: int, kind: BufferKind | None = None) -> Buffer:
-        """Return zeroed memory, on huge pages from 2 MiB on where the kernel has them."""
+        """Return zeroed host memory; from 2 MiB on, on huge pages if the kernel has them."""
         self.check_usable("allocate", self.name)
         return host_buffer(self.name, nbytes, kind)
 
@@ -173,8 +193,9 @@ class PosixBackend(PosixNames):
         self.check_usable("open", path)
         flags = _OPEN_FLAGS | (os.O_RDWR if writable else os.O_RDONLY)
         with reporting("open", path):
-            # Even opening can have an effect on a device, or wait for the other end of a pipe:
-            # none is opened if that can be known, and what takes its name meanwhile not for long.
+            # Opening a device can have an effect, and opening a pipe can wait for its other end.
+            # So the type is checked first. If the name is replaced after the check, O_NONBLOCK
+            # keeps the open from waiting.
             if not _may_be_opened(os.lstat(path).st_mode):
                 raise StorageError(errno.EINVAL, "open: not a regular file", path)
             opened = OpenDescriptor(os.open(path, flags | os.O_NONBLOCK))
@@ -203,7 +224,7 @@ class PosixBackend(PosixNames):
     def close(self) -> None:
         """Wait for transfers in flight, then release threads, files and locks. Idempotent."""
         self._closed = True
-        if self.forked():  # the threads, and whoever held our lock, stayed in the parent
+        if self.forked():  # the threads, and any holder of the lock, exist only in the parent
             files = list(self._files)
         else:
             with self._lock:
@@ -218,7 +239,13 @@ class PosixBackend(PosixNames):
     def submit(
         self, direction: Direction, moves: Sequence[Part], *, counted: bool = True
     ) -> Transfer:
-        """Run the parts of a transfer on threads, and count it as one if all of them succeed."""
+        """Run the parts of a transfer on threads, and count them as one transfer if all succeed.
+
+        Args:
+            direction: Direction of the transfer.
+            moves: Parts of the transfer; at least one.
+            counted: Whether the transfer counts at all.
+        """
         if not counted:
             return self._pools[direction].submit(*moves)
         meter = self._meters[direction]
@@ -226,7 +253,7 @@ class PosixBackend(PosixNames):
         return self._pools[direction].submit(*parts, succeeded=meter.count)
 
     def _opened(self, path: str, opened: OpenDescriptor, flags: int) -> PosixFile:
-        """Return the file of a descriptor. If this raises, the caller closes that."""
+        """Return the file of a descriptor. If this raises, the caller closes the descriptor."""
         fd = opened.fd
         with reporting("open", path):
             found = os.fstat(fd)
@@ -256,11 +283,28 @@ class PosixBackend(PosixNames):
     def make_file(
         self, path: str, descriptors: Descriptors, size_bytes: int, writable: bool
     ) -> PosixFile:
-        """Return the object for an open file; for a backend that derives from this one."""
+        """Return the object for an open file; a derived backend overrides this.
+
+        Args:
+            path: Path of the file, for messages.
+            descriptors: Descriptors of the file, which the object takes over.
+            size_bytes: Size of the file, in bytes.
+            writable: Whether the file is open for writing.
+        """
         return PosixFile(self, path, descriptors, size_bytes, writable)
 
     def _open_direct(self, path: str, fd: int, flags: int) -> tuple[str, int, int]:
-        """Return why not, or ""; a descriptor for direct transfers; its memory alignment."""
+        """Open a file for direct transfers, if it supports them.
+
+        Args:
+            path: Path of the file.
+            fd: Descriptor of the open file.
+            flags: Flags that it was opened with.
+
+        Returns:
+            Reason why direct transfers do not work, or ""; a descriptor for direct transfers, or
+            -1; the required alignment of memory, in bytes.
+        """
         found = os.fstat(fd)
         reason = self._tried.get(found.st_dev)
         untried = reason is None
@@ -289,12 +333,12 @@ class PosixBackend(PosixNames):
         return "", direct_fd, required[0]
 
     def _direct_refused(self, device: int, path: str, reason: str) -> None:
-        """Note that a transfer was refused after all, and settle for the page cache."""
+        """Record that a device refused a direct transfer, and use the page cache instead."""
         self._tried[device] = reason
         self._settle(path, reason)
 
     def _settle(self, path: str, reason: str) -> None:
-        """Warn, once, that transfers are buffered; raises if direct I/O was demanded."""
+        """Warn once that transfers are buffered; raises `StorageError` if `direct` is True."""
         if self._wanted:
             raise StorageError(
                 errno.EOPNOTSUPP, f"direct=True, but there is no direct I/O here: {reason}", path
@@ -311,6 +355,7 @@ class PosixBackend(PosixNames):
 
 
 def _metered(meter: Meter, move: Part) -> int:
+    """Run a part of a transfer, and let the meter measure its time."""
     with meter.running():
         return move()
 
@@ -319,11 +364,11 @@ def _reserve(fd: int, size_bytes: int, piece_bytes: int | None) -> None:
     """Reserve a file's space.
 
     Args:
-        fd: The file, which is empty.
-        size_bytes: All that it will have.
-        piece_bytes: What to ask for at once, None for everything. A file system that counts who
-            shares space by such pieces (btrfs) cannot overwrite one in place, not even in part, as
-            long as another file shares any of it.
+        fd: Descriptor of the file, which is empty.
+        size_bytes: Size that the file gets, in bytes.
+        piece_bytes: Size of one reservation, in bytes; None reserves everything at once. btrfs
+            tracks shared space by reservation: it cannot overwrite any part of a reservation in
+            place while another file shares any part of it.
     """
     piece_bytes = piece_bytes or size_bytes
     for start in range(0, size_bytes, piece_bytes):
@@ -331,5 +376,6 @@ def _reserve(fd: int, size_bytes: int, piece_bytes: int | None) -> None:
 
 
 def _may_be_opened(mode: int) -> bool:
-    # Directories and links are left to the kernel, which says what is wrong with them.
+    """Return whether an object of this mode can be opened without an effect or a wait."""
+    # For directories and links, the kernel's error from open() is the message.
     return stat_module.S_ISREG(mode) or stat_module.S_ISDIR(mode) or stat_module.S_ISLNK(mode)

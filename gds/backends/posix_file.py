@@ -1,4 +1,4 @@
-"""An open file of the posix backend: checks each request, cuts it up, and hands it to the pools."""
+"""Open file of the posix backend: it checks requests, cuts them, and submits them to the pools."""
 
 from __future__ import annotations
 
@@ -21,23 +21,30 @@ from gds.waiting import Pending, wait
 
 
 class Transfers(Protocol):
-    """What a file needs of its backend."""
+    """Interface of a backend that its files use."""
 
     sync_meter: Meter
+    """Meter that counts the calls of `File.sync`."""
 
     @property
     def request_bytes(self) -> int | None:
-        """Most bytes that are asked of the kernel at once; None where transfers stay whole."""
+        """Largest request to the kernel, in bytes; None if transfers are not cut into parts."""
         ...
 
     def submit(
         self, direction: Direction, moves: Sequence[Part], *, counted: bool = True
     ) -> Transfer:
-        """Run the parts of a transfer on threads, and count it as one if all of them succeed."""
+        """Run the parts of a transfer on threads, and count them as one transfer if all succeed.
+
+        Args:
+            direction: Direction of the transfer.
+            moves: Parts of the transfer; at least one.
+            counted: Whether the transfer counts at all.
+        """
         ...
 
     def check_usable(self, what: str, path: str) -> None:
-        """Raise `StorageError` (EBADF) if the backend is closed, or this is a forked child."""
+        """Raise `StorageError` (EBADF) if the backend is closed, or in a forked child."""
         ...
 
     def forked(self) -> bool:
@@ -46,9 +53,10 @@ class Transfers(Protocol):
 
 
 class PosixFile:
-    """An open file of a `PosixBackend`; see `gds.File` for what each operation promises.
+    """An open file of a `PosixBackend`; see `gds.File` for the contract of each method.
 
-    Collected without `close` it releases its descriptors, after transfers in flight.
+    If a file is collected without `close`, its descriptors are closed after the transfers in
+    flight. All methods may be called from any thread.
     """
 
     def __init__(
@@ -59,7 +67,15 @@ class PosixFile:
         size_bytes: int,
         writable: bool,
     ) -> None:
-        """Take over `descriptors`."""
+        """Describe an open file.
+
+        Args:
+            backend: Backend that runs the transfers.
+            path: Path of the file, for messages.
+            descriptors: Descriptors of the file, which this object takes over.
+            size_bytes: Size of the file, in bytes.
+            writable: Whether the file is open for writing.
+        """
         self.path = path
         self._backend = backend
         self._descriptors = descriptors
@@ -76,12 +92,12 @@ class PosixFile:
 
     @property
     def inode(self) -> int:
-        """Number of the file, as `gds.Stat` has it; 0 if it was not opened by a backend."""
+        """Number of the file, as in `gds.Stat`; 0 if no backend opened it."""
         return self._descriptors.inode
 
     @property
     def alignment(self) -> int:
-        """`gds.ALIGNMENT` where transfers can be direct, 1 (byte) where none is."""
+        """Alignment of the fast path, in bytes: `gds.ALIGNMENT`, or 1 if no transfer is direct."""
         return ALIGNMENT if self.direct else 1
 
     @property
@@ -92,28 +108,29 @@ class PosixFile:
     def read(self, into: Buffer, offset: int) -> Transfer:
         """Start reading `into.nbytes` bytes from `offset` (bytes).
 
-        Reading past the end is found out by the kernel: the future raises `ShortReadError`, and
-        `into` may hold what there was.
+        Only the kernel detects a read past the end of the file: the future then raises
+        `ShortReadError`, and `into` may hold the bytes before the end.
         """
         return self._start("read", into, offset)
 
     def read_again(self, into: Buffer, offset: int, *, direct: bool) -> Transfer:
-        """Start reading a range anew from the device; see `gds.File.read_again`."""
+        """Start reading a range again from the device; see `gds.File.read_again`."""
         return self._start("read", into, offset, "direct" if direct else "buffered")
 
     def write(self, source: Buffer, offset: int) -> Transfer:
         """Start writing all of `source` at `offset` (bytes).
 
         Raises:
-            StorageError: At once and with nothing written: the range does not end within the
-                file (EFBIG), or the file was opened for reading (EBADF).
+            ValueError: `offset` is negative.
+            StorageError: The range leaves the file (EFBIG), or the file is closed or open for
+                reading only (EBADF). The error is raised by this call, and nothing is written.
         """
         return self._start("write", source, offset)
 
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
-        """Read a small range through the page cache, now."""
+        """Read a small range through the page cache; blocks until it is read."""
         self._check("read", offset)
-        if nbytes < 0 or offset + nbytes > self._size_bytes:  # before anything is allocated
+        if nbytes < 0 or offset + nbytes > self._size_bytes:  # checked before the allocation
             raise ShortReadError(
                 errno.ENODATA,
                 f"read of {nbytes} bytes from a file of {self._size_bytes}",
@@ -121,31 +138,31 @@ class PosixFile:
                 offset=offset,
             )
         data = bytearray(nbytes)
-        # An address that suits no alignment: all of it buffered.
+        # The address 1 fits no alignment, so that the whole range is buffered.
         self._descriptors.move("read", memoryview(data), 1, offset, self.path)
         return bytes(data)
 
     def write_bytes(self, data: bytes, offset: int) -> None:
-        """Write a small range through the page cache, now; it must end within the file."""
+        """Write a small range, within the file, through the page cache; blocks until written."""
         self._check("write", offset, len(data))
         move = partial(self._descriptors.move, "write", memoryview(data), 1, offset, self.path)
         if self._descriptors.takes_turns:
-            # On a thread that no interrupt can stop while it is its turn.
+            # The write runs on a pool thread, where no interrupt can stop it during its turn.
             self._begin("write", offset, [move], counted=False).result()
         else:
             move()
 
     def clone(self, source: File, offset: int, nbytes: int) -> bool:
-        """Share the space of a range of another file; see `gds.File.clone`.
+        """Share the disk space of a range of another file; see `gds.File.clone`.
 
-        The kernel first brings what is still in the page cache of either to the device.
+        The kernel first writes the dirty pages of both files to the device.
         """
         self._check("write", offset, nbytes)
         if not isinstance(source, PosixFile) or (offset | nbytes) % ALIGNMENT:
             return False
         if not nbytes:
             return True
-        # Neither is closed meanwhile: another file could get the number of its descriptor.
+        # Keep both files open: otherwise another file could get the number of a descriptor.
         with source._held("clone"), self._held("clone"):
             fd, source_fd = self._descriptors.buffered_fd, source._descriptors.buffered_fd
             try:
@@ -158,17 +175,18 @@ class PosixFile:
         return True
 
     def sync(self) -> None:
-        """Make everything written to this file durable, and its size. Never retried."""
+        """Make the file's size and everything written to it durable. A failure is not retried."""
         self._check("sync", 0)
         with reporting("sync", self.path), self._backend.sync_meter.transfer(0):
-            # One descriptor stands for the file. Data-only: times are of no use after a crash,
-            # and the kernel flushes a size that the data needs.
+            # A sync of one descriptor covers the whole file. fdatasync omits times, which are of no
+            # use after a crash, and still writes a size that the data needs.
             os.fdatasync(self._descriptors.buffered_fd)
 
     def close(self) -> None:
         """Wait for transfers in flight, then release the file. Idempotent."""
         if self._backend.forked():
-            # What was in flight belongs to the parent, as does the lock, perhaps held.
+            # The transfers in flight belong to the parent. So does the lock, which a thread of the
+            # parent may have held at the time of the fork.
             self._closed = True
         else:
             with self._lock:
@@ -183,7 +201,7 @@ class PosixFile:
 
     @contextlib.contextmanager
     def _held(self, what: str) -> Iterator[None]:
-        """Let `close` wait for the block."""
+        """Run the body while the file is open: `close` waits for the end of the body."""
         held: Pending[int] = Pending()
         try:
             with self._lock:
@@ -198,20 +216,21 @@ class PosixFile:
     def _start(
         self, direction: Direction, buffer: Buffer, offset: int, anew: Mode | None = None
     ) -> Transfer:
+        """Check a request and begin it; see `_moves` for `anew`."""
         self._check(direction, offset, buffer.nbytes)
         return self._begin(direction, offset, self._moves(direction, buffer, offset, anew))
 
     def _begin(
         self, direction: Direction, offset: int, moves: Sequence[Part], *, counted: bool = True
     ) -> Transfer:
-        """Begin a transfer. If this raises, an interrupt included, nothing of it is running."""
+        """Begin a transfer. If this raises, even by an interrupt, no part of it is running."""
         transfer = None
         try:
             with self._lock:
                 self._check(direction, offset)
                 transfer = self._backend.submit(direction, moves, counted=counted)
                 self._in_flight.add(transfer)
-            # Not a method of this file: a future that is kept must not keep the file open.
+            # The callback is no method of this file: a future must not keep the file open.
             transfer.add_done_callback(partial(_ended, self._lock, self._in_flight))
         except BaseException:
             if transfer is not None:
@@ -223,9 +242,14 @@ class PosixFile:
     def _moves(
         self, direction: Direction, buffer: Buffer, offset: int, anew: Mode | None
     ) -> list[Part]:
-        """Return the parts of a transfer, as threads will run them; at least one.
+        """Return the parts of a transfer, to run on threads; at least one.
 
-        `anew` is for reads: from the device, in this way; None for the usual way.
+        Args:
+            direction: Direction of the transfer.
+            buffer: Memory to transfer.
+            offset: Start of the range in the file, in bytes.
+            anew: Mode of a read that must come from the device (see `read_again`); None for a
+                usual transfer.
         """
         if buffer.kind == "device":
             raise TypeError(
@@ -243,11 +267,13 @@ class PosixFile:
         anew: Mode | None,
         part: tuple[int, int],
     ) -> int:
+        """Move a part of a transfer, and return its length in bytes."""
         return self._descriptors.move(
             direction, buffer.memoryview(), buffer.address, offset, self.path, part, anew
         )
 
     def _check(self, what: Direction | str, offset: int, nbytes: int = 0) -> None:
+        """Raise an error if the file or its backend is closed, or the request is invalid."""
         self._backend.check_usable(what, self.path)
         if self._closed:
             raise StorageError(errno.EBADF, f"{what}: this file is closed", self.path)
@@ -257,5 +283,6 @@ class PosixFile:
 
 
 def _ended(lock: threading.Lock, in_flight: set[Pending[int]], future: Pending[int]) -> None:
+    """Remove a future from a file's transfers in flight."""
     with lock:
         in_flight.discard(future)

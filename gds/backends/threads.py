@@ -1,4 +1,4 @@
-"""Threads that run transfers, and the meters that count them."""
+"""Thread pools that run transfers, and meters that count the transfers."""
 
 from __future__ import annotations
 
@@ -13,23 +13,32 @@ from typing import TypeAlias
 from gds.waiting import Pending, start
 
 Part: TypeAlias = Callable[[], int]
-"""Moves a part of a transfer, or all of it, and returns how many bytes that was."""
+"""Function that moves a part of a transfer, or all of it, and returns the number of bytes moved."""
 
 _Job: TypeAlias = tuple["Transfer", Part]
 
 
 class TransferPool:
-    """A few threads that run transfers in the order of submission.
+    """A few threads that begin transfers in the order of submission.
 
-    The threads start with the first transfer and are daemons: a program that ends with transfers
-    under way ends, as it would with any write that it did not wait for. A transfer blocks in one
-    system call without the GIL, so threads cost nothing next to it.
+    The threads start with the first transfer. They are daemons: transfers in progress do not keep
+    a program from ending. A transfer blocks in one system call without the GIL, so the cost of the
+    threads is negligible. All methods may be called from any thread.
     """
 
     def __init__(
         self, name: str, num_threads: int, begin: Callable[[], object] | None = None
     ) -> None:
-        """Make a pool; `begin` is called on each of its threads before the first transfer."""
+        """Make a pool.
+
+        Args:
+            name: Name of the pool, for messages and for the names of its threads.
+            num_threads: Number of threads.
+            begin: Called on each thread before its first transfer.
+
+        Raises:
+            ValueError: `num_threads` is less than 1.
+        """
         self._name = name
         self._begin = begin
         self._num_threads = check_threads(name, num_threads)
@@ -40,24 +49,25 @@ class TransferPool:
 
     @property
     def num_threads(self) -> int:
-        """How many transfers, or parts of transfers, run at once."""
+        """Number of transfers, or parts of transfers, that run at once."""
         return self._num_threads
 
     def submit(self, *parts: Part, succeeded: Callable[[int], object] | None = None) -> Transfer:
-        """Run the parts of a transfer on the threads; resolves when all of them have ended.
+        """Run the parts of a transfer on the threads; the future resolves when all have ended.
 
-        The result is the sum of theirs. Of several errors the first becomes the future's, and
-        parts that had not begun by then are not run. The queue holds the parts, and whatever they
-        refer to, until each has ended.
+        The result is the sum of the parts' results. If several parts fail, the first error becomes
+        the future's error. Parts that have not begun by then are not run. The queue keeps a part,
+        and the objects it refers to, alive until the part has ended.
 
         Args:
-            parts: At least one. They are begun in this order, and may run at the same time.
-            succeeded: Called with the result just before the future resolves, if that is not to
-                an error.
+            parts: Parts of the transfer, at least one. They begin in this order, and may run at
+                the same time.
+            succeeded: Called with the result just before the future resolves, unless the transfer
+                failed.
 
         Raises:
             RuntimeError: The pool is closed; no part has been queued.
-            BaseException: An interrupt; no part runs any more, or will.
+            BaseException: The call was interrupted; no part is running or will run.
         """
         transfer = Transfer(len(parts), succeeded)
         try:
@@ -76,11 +86,12 @@ class TransferPool:
     def resize(self, num_threads: int) -> None:
         """Change the number of threads, without waiting.
 
-        Growing takes effect at once. Shrinking does when what is queued now has been begun: the
-        threads that are too many end then, each after the transfer that it is running.
+        Additional threads start at once. Excess threads end after all parts queued by now have
+        begun, each after the part that it is running.
 
         Raises:
             RuntimeError: The pool is closed.
+            ValueError: `num_threads` is less than 1.
         """
         check_threads(self._name, num_threads)
         with self._lock:
@@ -95,7 +106,7 @@ class TransferPool:
                 self._queue.put(None)
 
     def stop(self) -> None:
-        """Let the threads end after what is queued, without waiting for them. Idempotent."""
+        """Make the threads end after all queued transfers, without waiting for them. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -107,43 +118,45 @@ class TransferPool:
         """Stop, and wait until all queued transfers have resolved. Idempotent."""
         self.stop()
         for thread in self._threads:
-            if thread is not threading.current_thread():  # closed from a transfer's callback
+            if thread is not threading.current_thread():  # a transfer's callback closes the pool
                 thread.join()
 
     def _start(self, num_threads: int) -> None:
+        """Start more threads."""
         names = [f"{self._name}-{len(self._threads) + number}" for number in range(num_threads)]
         work = partial(_work, self._queue, self._begin)
         threads = [threading.Thread(target=work, name=name, daemon=True) for name in names]
         self._threads += threads
         try:
             start(*threads)
-        except BaseException:  # behind which none of them starts any more
+        except BaseException:  # after an error no further thread starts
             self._threads = [thread for thread in self._threads if thread.ident is not None]
             raise
 
 
 def check_threads(name: str, num_threads: int) -> int:
-    """Return `num_threads`; raises `ValueError` if a pool of that name cannot work with it."""
+    """Return `num_threads`; raises `ValueError` if it is less than 1. `name` is for the message."""
     if num_threads < 1:
         raise ValueError(f"{name} needs at least one thread, not {num_threads}")
     return num_threads
 
 
 class Transfer(Pending[int]):
-    """A transfer in progress, and what has become of its parts. It cannot be cancelled."""
+    """A transfer in progress, with the state of its parts. Its future cannot be cancelled."""
 
     def __init__(self, num_parts: int, succeeded: Callable[[int], object] | None) -> None:
+        """Make a transfer of `num_parts` parts; see `TransferPool.submit` for `succeeded`."""
         super().__init__()
         self._succeeded = succeeded
         self._num_left = num_parts
-        """Parts that have not ended and are not left out."""
+        """Number of parts that have not ended and are not left out by `abandon`."""
         self._num_running = 0
         self._num_bytes = 0
         self._failure: BaseException | None = None
         self._is_abandoned = False
 
     def begins(self) -> bool:
-        """Take note that a part is about to run; False if it must not any more."""
+        """Record that a part is about to run; returns False if the part must not run."""
         with self._lock:
             if self._is_abandoned:
                 return False
@@ -152,27 +165,30 @@ class Transfer(Pending[int]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether a part has failed, so that others need not run."""
+        """Whether a part has failed, so that the remaining parts need not run."""
         return self._failure is not None
 
     def abandon(self) -> None:
-        """Leave out all parts that have not begun, and wait for those that have."""
+        """Leave out all parts that have not begun, and wait for the parts that are running."""
         with self._lock:
             self._is_abandoned = True
             if self._failure is None:
                 self._failure = RuntimeError("the transfer was abandoned")
-            is_last = not self._num_running and self._num_left  # else the last part resolves it
+            # If parts are running, the last of them to end resolves the future.
+            is_last = not self._num_running and self._num_left
             self._num_left = self._num_running
         if is_last:
             self.set_exception(self._failure)
         self.wait()
 
     def ended(self, nbytes: int, error: BaseException | None) -> None:
-        """Take note of a part's end. The last one resolves the future: memory is in use till then.
+        """Record the end of a part. The last part resolves the future.
+
+        The future must not resolve earlier, because the other parts still use the memory.
 
         Args:
-            nbytes: How many bytes the part moved.
-            error: Why it did not move all of them, or None.
+            nbytes: Number of bytes that the part moved.
+            error: Error of the part, or None if it succeeded.
         """
         with self._lock:
             self._num_bytes += nbytes
@@ -191,15 +207,19 @@ class Transfer(Pending[int]):
 
 
 def _work(queue: SimpleQueue[_Job | None], begin: Callable[[], object] | None) -> None:
-    # Refers to the queue alone, so that a backend that was dropped unclosed can be collected.
+    """Run parts from the queue until it yields None.
+
+    A thread refers only to the queue, so that a backend that was not closed can be collected.
+    """
     if begin is not None:
         begin()
     while (job := queue.get()) is not None:
         _run(*job)
-        del job  # or the buffer would live until the next transfer
+        del job  # otherwise the buffer would stay alive until the next transfer
 
 
 def _run(transfer: Transfer, part: Part) -> None:
+    """Run a part, and report its end to the transfer."""
     nbytes, caught = 0, None
     try:
         if not transfer.begins():
@@ -207,18 +227,22 @@ def _run(transfer: Transfer, part: Part) -> None:
         if not transfer.has_failed:
             try:
                 nbytes = part()
-            except BaseException as error:  # noqa: BLE001 - it is for whoever waits
+            except BaseException as error:  # noqa: BLE001 - `result` raises it
                 caught = error
         transfer.ended(nbytes, caught)
     finally:
-        # The traceback holds this frame: without this a failed future would refer to itself.
+        # An error's traceback refers to this frame; a failed future must not refer to itself.
         del transfer, part, caught
 
 
 class Meter:
-    """Counts transfers in one direction, and the time during which at least one ran."""
+    """Counts transfers in one direction, and the time during which at least one is running.
+
+    All methods may be called from any thread.
+    """
 
     def __init__(self) -> None:
+        """Start with zero in all totals."""
         self._lock = threading.Lock()
         self._active = 0
         self._since_s = 0.0
@@ -228,14 +252,14 @@ class Meter:
 
     @contextlib.contextmanager
     def transfer(self, nbytes: int) -> Iterator[None]:
-        """Run the body as one transfer of `nbytes` bytes; counted only if it does not raise."""
+        """Run the body as one transfer of `nbytes` bytes; it counts only if the body succeeds."""
         with self.running():
             yield
             self.count(nbytes)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the body as a transfer, or a part of one, that will be counted elsewhere."""
+        """Measure the time of a body that is a transfer or a part of one; `count` counts it."""
         with self._lock:
             if self._active == 0:
                 self._since_s = time.perf_counter()
@@ -255,7 +279,7 @@ class Meter:
             self._count += 1
 
     def totals(self) -> tuple[int, int, float]:
-        """Return bytes, number of transfers, and busy seconds up to now."""
+        """Return bytes, number of transfers, and seconds during which at least one was running."""
         with self._lock:
             running_s = time.perf_counter() - self._since_s if self._active else 0.0
             return self._nbytes, self._count, self._busy_s + running_s

@@ -1,4 +1,4 @@
-"""One request, moved completely: cut into direct and buffered parts, resumed after short counts."""
+"""Transfer of one request: cut into direct and buffered parts, and continued after short counts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from gds.contract import ALIGNMENT
 from gds.errors import ShortReadError, StorageError
 
 _AGAIN_ATTEMPTS: Final = 500
+"""Number of attempts at a call that the kernel refuses with EAGAIN or EINTR."""
+
 _AGAIN_S: Final = 0.01
+"""Seconds to wait after EAGAIN."""
 
 _FOLIO_BYTES: Final = 2 << 20
-"""The page cache's largest unit. One that only overlaps the range to be dropped stays in it."""
+"""Largest unit of the page cache, in bytes. A unit that is only partly within a range to be dropped
+stays in the cache."""
 
 Direction = Literal["read", "write"]
 
@@ -27,11 +31,19 @@ _ANY_TIME: Final = contextlib.nullcontext()
 
 
 def direct_part(offset: int, nbytes: int, address: int, memory_alignment: int) -> tuple[int, int]:
-    """Return start and stop, in bytes from the request's start, of what can go direct.
+    """Return the part of a request that can be a direct transfer.
 
-    That is its whole blocks of `ALIGNMENT`, if their memory starts at a multiple of
-    `memory_alignment`; otherwise nothing, as ``(0, 0)``. The blocks are at least a page, so that
-    a direct and a buffered transfer never touch the same page.
+    Args:
+        offset: Start of the request in the file, in bytes.
+        nbytes: Length of the request, in bytes.
+        address: Address of the request's memory.
+        memory_alignment: Required alignment of the memory, in bytes.
+
+    Returns:
+        Start and stop of the part, in bytes from the request's start. The part consists of the
+        whole blocks of `ALIGNMENT` bytes, if their memory starts at a multiple of
+        `memory_alignment`; otherwise it is empty, ``(0, 0)``. A block is at least a page, so that
+        a direct and a buffered transfer never touch the same page.
     """
     start = -offset % ALIGNMENT
     stop = (offset + nbytes) // ALIGNMENT * ALIGNMENT - offset
@@ -41,11 +53,17 @@ def direct_part(offset: int, nbytes: int, address: int, memory_alignment: int) -
 
 
 def cut(offset: int, nbytes: int, request_bytes: int | None) -> list[tuple[int, int]]:
-    """Return the parts of a request: start and stop of each, in bytes from the request's start.
+    """Cut a request into parts, at least one.
 
-    They have nearly the same length, at most `request_bytes` (a multiple of `ALIGNMENT`; None is
-    no limit), and meet at file offsets that are multiples of `ALIGNMENT`: no two of them touch the
-    same block, and all are as direct as the whole would have been. There is at least one.
+    Args:
+        offset: Start of the request in the file, in bytes.
+        nbytes: Length of the request, in bytes.
+        request_bytes: Largest length of a part, a multiple of `ALIGNMENT`; None is no limit.
+
+    Returns:
+        Start and stop of each part, in bytes from the request's start. The parts have nearly the
+        same length. They meet at file offsets that are multiples of `ALIGNMENT`: no two of them
+        touch the same block, and the same blocks can be direct as without the cuts.
     """
     if request_bytes is None or nbytes <= ALIGNMENT:
         return [(0, nbytes)]
@@ -57,7 +75,7 @@ def cut(offset: int, nbytes: int, request_bytes: int | None) -> list[tuple[int, 
 
 
 def check_request_bytes(request_bytes: int | None) -> int | None:
-    """Return `request_bytes` if it is one that `cut` takes; raises `ValueError` otherwise."""
+    """Return `request_bytes` if `cut` accepts it; raises `ValueError` otherwise."""
     if request_bytes is None or (request_bytes > 0 and request_bytes % ALIGNMENT == 0):
         return request_bytes
     raise ValueError(
@@ -75,11 +93,22 @@ def check_request(
     writable: bool,
     size_bytes: int,
 ) -> None:
-    """Refuse what is wrong with a request from the start, before a byte of it is moved.
+    """Refuse an invalid request before any byte is moved.
+
+    A read past the end of the file is not refused here.
+
+    Args:
+        what: Operation, for messages; only a ``"write"`` is checked against the file.
+        path: Path of the file, for messages.
+        offset: Start of the request in the file, in bytes.
+        nbytes: Length of the request, in bytes.
+        writable: Whether the file is open for writing.
+        size_bytes: Size of the file, in bytes.
 
     Raises:
         ValueError: `offset` is negative.
-        StorageError: A write to a file opened for reading (EBADF), or past its end (EFBIG).
+        StorageError: A write to a file that is open for reading only (EBADF), or a write past the
+            end of the file (EFBIG).
     """
     if offset < 0:
         raise ValueError(f"{what} {path!r}: offset {offset} is negative")
@@ -97,24 +126,26 @@ def check_request(
 
 
 class OpenDescriptor:
-    """A descriptor that is closed once, by whoever closes it first.
+    """A descriptor that is closed only once, however often `close` is called.
 
-    Who opens a file and who takes it over may both have to close it, if an interrupt (Ctrl-C) comes
-    between the two: its number may be that of another file by the second time.
+    If an interrupt (Ctrl-C) comes while a descriptor is handed over, both the function that opened
+    it and its new owner may close it. By the second time, the number may be that of another file.
     """
 
     def __init__(self, fd: int) -> None:
+        """Take over a descriptor."""
         self.fd = fd
+        """Number of the descriptor; -1 once it is closed."""
 
     def close(self) -> None:
-        """Close it, if nobody has. An interrupt at this moment may leave it open."""
+        """Close the descriptor. Idempotent. An interrupt during this call may leave it open."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class Descriptors:
-    """The open descriptors of one file; closed by `close`, or when collected."""
+    """The open descriptors of one file, closed by `close` or when this object is collected."""
 
     def __init__(
         self,
@@ -131,15 +162,17 @@ class Descriptors:
         """Take over two descriptors of one file.
 
         Args:
-            buffered_fd: Goes through the page cache.
-            direct_fd: Bypasses it; -1 for none.
-            memory_alignment: Bytes, for the memory of direct transfers.
-            refused: Called with a reason when the file system refuses a direct transfer that it
-                promised to take; returns if buffered transfers will do, raises otherwise.
-            hybrid: Decides which requests go direct; None is for all that can.
-            spared: There is no `direct_fd` because `hybrid` would send no request there.
-            owner: What closes `buffered_fd`, if somebody else may have to close it as well.
-            inode: Number of the file; 0 where nobody asks for it.
+            buffered_fd: Descriptor of transfers through the page cache.
+            direct_fd: Descriptor of transfers that bypass the page cache; -1 for none.
+            memory_alignment: Alignment of memory for direct transfers, in bytes.
+            refused: Called with a reason if the file system refuses a direct transfer that it
+                promised to take. It returns if buffered transfers are acceptable, and raises an
+                error otherwise.
+            hybrid: Object that decides which requests are direct; None makes all requests direct
+                that can be.
+            spared: Whether `direct_fd` is missing only because `hybrid` would never use it.
+            owner: Object that closes `buffered_fd`, if other code may have to close it as well.
+            inode: Number of the file; 0 if it is not used.
         """
         self.buffered_fd = buffered_fd
         self.inode = inode
@@ -150,7 +183,7 @@ class Descriptors:
         self._hybrid = hybrid
         self.direct = direct_fd >= 0 or spared
         if direct_fd >= 0:
-            # Read-ahead would pull pages into the cache that direct writes then have to evict.
+            # Read-ahead would fill the cache with pages that direct writes then have to evict.
             _advise(buffered_fd, os.POSIX_FADV_RANDOM)
 
     def move(
@@ -163,22 +196,25 @@ class Descriptors:
         part: tuple[int, int] | None = None,
         anew: Mode | None = None,
     ) -> int:
-        """Read `view` from `offset`, or write it there; returns how many bytes that was.
+        """Read a range of the file into `view`, or write `view` to it; blocks until it is moved.
 
         Args:
-            direction: Which of the two.
-            view: The memory; `address` is that of its first byte.
-            address: See `view`.
-            offset: Where in the file, in bytes.
-            path: For messages.
-            part: Start and stop in `view`, in bytes, of what to move; None moves all of it.
-                Errors name the whole request, of which this is a part.
-            anew: For a read that is to come from the device, whatever the page cache holds: in
-                which of the two ways, where there is a choice. None for the usual one.
+            direction: Whether to read or to write.
+            view: Memory of the request.
+            address: Address of the first byte of `view`.
+            offset: Start of the request in the file, in bytes.
+            path: Path of the file, for messages.
+            part: Start and stop, in bytes within `view`, of the part to move; None moves all of
+                it. Errors name the whole request.
+            anew: Mode of a read that must come from the device and not from the page cache; None
+                for a usual transfer. A part that cannot be direct is buffered in both modes.
+
+        Returns:
+            Number of bytes moved, which is the length of the part.
 
         Raises:
-            ShortReadError: The file ended before the request did.
-            StorageError: The kernel reported an error, or took nothing.
+            ShortReadError: The file ends before the part does.
+            StorageError: The kernel reported an error, or moved nothing.
         """
         first, last = part or (0, len(view))
         request = _Request(direction, view, offset, first, last)
@@ -221,32 +257,35 @@ class Descriptors:
             os.close(direct_fd)
 
     def __del__(self) -> None:
-        if hasattr(self, "direct"):  # the constructor took them over
+        if hasattr(self, "direct"):  # otherwise the constructor failed before it took them over
             self.close()
 
     @property
     def takes_turns(self) -> bool:
-        """Whether writes to the file may have to wait for others."""
+        """Whether a write to the file may have to wait for other writes."""
         return self._hybrid is not None and self._hybrid.gate is not None
 
     def _turn(self, request: _Request, mode: Mode) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a request may move bytes in a mode; writes wait for it."""
         gate = None if self._hybrid is None else self._hybrid.gate
         if gate is None or request.direction == "read":
             return _ANY_TIME
         return gate.passing(mode)
 
     def _drop_cached(self, start: int, stop: int) -> None:
-        """Have the page cache let go of a range, and of its neighbours in the same units."""
+        """Drop a range from the page cache, with its neighbours in the same units of the cache."""
         first = start // _FOLIO_BYTES * _FOLIO_BYTES
         nbytes = -(-stop // _FOLIO_BYTES) * _FOLIO_BYTES - first
         _advise(self.buffered_fd, os.POSIX_FADV_DONTNEED, first, nbytes)
 
     def _move_buffered(self, request: _Request, stop: int) -> None:
+        """Continue a request through the page cache up to `stop`."""
         if request.done < stop:
             with self._turn(request, "buffered"):
                 request.move_buffered(self.buffered_fd, stop)
 
     def _move_direct(self, request: _Request, stop: int) -> None:
+        """Continue a request by direct transfers up to `stop`; stop using them if refused."""
         try:
             request.move_direct(self._direct_fd, stop)
         except OSError as error:
@@ -258,15 +297,27 @@ class Descriptors:
 
 
 class _EndOfFileError(OSError):
-    """A read returned nothing."""
+    """A read returned no bytes."""
 
 
 class _Request:
-    """A transfer of ``view[first:last]`` and how far it has come: `done`, from `view`'s start."""
+    """A transfer of ``view[first:last]`` with its progress.
+
+    `done` is the position that the transfer has reached, in bytes from the start of `view`.
+    """
 
     def __init__(
         self, direction: Direction, view: memoryview, offset: int, first: int, last: int
     ) -> None:
+        """Describe a transfer of the bytes `first` to `last` of `view`.
+
+        Args:
+            direction: Direction of the transfer.
+            view: Memory of the whole request.
+            offset: Position of the first byte of `view` in the file, in bytes.
+            first: Start of the transfer, in bytes from the start of `view`.
+            last: End of the transfer, in bytes from the start of `view`.
+        """
         self.direction = direction
         self.view = view
         self.offset = offset
@@ -281,7 +332,7 @@ class _Request:
         return f"{done} of the part from {self.first} to {self.last}"
 
     def move_buffered(self, fd: int, stop: int) -> None:
-        """Go on through the page cache, up to `stop` bytes from the start of the request."""
+        """Continue through the page cache up to `stop`, in bytes from the start of `view`."""
         while self.done < stop:
             moved = self._call(fd, stop)
             if moved == 0 and self.direction == "read":
@@ -291,11 +342,12 @@ class _Request:
             self.done += moved
 
     def move_direct(self, fd: int, stop: int) -> None:
-        """Go on by whole blocks up to `stop`; stays behind it where the kernel moves less.
+        """Continue by whole blocks up to `stop`; may end earlier if the kernel moves less.
 
-        After an odd count the block is moved again as a whole: an unaligned remainder would be
-        refused. Less than a block is left to the page cache, which either can, or gives the true
-        reason (end of file, no space).
+        After a count that is no multiple of a block, the last block is moved again as a whole: an
+        unaligned remainder would be refused. If the kernel moves less than a block, the caller
+        moves the rest through the page cache, which succeeds or gives the true error (end of file,
+        no space).
         """
         while self.done < stop:
             moved = self._call(fd, stop)
@@ -304,17 +356,19 @@ class _Request:
             self.done += moved // ALIGNMENT * ALIGNMENT
 
     def _call(self, fd: int, stop: int) -> int:
+        """Read or write once, repeated after EINTR and EAGAIN; returns the bytes moved."""
         call = os.preadv if self.direction == "read" else os.pwritev
         for _ in range(_AGAIN_ATTEMPTS):
             try:
                 return call(fd, [self.view[self.done : stop]], self.offset + self.done)
             except InterruptedError:
                 continue
-            except BlockingIOError:  # some network file systems, when short of memory
+            except BlockingIOError:  # from some network file systems, if they are short of memory
                 time.sleep(_AGAIN_S)
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 def _advise(fd: int, advice: int, offset: int = 0, nbytes: int = 0) -> None:
-    with contextlib.suppress(OSError):  # advice only
+    """Give the kernel advice on a range of a file; 0 bytes stand for the rest of the file."""
+    with contextlib.suppress(OSError):  # the kernel may ignore advice
         os.posix_fadvise(fd, offset, nbytes, advice)

@@ -1,7 +1,7 @@
-"""A backend that forwards everything to another: the base of fault injectors, throttles, traces.
+"""Backend that forwards all calls to another one: base of fault injectors, throttles, traces.
 
-Override what should differ. Transfers pass through `WrapperFile`; a subclass that changes them
-overrides `WrapperBackend.wrap_file` to return its own.
+A subclass overrides the methods that should differ. Transfers pass through `WrapperFile`; a
+subclass that changes them overrides `WrapperBackend.wrap_file` to return its own kind of file.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from gds.contract import (
 
 
 class WrapperFile:
-    """Forwards everything to `inner`."""
+    """A file that forwards all calls to `inner`; see `gds.File` for the contract of each method."""
 
     def __init__(self, inner: File) -> None:
+        """Wrap `inner`."""
         self.inner = inner
 
     @property
     def path(self) -> str:
-        """The inner file's path, used in messages."""
+        """Path of the inner file, used in messages."""
         return self.inner.path
 
     @path.setter
     def path(self, path: str) -> None:
+        """Set the path of the inner file."""
         self.inner.path = path
 
     @property
@@ -41,7 +43,7 @@ class WrapperFile:
 
     @property
     def inode(self) -> int:
-        """The inner file's number."""
+        """Number of the inner file."""
         return self.inner.inode
 
     @property
@@ -55,114 +57,118 @@ class WrapperFile:
         return self.inner.direct
 
     def read(self, into: Buffer, offset: int) -> IOFuture:
-        """Forward."""
+        """Forward to the inner file."""
         return self.inner.read(into, offset)
 
     def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
-        """Forward."""
+        """Forward to the inner file."""
         return self.inner.read_again(into, offset, direct=direct)
 
     def write(self, source: Buffer, offset: int) -> IOFuture:
-        """Forward."""
+        """Forward to the inner file."""
         return self.inner.write(source, offset)
 
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
-        """Forward."""
+        """Forward to the inner file."""
         return self.inner.read_bytes(offset, nbytes)
 
     def write_bytes(self, data: bytes, offset: int) -> None:
-        """Forward."""
+        """Forward to the inner file."""
         self.inner.write_bytes(data, offset)
 
     def clone(self, source: File, offset: int, nbytes: int) -> bool:
-        """Forward, with what the source wraps."""
+        """Forward to the inner file; if `source` is a wrapper, pass on its inner file."""
         inner = source.inner if isinstance(source, WrapperFile) else source
         return self.inner.clone(inner, offset, nbytes)
 
     def sync(self) -> None:
-        """Forward."""
+        """Forward to the inner file."""
         self.inner.sync()
 
     def close(self) -> None:
-        """Forward."""
+        """Forward to the inner file."""
         self.inner.close()
 
 
 class WrapperBackend:
-    """Forwards everything to `inner`; files come back wrapped by `wrap_file`."""
+    """A backend that forwards all calls to `inner`, and wraps the files by `wrap_file`.
+
+    See `gds.Backend` for the contract of each method.
+    """
 
     def __init__(self, inner: Backend) -> None:
+        """Wrap `inner`."""
         self.inner = inner
 
     def wrap_file(self, file: File) -> File:
-        """Wrap what `create` and `open` return; a subclass returns its own kind of file."""
+        """Return the wrapper of a file that `create` or `open` returns; subclasses override it."""
         return WrapperFile(file)
 
     @property
     def name(self) -> str:
-        """The inner backend's name."""
+        """Name of the inner backend."""
         return self.inner.name
 
     def capabilities(self, directory: str) -> Capabilities:
-        """Forward."""
+        """Forward to the inner backend."""
         return self.inner.capabilities(directory)
 
     def allocate(self, nbytes: int, kind: BufferKind | None = None) -> Buffer:
-        """Forward."""
+        """Forward to the inner backend."""
         return self.inner.allocate(nbytes, kind)
 
     def create(self, path: str, size_bytes: int) -> File:
-        """Forward, and wrap the file."""
+        """Forward to the inner backend, and wrap the file."""
         return self.wrap_file(self.inner.create(path, size_bytes))
 
     def open(self, path: str, *, writable: bool = False) -> File:
-        """Forward, and wrap the file."""
+        """Forward to the inner backend, and wrap the file."""
         return self.wrap_file(self.inner.open(path, writable=writable))
 
     def stat(self, path: str) -> Stat | None:
-        """Forward."""
+        """Forward to the inner backend."""
         return self.inner.stat(path)
 
     def list_dir(self, path: str) -> list[str]:
-        """Forward."""
+        """Forward to the inner backend."""
         return self.inner.list_dir(path)
 
     def make_dir(self, path: str) -> None:
-        """Forward."""
+        """Forward to the inner backend."""
         self.inner.make_dir(path)
 
     def rename(self, source: str, target: str) -> None:
-        """Forward."""
+        """Forward to the inner backend."""
         self.inner.rename(source, target)
 
     def exchange(self, a: str, b: str) -> None:
-        """Forward."""
+        """Forward to the inner backend."""
         self.inner.exchange(a, b)
 
     def remove(self, path: str) -> None:
-        """Forward."""
+        """Forward to the inner backend."""
         self.inner.remove(path)
 
     def remove_dir(self, path: str) -> None:
-        """Forward."""
+        """Forward to the inner backend."""
         self.inner.remove_dir(path)
 
     def sync_dir(self, path: str) -> None:
-        """Forward."""
+        """Forward to the inner backend."""
         self.inner.sync_dir(path)
 
     def lock(self, path: str, *, shared: bool = False, create: bool = False) -> Lock:
-        """Forward."""
+        """Forward to the inner backend."""
         return self.inner.lock(path, shared=shared, create=create)
 
     def free_bytes(self, directory: str) -> int:
-        """Forward."""
+        """Forward to the inner backend."""
         return self.inner.free_bytes(directory)
 
     def counters(self) -> Counters:
-        """Forward."""
+        """Forward to the inner backend."""
         return self.inner.counters()
 
     def close(self) -> None:
-        """Forward."""
+        """Forward to the inner backend."""
         self.inner.close()

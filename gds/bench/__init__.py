@@ -1,4 +1,4 @@
-"""How fast a directory is, measured through the backends that everything else uses.
+"""Benchmark behind `gds bench`: the speed of a directory, measured with the ordinary backends.
 
-This wing may know every other one of `gds` but `testing` and `cli`.
+This wing may know every other wing of `gds` except `testing`, `kvikio` and `cli`.
 """

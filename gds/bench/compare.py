@@ -1,4 +1,4 @@
-"""The same requests by fio, in turns, and how far the two rates are apart."""
+"""Comparison with fio: the same requests by gds and fio in turns, with the ratio of the rates."""
 
 from __future__ import annotations
 
@@ -15,38 +15,46 @@ from gds.bench.target import Target
 from gds.bench.workload import Workload
 
 AGREEMENT: Final = 0.15
-"""How far the median of the ratios may be from 1."""
+"""Largest difference between 1 and the median of the ratios that counts as agreement."""
 
 _FIO_RW: Final = {"mixed": "rw", "randmixed": "randrw"}
+"""Patterns whose names differ in fio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Pairs of rates, and what they say."""
+    """Pairs of rates of gds and fio, with a verdict."""
 
     workload: Workload
+    """Workload of both programs."""
+
     engine: str
+    """I/O engine that fio used."""
+
     huge_bytes: int
-    """Memory of fio on huge pages, the most that was seen."""
+    """Largest amount of fio's memory that was seen on huge pages, in bytes."""
 
     gds_bytes_per_s: list[float]
+    """Rates of gds in bytes per second, in the order of the pairs."""
+
     fio_bytes_per_s: list[float]
+    """Rates of fio in bytes per second, in the order of the pairs."""
 
     @property
     def verdict(self) -> Verdict:
-        """Median and interval of the ratios, ours divided by fio's."""
+        """Median and interval of the ratios: the rate of gds divided by that of fio."""
         return judge(ratios(self.gds_bytes_per_s, self.fio_bytes_per_s), None)
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the interval reaches to within `AGREEMENT` of 1; None: too few pairs to say."""
+        """Whether the interval of the ratio overlaps 1 ± `AGREEMENT`; None if pairs are too few."""
         if len(self.gds_bytes_per_s) < MIN_PAIRS:
             return None
         return self.verdict.low <= 1 + AGREEMENT and self.verdict.high >= 1 - AGREEMENT
 
     @property
     def words(self) -> str:
-        """The result, for people."""
+        """Verdict in words, for people."""
         if self.agrees is None:
             return f"too few pairs to say ({len(self.gds_bytes_per_s)} of {MIN_PAIRS})"
         middle = self.verdict.median
@@ -58,7 +66,7 @@ class Comparison:
         return f"does NOT agree within {AGREEMENT:.0%}: {faster}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values; keys are only ever added."""
+        """Return the comparison as JSON values. Later versions only add keys."""
         verdict = self.verdict
         return {
             "workload": dataclasses.asdict(self.workload),
@@ -83,30 +91,32 @@ def compare(
     seed: int = 0,
     say: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Run a workload and fio in turns, each over the whole file once, on the same file.
+    """Run a workload by gds and by fio in turns, each time over the whole of the same file.
 
-    Destroys the contents of a scratch file where the workload writes. Syncs are not in either rate.
+    A workload that writes destroys the content of the scratch file. Neither rate includes syncs.
 
     Args:
-        workload: What to do; passes, seconds and verification are left out.
-        target: With which file.
-        runner: In the directory of that file.
-        open_backend: See `measure`.
-        pairs: How many; fewer than `MIN_PAIRS` give no verdict.
-        seed: Of the random order.
-        say: Called with a line for people after each pair.
+        workload: Requests to run; its passes and seconds are ignored, and nothing is verified.
+        target: File to transfer to and from.
+        runner: fio, in the directory of the file.
+        open_backend: Function that makes the backend of gds; see `measure`.
+        pairs: Number of pairs; fewer than `MIN_PAIRS` give no verdict.
+        seed: Seed of the random order of requests.
+        say: Function that is called with a line for people after each pair.
 
     Raises:
-        FioError: fio failed, or moved other bytes than it was asked for.
+        FioError: fio failed, or did not move the expected number of bytes.
     """
     once = dataclasses.replace(workload, passes=1, seconds=0.0)
     arguments = fio_arguments(once, os.path.basename(target.path), runner.engine)
     most_huge = 0
 
     def ours() -> float:
+        """Return the rate of gds, in bytes per second."""
         return measure(once, target, open_backend, seed=seed).bytes_per_s
 
     def theirs() -> float:
+        """Return the rate of fio, in bytes per second."""
         nonlocal most_huge
         target.sync()
         if once.cache == "cold":
@@ -116,7 +126,7 @@ def compare(
         report, huge_bytes = runner.run(arguments)
         most_huge = max(most_huge, huge_bytes)
         rate = _rate(report["jobs"][0], once)
-        target.sync()  # or the next one would pay for it
+        target.sync()  # otherwise the next measurement would include this sync
         return rate
 
     samples = alternate({"gds": ours, "fio": theirs}, pairs, report=say)
@@ -130,19 +140,19 @@ def compare(
 
 
 def fio_arguments(workload: Workload, name: str, engine: str) -> list[str]:
-    """Return the job that does what the workload does.
+    """Return the arguments of the fio job that is equivalent to a workload.
 
-    As many requests are in the kernel at once as the threads of the backend put there. Through the
-    page cache asynchronous engines are not asynchronous, so there each thread has its own part of
-    the file.
+    fio has as many requests in the kernel at once as the threads of the backend. Asynchronous
+    engines are not asynchronous through the page cache. So a buffered job has threads, each with
+    its own part of the file.
 
     Args:
-        workload: What to do.
-        name: Of an existing file in fio's directory.
-        engine: An asynchronous one that works there.
+        workload: Requests to run.
+        name: Name of an existing file in fio's directory.
+        engine: Asynchronous engine that works in the directory, for direct I/O.
 
     Raises:
-        FioError: fio has no such path.
+        FioError: fio does not have the path, or there are fewer requests than threads.
     """
     in_kernel = min(
         workload.in_flight, workload.threads * (2 if workload.reads and workload.writes else 1)
@@ -169,7 +179,7 @@ def fio_arguments(workload: Workload, name: str, engine: str) -> list[str]:
         *shape,
         *mix,
         f"--bs={workload.size}",
-        "--iomem_align=2m",  # or the huge pages would begin somewhere within its buffers
+        "--iomem_align=2m",  # otherwise huge pages would not begin at the start of a buffer
         "--overwrite=1",
         "--fallocate=none",
         "--allow_file_create=0",
@@ -183,6 +193,7 @@ def fio_arguments(workload: Workload, name: str, engine: str) -> list[str]:
 
 
 def _rate(job: dict[str, Any], workload: Workload) -> float:
+    """Return the rate in a report of fio, in bytes per second; checks the bytes moved."""
     moved = int(job["read"]["io_bytes"]) + int(job["write"]["io_bytes"])
     least = (workload.num_requests - workload.in_flight * 2) * workload.size
     if not max(least, 1) <= moved <= workload.num_requests * workload.size:

@@ -1,4 +1,4 @@
-"""fio as a child process: its engine, its buffers on huge pages, its report."""
+"""Runner of fio as a child process: choice of the engine, buffers on huge pages, and the report."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _POLL_S: Final = 0.02
 
 
 class FioError(RefusedError):
-    """fio did not do what it was asked for."""
+    """fio failed, or cannot run a job."""
 
 
 class FioMissingError(FioError):
-    """There is no fio on this machine."""
+    """fio is not installed."""
 
 
 class FioRunner:
-    """Runs fio in a directory, with memory like that of `gds`.
+    """Runs fio in a directory, with the same kind of memory as `gds`.
 
-    Its memory comes from malloc, which glibc (2.35 and newer) then asks the kernel to put on huge
-    pages. That needs no reserved pages, and is what `gds` does for its own buffers; whether it
-    worked is read from ``/proc`` while fio runs, and reported.
+    fio's memory comes from malloc, and glibc (2.35 and newer) asks the kernel to put it on huge
+    pages. `gds` does the same for its buffers; no reserved pages are needed. While fio runs, its
+    huge pages are read from ``/proc``, because the kernel may refuse them.
     """
 
     def __init__(self, directory: str) -> None:
-        """Find fio, and the asynchronous engine that works in `directory`.
+        """Find fio, and an asynchronous engine that works in `directory`.
 
         Raises:
-            FioMissingError: It is not installed.
-            FioError: It runs with neither io_uring nor libaio.
+            FioMissingError: fio is not installed.
+            FioError: fio runs with neither io_uring nor libaio.
         """
         path = shutil.which("fio")
         if path is None:
@@ -54,10 +54,10 @@ class FioRunner:
             arguments: Jobs and their options.
 
         Returns:
-            fio's report, and how many bytes of its memory were on huge pages at the most.
+            Report of fio, and the largest number of bytes of its memory on huge pages.
 
         Raises:
-            FioError: It failed.
+            FioError: fio failed.
         """
         process = subprocess.Popen(
             [
@@ -77,7 +77,7 @@ class FioRunner:
         watch = _HugePages(process.pid)
         try:
             out, error = process.communicate()
-        except BaseException:  # an interrupt must not leave fio writing to a file that goes away
+        except BaseException:  # after an interrupt, fio must not keep writing to a removed file
             process.kill()
             process.wait()
             raise
@@ -90,6 +90,7 @@ class FioRunner:
         return report, huge_bytes
 
     def _choose_engine(self) -> str:
+        """Return the first asynchronous engine that works, tried with a small file."""
         said = ""
         name = f".gds-bench-fio-{os.getpid()}"
         for engine in ("io_uring", "libaio"):
@@ -114,9 +115,10 @@ class FioRunner:
 
 
 class _HugePages:
-    """Watches how much of a process's memory is on huge pages; keeps the largest figure."""
+    """Watches how much memory of a process is on huge pages, and keeps the largest value."""
 
     def __init__(self, pid: int) -> None:
+        """Start a thread that watches a process."""
         self._path = Path(f"/proc/{pid}/smaps_rollup")
         self._largest = 0
         self._ended = threading.Event()
@@ -124,12 +126,13 @@ class _HugePages:
         self._thread.start()
 
     def stop(self) -> int:
-        """Return the most bytes seen."""
+        """Stop watching, and return the largest number of bytes."""
         self._ended.set()
         self._thread.join()
         return self._largest
 
     def _watch(self) -> None:
+        """Read the value repeatedly until `stop` is called."""
         while not self._ended.wait(_POLL_S):
             try:
                 text = self._path.read_text()

@@ -1,8 +1,8 @@
-"""What a GPU's link carries while it is measured, as NVML samples it; and why not, where it cannot.
+"""Meter of a GPU's PCIe traffic during a measurement, sampled by NVML.
 
-NVML has no counter of copy engines. What it has is the traffic over PCIe, which is what they and
-the DMA of GPUDirect Storage cause, both alike. It counts everything that crosses: what other
-programs move as well, and the packets' headers.
+NVML has no counter of copy engines. It has one of the traffic over PCIe, to which copy engines and
+the DMA of GPUDirect Storage contribute alike. It counts all traffic: packet headers, and the
+transfers of other programs as well. If NVML cannot be read, the meter reports the reason.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 LoadLibrary: TypeAlias = Callable[[], Any]
-"""Returns the loaded library; raises `OSError` where there is none."""
+"""Function that returns the loaded NVML library; raises `OSError` if it is missing."""
 
 LIBRARY: Final = "libnvidia-ml.so.1"
+"""File name of the NVML library."""
+
 _FUNCTIONS: Final = (
     "nvmlInit_v2",
     "nvmlShutdown",
@@ -30,39 +32,39 @@ _PERIOD_S: Final = 0.05
 _TX: Final = 0  # NVML_PCIE_UTIL_TX_BYTES
 _RX: Final = 1  # NVML_PCIE_UTIL_RX_BYTES
 _BYTES: Final = 1000
-"""In what NVML calls KB."""
+"""Number of bytes in NVML's unit KB."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """What crossed a GPU's PCIe link, in the mean of all samples."""
+    """Traffic over a GPU's PCIe link, as the mean of all samples."""
 
     rx_gbps: float | None
-    """GB/s (1e9 bytes) that the GPU received; None where that is not readable."""
+    """Traffic that the GPU received, in GB/s (1e9 bytes); None if it cannot be read."""
 
     tx_gbps: float | None
-    """GB/s that it sent."""
+    """Traffic that the GPU sent, in GB/s (1e9 bytes); None if it cannot be read."""
 
     samples: int
-    """Of 20 ms each, in each direction."""
+    """Number of samples in each direction; a sample takes 20 ms."""
 
     reason: str
-    """Why it is not readable, for people; empty where it is."""
+    """Reason, for people, why the traffic cannot be read; empty if it can."""
 
 
 class LinkMeter(Protocol):
-    """Notes what crosses a link."""
+    """Meter of the traffic over a link."""
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which samples are taken."""
+        """Return a context in which the meter takes samples."""
         ...
 
     def use(self) -> LinkUse:
-        """Return what was noted in all of them."""
+        """Return the traffic in all contexts so far."""
         ...
 
     def close(self) -> None:
-        """Let go of the library. Idempotent."""
+        """Release the library. Idempotent."""
         ...
 
 
@@ -71,32 +73,39 @@ class HasGpu(Protocol):
     """A backend of device memory."""
 
     cuda: Any
-    """With a `pci_bus_id`."""
+    """Device of the backend, with a method `pci_bus_id`."""
 
 
 class Unreadable:
-    """Stands where nothing can be read."""
+    """A meter of a link whose traffic cannot be read."""
 
     def __init__(self, reason: str) -> None:
+        """Keep the reason, for people."""
         self._reason = reason
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Do nothing."""
+        """Return a context in which nothing is sampled."""
         yield
 
     def use(self) -> LinkUse:
-        """Say why there is nothing."""
+        """Return no traffic, with the reason."""
         return LinkUse(None, None, 0, self._reason)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no library to release."""
 
 
 class NvmlMeter:
-    """Samples both directions in turns, on a thread of its own, while transfers run."""
+    """A meter that samples both directions in turns through NVML, on its own thread."""
 
     def __init__(self, library: Any, device: ctypes.c_void_p) -> None:
+        """Measure a device.
+
+        Args:
+            library: NVML, initialized; `close` shuts it down.
+            device: Handle of the GPU.
+        """
         self._library = library
         self._device = device
         self._sums = {_RX: 0.0, _TX: 0.0}
@@ -105,7 +114,7 @@ class NvmlMeter:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Sample until the block ends; a sample that outlasts it does not count."""
+        """Sample until the body ends; a sample that ends after the body does not count."""
         ended = threading.Event()
         thread = threading.Thread(target=self._sample, args=(ended,), name="gds-link", daemon=True)
         thread.start()
@@ -116,7 +125,7 @@ class NvmlMeter:
             thread.join()
 
     def use(self) -> LinkUse:
-        """Return the means, or why there are none."""
+        """Return the mean traffic, or the reason why it is not known."""
         if not self._samples:
             short = "no pass took long enough for a sample of 20 ms in each direction"
             return LinkUse(None, None, 0, self._reason or short)
@@ -124,17 +133,18 @@ class NvmlMeter:
         return LinkUse(rx, tx, self._samples, "")
 
     def close(self) -> None:
-        """Let NVML go."""
+        """Shut NVML down. Idempotent."""
         library, self._library = self._library, None
         if library is not None:
             library.nvmlShutdown()
 
     def _sample(self, ended: threading.Event) -> None:
+        """Take samples until `ended` is set, or until NVML reports an error."""
         while not ended.is_set():
             found: dict[int, float] = {}
             for counter in (_RX, _TX):
                 value = ctypes.c_uint()
-                # Which takes 20 ms, and does not hold the interpreter's lock.
+                # The call takes 20 ms, and does not hold the GIL.
                 status = self._library.nvmlDeviceGetPcieThroughput(
                     self._device, ctypes.c_int(counter), ctypes.byref(value)
                 )
@@ -151,11 +161,13 @@ class NvmlMeter:
 
 
 def link_meter(backend: object, load: LoadLibrary | None = None) -> LinkMeter:
-    """Return what reads the link of a backend's GPU; never raises.
+    """Return a meter of the link of a backend's GPU.
+
+    If the traffic cannot be read, the meter reports the reason; this function does not raise.
 
     Args:
-        backend: Any; one of host memory has no such link.
-        load: Loads NVML; None takes the driver's.
+        backend: Backend of any kind. A backend of host memory has no link to measure.
+        load: Function that loads NVML; None loads the library of the driver.
     """
     if not isinstance(backend, HasGpu):
         return Unreadable("no memory of a GPU is moved")
@@ -163,14 +175,14 @@ def link_meter(backend: object, load: LoadLibrary | None = None) -> LinkMeter:
         bus = str(backend.cuda.pci_bus_id())
         library = (load or partial(ctypes.CDLL, LIBRARY))()
         for name in _FUNCTIONS:
-            getattr(library, name)  # an old one may lack it
+            getattr(library, name)  # an old library may lack it
         library.nvmlErrorString.restype = ctypes.c_char_p
     except (OSError, AttributeError, RuntimeError) as error:
         return Unreadable(f"NVML cannot be used: {error}")
     status = library.nvmlInit_v2()
     if status:
         return Unreadable(_said(library, "nvmlInit", status))
-    # By its place on the bus: NVML numbers devices in another order than CUDA does.
+    # By bus address, because NVML and CUDA number the devices in different orders.
     device = ctypes.c_void_p()
     status = library.nvmlDeviceGetHandleByPciBusId_v2(bus.encode(), ctypes.byref(device))
     if status:
@@ -180,6 +192,7 @@ def link_meter(backend: object, load: LoadLibrary | None = None) -> LinkMeter:
 
 
 def _said(library: Any, call: str, status: int) -> str:
+    """Return the error of a call of NVML as text."""
     words = library.nvmlErrorString(ctypes.c_int(status))
     text = words.decode(errors="replace") if isinstance(words, bytes) else str(words)
     return f"{call}: {text} ({status})"

@@ -1,4 +1,4 @@
-"""One workload, run through a backend: rates, latencies, processor time, and the data checked."""
+"""Measurement of one workload on a backend: rates, latencies, processor time, and data checks."""
 
 from __future__ import annotations
 
@@ -27,74 +27,87 @@ from gds.errors import RefusedError
 from gds.paths import PathName
 
 OpenBackend: TypeAlias = Callable[[PathName, int], Backend]
-"""Makes a backend for a path that runs so many transfers at once."""
+"""Function that makes a backend for a path, with a number of threads in each direction."""
 
 _Order: TypeAlias = list[tuple[int, bool]]
+"""Requests of a pass in order: number of the block, and whether it is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one run of a workload gave."""
+    """Results of one run of a workload."""
 
     num_requests: int
+    """Number of requests of all passes."""
+
     bytes_read: int
+    """Bytes read in all passes."""
+
     bytes_written: int
+    """Bytes written in all passes."""
 
     elapsed_s: float
-    """Seconds from the start of the first request to the end of the last, of each pass; neither
-    syncs nor what is done with the page cache between passes."""
+    """Seconds from the start of the first request to the end of the last request, summed over all
+    passes. Syncs, and the preparation of the page cache between passes, are not included."""
 
     sync_s: float
-    """Seconds that making it durable took after each pass; 0 where nothing was written."""
+    """Seconds of the syncs after all passes; 0 if nothing was written."""
 
     latency_mean_s: float
-    """Seconds from the start of a request to its end, waiting for a thread of the backend
-    included: that is only where depth exceeds threads."""
+    """Mean latency: seconds from the start of a request to its end. A wait for a thread of the
+    backend is included; it occurs only if depth exceeds threads."""
 
     latency_p50_s: float
+    """Median of the latency, in seconds."""
+
     latency_p99_s: float
+    """99th percentile of the latency, in seconds."""
+
     latency_max_s: float
+    """Largest latency, in seconds."""
 
     cpu_user_s: float
-    """Processor seconds of this process during `elapsed_s`, all threads."""
+    """Processor seconds in user mode during `elapsed_s`, all threads of this process."""
 
     cpu_system_s: float
+    """Processor seconds in the kernel during `elapsed_s`, all threads of this process."""
 
     pcie_rx_gbps: float | None
-    """GB/s that the GPU received over PCIe during `elapsed_s`, whoever sent it; None where that is
-    not readable. See `gds.bench.link`."""
+    """Traffic in GB/s that the GPU received over PCIe during `elapsed_s`, from any sender; None if
+    it cannot be read. See `gds.bench.link`."""
 
     pcie_tx_gbps: float | None
-    """GB/s that it sent."""
+    """Traffic in GB/s that the GPU sent over PCIe; None if it cannot be read."""
 
     pcie_samples: int
-    """Number of samples of 20 ms that these are the mean of."""
+    """Number of samples of 20 ms in the mean of the PCIe traffic."""
 
     pcie_reason: str
-    """Why there are none, for people."""
+    """Reason, for people, why the PCIe traffic cannot be read; empty if it can."""
 
     direct: bool
     """Whether the transfers bypassed the page cache."""
 
     cached_before: float | None
-    """Share of the file that the page cache held before a pass, the largest; None: not known."""
+    """Share of the file that the page cache held before a pass; the largest value of all passes, or
+    None if it is not known."""
 
     verified_bytes: int
-    """Bytes that were compared with what was written; 0 where that was not asked for."""
+    """Bytes that were compared with the expected data; 0 without verification."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes moved, in both directions."""
+        """Bytes moved in both directions together."""
         return self.bytes_read + self.bytes_written
 
     @property
     def bytes_per_s(self) -> float:
-        """Rate of the transfers, reads and writes together, syncs not counted."""
+        """Rate of reads and writes together in bytes per second, without the time of the syncs."""
         return self.num_bytes / self.elapsed_s if self.elapsed_s else math.inf
 
     @property
     def durable_bytes_per_s(self) -> float:
-        """The same, with the syncs."""
+        """Rate of reads and writes together in bytes per second, with the time of the syncs."""
         whole_s = self.elapsed_s + self.sync_s
         return self.num_bytes / whole_s if whole_s else math.inf
 
@@ -105,12 +118,12 @@ class Run:
 
     @property
     def cpu_cores(self) -> float:
-        """Processor seconds per second: 1 is one core, all of the time."""
+        """Processor seconds per second; 1 is one core that is busy all the time."""
         used_s = self.cpu_user_s + self.cpu_system_s
         return used_s / self.elapsed_s if self.elapsed_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values; keys are only ever added."""
+        """Return the results as JSON values. Later versions only add keys."""
         return {
             **dataclasses.asdict(self),
             "bytes_per_s": self.bytes_per_s,
@@ -131,16 +144,16 @@ def measure(
     """Run a workload once.
 
     Args:
-        workload: What to do.
-        target: With which file.
-        open_backend: Makes the backend, which is closed afterwards.
-        verify: Compare what is read with what was written, and read back what was written. Takes
-            processor time beside the transfers, so rates are lower than without.
-        seed: Of the random order.
+        workload: Requests to run.
+        target: File to transfer to and from.
+        open_backend: Function that makes the backend, which is closed afterwards.
+        verify: Compare the data of all reads with the expected data, and read back all data after
+            writes. The comparison takes processor time, so rates are lower than without it.
+        seed: Seed of the random order of requests.
 
     Raises:
-        RefusedError: This target does not take such a workload.
-        WrongDataError: A block was read that holds something else than was written there.
+        RefusedError: The workload would write to, or verify, an existing file of the user.
+        WrongDataError: A read returned other data than was written.
         StorageError: A transfer failed.
     """
     check_allowed(workload, target, verify=verify)
@@ -206,17 +219,17 @@ def measure(
 
 
 def percentile(ordered: Sequence[float] | np.ndarray[Any, Any], percent: float) -> float:
-    """Return the smallest value that so many per cent of all do not exceed.
+    """Return a percentile: the smallest value that at least `percent` % of all do not exceed.
 
     Args:
-        ordered: Ascending; at least one.
-        percent: More than 0, up to 100.
+        ordered: Values in ascending order; at least one.
+        percent: Percentage, more than 0 and at most 100.
     """
     return float(ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1])
 
 
 class _Pass:
-    """Every request of a workload, once."""
+    """One pass of a workload, which makes each request once."""
 
     def __init__(
         self,
@@ -227,6 +240,15 @@ class _Pass:
         *,
         verify: bool,
     ) -> None:
+        """Prepare a pass.
+
+        Args:
+            workload: Workload of the pass.
+            file: Open file to transfer to and from.
+            target: The same file, with its expected content.
+            slots: One buffer for each request in flight.
+            verify: Whether to compare the data of reads with the expected data.
+        """
         self._size = workload.size
         self._file = file
         self._target = target
@@ -239,7 +261,11 @@ class _Pass:
         self.verified_bytes = 0
 
     def run(self, order: _Order) -> float:
-        """Run requests for blocks, reads where True; returns the seconds to the end of the last."""
+        """Run requests, and return the seconds until the end of the last one.
+
+        Args:
+            order: Number of the block for each request, and whether to read it.
+        """
         for slot in range(len(self._slots)):
             self._free.put(slot)
         started_s = time.perf_counter()
@@ -252,6 +278,7 @@ class _Pass:
         return max(self._ended_s) - started_s
 
     def _start(self, slot: int, offset: int, *, is_read: bool) -> None:
+        """Start a request with the buffer of a slot."""
         buffer = self._slots[slot]
         if self._verify and not is_read:
             generations = self._target.generations_of(offset, self._size)
@@ -264,14 +291,14 @@ class _Pass:
         future.add_done_callback(partial(self._ended, slot, begun_s))
 
     def _ended(self, slot: int, begun_s: float, _: IOFuture) -> None:
-        # On the transfer's thread.
+        """Record the end of a slot's request, on the thread of the transfer."""
         now_s = time.perf_counter()
         self.latencies.append(now_s - begun_s)
         self._ended_s[slot] = now_s
         self._free.put(slot)
 
     def _settle(self, slot: int) -> None:
-        """Take note of what became of the slot's last request."""
+        """Take the result of the slot's last request, and verify the data of a read."""
         pending, self._pending[slot] = self._pending[slot], None
         if pending is None:
             return
@@ -284,7 +311,7 @@ class _Pass:
 
 
 def check_allowed(workload: Workload, target: Target, *, verify: bool) -> None:
-    """Raise `RefusedError` for what must not be done with a file that is not ours."""
+    """Raise `RefusedError` if a workload would write to or verify an existing file of the user."""
     if target.made:
         return
     if workload.writes:
@@ -300,21 +327,19 @@ def check_allowed(workload: Workload, target: Target, *, verify: bool) -> None:
 
 
 def _slots(backend: Backend, workload: Workload, target: Target) -> list[Buffer]:
-    """Return a buffer for each request in flight, parts of one: whole huge pages."""
+    """Return a buffer for each request in flight, cut from one allocation of whole huge pages."""
     wanted = workload.in_flight * workload.size
     memory = backend.allocate(-(-wanted // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
     slots = [memory.slice(n * workload.size, workload.size) for n in range(workload.in_flight)]
-    for number, slot in enumerate(slots):  # touched, and with contents that no drive compresses
+    for number, slot in enumerate(slots):  # touches all pages, with data that no drive compresses
         offset = number * workload.size
         generations = np.zeros(workload.size // ALIGNMENT, dtype=np.uint64)
         _fill(slot, target, offset, generations)
     return slots
 
 
-# Memory of a device is filled and compared on the host.
-
-
 def _fill(buffer: Buffer, target: Target, offset: int, generations: Words) -> None:
+    """Fill a buffer with the data that belongs at `offset`; device memory gets a copy."""
     if isinstance(buffer, DeviceBuffer):
         data = bytearray(buffer.nbytes)
         target.stamps.fill(memoryview(data), offset, generations)
@@ -324,6 +349,11 @@ def _fill(buffer: Buffer, target: Target, offset: int, generations: Words) -> No
 
 
 def _compare(buffer: Buffer, target: Target, offset: int, generations: Words) -> None:
+    """Compare a buffer with the data that belongs at `offset`; device memory is copied to the host.
+
+    Raises:
+        WrongDataError: The buffer holds other data.
+    """
     view = memoryview(
         buffer.download() if isinstance(buffer, DeviceBuffer) else buffer.memoryview()
     )
@@ -331,7 +361,7 @@ def _compare(buffer: Buffer, target: Target, offset: int, generations: Words) ->
 
 
 def _order(workload: Workload, generator: np.random.Generator) -> _Order:
-    """Return block and direction of every request of a pass."""
+    """Return the requests of a pass in order: number of the block, and whether it is read."""
     count = workload.num_requests
     blocks = generator.permutation(count) if workload.random else np.arange(count)
     is_read = np.arange(count) < workload.num_reads
@@ -341,7 +371,10 @@ def _order(workload: Workload, generator: np.random.Generator) -> _Order:
 
 
 def _prepare_cache(workload: Workload, target: Target) -> float | None:
-    """Bring the page cache into the state to be measured; returns which share it holds."""
+    """Bring the page cache into the state to measure; returns the share of the file that it holds.
+
+    The result is None if the share is not known.
+    """
     if workload.cache == "cold":
         target.sync()
         target.drop_cache()

@@ -1,4 +1,4 @@
-"""Results as a table, as JSON, and as a figure."""
+"""Report of `gds bench`: results as a table, as JSON, and as a figure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA: Final = 1
+"""Version of the JSON form."""
+
 _AXES: Final = ("size", "threads", "depth", "mix", "rw", "path", "cache")
+"""Names of the properties of a workload that sweeps can vary."""
+
 _SUMMARY: Final = (
     "bytes_per_s",
     "durable_bytes_per_s",
@@ -34,34 +38,58 @@ _SUMMARY: Final = (
 
 @dataclass(slots=True)
 class Point:
-    """A workload and its runs."""
+    """A workload with the results of its runs."""
 
     workload: Workload
+    """The workload."""
+
     runs: list[Run] = field(default_factory=list)
+    """Results in the order of the runs."""
 
     def middle(self, name: str) -> float:
-        """Return the median over the runs of one of their numbers."""
+        """Return the median of a number over all runs; `name` is an attribute of `Run`."""
         return median([getattr(run, name) for run in self.runs])
 
 
 @dataclass(slots=True)
 class Report:
-    """All that a call of `gds bench` found."""
+    """All results of one call of `gds bench`."""
 
     place: str
+    """Directory or file that was measured."""
+
     made: bool
+    """Whether the file was a scratch file; otherwise it was an existing file of the user."""
+
     file_bytes: int
+    """Size of the file, in bytes."""
+
     filesystem: str
+    """Type of the file system."""
+
     source: str
+    """Mounted device or share; empty if not known."""
+
     kernel: str
+    """Release of the kernel."""
+
     cores: int
+    """Number of cores that the process may use."""
+
     verify: bool
+    """Whether the data was verified."""
+
     points: list[Point]
+    """Results of each workload."""
+
     comparisons: list[Comparison] = field(default_factory=list)
+    """Comparisons with fio."""
+
     notes: list[str] = field(default_factory=list)
+    """Remarks for the reader of the numbers."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values; keys are only ever added."""
+        """Return the report as JSON values. Later versions only add keys."""
         return {
             "schema": SCHEMA,
             "target": {
@@ -86,7 +114,7 @@ class Report:
         }
 
     def show(self, console: Console) -> None:
-        """Print it for people."""
+        """Print the report for people."""
         from rich import box
         from rich.table import Table
 
@@ -126,7 +154,7 @@ class Report:
 
 
 def size_text(nbytes: int) -> str:
-    """Return a size as it can be typed: ``64K``, ``1M``; odd ones in bytes."""
+    """Return a size as text, such as ``64K`` or ``1M``; a size without such a unit in bytes."""
     for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
         if nbytes >= factor and nbytes % factor == 0:
             return f"{nbytes // factor}{unit}"
@@ -134,16 +162,19 @@ def size_text(nbytes: int) -> str:
 
 
 def state_text(workload: Workload, runs: Sequence[Run]) -> str:
-    """Say how the page cache was prepared, and the most that it held of the file before a pass."""
+    """Return the state of the page cache as text: its preparation, and its share of the file.
+
+    The share is the largest that the page cache held before a pass.
+    """
     known = [run.cached_before for run in runs if run.cached_before is not None]
     return f"{workload.cache}, held {max(known):.0%}" if known else f"{workload.cache}, not known"
 
 
 def plot_axis(workloads: Sequence[Workload]) -> str:
-    """Return what a figure has on its x axis: the first number that differs.
+    """Return the property for the x axis of a figure: the first number that differs.
 
     Raises:
-        RefusedError: None does.
+        RefusedError: No number differs between the workloads.
     """
     for name in ("size", "threads", "depth", "mix"):
         if len({getattr(workload, name) for workload in workloads}) > 1:
@@ -152,10 +183,16 @@ def plot_axis(workloads: Sequence[Workload]) -> str:
 
 
 def plot(report: Report, path: str) -> None:
-    """Draw GB/s over what was swept, one line for each combination of the rest.
+    """Draw the rates in GB/s over the first number that was swept, and write the figure to a file.
+
+    The figure has one line for each combination of the other properties that were swept.
+
+    Args:
+        report: Results to draw.
+        path: Path of the file; its extension gives the format.
 
     Raises:
-        RefusedError: There is no matplotlib, or no number was swept.
+        RefusedError: matplotlib is not installed, or no number was swept.
     """
     workloads = [point.workload for point in report.points]
     axis = plot_axis(workloads)
@@ -186,10 +223,10 @@ def plot(report: Report, path: str) -> None:
 
 
 def new_figure() -> tuple[Any, Any]:
-    """Return an empty figure and its axes, without any window.
+    """Return an empty figure of matplotlib and its axes; no window is opened.
 
     Raises:
-        RefusedError: There is no matplotlib.
+        RefusedError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -202,7 +239,7 @@ def new_figure() -> tuple[Any, Any]:
 
 
 def _settings(point: Point) -> dict[str, str]:
-    """Return what was measured, by the names of the command line."""
+    """Return the settings of a workload as text, by name."""
     workload = point.workload
     rw: str = workload.rw
     if workload.reads and workload.writes:
@@ -218,6 +255,7 @@ def _settings(point: Point) -> dict[str, str]:
 
 
 def _numbers(point: Point) -> Sequence[str]:
+    """Return the results of a workload as the cells of a table's row."""
     rates = [run.bytes_per_s / 1e9 for run in point.runs]
     spread = [f"{min(rates):.3f}-{max(rates):.3f}"] if len(rates) > 1 else []
     latencies = (point.middle(f"latency_{name}_s") for name in ("mean", "p50", "p99"))
@@ -232,7 +270,7 @@ def _numbers(point: Point) -> Sequence[str]:
 
 
 def _link_numbers(point: Point) -> tuple[str, ...]:
-    """Return what crossed the GPU's link in each direction, GB/s."""
+    """Return the traffic over the GPU's link, received and sent, in GB/s as text."""
     found = []
     for name in ("pcie_rx_gbps", "pcie_tx_gbps"):
         known = [getattr(run, name) for run in point.runs if getattr(run, name) is not None]
@@ -241,6 +279,7 @@ def _link_numbers(point: Point) -> tuple[str, ...]:
 
 
 def _compared(comparison: Comparison) -> str:
+    """Return a comparison with fio as a line for people."""
     verdict, workload = comparison.verdict, comparison.workload
     rates = [
         f"{median(samples) / 1e9:.3f} GB/s"
@@ -261,5 +300,6 @@ def _compared(comparison: Comparison) -> str:
 
 
 def _value(workload: Workload, name: str) -> str:
+    """Return a property of a workload as text."""
     value = getattr(workload, name)
     return size_text(value) if name == "size" else str(value)

@@ -1,4 +1,4 @@
-"""A call of `gds bench`: the file, every workload, the repetitions, and fio beside it."""
+"""Run of `gds bench`: it makes the file, measures every workload repeatedly, and compares fio."""
 
 from __future__ import annotations
 
@@ -27,23 +27,37 @@ from gds.paths import PATHS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to measure, and how."""
+    """Plan of a benchmark: the workloads, and how to measure them."""
 
     place: str
-    """A directory, or a file, which is only read."""
+    """Directory for a scratch file, or an existing file, which is only read."""
 
     workloads: Sequence[Workload]
-    """At least one; all of one file size."""
+    """Workloads to measure; at least one, all with the same file size."""
 
     repeat: int = 1
+    """Number of runs of each workload."""
+
     verify: bool = False
+    """Whether to compare the data of reads with the expected data."""
+
     compare_fio: bool = False
+    """Whether to compare the rates with those of fio."""
+
     pairs: int = MIN_PAIRS
+    """Number of pairs of a comparison with fio."""
+
     seed: int = 0
+    """Seed of contents and random order."""
+
     allow_volatile: bool = False
+    """Whether to accept a file system in memory."""
+
     allow_small: bool = False
+    """Whether to accept a file that the cache of a drive may hold."""
+
     plot: bool = False
-    """Whether a figure will be drawn: nothing is measured where that cannot be done."""
+    """Whether a figure will be drawn. If that is impossible, nothing is measured."""
 
 
 def run(
@@ -53,23 +67,23 @@ def run(
     backend: OpenBackend | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Measure everything; a scratch file is gone afterwards.
+    """Measure all workloads of a plan; a scratch file is removed afterwards.
 
     Args:
-        plan: What to do.
-        system: The machine; None is this one.
-        backend: Makes backends; None takes those of `gds.paths`.
-        say: Called with lines for people about what goes on.
+        plan: Plan of the benchmark.
+        system: Machine to measure; None is this machine.
+        backend: Function that makes backends; None takes `gds.opening.open_path`.
+        say: Function that is called with lines for people about the progress.
 
     Raises:
-        RefusedError: Something of the plan is not possible here; nothing was measured then.
-        WrongDataError: A block did not hold what was written to it.
-        OSError: The drive failed, or there is no such place.
+        RefusedError: A part of the plan is impossible; nothing has been measured then.
+        WrongDataError: A block did not hold the data that was written to it.
+        OSError: The drive failed, or the place does not exist.
     """
     system = system or System()
     make = backend or partial(open_path, no_driver=system.library_error("libcuda.so.1"))
     _check_paths(plan, make)
-    if plan.plot:  # rather now than when everything has been measured
+    if plan.plot:  # fail before the measurements, not after them
         plot_axis(plan.workloads)
         new_figure()
     directory = plan.place if os.path.isdir(plan.place) else os.path.dirname(plan.place) or "."
@@ -85,7 +99,7 @@ def run(
         workloads = [
             dataclasses.replace(each, file_bytes=target.size_bytes) for each in plan.workloads
         ]
-        for workload in workloads:  # all of them, before the first is measured
+        for workload in workloads:  # check all of them before the first is measured
             check_allowed(workload, target, verify=plan.verify)
         points = [Point(workload) for workload in workloads]
         _measure_all(plan, points, target, make, say)
@@ -113,28 +127,28 @@ def run(
 
 @runtime_checkable
 class FindsPaths(Protocol):
-    """A backend of device memory, which may have to refuse a directory."""
+    """A backend of device memory, which may refuse a directory."""
 
     def paths_in(self, directory: str) -> object:
-        """Raise `StorageError` where the path that was asked for cannot be taken."""
+        """Raise `StorageError` if the directory cannot have the demanded path."""
         ...
 
 
 def _check_paths(plan: Plan, make: OpenBackend) -> None:
-    """Refuse what has no backend or no direct I/O, before a file is written."""
+    """Raise `RefusedError` for a path without a backend or direct I/O, before a file is written."""
     for name in dict.fromkeys(workload.path for workload in plan.workloads):
         with contextlib.closing(make(name, 1)) as backend:
             if os.path.isdir(plan.place) and isinstance(backend, FindsPaths):
-                backend.paths_in(plan.place)  # where GPUDirect Storage is demanded, and is not
+                backend.paths_in(plan.place)  # raises if GPUDirect Storage is demanded and missing
     if not os.path.isdir(plan.place) or (
-        probe.mount_of(plan.place).volatile and not plan.allow_volatile  # said soon
+        probe.mount_of(plan.place).volatile and not plan.allow_volatile  # `target_at` refuses it
     ):
         return
     try:
         with probe.scratch_file(plan.place):
             pass
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # which the target says, with sizes
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # `target_at` refuses these, with sizes
             raise RefusedError(
                 f"no file can be made in {plan.place} ({error.strerror}): give a directory that "
                 "you may write to"
@@ -155,7 +169,7 @@ def _measure_all(
     make: OpenBackend,
     say: Callable[[str], None],
 ) -> None:
-    """Run every point as often as asked for, back and forth, so that a drift is fair to all."""
+    """Run every workload `plan.repeat` times, in alternating order, to spread drift evenly."""
     for number in range(plan.repeat):
         for point in points if number % 2 == 0 else reversed(points):
             workload = point.workload
@@ -165,6 +179,7 @@ def _measure_all(
 
 
 def _report(plan: Plan, points: list[Point], target: Target, system: System) -> Report:
+    """Return the report of the results, without comparisons and notes."""
     mount = probe.mount_of(plan.place)
     return Report(
         place=plan.place,
@@ -180,7 +195,7 @@ def _report(plan: Plan, points: list[Point], target: Target, system: System) -> 
 
 
 def _remarks(report: Report) -> list[str]:
-    """Return what a reader has to know of the numbers."""
+    """Return the remarks that a reader needs to understand the numbers."""
     found = []
     if report.verify:
         found.append(

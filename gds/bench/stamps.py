@@ -1,8 +1,9 @@
-"""Contents that tell where they belong, so that a misplaced, stale or damaged block is found.
+"""Contents of scratch files that identify their place, to detect wrong, stale or damaged blocks.
 
-Every 4 KiB holds its own offset, how often it has been written, and a number of the file; each of
-the remaining 8-byte words depends on the first two. So a block that lies elsewhere, or that a write
-did not reach, differs in all of its words, and one flipped bit in one of them.
+Every block of 4 KiB holds its offset, the number of times it has been written (its generation), and
+a number of the file. Each of the remaining 8-byte words depends on offset and generation. So a
+block at a wrong place, or a block that a write did not reach, differs in nearly all words. A
+flipped bit changes one word.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from gds.errors import WrongDataError
 Words: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 _WORDS: Final = ALIGNMENT // 8
-# Odd, so that no two blocks and no two generations of one have the same words.
+# Odd, so that no two blocks, and no two generations of a block, have the same words.
 _PLACE: Final = np.uint64(0x9E37_79B9_7F4A_7C15)
 _AGE: Final = np.uint64(0xBF58_476D_1CE4_E5B9)
 
 
 class Stamps:
-    """Writes and checks the contents of one file."""
+    """Writes and checks the content of one file."""
 
     def __init__(self, seed: int) -> None:
-        """Draw what is common to all blocks: random, so that no drive compresses it."""
+        """Draw the random words that all blocks share, so that no drive can compress a block."""
         generator = np.random.default_rng(seed)
         self._base: Words = generator.integers(0, 1 << 64, _WORDS, dtype=np.uint64)
         self._number = np.uint64(generator.integers(0, 1 << 64, dtype=np.uint64))
 
     def fill(self, view: memoryview, offset: int, generations: Words) -> None:
-        """Write what belongs at `offset` into memory.
+        """Fill memory with the data that belongs at `offset`.
 
         Args:
-            view: Whole blocks of 4 KiB.
-            offset: Of its first byte in the file, a multiple of 4096.
-            generations: How often each block has been written, this time included.
+            view: Memory to fill, in whole blocks of 4 KiB.
+            offset: Position of the first byte in the file, a multiple of 4096.
+            generations: Generation of each block, dtype uint64, including the coming write.
         """
         words = np.frombuffer(view, dtype=np.uint64).reshape(-1, _WORDS)
         offsets = np.arange(offset, offset + len(view), ALIGNMENT, dtype=np.uint64)
@@ -49,14 +50,20 @@ class Stamps:
         words[:, 2] = self._number
 
     def check(self, view: memoryview, offset: int, generations: Words, path: str) -> None:
-        """Compare memory with what belongs there; arguments are those of `fill`.
+        """Compare memory with the data that belongs at `offset`.
+
+        Args:
+            view: Memory to compare, in whole blocks of 4 KiB.
+            offset: Position of the first byte in the file, a multiple of 4096.
+            generations: Expected generation of each block, dtype uint64.
+            path: Path of the file, for messages.
 
         Raises:
-            WrongDataError: It is something else; says where it begins, and what it is.
+            WrongDataError: The data differs; the error describes the first wrong block.
         """
         expected = bytearray(len(view))
         self.fill(memoryview(expected), offset, generations)
-        if view == expected:  # compares bytes: both are of format B
+        if view == expected:  # compares single bytes, because both have the format "B"
             return
         found = np.frombuffer(view, dtype=np.uint64).reshape(-1, _WORDS)
         right = np.frombuffer(expected, dtype=np.uint64).reshape(-1, _WORDS)
@@ -71,6 +78,7 @@ class Stamps:
         )
 
     def _describe(self, found: Words, right: Words) -> str:
+        """Return what a wrong block holds, as text."""
         offset, generation = int(found[0]), int(found[1])
         if found[2] == self._number and offset % ALIGNMENT == 0:
             claimed = bytearray(ALIGNMENT)

@@ -1,4 +1,4 @@
-"""Ratios of adjacent pairs, and how far chance alone could have moved their median."""
+"""Statistics of alternating measurements: ratios of pairs, and an interval of their median."""
 
 from __future__ import annotations
 
@@ -9,27 +9,36 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_PAIRS = 11
-"""Fewer pairs give no verdict: an interval of the median would be little more than the extremes."""
+"""Least number of pairs for a verdict. With fewer pairs, the interval of the median would hardly be
+narrower than the range of the values."""
 
 LEVEL = 0.9
+"""Default probability of an interval."""
+
 _RESAMPLES = 10_000
 _SEED = 20_240_229
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median; NaN of nothing."""
+    """Return the median; NaN if there are no values."""
     return float(np.median(np.asarray(values, dtype=np.float64))) if len(values) else math.nan
 
 
 def median_interval(
     values: Sequence[float], *, level: float = LEVEL, seed: int = _SEED
 ) -> tuple[float, float]:
-    """Return a bootstrap interval of the median: resampled with replacement, percentiles.
+    """Return a bootstrap interval of the median, from percentiles of resampled medians.
+
+    Samples are drawn with replacement.
 
     Args:
         values: Independent samples; at least one.
         level: Probability of the interval, between 0 and 1.
-        seed: Of the resampling, fixed so that a result can be recomputed from its samples.
+        seed: Seed of the resampling. It is fixed, so that a result can be recomputed from its
+            samples.
+
+    Raises:
+        ValueError: There are no values.
     """
     if not values:
         raise ValueError("an interval needs at least one value")
@@ -43,12 +52,19 @@ def median_interval(
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The median of some ratios beside the limit that was promised."""
+    """The median of ratios with its interval, compared with a promised limit."""
 
     median: float
+    """Median of the ratios."""
+
     low: float
+    """Lower end of the median's interval."""
+
     high: float
+    """Upper end of the median's interval."""
+
     limit: float | None
+    """Largest ratio that was promised; None if nothing was."""
 
     @property
     def met(self) -> bool | None:
@@ -57,12 +73,15 @@ class Verdict:
 
     @property
     def clear(self) -> bool | None:
-        """Whether the whole interval is within the limit: chance cannot explain it."""
+        """Whether the whole interval is within the limit, so that chance cannot explain the result.
+
+        None without a limit.
+        """
         return None if self.limit is None else self.high <= self.limit
 
     @property
     def words(self) -> str:
-        """The verdict, for people."""
+        """Verdict in words, for people."""
         if self.limit is None:
             return "no limit"
         if self.clear:
@@ -71,7 +90,7 @@ class Verdict:
 
 
 def judge(ratios: Sequence[float], limit: float | None) -> Verdict:
-    """Return median and interval of `ratios`, beside `limit`."""
+    """Return the verdict on ratios; `limit` is the promised limit, or None."""
     return Verdict(median(ratios), *median_interval(ratios), limit)
 
 
@@ -81,15 +100,18 @@ def alternate(
     *,
     report: Callable[[str], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Take one sample of each in every round, in an order that is reversed from round to round.
+    """Take one sample of each measurement in every round, and reverse the order in every round.
 
-    Two neighbours in `measure` are neighbours in time, each of them first as often as the other,
-    so that a drift of the machine's speed does not favour one of them.
+    Two neighbours in `measure` are also neighbours in time, and each of them comes first equally
+    often. So a drift of the machine's speed does not favour either of them.
 
     Args:
-        measure: What to measure, by name; each call returns one sample.
-        rounds: Samples of each.
-        report: Called after each round with a line for people.
+        measure: Functions that return one sample, by name.
+        rounds: Number of samples of each measurement.
+        report: Function that is called after each round with a line for people.
+
+    Returns:
+        Samples by name, in the order of the rounds.
     """
     samples: dict[str, list[float]] = {name: [] for name in measure}
     order = list(measure)
@@ -103,5 +125,5 @@ def alternate(
 
 
 def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
-    """Divide pair by pair; an infinite ratio where the denominator is zero."""
+    """Return the ratio of each pair; a ratio is infinite if its denominator is zero."""
     return [a / b if b else math.inf for a, b in zip(numerator, denominator, strict=True)]

@@ -1,4 +1,4 @@
-"""The file that is measured: a scratch file that goes away whatever happens, or the user's."""
+"""Target: the file to measure, either a scratch file, which is always removed, or the user's."""
 
 from __future__ import annotations
 
@@ -25,29 +25,35 @@ from gds.errors import RefusedError, StorageError
 from gds.places import is_directory
 
 PREFIX: Final = ".gds-bench-"
+"""Start of the name of a scratch file."""
+
 LEAST_FILE_BYTES: Final = 256 << 20
+"""Smallest size of a file in bytes, unless small files are allowed."""
+
 _PIECE_BYTES: Final = 8 << 20
 _IN_FLIGHT: Final = 2
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignal(BaseException):
-    """A signal asked this process to end; raised in its main thread."""
+    """A signal asked this process to end. It is raised in the main thread."""
 
     def __init__(self, number: int) -> None:
+        """Keep the number of the signal."""
         super().__init__(number)
         self.number = number
 
 
 @contextlib.contextmanager
 def stopping() -> Iterator[None]:
-    """Run the body so that SIGINT, SIGTERM and SIGHUP raise `StopSignal` in it, the first time.
+    """Run the body so that the first SIGINT, SIGTERM or SIGHUP raises `StopSignal` in it.
 
-    Later ones are ignored, so that they cannot interrupt the removal of a scratch file. Without
-    effect in other threads than the main one.
+    Later signals are ignored, so that they cannot interrupt the removal of a scratch file. In
+    any thread but the main one, this has no effect.
     """
 
     def stop(number: int, _: FrameType | None) -> None:
+        """Ignore later signals, and raise `StopSignal`."""
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         raise StopSignal(number)
@@ -64,13 +70,23 @@ def stopping() -> Iterator[None]:
 
 
 class Target:
-    """A file, and what is known of its contents and of the page cache."""
+    """A file to measure, with its expected content and control of its pages in the page cache."""
 
     def __init__(self, path: str, *, made: bool, seed: int) -> None:
-        """Open `path` for advice to the kernel; nothing is transferred through this."""
+        """Open a file for advice to the kernel; measured transfers use other descriptors.
+
+        Args:
+            path: Path of the file.
+            made: Whether the file is a scratch file; otherwise it is only read.
+            seed: Seed of the content.
+
+        Raises:
+            RefusedError: The path is not a regular file.
+            StorageError: The file cannot be opened.
+        """
         self.path = path
         self.made = made
-        """Whether it is our scratch file; otherwise it is only read."""
+        """Whether the file is a scratch file; otherwise it is only read."""
         self.stamps = Stamps(seed)
         with reporting("open", path):
             # Without O_NONBLOCK, opening a pipe would wait for its other end.
@@ -81,20 +97,20 @@ class Target:
             self.close()
             raise RefusedError(f"{path} is neither a directory nor a regular file")
         self.generations: Words = np.zeros(self.size_bytes // ALIGNMENT, dtype=np.uint64)
-        """How often each block of 4 KiB has been rewritten."""
+        """Number of times that each block of 4 KiB has been rewritten, dtype uint64."""
 
     def generations_of(self, offset: int, nbytes: int) -> Words:
-        """Return the generations of a range, to be read or changed."""
+        """Return the generations of a range, as a view that the caller may change."""
         return self.generations[offset // ALIGNMENT : (offset + nbytes) // ALIGNMENT]
 
     def sync(self) -> None:
-        """Wait until everything is on the drive."""
+        """Make all data of a scratch file durable; an existing file of the user is not synced."""
         if self.made:
             with reporting("sync", self.path):
                 os.fdatasync(self._fd)
 
     def drop_cache(self) -> None:
-        """Ask the kernel to forget what its page cache holds of the file; clean pages only."""
+        """Ask the kernel to drop the file's clean pages from the page cache."""
         with reporting("drop the page cache", self.path):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -106,7 +122,7 @@ class Target:
                 offset += len(piece)
 
     def cached(self) -> float | None:
-        """Return the share of the file that the page cache holds; None if that is not known."""
+        """Return the share of the file that the page cache holds, 0 to 1; None if not known."""
         found = libc.cached_bytes(self._fd, self.size_bytes)
         return None if found is None else min(found / max(self.size_bytes, 1), 1.0)
 
@@ -127,23 +143,24 @@ def target_at(
     allow_small: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Target]:
-    """Provide the file to measure: a new one in a directory, gone afterwards, or an existing file.
+    """Yield the file to measure: an existing file, or a scratch file that is removed afterwards.
 
-    The new one is written completely, since the first write to reserved space costs about twice a
-    later one, and space that was never written is not really read.
+    A scratch file is written completely before it is measured. The first write to reserved space
+    costs about twice as much as a later one, and a read of space that was never written does not
+    reach the drive.
 
     Args:
-        place: A directory, or a file, which is only read.
-        file_bytes: Length of a new file; of an existing one all of it is taken.
-        seed: Of the contents.
+        place: Directory for a scratch file, or an existing file, which is only read.
+        file_bytes: Length of a scratch file, in bytes; an existing file is used as a whole.
+        seed: Seed of the content.
         allow_volatile: Accept a file system in memory.
         allow_small: Accept a file of less than `LEAST_FILE_BYTES`.
-        say: Called with a line for people before what takes time.
+        say: Function that is called with a line for people before a step that takes time.
 
     Raises:
-        RefusedError: What would be measured is not a drive, or the space does not suffice.
-        FileNotFoundError: There is no such place.
-        StorageError: Its device fails.
+        RefusedError: The measurement would not be that of a drive, or the space does not suffice.
+        FileNotFoundError: The place does not exist.
+        StorageError: The device fails.
     """
     fills_directory = is_directory(place)
     mount = probe.mount_of(place)
@@ -173,7 +190,7 @@ def target_at(
 def _created(
     path: str, directory: str, file_bytes: int, seed: int, say: Callable[[str], None]
 ) -> Iterator[Target]:
-    """Make a scratch file and fill it; remove it at the end, however that comes."""
+    """Make a scratch file, fill it, and remove it at the end, also after an error or a signal."""
     ours = True
     with contextlib.ExitStack() as stack:
         try:
@@ -205,20 +222,22 @@ def _created(
             yield target
         finally:
             if ours:
-                # Before anything waits for a drive that may be sick.
+                # Remove the file first: the steps after this may wait for a faulty drive.
                 try:
                     _remove(path)
-                except StopSignal:  # the first one, and there is no second
+                except StopSignal:  # it is raised only once, so the second attempt is safe
                     _remove(path)
                     raise
 
 
 def _remove(path: str) -> None:
+    """Remove a file, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def _check_size(nbytes: int, place: str, *, allow_small: bool) -> None:
+    """Raise `RefusedError` if a file is too small, unless small files are allowed."""
     if nbytes < LEAST_FILE_BYTES and not allow_small:
         raise RefusedError(
             f"{place}: a file of {nbytes / (1 << 20):g} MiB is so small that caches of the drive "
@@ -227,6 +246,7 @@ def _check_size(nbytes: int, place: str, *, allow_small: bool) -> None:
 
 
 def _check_space(directory: str, file_bytes: int) -> None:
+    """Raise `RefusedError` if a file would need more than 90 % of the free space."""
     with reporting("measure", directory):
         space = os.statvfs(directory)
     free = space.f_bavail * space.f_frsize

@@ -1,4 +1,4 @@
-"""What is to be measured: one workload, and sweeps over several. Pure."""
+"""Workloads to measure, and sweeps over several workloads. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Pattern = Literal["read", "write", "mixed", "randread", "randwrite", "randmixed"
 Cache = Literal["cold", "warm", "as-is"]
 
 PATTERNS: Final[tuple[Pattern, ...]] = get_args(Pattern)
+"""All patterns of requests."""
+
 CACHES: Final[tuple[Cache, ...]] = get_args(Cache)
+"""All preparations of the page cache."""
 
 _MOST_BUFFER_BYTES: Final = 4 << 30
 _MOST_THREADS: Final = 256
@@ -27,42 +30,46 @@ _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests of one size, to every block of a file once a pass; checked when it is made."""
+    """A workload: one request of a fixed size to every block of a file in each pass.
+
+    The values are checked when the object is made.
+    """
 
     rw: Pattern = "read"
-    """What is done, in fio's words but for ``mixed``: reads and writes, in the order of the file or
-    in random order."""
+    """Pattern of the requests: reads, writes or both, in the order of the file or in random order.
+    The names are those of fio, except ``mixed`` and ``randmixed``."""
 
     path: PathName = "direct"
-    """Which way the bytes take."""
+    """Path of the bytes."""
 
     size: int = 1 << 20
-    """Bytes of a request; a multiple of 4096."""
+    """Length of a request in bytes; a multiple of 4096."""
 
     threads: int = 2
-    """Requests that the backend runs at once, in each direction."""
+    """Number of requests that the backend runs at once, in each direction."""
 
     depth: int | None = None
-    """Requests that are started and not yet waited for; None is as many as there are threads."""
+    """Largest number of requests that are started and not yet finished; None takes `threads`."""
 
     mix: int = 50
-    """Per cent of reads where both are done."""
+    """Percentage of reads, if the pattern has reads and writes."""
 
     cache: Cache = "cold"
-    """What is done with the page cache before each pass: what it holds of the file is dropped, the
-    file is read into it, or nothing."""
+    """Preparation of the page cache before each pass. ``cold`` drops the file's pages, ``warm``
+    reads the file into the cache, and ``as-is`` does nothing."""
 
     passes: int = 1
-    """How often each block is moved, at least."""
+    """Least number of passes."""
 
     seconds: float = 0.0
-    """How long to go on with further passes, at least; waits and syncs between them not counted."""
+    """Least time of all passes in seconds; the work between passes, such as syncs, does not count.
+    Further passes are added until it is reached."""
 
     file_bytes: int = 1 << 30
-    """Length of the file; what is left of it after whole requests is not touched."""
+    """Length of the file in bytes; a remainder shorter than a request is not touched."""
 
     def __post_init__(self) -> None:
-        """Raise `RefusedError` for what cannot be measured."""
+        """Raise `RefusedError` if the workload cannot be measured."""
         for name, value, known in (
             ("rw", self.rw, PATTERNS),
             ("path", self.path, tuple(PATHS)),
@@ -94,42 +101,44 @@ class Workload:
 
     @property
     def in_flight(self) -> int:
-        """Most requests that are started and not yet waited for."""
+        """Largest number of requests that are started and not yet finished."""
         return self.threads if self.depth is None else self.depth
 
     @property
     def num_requests(self) -> int:
-        """Requests of one pass."""
+        """Number of requests in one pass."""
         return self.file_bytes // self.size
 
     @property
     def random(self) -> bool:
-        """Whether the blocks come in random order."""
+        """Whether the requests come in random order."""
         return self.rw.startswith("rand")
 
     @property
     def reads(self) -> bool:
-        """Whether anything is read."""
+        """Whether the pattern has reads."""
         return not self.rw.endswith("write")
 
     @property
     def writes(self) -> bool:
-        """Whether anything is written."""
+        """Whether the pattern has writes."""
         return not self.rw.endswith("read")
 
     @property
     def num_reads(self) -> int:
-        """Reads of one pass; the rest are writes."""
+        """Number of reads in one pass; the other requests are writes."""
         if not self.writes:
             return self.num_requests
         return round(self.num_requests * self.mix / 100) if self.reads else 0
 
 
 def parse_size(text: str) -> int:
-    """Return bytes; ``64K``, ``1M``, ``1MiB`` and ``2G`` are powers of 1024.
+    """Return the bytes of a size such as ``4096``, ``64K``, ``1M``, ``1MiB`` or ``2G``.
+
+    The units are powers of 1024.
 
     Raises:
-        RefusedError: It is none of these.
+        RefusedError: The text is not a size.
     """
     found = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None:
@@ -138,12 +147,12 @@ def parse_size(text: str) -> int:
 
 
 def parse_sweep(text: str) -> tuple[str, list[Any]]:
-    """Return what is varied, and its values.
+    """Return the property that a sweep varies, and its values.
 
-    ``size=64K..16M`` doubles from the first to the last, ``threads=1,3,4`` lists them.
+    ``size=64K..16M`` doubles from the first value to the last; ``threads=1,3,4`` lists the values.
 
     Raises:
-        RefusedError: It names nothing that can be varied, or no values.
+        RefusedError: The text names no property that can be varied, or no valid values.
     """
     name, separator, values = text.partition("=")
     if not separator or name not in (*_NUMBERS, *_WORDS):
@@ -170,10 +179,15 @@ def parse_sweep(text: str) -> tuple[str, list[Any]]:
 
 
 def expand(base: Workload, sweeps: Sequence[tuple[str, list[Any]]]) -> list[Workload]:
-    """Return the base with every combination of the values that are swept, the last one fastest.
+    """Return a workload for every combination of the swept values; the last sweep varies fastest.
+
+    Args:
+        base: Workload with the values of all properties that are not swept.
+        sweeps: Property and values of each sweep; see `parse_sweep`.
 
     Raises:
-        RefusedError: There are too many, or one of them cannot be measured.
+        RefusedError: A property is swept twice, there are too many combinations, or a workload
+            cannot be measured.
     """
     names = [name for name, _ in sweeps]
     if len(set(names)) < len(names):
@@ -185,6 +199,7 @@ def expand(base: Workload, sweeps: Sequence[tuple[str, list[Any]]]) -> list[Work
 
 
 def _count(text: str) -> int:
+    """Return a whole number; raises `RefusedError` if the text is none."""
     if not text.strip().isdecimal():
         raise RefusedError(f"{text!r} is no number")
     return int(text)

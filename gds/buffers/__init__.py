@@ -1,7 +1,7 @@
-"""Memory that transfers can use: of the host, page-locked, and of a device.
+"""Buffers for transfers: pageable host memory, page-locked host memory, and device memory.
 
-This wing may know `contract` and `errors`, and imports CuPy only when memory of a device is asked
-for.
+This wing may know `contract`, `errors` and `waiting`. CuPy is imported only for device memory and
+page-locked memory.
 """
 
 from gds.buffers.device import DeviceBuffer, PinnedBuffer, tensor_buffer

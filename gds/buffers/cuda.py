@@ -1,7 +1,7 @@
-"""What transfers need of CUDA, through CuPy: memory, copies, page-locking and events. Blocking.
+"""CUDA calls of the transfers, made through CuPy: memory, copies, page-locking and events.
 
-CuPy is imported when a `Cuda` is made, and nowhere else, so that everything that moves host memory
-only works without it. Its calls release the GIL where they wait.
+CuPy is imported when a `Cuda` is made, and nowhere else, so that transfers of host memory work
+without CuPy. The calls block; CuPy releases the GIL while they wait.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ REMEDY: Final = (
     "in a checkout of ssd-offload, which is on no package index, run "
     "pip install --constraint constraints-gpu.txt '.[gpu]'"
 )
-"""What installs the packages that move memory of a GPU."""
+"""Command that installs the packages that move GPU memory."""
 
 _REGISTER_PORTABLE: Final = 1
-"""Page-locked for every context: transfers run on threads of several libraries."""
+"""Flag that page-locks memory for every CUDA context, because several libraries transfer it."""
 
 
 class Event(Protocol):
     """A point in the work that was queued on a stream."""
 
     def synchronize(self) -> None:
-        """Wait until the work before it has been done."""
+        """Wait until the work queued before the event has been done."""
         ...
 
 
 class DeviceMemory(Protocol):
-    """An allocation on a device; released when it is collected."""
+    """An allocation on a device, released when the object is collected."""
 
     ptr: int
+    """Device address of the first byte."""
 
 
 def no_driver() -> str:
-    """Say why the CUDA driver cannot be loaded; empty where it can.
+    """Return the reason why the CUDA driver cannot be loaded; empty if it can.
 
-    KvikIO and CuPy import without one, and fail in their first transfer.
+    KvikIO and CuPy can be imported without a driver, and fail in their first transfer.
     """
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -50,10 +51,10 @@ def no_driver() -> str:
 
 
 def require(module: str) -> Any:
-    """Import a library of the extra ``gpu``.
+    """Import and return a library of the extra ``gpu``.
 
     Raises:
-        RefusedError: It is not installed, or there is no CUDA driver; names the remedy.
+        RefusedError: The library or the CUDA driver is missing; the message names the remedy.
     """
     if refusal := no_driver():
         raise RefusedError(
@@ -63,7 +64,7 @@ def require(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
-        # The latter two where a library of CUDA that it loads, such as cuFile, is not there.
+        # OSError, RuntimeError: the module loads a CUDA library, such as cuFile, that is missing.
         raise RefusedError(
             f"memory of a GPU is moved with {module}, which cannot be imported "
             f"({' '.join(str(error).split())}): {REMEDY}"
@@ -71,23 +72,27 @@ def require(module: str) -> Any:
 
 
 class _Handle:
-    """A stream by its raw handle: all that CuPy reads of one."""
+    """A stream given by its raw handle, with the one attribute that CuPy reads."""
 
     def __init__(self, ptr: int) -> None:
+        """Keep the handle."""
         self.ptr = ptr
 
 
 class Cuda:
-    """One device. Copies run on a stream of its own, which never waits for the default stream."""
+    """One device, with a private stream for copies, which never waits for the default stream.
+
+    All methods may be called from several threads at once.
+    """
 
     def __init__(self, device: int | None = None) -> None:
         """Use a device.
 
         Args:
-            device: Its number; None is the one that is current in this thread.
+            device: Number of the device; None is the current device of this thread.
 
         Raises:
-            RefusedError: CuPy or the driver is missing, or it has no such device.
+            RefusedError: CuPy or the driver is missing, or the device does not exist.
         """
         cupy = require("cupy")
         self._cuda = cupy.cuda
@@ -95,7 +100,7 @@ class Cuda:
         try:
             self.device = int(self._runtime.getDevice() if device is None else device)
             with self._current():
-                # Work on the legacy default stream, which is torch's default, is not waited for.
+                # Non-blocking: copies do not wait for the legacy default stream, torch's default.
                 self._stream = self._cuda.Stream(non_blocking=True)
         except RuntimeError as error:
             which = "no GPU can be used" if device is None else f"GPU {device} cannot be used"
@@ -106,16 +111,16 @@ class Cuda:
         self._lock = threading.Lock()
 
     def pci_bus_id(self) -> str:
-        """Return the device's place on the bus, such as ``0000:41:00.0``."""
+        """Return the device's address on the PCI bus, such as ``0000:41:00.0``."""
         return str(self._runtime.deviceGetPCIBusId(self.device))
 
     def allocate(self, nbytes: int) -> DeviceMemory:
-        """Return uninitialised memory, an allocation of its own and no part of a pool.
+        """Return `nbytes` bytes of uninitialised memory, as a separate allocation outside any pool.
 
-        cuFile registers whole allocations: in a pool that would be the memory of others, too.
+        cuFile registers whole allocations. In a pool that would include memory of other users.
 
         Raises:
-            MemoryError: The device has no such range to give.
+            MemoryError: The device has no free range of that length.
         """
         with self._current():
             try:
@@ -127,7 +132,7 @@ class Cuda:
         return memory
 
     def zero(self, address: int, nbytes: int) -> None:
-        """Set memory of the device to zeros."""
+        """Set a range of device memory to zeros; it is done on return."""
         with self._lock, self._current():
             self._runtime.memsetAsync(address, 0, nbytes, self._stream.ptr)
             self._stream.synchronize()
@@ -135,14 +140,22 @@ class Cuda:
     def copy(
         self, target: int, source: int, nbytes: int, direction: Literal["to device", "to host"]
     ) -> None:
-        """Copy between host and device; the bytes have arrived on return."""
+        """Copy between host and device; the bytes have arrived on return.
+
+        Args:
+            target: Address of the first byte to write.
+            source: Address of the first byte to read.
+            nbytes: Length in bytes.
+            direction: Direction of the copy. The device address is `target` for ``"to device"``,
+                and `source` for ``"to host"``.
+        """
         kind = (
             self._runtime.memcpyHostToDevice
             if direction == "to device"
             else self._runtime.memcpyDeviceToHost
         )
         with self._current():
-            # Recorded under the lock, waited for without: copies of several threads overlap.
+            # The wait is outside the lock, so that copies of several threads overlap.
             with self._lock:
                 self._runtime.memcpyAsync(target, source, nbytes, kind, self._stream.ptr)
                 event = self._event()
@@ -150,20 +163,25 @@ class Cuda:
             event.synchronize()
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Lock pages of host memory, so that the device copies to and from them at full speed."""
+        """Page-lock a range of host memory, so that the device copies it at full speed.
+
+        Raises:
+            RuntimeError: CUDA refuses to lock the range.
+        """
         with self._current():
             self._runtime.hostRegister(address, nbytes, _REGISTER_PORTABLE)
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`."""
+        """Undo `pin` of the range that starts at `address`."""
         with self._current():
             self._runtime.hostUnregister(address)
 
     def record(self, stream: int) -> Event:
-        """Return an event that follows what is queued now on a stream, given as its raw handle.
+        """Return an event that follows all work queued on a stream by now.
 
-        That is ``torch.cuda.Stream.cuda_stream`` or ``cupy.cuda.Stream.ptr``; 0 is the legacy
-        default stream.
+        Args:
+            stream: Raw handle: ``torch.cuda.Stream.cuda_stream`` or ``cupy.cuda.Stream.ptr``; 0
+                is the legacy default stream.
         """
         with self._current():
             event = self._event()
@@ -172,17 +190,19 @@ class Cuda:
         return recorded
 
     def _event(self) -> Any:
-        # Blocking: whoever waits sleeps, where spinning would take a core from the training.
+        """Return a new event."""
+        # Blocking: a waiting thread sleeps. Spinning would take a core from the training.
         return self._cuda.Event(block=True, disable_timing=True)
 
     def use(self) -> None:
-        """Make the device the current one of the calling thread, for good: one of our own.
+        """Make the device current in the calling thread, permanently.
 
-        Going back, as `_current` does, would make a context on device 0, where no thread of ours
-        has any business.
+        Call it only from threads of this package. Switching back, as `_current` does, would create
+        a context on device 0, which these threads do not use.
         """
         if int(self._runtime.getDevice()) != self.device:
             self._runtime.setDevice(self.device)
 
     def _current(self) -> Any:
+        """Return a context in which the device is current in the calling thread."""
         return self._cuda.Device(self.device)

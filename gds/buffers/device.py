@@ -1,4 +1,4 @@
-"""Buffers that a GPU can reach: memory of the device, page-locked host memory, torch's tensors."""
+"""Buffers that a GPU can access: device memory, page-locked host memory, and torch's tensors."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from gds.buffers.host import HostBuffer, check_slice
 from gds.contract import ALIGNMENT, Buffer, BufferKind
 
 Release = Callable[["DeviceBytes"], None]
-"""Undoes a registration, while the memory still exists."""
+"""Function that undoes a registration while the memory still exists."""
 
 
 class DeviceBytes:
-    """A range of device memory as CUDA libraries take it: unsigned bytes, whatever they hold.
+    """A range of device memory in the form that CUDA libraries accept: contiguous unsigned bytes.
 
-    Element types do not matter to a transfer, and not every library knows all of them
-    (``bfloat16`` has none in ``__cuda_array_interface__``).
+    The element type does not matter to a transfer, and not every library knows all types
+    (``__cuda_array_interface__`` has no code for ``bfloat16``).
     """
 
     __slots__ = ("address", "nbytes")
 
     def __init__(self, address: int, nbytes: int) -> None:
+        """Describe `nbytes` bytes from the device address `address`."""
         self.address = address
         self.nbytes = nbytes
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3, contiguous, without a stream: ordering is the caller's."""
+        """Array interface, version 3: contiguous bytes, no stream; the caller orders the work."""
         return {
             "shape": (self.nbytes,),
             "typestr": "|u1",
@@ -43,10 +44,20 @@ class DeviceBytes:
 
 
 class Region:
-    """An allocation, or a tensor's memory: what keeps it alive, and what it has to wait for."""
+    """An allocation or a tensor's memory, with its owner and the events that transfers wait for.
+
+    All methods may be called from any thread.
+    """
 
     def __init__(self, cuda: Cuda, owner: object, address: int, nbytes: int) -> None:
-        """Hold on to `owner`, whose memory this is."""
+        """Describe a range of memory.
+
+        Args:
+            cuda: Device of the memory.
+            owner: Object that owns the memory; the region keeps it alive.
+            address: Device address of the first byte.
+            nbytes: Length in bytes.
+        """
         self.cuda = cuda
         self.bytes = DeviceBytes(address, nbytes)
         self._owner = owner
@@ -54,13 +65,20 @@ class Region:
         self._events: list[tuple[int, int, int, Event]] = []
 
     def released_by(self, release: Release) -> None:
-        """Have `release` called with the bytes when this goes, before the memory does."""
+        """Call `release` with the bytes when the region is collected, while the memory exists."""
         weakref.finalize(self, _release, release, self.bytes, self._owner).atexit = False
 
     def add_event(self, start: int, stop: int, stream: int, event: Event) -> None:
-        """Have transfers that touch the addresses from `start` to `stop` wait for `event`."""
+        """Make transfers that touch the addresses from `start` to `stop` wait for `event`.
+
+        Args:
+            start: Address of the first byte.
+            stop: Address after the last byte.
+            stream: Raw handle of the stream that the event was recorded on.
+            event: Event to wait for.
+        """
         with self._lock:
-            # A stream works in order: its later event stands for the earlier ones in its range.
+            # A stream works in order: its new event replaces the earlier ones within the range.
             self._events = [
                 (first, last, other, noted)
                 for first, last, other, noted in self._events
@@ -68,36 +86,37 @@ class Region:
             ] + [(start, stop, stream, event)]
 
     def events(self, start: int, stop: int) -> list[Event]:
-        """Return what a transfer of these addresses has to wait for."""
+        """Return the events that a transfer of the addresses from `start` to `stop` waits for."""
         with self._lock:
             return [noted[3] for noted in self._events if noted[0] < stop and start < noted[1]]
 
     def forget(self, events: list[Event]) -> None:
-        """Drop events that have been waited for."""
+        """Drop events that a transfer has waited for."""
         with self._lock:
             self._events = [noted for noted in self._events if noted[3] not in events]
 
 
 class DeviceBuffer(DeviceBytes):
-    """Device memory. A slice shares it, keeps it alive, and has the same work to wait for.
+    """A buffer of device memory. A slice shares the memory and its events, and keeps it alive.
 
-    It has ``__cuda_array_interface__``, so that ``torch.as_tensor(buffer, device="cuda")`` and
-    ``cupy.asarray(buffer)`` are views of it.
+    ``torch.as_tensor(buffer, device="cuda")`` and ``cupy.asarray(buffer)`` are views of the
+    memory, through ``__cuda_array_interface__``.
     """
 
     __slots__ = ("__weakref__", "region")
 
     def __init__(self, region: Region, address: int, nbytes: int) -> None:
+        """Describe `nbytes` bytes of `region`, from the device address `address`."""
         super().__init__(address, nbytes)
         self.region = region
 
     @property
     def kind(self) -> BufferKind:
-        """Always ``"device"``."""
+        """Kind of the memory, which is always ``"device"``."""
         return "device"
 
     def slice(self, start: int, nbytes: int) -> DeviceBuffer:
-        """Return the `nbytes` bytes from `start`, sharing this memory.
+        """Return a buffer of `nbytes` bytes from `start`, which shares this memory.
 
         Raises:
             ValueError: The range is not within this buffer.
@@ -106,21 +125,28 @@ class DeviceBuffer(DeviceBytes):
         return DeviceBuffer(self.region, self.address + start, nbytes)
 
     def after(self, stream: int) -> None:
-        """Have transfers that are started from now on wait for what is queued on a stream by now.
+        """Make later transfers of this memory wait for all work queued on a stream by now.
 
-        Call it when a kernel has been launched that writes what is to be written to a file, or
-        that still reads what is to be overwritten by a read. It costs an event, and waits for
-        nothing: the transfer's thread does. The other way needs no call: once a transfer's future
-        has resolved, kernels launched on any stream see its bytes.
+        Call it after the launch of a kernel that writes this memory, before the memory is written
+        to a file. Call it also after the launch of a kernel that reads this memory, before a read
+        overwrites it. The call records an event and does not wait; the thread of the transfer
+        waits. The opposite order needs no call: when a transfer's future has resolved, kernels
+        launched on any stream see its bytes.
 
         Args:
-            stream: Its raw handle: ``torch.cuda.current_stream().cuda_stream``.
+            stream: Raw handle of the stream: ``torch.cuda.current_stream().cuda_stream``.
         """
         event = self.region.cuda.record(stream)
         self.region.add_event(self.address, self.address + self.nbytes, stream, event)
 
     def upload(self, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        """Copy bytes of the host to `offset` (bytes) of this buffer, now. For small things."""
+        """Copy bytes from the host to `offset` (bytes) of this buffer; for small data.
+
+        The copy is done on return.
+
+        Raises:
+            ValueError: The range is not within this buffer.
+        """
         target = self.slice(offset, len(data))
         if target.nbytes:
             source = (ctypes.c_char * target.nbytes).from_buffer_copy(data)
@@ -128,7 +154,7 @@ class DeviceBuffer(DeviceBytes):
             self.region.cuda.copy(target.address, address, target.nbytes, "to device")
 
     def download(self) -> bytes:
-        """Return a copy of the bytes, now. For small things."""
+        """Return a copy of the bytes in host memory; for small data."""
         target = ctypes.create_string_buffer(max(self.nbytes, 1))
         if self.nbytes:
             address = ctypes.addressof(target)
@@ -144,9 +170,10 @@ class DeviceBuffer(DeviceBytes):
 
 
 class PinnedBuffer(HostBuffer):
-    """Host memory as `HostBuffer` makes it, huge pages included, and page-locked.
+    """A buffer of page-locked host memory, allocated like `HostBuffer` (huge pages included).
 
-    Registered once, when it is made, and until the last buffer, slice or view of it is gone.
+    The memory is page-locked once, when it is made, and stays so until the last buffer, slice or
+    view of it is collected.
     """
 
     __slots__ = ()
@@ -155,31 +182,34 @@ class PinnedBuffer(HostBuffer):
         """Map and page-lock `nbytes` bytes.
 
         Raises:
-            RuntimeError: CUDA refuses to lock so much.
+            ValueError: `nbytes` is negative.
+            MemoryError: The system has no free range of that length.
+            RuntimeError: CUDA refuses to lock that much memory.
         """
         super().__init__(nbytes)
         if not nbytes:
             return
         address, unpinned = self._address, self._view
         cuda.pin(address, nbytes)
-        # A view of an object that can be told when nobody looks at the memory any more: a tensor
-        # may live on when all buffers are gone.
+        # The array is collected after the last view of the memory, and then unlocks it. A tensor
+        # made from a view may outlive all buffers.
         array = (ctypes.c_ubyte * nbytes).from_address(address)
         weakref.finalize(array, _unpin, cuda, address, unpinned).atexit = False
         self._view = memoryview(array).cast("B")
 
     @property
     def kind(self) -> BufferKind:
-        """Always ``"pinned"``."""
+        """Kind of the memory, which is always ``"pinned"``."""
         return "pinned"
 
 
 class _TensorMemory(HostBuffer):
-    """Host memory of somebody else's."""
+    """A buffer over host memory that another object owns, such as a tensor."""
 
     __slots__ = ("_is_pinned",)
 
     def __init__(self, address: int, nbytes: int, owner: object, *, is_pinned: bool) -> None:
+        """Describe memory of `owner`, and keep `owner` alive."""
         array = (ctypes.c_ubyte * nbytes).from_address(address)
         array.owner = owner  # type: ignore[attr-defined]
         self._address = address
@@ -188,25 +218,26 @@ class _TensorMemory(HostBuffer):
 
     @property
     def kind(self) -> BufferKind:
-        """Page-locked or not, as it was when this was made."""
+        """Kind of the memory when this object was made: ``"pinned"`` or ``"host"``."""
         return "pinned" if self._is_pinned else "host"
 
     def slice(self, start: int, nbytes: int) -> _TensorMemory:
+        """Return a buffer of `nbytes` bytes from `start`, which shares this memory."""
         part = super().slice(start, nbytes)
         part._is_pinned = self._is_pinned
         return part
 
 
 def device_buffer(cuda: Cuda, nbytes: int) -> DeviceBuffer:
-    """Return zeroed memory of the device, aligned to `ALIGNMENT`, an allocation of its own.
+    """Return zeroed device memory as a separate allocation, aligned to `ALIGNMENT` bytes.
 
     Raises:
         ValueError: `nbytes` is negative.
-        MemoryError: The device has no such range to give.
+        MemoryError: The device has no free range of that length.
     """
     if nbytes < 0:
         raise ValueError(f"a buffer cannot have {nbytes} bytes")
-    # CUDA aligns to 256 bytes; whole blocks, so that a direct transfer of the last one fits.
+    # CUDA only aligns to 256 bytes. Whole blocks, so that a direct transfer of the last one fits.
     whole = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
     memory = cuda.allocate(whole + ALIGNMENT)
     address = memory.ptr + -memory.ptr % ALIGNMENT
@@ -215,18 +246,18 @@ def device_buffer(cuda: Cuda, nbytes: int) -> DeviceBuffer:
 
 
 def tensor_buffer(tensor: Any, cuda: Cuda | None = None) -> Buffer:
-    """Return a torch tensor's memory as a buffer, of whatever type its elements are.
+    """Return a torch tensor's memory as a buffer; the tensor may have any dtype and shape.
 
     The buffer keeps the tensor alive. Its memory is never registered: it belongs to torch's
-    allocator, and registration would lock all of a segment. Allocate buffers, and make tensors of
-    them, for what is transferred again and again.
+    allocator, and registration would lock a whole segment. For memory that is transferred
+    repeatedly, allocate buffers and make tensors from them.
 
     Args:
-        tensor: Contiguous, of the CPU or of `cuda`'s device.
-        cuda: The device; needed for its tensors only.
+        tensor: A contiguous tensor on the CPU or on the device of `cuda`.
+        cuda: The device; needed only for tensors on a device.
 
     Raises:
-        ValueError: The tensor is not contiguous, sparse, or of another device.
+        ValueError: The tensor is sparse, not contiguous, or on another device.
     """
     if str(tensor.layout) != "torch.strided" or not tensor.is_contiguous():
         raise ValueError(
@@ -247,16 +278,18 @@ def tensor_buffer(tensor: Any, cuda: Cuda | None = None) -> Buffer:
 
 
 _TEARDOWN: Final = (RuntimeError, OSError)
-"""What a driver raises that is being shut down, or that never recovered from an error."""
+"""Errors of a driver that is shutting down, or that has not recovered from an earlier error."""
 
 
 def _release(release: Release, bytes_: DeviceBytes, owner: object) -> None:
+    """Undo a registration. `owner` keeps the memory alive until then."""
     with contextlib.suppress(*_TEARDOWN):
         release(bytes_)
-    del owner  # only now
+    del owner  # the memory must outlive its registration
 
 
 def _unpin(cuda: Cuda, address: int, memory: memoryview) -> None:
+    """Unlock page-locked memory. `memory` keeps it mapped until then."""
     with contextlib.suppress(*_TEARDOWN):
         cuda.unpin(address)
-    del memory  # only now
+    del memory  # the mapping must outlive the page lock

@@ -1,4 +1,4 @@
-"""Host memory for transfers: page-aligned, zeroed, on huge pages where the kernel has them."""
+"""Host memory for transfers: page-aligned, zeroed, on huge pages if the kernel has them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from gds.contract import ALIGNMENT, BufferKind
 from gds.errors import RefusedError
 
 HUGE_PAGE_BYTES: Final = 2 << 20
-"""A direct transfer of 4 KiB pages reaches the device in many small pieces; measured, huge pages
-nearly double the rate."""
+"""Size of a huge page, in bytes. A direct transfer of 4 KiB pages reaches the device in many small
+pieces; in measurements, huge pages nearly double the rate."""
 
 _MADV_WIPEONFORK: Final = 18
 
 
 class HostBuffer:
-    """Zeroed, private, pageable memory; a slice shares it and keeps it alive.
+    """A buffer of zeroed, private, pageable memory; a slice shares it and keeps it alive.
 
-    Aligned to 2 MiB from that size on, to 4096 bytes below, and returned to the system when the
-    last buffer, slice or view of it is gone.
+    A buffer of at least 2 MiB is aligned to 2 MiB, a smaller one to 4096 bytes. The memory returns
+    to the system when the last buffer, slice or view of it is collected.
 
-    A forked child sees zeros instead of the contents: otherwise each data-loader worker would
+    A forked child sees zeros instead of the contents. Otherwise each data-loader worker would
     double the memory of a ring that is being written, and the kernel forbids a fork during a
     direct transfer into memory that the child inherits (open(2), NOTES).
     """
@@ -35,12 +35,13 @@ class HostBuffer:
 
         Raises:
             ValueError: `nbytes` is negative.
-            MemoryError: The system has no such range to give.
+            MemoryError: The system has no free range of that length.
         """
         if nbytes < 0:
             raise ValueError(f"a buffer cannot have {nbytes} bytes")
         alignment = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else ALIGNMENT
-        # The kernel aligns a mapping to 4096 only; the spare part is address space, never touched.
+        # The kernel aligns a mapping only to 4096 bytes. The spare part is never touched, so it
+        # takes address space but no memory.
         length = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT + alignment - ALIGNMENT
         try:
             # The default of mmap(-1, n) is MAP_SHARED, which gets no huge pages.
@@ -51,7 +52,7 @@ class HostBuffer:
         start = -base % alignment
         with contextlib.suppress(OSError):
             mapping.madvise(_MADV_WIPEONFORK)
-        # Whole huge pages only, so that memory in use never exceeds what was asked for.
+        # Whole huge pages only, so that the memory in use never exceeds the requested size.
         huge_bytes = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if huge_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # EINVAL: a kernel built without huge pages
@@ -71,11 +72,11 @@ class HostBuffer:
 
     @property
     def kind(self) -> BufferKind:
-        """Always ``"host"``."""
+        """Kind of the memory, which is always ``"host"``."""
         return "host"
 
     def slice(self, start: int, nbytes: int) -> Self:
-        """Return the `nbytes` bytes from `start`, sharing this memory.
+        """Return a buffer of `nbytes` bytes from `start`, which shares this memory.
 
         Raises:
             ValueError: The range is not within this buffer.
@@ -95,10 +96,15 @@ class HostBuffer:
 
 
 def host_buffer(backend: str, nbytes: int, kind: BufferKind | None) -> HostBuffer:
-    """Return memory for a backend that has no other than this.
+    """Return memory for a backend that only has pageable host memory.
+
+    Args:
+        backend: Name of the backend, for messages.
+        nbytes: Length in bytes.
+        kind: Requested kind of memory; None stands for ``"host"``.
 
     Raises:
-        RefusedError: Another kind is asked for; names the backend.
+        RefusedError: `kind` is another kind; the message names the backend.
     """
     if kind not in (None, "host"):
         raise RefusedError(
@@ -109,7 +115,7 @@ def host_buffer(backend: str, nbytes: int, kind: BufferKind | None) -> HostBuffe
 
 
 def check_slice(start: int, nbytes: int, whole_bytes: int) -> None:
-    """Raise `ValueError` if `nbytes` bytes from `start` are not within a buffer of that size."""
+    """Raise `ValueError` if `nbytes` bytes from `start` leave a buffer of `whole_bytes` bytes."""
     if start < 0 or nbytes < 0 or start + nbytes > whole_bytes:
         raise ValueError(
             f"bytes {start} to {start + nbytes} are not within a buffer of {whole_bytes} bytes"

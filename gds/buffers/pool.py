@@ -1,4 +1,4 @@
-"""A fixed number of equal buffers, of any kind, made once and lent out."""
+"""Pool of buffers of one size, which are allocated once and lent out."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ B = TypeVar("B", bound=Buffer)
 
 
 class BufferPool(Generic[B]):
-    """Lends buffers of one size; who finds none left waits until one comes back.
+    """Lends buffers of one size; a borrower waits while all of them are lent out.
 
-    They are made when they are first needed, by whatever makes them: host memory, page-locked or
-    not, or a device's. Page-locking and registering cost milliseconds, so it is done once for each.
-    The most memory that it takes is known before: `num_buffers` times `nbytes`.
+    The buffers may be of any kind: host memory, page-locked or not, or device memory. Each is
+    allocated when it is first needed. Page-locking and registration take milliseconds, so each
+    buffer is kept for the next borrower. The pool holds at most `num_buffers` times `nbytes` bytes.
+    All methods may be called from any thread.
     """
 
     def __init__(self, allocate: Callable[[int], B], nbytes: int, num_buffers: int) -> None:
         """Make an empty pool; nothing is allocated yet.
 
         Args:
-            allocate: Makes a buffer of so many bytes.
-            nbytes: Of each buffer.
-            num_buffers: Most that there will be.
+            allocate: Function that allocates a buffer of a given length in bytes.
+            nbytes: Length of each buffer, in bytes.
+            num_buffers: Largest number of buffers.
 
         Raises:
-            ValueError: There would be no buffer, or none of any use.
+            ValueError: `nbytes` or `num_buffers` is less than 1.
         """
         if nbytes < 1 or num_buffers < 1:
             raise ValueError(
@@ -44,11 +45,17 @@ class BufferPool(Generic[B]):
 
     @property
     def num_buffers(self) -> int:
-        """Most buffers that there are at once."""
+        """Largest number of buffers that exist at once."""
         return self._num_buffers
 
     def resize(self, num_buffers: int) -> None:
-        """Change how many there may be. Those that are too many go as they come back."""
+        """Change the largest number of buffers, without waiting.
+
+        Excess buffers are dropped: free ones at once, lent ones when they come back.
+
+        Raises:
+            ValueError: `num_buffers` is less than 1.
+        """
         if num_buffers < 1:
             raise ValueError(f"a pool needs at least one buffer, not {num_buffers}")
         with self._changed:
@@ -60,10 +67,10 @@ class BufferPool(Generic[B]):
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[B]:
-        """Lend a buffer for the body; its contents are what the last borrower left.
+        """Lend a buffer for the body; it holds the bytes that the last borrower left in it.
 
         Raises:
-            MemoryError: There is none left, and no memory for another.
+            MemoryError: No buffer is free, and there is no memory for another.
         """
         buffer = self._take()
         try:
@@ -72,12 +79,13 @@ class BufferPool(Generic[B]):
             self._give_back(buffer)
 
     def clear(self) -> None:
-        """Drop the buffers that are not lent out."""
+        """Drop the buffers that are not lent out. The pool can still be used."""
         with self._changed:
             self._num_made -= len(self._free)
             self._free.clear()
 
     def _take(self) -> B:
+        """Wait for a free buffer or for room for another one, and return the buffer."""
         (free,) = self._changed.wait_until(self._claim)
         if free is not None:
             return free
@@ -90,7 +98,10 @@ class BufferPool(Generic[B]):
             raise
 
     def _claim(self) -> tuple[B | None] | None:
-        """Return a free buffer, or None if one may be made, in a tuple; just None if neither."""
+        """Return ``(buffer,)`` if one is free, ``(None,)`` if one may be allocated, else None.
+
+        The caller holds the lock. A buffer that may be allocated is already counted.
+        """
         if self._free:
             return (self._free.pop(),)
         if self._num_made < self._num_buffers:
@@ -99,6 +110,7 @@ class BufferPool(Generic[B]):
         return None
 
     def _give_back(self, buffer: B) -> None:
+        """Return a borrowed buffer to the pool, or drop it if there are too many."""
         with self._changed:
             if self._num_made > self._num_buffers:
                 self._num_made -= 1

@@ -1,6 +1,6 @@
-"""Which threads and request size suit a directory: measured, chosen, and kept beside the data.
+"""Calibration: measures which threads and request size suit a directory, and stores the result.
 
-This wing may know `backends`, `probe`, `contract` and `errors`.
+This wing may know `backends`, `contract`, `errors`, `probe` and `small_files`.
 """
 
 from gds.calibration.calibration import (

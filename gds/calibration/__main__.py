@@ -1,4 +1,4 @@
-"""``python -m gds.calibration DIRECTORY``: find out what suits a directory, and show it."""
+"""Command ``python -m gds.calibration DIRECTORY``: measures a directory and prints the result."""
 
 from gds.calibration.calibration import main
 

@@ -32,6 +32,7 @@ from gds.errors import StorageError
 from gds.small_files import read_small_file, write_small_file
 
 FORMAT_VERSION: Final = 1
+"""Version of the format of calibration files."""
 
 _MOST_THREADS: Final = 64
 _MOST_REQUEST_BYTES: Final = 1 << 30
@@ -45,7 +46,7 @@ _REFUSALS: Final = probe.REFUSALS | {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Settings(TypedDict):
-    """Arguments of `PosixBackend` and of its method `tune`."""
+    """Keyword arguments of `PosixBackend` and of its method `tune`."""
 
     read_threads: int
     write_threads: int
@@ -54,25 +55,27 @@ class Settings(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What suits a directory, and what was measured there; checked, so that it can be trusted."""
+    """The best settings for a directory, with the measured rates; all values are checked."""
 
     read_threads: int
     """Number of reads, or parts of reads, to run at once; 1 to 64."""
 
     write_threads: int
-    """The same for writes."""
+    """Number of writes, or parts of writes, to run at once; 1 to 64."""
 
     request_bytes: int
-    """Most bytes to ask of the kernel at once; a multiple of 4096, at most 1 GiB."""
+    """Largest request to the kernel, in bytes; a multiple of 4096, at most 1 GiB."""
 
     read_gbps: float
-    """GB/s (1e9 bytes) of reads alone; 0 where nothing was measured."""
+    """Rate of reads alone, in GB/s (1e9 bytes); 0 if nothing was measured."""
 
     write_gbps: float
-    """GB/s of overwrites alone, into the drive or its cache; not made durable."""
+    """Rate of overwrites alone, into the drive or its cache and without syncs, in GB/s; 0 if
+    nothing was measured."""
 
     mixed_gbps: float
-    """GB/s, reads and writes together, of as many bytes read as written at the same time."""
+    """Rate of reads and writes together, with as many bytes read as written at the same time, in
+    GB/s; 0 if nothing was measured."""
 
     filesystem: str
     """Type of the file system, such as ``ext4``."""
@@ -81,22 +84,22 @@ class Calibration:
     """Number of the device, as ``major:minor``."""
 
     source: str
-    """What is mounted, such as ``/dev/nvme0n1p1``."""
+    """Mounted device or share, such as ``/dev/nvme0n1p1``."""
 
     measured: str
-    """When, as ISO 8601 in UTC."""
+    """Time of the measurement, as ISO 8601 in UTC."""
 
     reason: str = ""
-    """Why nothing was measured, for people; empty where something was."""
+    """Reason, for people, why nothing was measured; empty if rates were measured."""
 
     format_version: int = FORMAT_VERSION
-    """Of the file that it is kept in."""
+    """Version of the format of the calibration file."""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for what no measurement gives."""
+        """Raise `ValueError` for a value that no measurement yields."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            # By name: annotations are strings here, and True would pass for an int.
+            # Compare names: annotations are strings in this module, and isinstance(True, int).
             if type(value).__name__ != field.type:
                 raise ValueError(f"{field.name} must be {field.type}, got {value!r}")
             if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
@@ -128,17 +131,20 @@ class Calibration:
 
     @property
     def depth_bytes(self) -> int:
-        """Bytes that should be in flight in each direction, to keep all threads busy."""
+        """Bytes that should be in flight in each direction to keep all threads busy."""
         return max(self.read_threads, self.write_threads) * self.request_bytes
 
     def ring_chunks(self, chunk_bytes: int) -> int:
-        """Suggest how many chunks a ring needs, so that it does not slow the drive down.
+        """Return the number of chunks that a ring needs to keep the drive busy; at most 64.
 
-        `depth_bytes` being read and as many being written, one chunk being worked on, and one
-        that has just changed hands.
+        The ring holds `depth_bytes` that are being read, as many that are being written, one chunk
+        that is being updated, and one chunk that is being handed over.
 
         Args:
-            chunk_bytes: Bytes that one place in the ring holds, all arrays together.
+            chunk_bytes: Size of one chunk of the ring in bytes, all arrays together.
+
+        Raises:
+            ValueError: `chunk_bytes` is less than 1.
         """
         if chunk_bytes < 1:
             raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
@@ -148,20 +154,20 @@ class Calibration:
 def calibrate(directory: str, *, budget_s: float = 1.5, file_bytes: int = 256 * MIB) -> Calibration:
     """Measure which setting suits a directory; takes about `budget_s`, and 128 MiB of memory.
 
-    A scratch file of its own is written and read there with direct I/O, in short bursts: the
-    rates are those of a drive that is not yet busy, and others that use it show. Where that is
-    not possible (memory, no direct I/O, less than four times `file_bytes` free) the result has
-    the default settings, no rates, and a `reason`.
+    The function writes and reads a scratch file with direct I/O, in short bursts. So the rates are
+    those of a drive that is not yet busy, and other users of the drive affect them. If this is not
+    possible (files in memory, no direct I/O, or less than four times `file_bytes` free), the result
+    has the default settings, no rates, and a `reason`.
 
     Args:
-        directory: An existing one, on the device to be measured. Nothing is left in it.
-        budget_s: Seconds. A slow drive gets fewer trials and a smaller file; a request that is
-            under way is waited for.
-        file_bytes: Length of the scratch file, at least 16 MiB.
+        directory: Existing directory on the device to measure. Nothing is left in it.
+        budget_s: Time of the measurement, in seconds. A slow drive gets fewer trials and a smaller
+            file. The function may exceed the time by that of one request.
+        file_bytes: Length of the scratch file in bytes, at least 16 MiB.
 
     Raises:
-        StorageError: `directory` is not one, or its device fails.
-        ValueError: `budget_s` or `file_bytes` are out of range.
+        StorageError: `directory` is not a directory, or its device fails.
+        ValueError: `budget_s` or `file_bytes` is out of range.
     """
     if not 0 < budget_s < math.inf:
         raise ValueError(f"budget_s must be positive, got {budget_s}")
@@ -193,23 +199,25 @@ def calibrate(directory: str, *, budget_s: float = 1.5, file_bytes: int = 256 * 
 
 
 def save_calibration(path: str, calibration: Calibration) -> None:
-    """Write a calibration to a file, whole or not at all; one with a `reason` is not kept.
+    """Write a calibration to a file, as a whole or not at all.
 
-    Not synced: after a crash it may be missing or damaged, and is then measured again.
+    A calibration with a `reason` is not written. The file is not synced: after a crash it may be
+    missing or damaged, and then the directory is measured again.
 
     Raises:
         StorageError: The file could not be written.
     """
     if calibration.reason:
-        return  # what stood in the way may be gone the next time
+        return  # the obstacle may be gone the next time
     data = json.dumps(dataclasses.asdict(calibration), indent=2).encode() + b"\n"
     write_small_file(path, data, "a calibration")
 
 
 def load_calibration(path: str) -> Calibration | None:
-    """Return the calibration in a file, if it is one, and of the device that the file is on.
+    """Return the calibration in a file, or None if it is invalid or from another device.
 
-    Never raises: whatever is wrong with the file, the remedy is to measure again.
+    The calibration must be that of the device that holds the file. The function never raises,
+    because the remedy for any damage is to measure again.
     """
     try:
         found = Calibration(**json.loads(read_small_file(path)))
@@ -228,7 +236,7 @@ def _identity(directory: str) -> tuple[str, str, str]:
 
 
 def _refusal(directory: str, file_bytes: int) -> str:
-    """Say why nothing can be measured in a directory; empty where it can."""
+    """Return the reason why a directory cannot be measured; empty if it can."""
     found = probe.direct_io(directory)
     if not found.supported:
         return found.reason
@@ -249,6 +257,7 @@ def _described(
     rates: tuple[float, float, float] = (0.0, 0.0, 0.0),
     reason: str = "",
 ) -> Calibration:
+    """Return a calibration of a directory; `rates` are in bytes per second."""
     device, source, filesystem = _identity(directory)
     read, write, mixed = (float(f"{rate / 1e9:.4g}") for rate in rates)
     return Calibration(
@@ -267,6 +276,7 @@ def _described(
 
 
 def _for_people(found: Calibration) -> str:
+    """Return a calibration as text for people."""
     lines = [
         f"{found.filesystem} on {found.source or 'an unknown source'} ({found.device})",
         f"threads    {found.read_threads} for reads, {found.write_threads} for writes",
@@ -284,7 +294,11 @@ def _for_people(found: Calibration) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Calibrate a directory and print the result; returns the exit status."""
+    """Calibrate a directory, print the result, and return the exit status.
+
+    Args:
+        arguments: Arguments of the command; None takes those of the process.
+    """
     parser = argparse.ArgumentParser(prog="python -m gds.calibration", description=__doc__)
     parser.add_argument("directory", help="where to measure; nothing is left there")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -1,8 +1,8 @@
-"""Rates of transfers in one directory, measured over a scratch file within a given time.
+"""Trials: rates of transfers in one directory, measured with a scratch file in a limited time.
 
-The file has no name (or a hidden one, where the file system cannot do without), belongs to nobody,
-and is gone when its context ends. Everything goes through a real `PosixBackend`: what is measured
-is what its users get.
+The scratch file has no name (or a hidden name, if the file system needs one), and is gone when its
+context ends. All transfers go through a real `PosixBackend`, so that the rates are those that its
+users get.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from gds.contract import Buffer, IOFuture
 from gds.errors import StorageError
 
 UNIT_BYTES: Final = 4 * MIB
-"""All lengths here are multiples of it."""
+"""Unit of length in bytes: the length of every trial is a multiple of it."""
 
 TRANSFER_BYTES: Final = 32 * MIB
-"""Length of the transfers that a setting cuts up: that of a chunk of the optimizer's state."""
+"""Length in bytes of the transfers that a setting cuts into parts. A chunk of the optimizer's state
+has this length."""
 
 BOTH: Final[tuple[Direction, ...]] = ("read", "write")
 
@@ -50,13 +51,23 @@ _MOST_ROUNDS: Final = 8
 
 
 class Trials:
-    """Reads from the first half of a file that was just filled, and writes to the second."""
+    """Trials on one file: reads from its first half, and writes to its second half.
+
+    Call `fill` first.
+    """
 
     def __init__(self, backend: PosixBackend, file: PosixFile) -> None:
+        """Allocate the memory of the trials.
+
+        Args:
+            backend: Backend of the file; the trials change its settings.
+            file: File to transfer to and from.
+        """
         self._backend = backend
         self._file = file
         memory_bytes = min(file.size_bytes // 2, MOST_IN_FLIGHT_BYTES)
-        # Random, because some drives shrink or skip what repeats, and touched before it is timed.
+        # Random bytes, because some drives compress or skip repeated data. All pages are touched
+        # before the first trial, so that no trial measures their allocation.
         pattern = os.urandom(_PATTERN_BYTES)
         self._memory: dict[Direction, Buffer] = {}
         for direction in BOTH:
@@ -65,19 +76,19 @@ class Trials:
             for start in range(0, memory_bytes, _PATTERN_BYTES):
                 view[start : start + _PATTERN_BYTES] = pattern
         self.half_bytes = 0
-        """Most bytes that one trial can move in each direction."""
+        """Largest number of bytes that one trial can move in each direction."""
         self.bytes_per_s = 0.0
-        """How fast the drive was last, to foresee how long a trial will take."""
+        """Rate of the last trial, in bytes per second, to estimate the time of the next one."""
 
     def fill(self, fd: int, seconds: float) -> None:
-        """Reserve and write the file, or as much of it as can be done in that time.
+        """Reserve and write the file, or as much of it as possible in the given time.
 
-        The first write to reserved space costs about twice a later one, and space that was never
-        written is not really read.
+        The first write to reserved space costs about twice as much as a later one. A read of space
+        that was never written does not reach the drive.
 
         Args:
-            fd: Of the same file.
-            seconds: The clock is looked at between requests; there is at least one.
+            fd: Descriptor of the same file.
+            seconds: Time limit, checked between requests; at least one request is made.
         """
         self._backend.tune(read_threads=2, write_threads=2, request_bytes=None)
         memory = self._memory["write"]
@@ -87,7 +98,7 @@ class Trials:
         while filled == 0 or (
             filled < self._file.size_bytes and time.perf_counter() - started_s < seconds
         ):
-            # A small one first: it finds out a very slow drive before much is queued there.
+            # The first piece is small, to detect a very slow drive before much is queued.
             piece = _PIECE_BYTES if filled else _FIRST_BYTES
             piece = min(piece, self._file.size_bytes - filled, memory.nbytes)
             if filled + piece > reserved:
@@ -105,14 +116,17 @@ class Trials:
         self.bytes_per_s = filled / (time.perf_counter() - started_s)
 
     def fitting_bytes(self, seconds: float) -> int:
-        """Return how many bytes in one direction take about so long, within what is possible."""
+        """Return how many bytes each direction can move in `seconds`, within `half_bytes`.
+
+        The estimate uses the rate of the last trial. The result is a multiple of `UNIT_BYTES`.
+        """
         units = int(self.bytes_per_s * seconds) // UNIT_BYTES
         return min(max(units, 1) * UNIT_BYTES, self.half_bytes)
 
     def seconds(self, setting: Setting, directions: tuple[Direction, ...], nbytes: int) -> float:
-        """Move `nbytes` bytes in each direction, at the same time; returns how long that took.
+        """Move `nbytes` bytes in each direction at the same time, and return the seconds taken.
 
-        Everything is queued at once, as an optimizer does that knows what it will need next.
+        All transfers are queued at once, as by an optimizer that knows its next transfers.
         """
         self._backend.tune(
             read_threads=setting.threads,
@@ -125,7 +139,7 @@ class Trials:
             size = min(TRANSFER_BYTES, nbytes - start)
             for direction in directions:
                 memory = self._memory[direction]
-                # Transfers may share memory where a trial is longer than it: nobody looks at it.
+                # If a trial is longer than the memory, transfers share it: its content is not used.
                 part = memory.slice(start % memory.nbytes, size)
                 if direction == "read":
                     futures.append(self._file.read(part, start))
@@ -138,21 +152,22 @@ class Trials:
         return elapsed_s
 
     def compare(self, until_s: float) -> list[Round]:
-        """Measure the rates of as many settings, as often, as can be done until then.
+        """Measure the rates of as many settings as possible, as often as possible.
 
         Args:
-            until_s: By `time.perf_counter`, which is looked at between trials.
+            until_s: End of the measurement on the clock `time.perf_counter`, checked between
+                trials.
 
         Returns:
-            Rates in bytes per second, reads and writes together; an empty list where there was no
-            time for a fair comparison of two.
+            Rates in bytes per second, reads and writes together, for each round. The list is empty
+            if the time was too short for a fair comparison of two settings.
         """
         self.seconds(DEFAULT, BOTH, self.fitting_bytes((until_s - time.perf_counter()) / 16))
         left_s = max(until_s - time.perf_counter(), 0.0)
         nbytes = self.half_bytes
         while nbytes > TRANSFER_BYTES and self._num_trials(left_s, nbytes) < _ENOUGH_TRIALS:
             nbytes = max(nbytes // 2 // UNIT_BYTES * UNIT_BYTES, TRANSFER_BYTES)
-        # Half of the time is for the first round, the rest to make sure.
+        # Half of the time is for the first round, the rest for rounds that confirm it.
         settings = candidates(nbytes)[: self._num_trials(left_s, nbytes) // 2]
         rounds: list[Round] = []
         while len(settings) > 1 and len(rounds) < _MOST_ROUNDS:
@@ -160,7 +175,7 @@ class Trials:
             if rounds and self._num_trials(left_s, nbytes) < len(settings):
                 break
             rates: dict[Setting, float] = {}
-            # Back and forth, so that a drive that gets slower is as unfair to the one as the other.
+            # Alternate the order, so that a drive that gets slower treats all settings alike.
             for setting in settings if len(rounds) % 2 == 0 else settings[::-1]:
                 if time.perf_counter() > until_s:
                     break
@@ -172,7 +187,7 @@ class Trials:
         return rounds
 
     def rate(self, setting: Setting, directions: tuple[Direction, ...], seconds: float) -> float:
-        """Return the rate in bytes per second of a setting, measured for about so long."""
+        """Return the rate of a setting in bytes per second, measured for about `seconds`."""
         nbytes = self.fitting_bytes(seconds / 2)
         moved, elapsed_s = 0, 0.0
         while moved == 0 or elapsed_s < seconds:
@@ -181,17 +196,22 @@ class Trials:
         return moved / elapsed_s
 
     def _num_trials(self, seconds: float, nbytes: int) -> int:
+        """Return how many trials of `nbytes` bytes in each direction fit into a time."""
         return math.floor(max(seconds, 0.0) * self.bytes_per_s / (2 * nbytes))
 
 
 @contextlib.contextmanager
 def trials_in(directory: str, file_bytes: int, fill_s: float) -> Iterator[Trials]:
-    """Provide `Trials` over a scratch file in a directory, which is gone afterwards.
+    """Yield `Trials` on a filled scratch file, which is removed at the end of the context.
 
     Args:
-        directory: Where; it must take direct I/O.
-        file_bytes: Length of the file; less if the drive cannot write that much in time.
-        fill_s: Seconds that may be spent on filling the file.
+        directory: Directory of the file; it must support direct I/O.
+        file_bytes: Length of the file in bytes. Less of it is used if the drive cannot write that
+            much in time.
+        fill_s: Seconds that filling the file may take.
+
+    Raises:
+        StorageError: The file cannot be made, or a transfer failed.
     """
     with contextlib.ExitStack() as stack:
         backend = PosixBackend(direct=True)
@@ -206,13 +226,14 @@ def trials_in(directory: str, file_bytes: int, fill_s: float) -> Iterator[Trials
 
 
 def _direct_file(backend: PosixBackend, directory: str, fd: int, nbytes: int) -> PosixFile:
-    """Return a file that has no name, and `nbytes` bytes before long."""
+    """Open a scratch file whose size `Trials.fill` later brings up to `nbytes` bytes."""
 
     def refused(reason: str) -> None:
+        """Raise `StorageError`: trials need direct transfers."""
         raise StorageError(errno.EOPNOTSUPP, reason, directory)
 
     memory_alignment, _ = probe.required_alignment(fd) or (1, 1)
-    path = f"/proc/self/fd/{fd}"  # for want of a name
+    path = f"/proc/self/fd/{fd}"  # the file may have no name
     buffered_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         direct_fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)

@@ -1,6 +1,7 @@
-"""What this machine and a directory can do, and why not more: the doctor behind `gds check`.
+"""Examination behind `gds check`: what this machine and a directory can do, and why not more.
 
-This wing may know `probe`, `places`, `paths`, `buffers` and `contract`. It makes no backend.
+This wing may know `buffers`, `contract`, `libc`, `paths`, `places` and `probe`. It makes no
+backend.
 """
 
 from gds.check.examine import Examination, examine

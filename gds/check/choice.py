@@ -1,4 +1,4 @@
-"""Which path would be used for reads and for writes, and why not a better one. Pure."""
+"""Choice of the path for reads and for writes, with the reasons against better paths. Pure."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ Directions = Literal["both", "read", "write"]
 Requirement = Literal["gds", "compat", "direct", "any"]
 
 CONSIDERED: Final[tuple[PathName, ...]] = ("gds", "compat", "direct", "buffered")
-"""Best first. POSIX is the last two of them."""
+"""Paths to choose from, the best first. The last two are the POSIX paths."""
 
 NOTHING: Final = 1
-"""Exit status where no path is left."""
+"""Exit status if no path is usable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What would be used in one direction."""
+    """The path that would be used in one direction."""
 
     path: PathName | None
-    """None where nothing is left."""
+    """Name of the path; None if no path is usable."""
 
     why_not: dict[PathName, str]
-    """For every path that is not usable: why."""
+    """Reason against each path that is not usable, for people."""
 
     direct: bool
-    """Whether the page cache is bypassed."""
+    """Whether the path bypasses the page cache."""
 
     @property
     def exit_status(self) -> int:
@@ -39,7 +39,7 @@ class Choice:
         return PATHS[self.path].exit_status if self.path else NOTHING
 
     def meets(self, requirement: Requirement) -> bool:
-        """Say whether this is at least what was required."""
+        """Return whether the path is at least as good as a requirement."""
         if self.path is None:
             return False
         if requirement == "direct":
@@ -50,7 +50,7 @@ class Choice:
 
 
 def choose(direction: Direction, storage: Storage, gpu: Gpu) -> Choice:
-    """Return the best path that works in one direction, and why the others do not."""
+    """Return the best path that works in one direction, with the reasons against the others."""
     access = _no_access(direction, storage)
     reasons: dict[PathName, str] = {
         "gds": _no_gds(direction, storage, gpu),
@@ -66,6 +66,7 @@ def choose(direction: Direction, storage: Storage, gpu: Gpu) -> Choice:
 
 
 def _no_access(direction: Direction, storage: Storage) -> str:
+    """Return the reason why files cannot be accessed in a direction; empty if they can."""
     if direction == "read" and not storage.readable:
         return "this user may not read here"
     if direction == "write" and "ro" in storage.mount.options:
@@ -76,6 +77,7 @@ def _no_access(direction: Direction, storage: Storage) -> str:
 
 
 def _no_gds(direction: Direction, storage: Storage, gpu: Gpu) -> str:
+    """Return the reasons against GPUDirect Storage in a direction; empty if it works."""
     works = gpu.cufile.reads if direction == "read" else gpu.cufile.writes
     if works:
         if gpu.kvikio:
@@ -92,6 +94,7 @@ def _no_gds(direction: Direction, storage: Storage, gpu: Gpu) -> str:
 
 
 def _no_compat(gpu: Gpu) -> str:
+    """Return the reason against KvikIO's compatibility mode; empty if it works."""
     if gpu.no_driver:
         return f"no CUDA driver: {gpu.no_driver}"
     return "" if gpu.kvikio else "kvikio is not installed"

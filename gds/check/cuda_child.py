@@ -1,13 +1,13 @@
-"""A program of its own that touches CUDA and cuFile, so that whoever waits for it can give up.
+"""Child program that calls CUDA and cuFile, so that its parent can stop waiting if a call hangs.
 
-Opening a file with cuFile spins for ever on some kernels, and a sick driver can hang in its first
-call. Run as a script, with nothing of this package imported::
+Opening a file with cuFile spins for ever on some kernels, and a faulty driver can hang in its first
+call. The program runs as a script and imports nothing of this package::
 
-    cuda_child.py devices          which GPUs there are
+    cuda_child.py devices          list the GPUs
     cuda_child.py cufile PATH      write and read PATH from and to GPU memory
 
-Each line of output is a JSON object. ``stage`` is what is about to be tried, so that the last one
-tells where it hung; ``error`` ends it badly, ``done`` well.
+Each line of output is a JSON object. ``stage`` names the next call, so that the last one tells
+where the program hung. ``error`` ends the program with a failure, ``done`` with success.
 """
 
 from __future__ import annotations
@@ -25,35 +25,40 @@ _FD_HANDLE: Final = 1
 
 
 class _Error(ctypes.Structure):
-    """CUfileError_t: returned by value."""
+    """CUfileError_t, which cuFile returns by value."""
 
     _fields_ = (("err", ctypes.c_int), ("cu_err", ctypes.c_int))
 
 
 class _Handle(ctypes.Union):
+    """Union ``handle`` of CUfileDescr_t."""
+
     _fields_ = (("fd", ctypes.c_int), ("handle", ctypes.c_void_p))
 
 
 class _Descriptor(ctypes.Structure):
-    """CUfileDescr_t."""
+    """CUfileDescr_t, which describes a file to cuFile."""
 
     _fields_ = (("type", ctypes.c_int), ("handle", _Handle), ("fs_ops", ctypes.c_void_p))
 
 
 def _say(**what: Any) -> None:
+    """Print a line of output."""
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
 
 def _fail(error: str) -> NoReturn:
+    """Report an error, and end the program."""
     _say(error=error)
     sys.exit(1)
 
 
 class _Cuda:
-    """The CUDA driver."""
+    """The CUDA driver, called through ctypes. Every failure ends the program."""
 
     def __init__(self) -> None:
+        """Load and initialize the driver."""
         _say(stage="libcuda.so.1")
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
@@ -71,7 +76,7 @@ class _Cuda:
             _fail(f"{(text.value or b'').decode() or 'an error'} (CUDA error {status})")
 
     def devices(self) -> list[dict[str, Any]]:
-        """Return name and memory of every GPU."""
+        """Return the name of every GPU, and its memory in bytes."""
         count = ctypes.c_int()
         self.call("cuDeviceGetCount", ctypes.byref(count))
         found = []
@@ -94,7 +99,7 @@ class _Cuda:
         return number.value
 
     def allocate(self, nbytes: int) -> ctypes.c_uint64:
-        """Return device memory of the first GPU, in its primary context."""
+        """Return the address of new memory on the first GPU, in its primary context."""
         device, context, address = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
         self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(0))
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
@@ -103,18 +108,18 @@ class _Cuda:
         return address
 
     def upload(self, address: ctypes.c_uint64, data: bytes) -> None:
-        """Copy bytes to the device."""
+        """Copy bytes from the host to the device."""
         self.call("cuMemcpyHtoD_v2", address, ctypes.c_char_p(data), ctypes.c_size_t(len(data)))
 
     def download(self, address: ctypes.c_uint64, nbytes: int) -> bytes:
-        """Copy bytes from the device."""
+        """Copy bytes from the device to the host, and return them."""
         data = ctypes.create_string_buffer(nbytes)
         self.call("cuMemcpyDtoH_v2", data, address, ctypes.c_size_t(nbytes))
         return data.raw
 
 
 def _cufile_library() -> ctypes.CDLL:
-    """Load cuFile: the system's, or one that pip installed."""
+    """Load cuFile, from the system or from a package that pip installed."""
     _say(stage="libcufile.so.0")
     paths = ["libcufile.so.0", "/usr/local/cuda/lib64/libcufile.so.0"]
     for name in ("nvidia-cufile", "nvidia-cufile-cu13", "nvidia-cufile-cu12"):
@@ -134,12 +139,13 @@ def _cufile_library() -> ctypes.CDLL:
 
 
 def _check(stage: str, status: _Error) -> None:
+    """End the program if a call of cuFile failed."""
     if status.err:
         _fail(f"cuFile error {status.err}, CUDA error {status.cu_err} in {stage}")
 
 
 def _cufile(path: str) -> None:
-    """Read and write a file of `_BYTES` bytes with cuFile, and compare."""
+    """Read and write a file of `_BYTES` bytes with cuFile, and report if the bytes are right."""
     cuda = _Cuda()
     library = _cufile_library()
     for name in ("cuFileDriverOpen", "cuFileHandleRegister"):
@@ -162,6 +168,7 @@ def _cufile(path: str) -> None:
     _check("cuFileHandleRegister", status)
 
     def move(name: str) -> int:
+        """Call a transfer function of cuFile, and return the number of bytes it moved."""
         _say(stage=name)
         zero = ctypes.c_longlong(0)
         size = ctypes.c_size_t(_BYTES)
@@ -180,14 +187,14 @@ def _cufile(path: str) -> None:
 
 
 def main() -> None:
-    """Do what the arguments say."""
+    """Run the command that the arguments name."""
     if sys.argv[1] == "devices":
         cuda = _Cuda()
         _say(version=cuda.version(), devices=cuda.devices())
     else:
         _cufile(sys.argv[2])
     _say(done=True)
-    os._exit(0)  # cuFile's and the driver's own cleaning up could hang as well
+    os._exit(0)  # skips the cleanup of cuFile and of the driver, which could hang as well
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All of the examination, and what a script gets of it."""
+"""Complete examination of a directory, with its JSON form for scripts."""
 
 from __future__ import annotations
 
@@ -17,26 +17,42 @@ from gds.paths import PATHS
 from gds.places import is_directory
 
 SCHEMA: Final = 1
+"""Version of the JSON form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What was found, and what would be used."""
+    """All findings about a directory, with the path for each direction."""
 
     directory: str
+    """Path of the directory."""
+
     findings: tuple[Finding, ...]
+    """Findings in the order of display."""
+
     reads: Choice
+    """Path that reads would use."""
+
     writes: Choice
+    """Path that writes would use."""
 
     def choices(self, directions: Directions = "both") -> tuple[Choice, ...]:
-        """Return what would be used in the directions that are of interest."""
+        """Return the choices for the given directions."""
         wanted = {"read": (self.reads,), "write": (self.writes,)}
         return wanted.get(directions, (self.reads, self.writes))
 
     def exit_status(
         self, requirement: Requirement | None = None, directions: Directions = "both"
     ) -> int:
-        """Return the status of the worse direction; 0 where both meet what is required."""
+        """Return the exit status of `gds check`.
+
+        Args:
+            requirement: Least path that is required; None requires nothing.
+            directions: Directions to judge by.
+
+        Returns:
+            0 if all directions meet the requirement; otherwise the status of the worse direction.
+        """
         choices = self.choices(directions)
         if requirement and all(choice.meets(requirement) for choice in choices):
             return 0
@@ -47,9 +63,10 @@ class Examination:
     def to_json(
         self, requirement: Requirement | None = None, directions: Directions = "both"
     ) -> dict[str, Any]:
-        """Return everything as JSON values; keys are only ever added."""
+        """Return the examination as JSON values. Later versions only add keys."""
 
         def choice(chosen: Choice) -> dict[str, Any]:
+            """Return a choice as JSON values."""
             return {
                 "path": chosen.path,
                 "direct": chosen.direct,
@@ -72,18 +89,18 @@ class Examination:
 def examine(
     directory: str, *, system: System | None = None, cufile_timeout_s: float = 10.0
 ) -> Examination:
-    """Find out what a directory and the machine can do. Leaves nothing behind.
+    """Examine a directory and the machine. Files made for the trials are removed.
 
     Args:
-        directory: An existing one.
-        system: The machine; None is this one.
-        cufile_timeout_s: Seconds for each child process that touches CUDA.
+        directory: Existing directory.
+        system: Machine to examine; None is this machine.
+        cufile_timeout_s: Time limit in seconds for each child process that uses CUDA.
 
     Raises:
-        FileNotFoundError: There is no such directory.
-        NotADirectoryError: It is a file.
-        RefusedError: It is a device, a pipe or a socket.
-        OSError: Its device fails.
+        FileNotFoundError: The directory does not exist.
+        NotADirectoryError: `directory` is a file.
+        RefusedError: `directory` is a device, a pipe or a socket.
+        OSError: The directory's device fails.
     """
     system = system or System()
     if not is_directory(directory):

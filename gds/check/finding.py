@@ -1,4 +1,4 @@
-"""One thing that was found out."""
+"""Finding: one result of the examination."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ Section = Literal["machine", "storage", "gpu"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at, what was found, and what that means."""
+    """One property that was examined, with its value and a verdict."""
 
     section: Section
+    """Part of the machine that the property belongs to."""
 
     what: str
-    """Short and stable: scripts find a finding by it."""
+    """Name of the property. It is short and stable, so that scripts can search for it."""
 
     value: str
-    """What was found, for people."""
+    """Value of the property, for people."""
 
     verdict: Verdict
-    """``ok``; ``limits`` where it keeps something from being as fast as it could be, or possible
-    at all; ``missing`` where a part is not there that a better path needs."""
+    """``ok``; ``limits`` if the value makes some transfers slower or impossible; ``missing`` if a
+    component is missing that a better path needs."""
 
     why: str = ""
-    """What the verdict rests on; may be empty where it is ``ok``."""
+    """Reason of the verdict, for people; may be empty if the verdict is ``ok``."""
 
     do: str = ""
-    """What to do about it; empty where it is ``ok`` or nothing can be done."""
+    """Remedy, for people; empty if the verdict is ``ok`` or nothing can be done."""

@@ -1,4 +1,4 @@
-"""GPU, driver, nvidia-fs, cuFile and KvikIO: facts first, then what they mean."""
+"""Examination of GPU, driver, nvidia-fs, cuFile and KvikIO, and the findings about them."""
 
 from __future__ import annotations
 
@@ -18,42 +18,51 @@ from gds.check.storage import Storage
 from gds.check.system import Child, System
 
 KVIKIO: Final = ("kvikio-cu13", "kvikio-cu12", "kvikio")
+"""Names of the Python packages of KvikIO."""
+
 CUFILE: Final = ("nvidia-cufile", "nvidia-cufile-cu13", "nvidia-cufile-cu12")
+"""Names of the Python packages of cuFile."""
+
 _P2PDMA_SINCE: Final = (6, 2)
+"""First kernel version with PCI peer-to-peer transfers."""
+
 _TRUE: Final = frozenset({"1", "true", "on", "yes"})
 
 
 @dataclass(frozen=True, slots=True)
 class CuFile:
-    """What became of the attempt to move GPU memory with cuFile, its own fallbacks off."""
+    """Result of the trial to move GPU memory with cuFile, with its fallbacks switched off."""
 
     reads: bool
+    """Whether reads into GPU memory work."""
+
     writes: bool
+    """Whether writes from GPU memory work."""
 
     reason: str
-    """Why not, or not all of it; empty where both work."""
+    """Reason why a direction does not work; empty if both work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The configuration of cuFile."""
+    """The configuration file of cuFile."""
 
     path: str
-    """Empty where there is none."""
+    """Path of the file; empty if there is none."""
 
     options: dict[str, Any]
-    """What ``properties`` says."""
+    """Content of the file's object ``properties``."""
 
     problem: str
-    """Why it cannot be used; empty where it can."""
+    """Reason why the file cannot be used; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What there is for device memory."""
+    """Everything on the machine that matters for device memory."""
 
     no_driver: str
-    """Why the CUDA driver cannot be used; empty where it can."""
+    """Reason why the CUDA driver cannot be used; empty if it can."""
 
     cuda: str
     """Newest CUDA version that the driver supports; empty if not known."""
@@ -62,28 +71,43 @@ class Gpu:
     """Version of the kernel module; empty if not known."""
 
     open_driver: bool
+    """Whether the kernel module is NVIDIA's open one."""
+
     devices: tuple[str, ...]
+    """Name and memory of each GPU, for people."""
+
     nvidia_fs: str
-    """Version of nvidia-fs; empty where it is not loaded."""
+    """Version of nvidia-fs, or ``loaded`` if that is not known; empty if it is not loaded."""
 
     p2pdma: str
-    """Why transfers without nvidia-fs (PCI peer-to-peer) are not on; empty where they are."""
+    """Reason why PCI peer-to-peer transfers, which need no nvidia-fs, are off; empty if on."""
 
     config: Config
+    """Configuration of cuFile."""
+
     kvikio: str
+    """Version of KvikIO; empty if it is not installed."""
+
     cufile_version: str
+    """Version of the Python package of cuFile; empty if it is not installed."""
+
     udev: bool
+    """Whether ``/run/udev`` exists."""
+
     modules: bool
+    """Whether ``/proc/modules`` exists."""
+
     cufile: CuFile
+    """Result of the trial of cuFile."""
 
 
 def examine_gpu(system: System, storage: Storage, *, timeout_s: float) -> Gpu:
-    """Look for everything that moves device memory.
+    """Examine everything that moves device memory.
 
     Args:
-        system: The machine.
-        storage: Where a file can be made for the attempt.
-        timeout_s: Seconds for each of the two child processes.
+        system: Machine to examine.
+        storage: Storage of the directory in which the trial makes a file.
+        timeout_s: Time limit in seconds for each of the two child processes.
     """
     error = system.library_error("libcuda.so.1")
     version = ""
@@ -122,7 +146,7 @@ def examine_gpu(system: System, storage: Storage, *, timeout_s: float) -> Gpu:
 
 
 def gpu_findings(gpu: Gpu) -> list[Finding]:
-    """Return what concerns device memory."""
+    """Return the findings about device memory."""
     return [
         _driver(gpu),
         _devices(gpu),
@@ -136,6 +160,7 @@ def gpu_findings(gpu: Gpu) -> list[Finding]:
 
 
 def _driver(gpu: Gpu) -> Finding:
+    """Return the finding about the CUDA driver and its kernel module."""
     kind = "open" if gpu.open_driver else "proprietary"
     module = f"kernel module {gpu.driver} ({kind})" if gpu.driver else "no kernel module"
     if gpu.no_driver:
@@ -152,12 +177,14 @@ def _driver(gpu: Gpu) -> Finding:
 
 
 def _devices(gpu: Gpu) -> Finding:
+    """Return the finding about the GPUs."""
     if gpu.devices:
         return Finding("gpu", "devices", ", ".join(gpu.devices), "ok")
     return Finding("gpu", "devices", "none", "missing", gpu.no_driver or "the driver sees none")
 
 
 def _module(gpu: Gpu) -> Finding:
+    """Return the finding about the kernel module nvidia-fs."""
     if gpu.nvidia_fs:
         return Finding("gpu", "nvidia-fs", gpu.nvidia_fs, "ok")
     why = "the module is not loaded: cuFile would copy through the host"
@@ -168,6 +195,7 @@ def _module(gpu: Gpu) -> Finding:
 
 
 def _peer(gpu: Gpu) -> Finding:
+    """Return the finding about PCI peer-to-peer transfers."""
     if not gpu.p2pdma:
         return Finding("gpu", "PCI peer-to-peer", "switched on", "ok")
     if gpu.nvidia_fs:
@@ -177,6 +205,7 @@ def _peer(gpu: Gpu) -> Finding:
 
 
 def _configuration(gpu: Gpu) -> Finding:
+    """Return the finding about the configuration of cuFile."""
     config = gpu.config
     what, value = "cuFile configuration", config.path or "none, defaults"
     if config.problem:
@@ -195,6 +224,7 @@ def _configuration(gpu: Gpu) -> Finding:
 
 
 def _packages(gpu: Gpu) -> Finding:
+    """Return the finding about the packages of KvikIO and cuFile."""
     what = "kvikio"
     cufile = f", cuFile {gpu.cufile_version}" if gpu.cufile_version else ""
     if gpu.kvikio:
@@ -210,6 +240,7 @@ def _packages(gpu: Gpu) -> Finding:
 
 
 def _surroundings(gpu: Gpu) -> Finding:
+    """Return the finding about files that cuFile and KvikIO need and containers may lack."""
     absent = [
         path
         for path, there in (("/run/udev", gpu.udev), ("/proc/modules", gpu.modules))
@@ -228,6 +259,7 @@ def _surroundings(gpu: Gpu) -> Finding:
 
 
 def _attempt(gpu: Gpu) -> Finding:
+    """Return the finding about the trial of cuFile."""
     works = gpu.cufile
     if works.reads and works.writes:
         return Finding("gpu", "cuFile tried", "reads and writes GPU memory directly", "ok")
@@ -236,6 +268,7 @@ def _attempt(gpu: Gpu) -> Finding:
 
 
 def _nvidia_fs(system: System) -> str:
+    """Return the version of nvidia-fs, ``loaded`` if that is not known, or "" if not loaded."""
     text = system.text("/proc/driver/nvidia-fs/version")
     if text is not None:
         found = re.search(r"\d+(?:\.\d+)+", text)
@@ -244,7 +277,7 @@ def _nvidia_fs(system: System) -> str:
 
 
 def _no_p2pdma(system: System, config: Config, *, open_driver: bool) -> str:
-    """Say why PCI peer-to-peer transfers are not on; empty where they are."""
+    """Return the reason why PCI peer-to-peer transfers are off; empty if they are on."""
     if kernel_version(system.kernel()) < _P2PDMA_SINCE:
         return "it needs kernel 6.2 or newer"
     if not open_driver:
@@ -255,6 +288,7 @@ def _no_p2pdma(system: System, config: Config, *, open_driver: bool) -> str:
 
 
 def _config(system: System) -> Config:
+    """Return the configuration of cuFile."""
     path = system.environment("CUFILE_ENV_PATH_JSON") or "/etc/cufile.json"
     text = system.text(path)
     if text is None:
@@ -262,7 +296,8 @@ def _config(system: System) -> Config:
             return Config(path, {}, "CUFILE_ENV_PATH_JSON names a file that cannot be read")
         return Config("", {}, "")
     try:
-        # It is JSON with comments, which may hold slashes of their own; strings come first.
+        # The file is JSON with comments. The pattern matches strings first, because a string may
+        # hold slashes.
         plain = re.sub(
             r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', lambda m: m[1] or "", text, flags=re.DOTALL
         )
@@ -276,11 +311,12 @@ def _config(system: System) -> Config:
 
 
 def _version(system: System, names: tuple[str, ...]) -> str:
+    """Return the version of the first package that is installed; empty if none is."""
     return next((found for name in names if (found := system.version(name))), "")
 
 
 def _try_cufile(system: System, storage: Storage, no_driver: str, timeout_s: float) -> CuFile:
-    """Let a child process move device memory, unless it is clear that it cannot."""
+    """Try cuFile in a child process, unless it is already clear that it cannot work."""
     reason = ""
     if no_driver:
         reason = f"no CUDA driver: {no_driver}"
@@ -292,9 +328,9 @@ def _try_cufile(system: System, storage: Storage, no_driver: str, timeout_s: flo
         return CuFile(False, False, reason)
     path = os.path.join(storage.directory, f".gds-check-{secrets.token_hex(8)}")
     environment = {
-        # Otherwise cuFile answers by copying through the host, and nobody can tell.
+        # Otherwise cuFile may silently copy through the host.
         "CUFILE_ALLOW_COMPAT_MODE": "false",
-        "CUFILE_LOGFILE_PATH": "cufile.log",  # in the child's directory, which goes away
+        "CUFILE_LOGFILE_PATH": "cufile.log",  # in the child's directory, which is temporary
         "CUFILE_LOGGING_LEVEL": "ERROR",
     }
     try:
@@ -316,7 +352,7 @@ def _try_cufile(system: System, storage: Storage, no_driver: str, timeout_s: flo
 
 
 def _said(child: Child) -> dict[str, Any]:
-    """Return what a child reported, later lines over earlier ones."""
+    """Return the values that a child reported; later lines override earlier ones."""
     merged: dict[str, Any] = {}
     for line in child.output.splitlines():
         with contextlib.suppress(ValueError):
@@ -327,7 +363,13 @@ def _said(child: Child) -> dict[str, Any]:
 
 
 def _failure(child: Child, said: dict[str, Any], timeout_s: float) -> str:
-    """Say why a child did not come to its end; empty where it did."""
+    """Return the reason why a child failed; empty if it ended well.
+
+    Args:
+        child: The child process, which has ended.
+        said: Values that the child reported.
+        timeout_s: Time limit of the child, in seconds.
+    """
     stage = said.get("stage", "start")
     if child.status is None:
         return f"no answer within {timeout_s:g} s of {stage}: killed"

@@ -1,4 +1,4 @@
-"""Kernel, memory and limits."""
+"""Examination of kernel, memory and limits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def kernel_version(release: str) -> tuple[int, int]:
 
 
 def machine_findings(system: System, *, has_driver: bool) -> list[Finding]:
-    """Return what concerns every path.
+    """Return the findings about the machine, which concern every path.
 
     Args:
-        system: The machine.
-        has_driver: Whether there is a CUDA driver, which makes some limits matter.
+        system: Machine to examine.
+        has_driver: Whether there is a CUDA driver. Some limits only matter with one.
     """
     return [
         _kernel(system),
@@ -37,6 +37,7 @@ def machine_findings(system: System, *, has_driver: bool) -> list[Finding]:
 
 
 def _kernel(system: System) -> Finding:
+    """Return the finding about the kernel's version."""
     release = system.kernel()
     if kernel_version(release) >= _DIOALIGN_SINCE:
         return Finding("machine", "kernel", release, "ok")
@@ -51,6 +52,7 @@ def _kernel(system: System) -> Finding:
 
 
 def _page(system: System) -> Finding:
+    """Return the finding about the page size."""
     size = system.page_bytes()
     if size == 4096:
         return Finding("machine", "page size", f"{size} bytes", "ok")
@@ -65,6 +67,7 @@ def _page(system: System) -> Finding:
 
 
 def _huge_pages(system: System) -> Finding:
+    """Return the finding about transparent huge pages."""
     path = "/sys/kernel/mm/transparent_hugepage/enabled"
     text = (system.text(path) or "").strip()
     chosen = re.search(r"\[(\w+)\]", text)
@@ -92,6 +95,7 @@ def _huge_pages(system: System) -> Finding:
 
 
 def _memory(system: System) -> Finding:
+    """Return the finding about the machine's memory."""
     found = dict(
         re.findall(r"^(\w+):\s+(\d+) kB", system.text("/proc/meminfo") or "", re.MULTILINE)
     )
@@ -105,6 +109,7 @@ def _memory(system: System) -> Finding:
 
 
 def _locked(system: System, *, has_driver: bool) -> Finding:
+    """Return the finding about the limit of locked memory."""
     limit = system.locked_limit_bytes()
     value = "unlimited" if limit is None else f"{limit / MIB:g} MiB"
     if limit is None or limit >= _ENOUGH_LOCKED_BYTES or not has_driver:

@@ -1,4 +1,4 @@
-"""An examination for people."""
+"""Report of an examination, printed for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TITLES: Final = {"machine": "Machine", "storage": "Storage", "gpu": "GPU"}
 
 
 def show(found: Examination) -> None:
-    """Print it on standard output."""
+    """Print an examination on standard output."""
     section = ""
     for finding in found.findings:
         if finding.section != section:
@@ -33,6 +33,7 @@ def show(found: Examination) -> None:
 
 
 def _show_choice(what: str, choice: Choice) -> None:
+    """Print the path of one direction, and the reasons against better paths."""
     if choice.path is None:
         typer.secho(f"  {what:<8}none", fg="red")
     else:

@@ -1,4 +1,4 @@
-"""The file system, its mount and its drives, and what direct I/O there is."""
+"""Examination of a directory's file system, mount, drives and direct I/O."""
 
 from __future__ import annotations
 
@@ -13,43 +13,66 @@ from gds.check.system import Direct, System
 from gds.contract import ALIGNMENT
 
 LOCAL_GDS_FILESYSTEMS: Final = frozenset({"ext4", "xfs"})
+"""Local file systems that GPUDirect Storage supports."""
+
 REMOTE_GDS_FILESYSTEMS: Final = frozenset({"nfs", "nfs4", "lustre", "wekafs", "gpfs", "beegfs"})
-"""Those for which NVIDIA documents GPUDirect Storage, with a client that supports it."""
+"""Network file systems for which NVIDIA documents GPUDirect Storage, if the client supports it."""
 
 _MOST_LEVELS: Final = 8
+"""Largest number of levels of block devices that are followed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """A block device that has no other below it."""
+    """A block device without another block device below it."""
 
     name: str
+    """Name of the device, such as ``nvme0n1``."""
+
     rotational: bool
+    """Whether the kernel says that the drive rotates."""
+
     nvme: bool
+    """Whether the drive is an NVMe drive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What holds a directory."""
+    """The storage of a directory."""
 
     directory: str
+    """Path of the directory."""
+
     mount: probe.Mount
+    """Mount that holds the directory."""
 
     block: str
     """Name of the block device under the file system; empty if there is none or it is not known."""
 
     mapped: bool
-    """Whether the device mapper (LVM, dm-crypt) lies between."""
+    """Whether the device mapper (LVM, dm-crypt) is between the file system and the drives."""
 
     drives: tuple[Drive, ...]
+    """Drives under the file system; empty if none is known."""
+
     direct: Direct
+    """Result of the trial of direct I/O."""
+
     readable: bool
+    """Whether this user may list the directory and open files in it."""
+
     writable: bool
+    """Whether this user may make files in the directory."""
+
     free_bytes: int
+    """Free bytes for an unprivileged user."""
 
     @property
     def gds_refusal(self) -> str:
-        """Why GPUDirect Storage cannot work here, as far as can be told without it; else empty."""
+        """Reason why GPUDirect Storage cannot work in the directory; empty if none is known.
+
+        The reasons are those that can be found without a GPU.
+        """
         kind = self.mount.filesystem
         if not self.direct.found.supported:
             return f"there is no direct I/O: {self.direct.found.reason}"
@@ -68,7 +91,7 @@ class Storage:
 
 
 def examine_storage(system: System, directory: str) -> Storage:
-    """Look at what holds a directory; raises `OSError` if it is not there."""
+    """Examine the storage of a directory; raises `OSError` if the directory does not exist."""
     number = system.device(directory)
     table = system.text("/proc/self/mountinfo") or ""
     mount = probe.find_mount(table, os.path.realpath(directory), system.mount_id(directory))
@@ -88,7 +111,7 @@ def examine_storage(system: System, directory: str) -> Storage:
 
 
 def storage_findings(system: System, storage: Storage) -> list[Finding]:
-    """Return what concerns the directory."""
+    """Return the findings about a directory's storage."""
     found = [_filesystem(storage), _mount(storage)]
     if storage.block:
         found.append(_device(system, storage))
@@ -97,6 +120,7 @@ def storage_findings(system: System, storage: Storage) -> list[Finding]:
 
 
 def _filesystem(storage: Storage) -> Finding:
+    """Return the finding about the type of the file system."""
     mount = storage.mount
     what, value = "file system", f"{mount.filesystem} on {mount.source or 'an unknown source'}"
     if mount.volatile:
@@ -119,6 +143,7 @@ def _filesystem(storage: Storage) -> Finding:
 
 
 def _mount(storage: Storage) -> Finding:
+    """Return the finding about the mount and its options."""
     options = storage.mount.options
     shown = ",".join(dict.fromkeys(options)) or "not known"
     value = f"{storage.mount.mount_point or 'not known'} ({shown})"
@@ -137,11 +162,13 @@ def _mount(storage: Storage) -> Finding:
 
 
 def _device(system: System, storage: Storage) -> Finding:
+    """Return the finding about the block device and its drives."""
     queue = f"{_block_folder(system, storage.block)}/queue"
-    if not system.exists(queue):  # of a partition: its disk's
+    if not system.exists(queue):  # a partition has no queue, but its disk has one
         queue = f"{os.path.dirname(_block_folder(system, storage.block))}/queue"
 
     def limit(name: str) -> str:
+        """Return a property of the device's queue, or "?" if it is not known."""
         return (system.text(f"{queue}/{name}") or "").strip() or "?"
 
     scheduler = limit("scheduler")
@@ -161,11 +188,12 @@ def _device(system: System, storage: Storage) -> Finding:
 
 
 def _virtual(name: str) -> bool:
-    """Say whether a drive is a hypervisor's, which says "rotational" of whatever it has."""
+    """Return whether a hypervisor provides a drive. Hypervisors report any drive as rotational."""
     return name.startswith(("vd", "xvd"))
 
 
 def _told(storage: Storage) -> Finding:
+    """Return the finding about the alignment that the kernel reports."""
     told = storage.direct.told
     what = "alignment told"
     if told is None:
@@ -187,6 +215,7 @@ def _told(storage: Storage) -> Finding:
 
 
 def _direct(storage: Storage) -> Finding:
+    """Return the finding about the trial of direct I/O."""
     direct = storage.direct
     what, value = "direct I/O", f"{direct.tried} tried"
     if direct.found.supported:
@@ -202,6 +231,7 @@ def _direct(storage: Storage) -> Finding:
 
 
 def _gds(storage: Storage) -> Finding:
+    """Return the finding about obstacles to GPUDirect Storage in the directory."""
     what, refusal = "GDS here", storage.gds_refusal
     if not refusal:
         return Finding("storage", what, "nothing speaks against it", "ok")
@@ -210,6 +240,7 @@ def _gds(storage: Storage) -> Finding:
 
 
 def _access(storage: Storage) -> Finding:
+    """Return the finding about permissions and free space."""
     free = f"{storage.free_bytes / GIB:.1f} GiB free"
     if storage.readable and storage.writable:
         return Finding("storage", "access", f"read and write, {free}", "ok")
@@ -219,15 +250,22 @@ def _access(storage: Storage) -> Finding:
 
 
 def _block_folder(system: System, name: str) -> str:
+    """Return the folder of a block device in ``/sys``."""
     return system.resolved(f"/sys/class/block/{name}")
 
 
 def _block_device(system: System, number: tuple[int, int], source: str) -> str:
-    """Return the name of a block device, by number or by what is mounted; empty for none."""
+    """Return the name of a block device; empty if it is not found.
+
+    Args:
+        system: Machine to examine.
+        number: Major and minor number of the device.
+        source: Mounted device, which decides if the number is unknown to ``/sys``.
+    """
     by_number = f"/sys/dev/block/{number[0]}:{number[1]}"
     if system.exists(by_number):
         return os.path.basename(system.resolved(by_number))
-    if source.startswith("/dev/"):  # btrfs has a device number of its own
+    if source.startswith("/dev/"):  # btrfs has a private device number that /sys does not list
         for path in (source, system.resolved(source)):
             name = os.path.basename(path)
             if system.exists(f"/sys/class/block/{name}"):
@@ -236,7 +274,7 @@ def _block_device(system: System, number: tuple[int, int], source: str) -> str:
 
 
 def _levels(system: System, name: str, level: int = 0) -> tuple[str, ...]:
-    """Return a block device and all below it, each after those above."""
+    """Return the names of a block device and of all devices below it, upper ones first."""
     slaves = system.names(f"{_block_folder(system, name)}/slaves")
     if level == _MOST_LEVELS:
         return (name,)
@@ -252,7 +290,7 @@ def _drives(system: System, name: str) -> tuple[Drive, ...]:
         if system.names(f"{folder}/slaves"):
             continue
         if system.exists(f"{folder}/partition"):
-            folder = os.path.dirname(folder)  # the disk stands for its partition
+            folder = os.path.dirname(folder)  # use the disk in place of its partition
             if system.names(f"{folder}/slaves"):
                 continue
         name = os.path.basename(folder)

@@ -1,7 +1,7 @@
-"""The boundary to the machine: everything that `gds check` learns, it learns from here.
+"""Interface to the machine: `gds check` reads every fact through this module.
 
-Tests give it another root, with the files of a machine that is not theirs, and override the few
-answers that are no files.
+Tests use another root directory with the files of another machine, and override the few methods
+that do not read files.
 """
 
 from __future__ import annotations
@@ -30,43 +30,44 @@ _KILL_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """How a child process ended."""
+    """The end of a child process, with its output."""
 
     status: int | None
-    """Exit status, negative for a signal; None where it had to be killed."""
+    """Exit status, negative for a signal; None if the process was killed after its time limit."""
 
     output: str
-    """Standard output, up to then."""
+    """Standard output until the end."""
 
     error: str = ""
-    """Standard error."""
+    """Standard error until the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """What became of the attempt at direct I/O in a directory."""
+    """Result of the trial of direct I/O in a directory."""
 
     told: tuple[int, int] | None
-    """Alignment of memory and of offsets in bytes, as ``statx`` tells; (0, 0) is a refusal, None
-    is silence."""
+    """Alignment of memory, and of offset and length, in bytes, as ``statx`` reports it. (0, 0)
+    means that there is no direct I/O, None that it is not reported."""
 
     found: probe.DirectIO
-    """What a real transfer showed."""
+    """Result of a real transfer."""
 
     tried: Literal["write and read", "read", "nothing"]
-    """What was done. Without permission to make a file, an existing one is read."""
+    """Kind of the transfer. If no file can be made, an existing file is read."""
 
 
 class System:
-    """This machine; its files in ``/proc``, ``/sys``, ``/etc`` and ``/run`` are those in `root`."""
+    """This machine. `root` replaces ``/`` for ``/proc``, ``/sys``, ``/etc`` and ``/run``."""
 
     def __init__(self, root: str = "/") -> None:
+        """Examine the machine whose files are in the directory `root`."""
         self._root = root.rstrip("/")
 
     # Files.
 
     def text(self, path: str) -> str | None:
-        """Return the contents of a small file, or None if it cannot be read."""
+        """Return the content of a text file, at most 1 MiB of it, or None if it cannot be read."""
         try:
             with open(self._root + path, "rb") as file:
                 return file.read(_MOST_TEXT_BYTES).decode(errors="replace")
@@ -74,42 +75,42 @@ class System:
             return None
 
     def names(self, path: str) -> tuple[str, ...]:
-        """Return the names in a directory, sorted; none if it cannot be read."""
+        """Return the names in a directory, sorted; empty if it cannot be read."""
         try:
             return tuple(sorted(os.listdir(self._root + path)))
         except OSError:
             return ()
 
     def exists(self, path: str) -> bool:
-        """Say whether there is something."""
+        """Return whether a path exists."""
         return os.path.exists(self._root + path)
 
     def resolved(self, path: str) -> str:
-        """Return where the links of `path` lead."""
+        """Return a path with all symbolic links resolved."""
         root = os.path.realpath(self._root or "/").rstrip("/")
         return os.path.realpath(self._root + path).removeprefix(root) or "/"
 
-    # The process and what is installed.
+    # Process and installed software.
 
     def kernel(self) -> str:
-        """Return the release of the kernel."""
+        """Return the release of the kernel, such as ``6.8.0-45-generic``."""
         return os.uname().release
 
     def page_bytes(self) -> int:
-        """Return the size of a page of memory."""
+        """Return the size of a page of memory, in bytes."""
         return resource.getpagesize()
 
     def locked_limit_bytes(self) -> int | None:
-        """Return how much memory this process may lock; None is no limit."""
+        """Return how many bytes of memory this process may lock; None is no limit."""
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         return None if soft == resource.RLIM_INFINITY else soft
 
     def environment(self, name: str) -> str | None:
-        """Return an environment variable."""
+        """Return an environment variable, or None if it is not set."""
         return os.environ.get(name)
 
     def library_error(self, name: str) -> str:
-        """Say why a shared library cannot be loaded; empty where it can, and now is."""
+        """Load a shared library, and return the error; empty if it is loaded."""
         try:
             ctypes.CDLL(name)
         except OSError as error:
@@ -117,21 +118,25 @@ class System:
         return ""
 
     def version(self, distribution: str) -> str | None:
-        """Return the version of an installed Python distribution; it is not imported."""
+        """Return the version of an installed Python package, or None; it is not imported."""
         try:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    # A directory.
+    # Directory.
 
     def device(self, directory: str) -> tuple[int, int]:
-        """Return major and minor number of the device; raises `OSError` for no such directory."""
+        """Return major and minor number of a directory's device.
+
+        Raises:
+            OSError: The directory does not exist.
+        """
         number = os.stat(directory).st_dev
         return os.major(number), os.minor(number)
 
     def mount_id(self, directory: str) -> int | None:
-        """Return the number of the mount in ``/proc/self/mountinfo``; None if not known."""
+        """Return a directory's mount number in ``/proc/self/mountinfo``; None if not known."""
         with contextlib.suppress(OSError):
             fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
             try:
@@ -141,28 +146,31 @@ class System:
         return None
 
     def readable(self, directory: str) -> bool:
-        """Say whether files can be found there."""
+        """Return whether this user may list a directory and open files in it."""
         return os.access(directory, os.R_OK | os.X_OK)
 
     def writable(self, directory: str) -> bool:
-        """Say whether a file could be made there."""
+        """Return whether this user may make a file in a directory."""
         return os.access(directory, os.W_OK | os.X_OK)
 
     def free_bytes(self, directory: str) -> int:
-        """Return what an unprivileged user can still allocate."""
+        """Return the free bytes of a directory's file system for an unprivileged user."""
         found = os.statvfs(directory)
         return found.f_bavail * found.f_frsize
 
     def direct(self, directory: str) -> Direct:
-        """Try direct I/O: on a new file, or on one that is there. Leaves nothing behind."""
+        """Try direct I/O, with a new file or, if none can be made, with an existing one.
+
+        A new file is removed afterwards.
+        """
         if self.writable(directory):
-            with contextlib.suppress(OSError):  # not even space for an inode: read something
+            with contextlib.suppress(OSError):  # for example no inode is free: read a file instead
                 with probe.scratch_file(directory) as fd:
                     told = libc.direct_alignment(fd)
                 return Direct(told, probe.direct_io(directory), "write and read")
         return _direct_read(directory)
 
-    # Other programs.
+    # Child processes.
 
     def child(
         self,
@@ -172,16 +180,16 @@ class System:
         timeout_s: float,
         environment: Mapping[str, str] | None = None,
     ) -> Child:
-        """Run a Python script in a process of its own, and kill it if it takes too long.
+        """Run a Python script in a child process, and kill it if it takes too long.
 
-        It runs in a temporary directory, so that logs which libraries drop there are gone
-        afterwards. One that not even SIGKILL ends (stuck in a driver) is left behind.
+        The process runs in a temporary directory, which is removed with the logs that libraries
+        write into it. A process that is stuck in a driver and survives SIGKILL is left behind.
 
         Args:
-            script: Path of the file.
-            arguments: For it.
-            timeout_s: Seconds that it may take.
-            environment: Variables to add to those of this process.
+            script: Path of the script.
+            arguments: Arguments of the script.
+            timeout_s: Time limit in seconds.
+            environment: Environment variables to add to those of this process.
         """
         with (
             tempfile.TemporaryDirectory(prefix="gds-check-") as directory,
@@ -214,7 +222,7 @@ class System:
 
 
 def _direct_read(directory: str) -> Direct:
-    """Try direct I/O on the first file that can be read."""
+    """Try direct I/O with the first readable, non-empty file of a directory."""
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for _, entry in zip(range(_MOST_ENTRIES), entries, strict=False):
             if not entry.is_file(follow_symlinks=False) or not os.access(entry.path, os.R_OK):
@@ -227,6 +235,7 @@ def _direct_read(directory: str) -> Direct:
 
 
 def _direct_read_of(path: str) -> Direct:
+    """Try a direct read of a file."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags)
     try:

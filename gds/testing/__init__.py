@@ -1,4 +1,4 @@
-"""The contract of a storage backend as tests: subclass `BackendContract` and provide a backend.
+"""Tests of the contract of a storage backend: subclass `BackendContract` and provide a backend.
 
 Example::
 
@@ -13,8 +13,8 @@ Example::
             yield backend
             backend.close()
 
-Hooks that a backend cannot offer skip the tests that need them. Needs pytest. This wing may know
-`contract`, `errors` and `buffers`, and no backend.
+A test is skipped if it needs a hook that the subclass does not provide. The tests need pytest. This
+wing may know `buffers`, `contract` and `errors`, and no backend.
 """
 
 import pytest
@@ -23,7 +23,7 @@ pytest.register_assert_rewrite(
     "gds.testing._clones", "gds.testing._harness", "gds.testing._names", "gds.testing._transfers"
 )
 
-from gds.testing._clones import CloneContract  # noqa: E402 - after the rewriting is set up
+from gds.testing._clones import CloneContract  # noqa: E402 - assertion rewriting comes first
 from gds.testing._harness import Harness  # noqa: E402
 from gds.testing._names import NamesContract  # noqa: E402
 from gds.testing._transfers import TransferContract  # noqa: E402
@@ -32,4 +32,4 @@ __all__ = ["BackendContract", "CloneContract", "Harness", "NamesContract", "Tran
 
 
 class BackendContract(TransferContract, CloneContract, NamesContract):
-    """Everything that `gds.Backend` promises, except durability, which needs a crash."""
+    """Tests of all promises of `gds.Backend`, except durability, whose test needs a crash."""

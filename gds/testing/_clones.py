@@ -1,4 +1,4 @@
-"""The contract of `File.clone`."""
+"""Contract tests of `File.clone`."""
 # ruff: noqa: S101 - these are tests
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ _OFFSET, _NBYTES = 2 * ALIGNMENT, 4 * ALIGNMENT
 
 
 def _of(backend: Backend, seed: int) -> bytes:
+    """Return the bytes of a new file that was filled with `seed`."""
     return contents(filled(backend, FILE_BYTES, seed))
 
 
 class CloneContract(Harness):
-    """A clone either gives a file the bytes of another one, or changes nothing and says so."""
+    """Tests that a clone either takes over the bytes of the source, or changes nothing."""
 
     def test_a_clone_has_the_bytes_of_its_source_or_nothing_has_changed(
         self, backend: Backend, directory: str
     ) -> None:
+        """After a clone the range equals the source's; without one, no byte has changed."""
         source = new_file(backend, f"{directory}/source", seed=1)
         target = new_file(backend, f"{directory}/target", seed=2)
         done = target.clone(source, _OFFSET, _NBYTES)
@@ -45,6 +47,7 @@ class CloneContract(Harness):
     def test_what_is_written_to_either_afterwards_does_not_show_in_the_other(
         self, backend: Backend, directory: str
     ) -> None:
+        """A write to one file after a clone leaves the other file unchanged."""
         files = [new_file(backend, f"{directory}/{seed}", seed) for seed in (1, 2)]
         files[1].clone(files[0], _OFFSET, _NBYTES)
         before = [file.read_bytes(0, FILE_BYTES) for file in files]
@@ -63,12 +66,13 @@ class CloneContract(Harness):
     def test_a_clone_sees_what_was_written_to_its_source_and_not_synced(
         self, backend: Backend, directory: str
     ) -> None:
+        """A clone has data that was written to the source but not synced."""
         source = new_file(backend, f"{directory}/source", seed=1)
         target = new_file(backend, f"{directory}/target", seed=2)
         source.write(filled(backend, ALIGNMENT, seed=3), _OFFSET).result()
         source.write_bytes(b"unsynced", _OFFSET + ALIGNMENT + 1)
         target.write_bytes(b"overwritten", _OFFSET)
-        target.read_bytes(0, FILE_BYTES)  # what a cache holds of it is not true any more
+        target.read_bytes(0, FILE_BYTES)  # fills the cache with bytes that the clone makes stale
         expected = source.read_bytes(_OFFSET, _NBYTES)
         if target.clone(source, _OFFSET, _NBYTES):
             assert target.read_bytes(_OFFSET, _NBYTES) == expected
@@ -85,6 +89,7 @@ class CloneContract(Harness):
     def test_a_range_that_is_not_whole_blocks_is_not_cloned(
         self, backend: Backend, directory: str, offset: int, nbytes: int
     ) -> None:
+        """A range whose offset or length is not aligned is not cloned, and nothing changes."""
         source = new_file(backend, f"{directory}/source", seed=1)
         target = new_file(backend, f"{directory}/target", seed=2)
         assert not target.clone(source, offset, nbytes)
@@ -93,6 +98,7 @@ class CloneContract(Harness):
             file.close()
 
     def test_a_source_that_is_shorter_is_not_cloned(self, backend: Backend, directory: str) -> None:
+        """A range that leaves the source is not cloned, and nothing changes."""
         source = new_file(backend, f"{directory}/source", seed=1, nbytes=3 * ALIGNMENT)
         target = new_file(backend, f"{directory}/target", seed=2)
         assert not target.clone(source, _OFFSET, _NBYTES)
@@ -103,7 +109,11 @@ class CloneContract(Harness):
     def test_nothing_can_be_cloned_from_a_file_of_another_backend(
         self, backend: Backend, directory: str
     ) -> None:
+        """A source of another backend is not cloned, and nothing changes."""
+
         class Foreign:
+            """A file that belongs to no backend of this package."""
+
             path = "/foreign"
             size_bytes = FILE_BYTES
 
@@ -113,6 +123,7 @@ class CloneContract(Harness):
         target.close()
 
     def test_no_bytes_to_clone_change_nothing(self, backend: Backend, directory: str) -> None:
+        """A clone of an empty range changes nothing."""
         source = new_file(backend, f"{directory}/source", seed=1)
         target = new_file(backend, f"{directory}/target", seed=2)
         target.clone(source, _OFFSET, 0)
@@ -121,6 +132,7 @@ class CloneContract(Harness):
             file.close()
 
     def test_a_clone_is_not_counted_as_a_transfer(self, backend: Backend, directory: str) -> None:
+        """A clone changes none of the counters of reads and writes."""
         source = new_file(backend, f"{directory}/source", seed=1)
         target = new_file(backend, f"{directory}/target", seed=2)
         before = backend.counters()
@@ -134,6 +146,7 @@ class CloneContract(Harness):
     def test_what_cannot_be_written_cannot_be_cloned_into(
         self, backend: Backend, directory: str
     ) -> None:
+        """A clone into a read-only or closed file, or outside the file, raises an error."""
         source = new_file(backend, f"{directory}/source", seed=1)
         new_file(backend, f"{directory}/target", seed=2).close()
         target = backend.open(f"{directory}/target")
@@ -154,6 +167,7 @@ class CloneContract(Harness):
     def test_a_source_that_is_opened_for_reading_will_do(
         self, backend: Backend, directory: str
     ) -> None:
+        """The source of a clone may be open for reading only."""
         new_file(backend, f"{directory}/source", seed=1).close()
         source = backend.open(f"{directory}/source")
         target = new_file(backend, f"{directory}/target", seed=2)

@@ -1,4 +1,4 @@
-"""What a backend's test class provides to the contract."""
+"""Fixtures and hooks of a backend's test class, and helpers of the contract tests."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from gds.contract import ALIGNMENT, Backend, Buffer, File
 from gds.errors import StorageError
 
 FILE_BYTES: Final = 9 * ALIGNMENT + 1234
-"""A few blocks and a partial one."""
+"""Length of a test file in bytes: a few whole blocks and a partial one."""
 
 
 class Harness:
-    """Fixtures that a subclass must provide, and hooks that it may."""
+    """Fixtures that a subclass must provide, and hooks that it may provide."""
 
     clones: bool | None = None
-    """Whether files can be cloned in the directory; None where that is not known."""
+    """Whether files in the directory can be cloned; None if that is not known."""
 
     @pytest.fixture
     def backend(self) -> Backend:
-        """Return the backend under test; close it afterwards."""
+        """Return the backend under test; the fixture closes it after the test."""
         raise NotImplementedError("provide a `backend` fixture")
 
     @pytest.fixture
     def directory(self) -> str:
-        """Return the path of an existing, empty directory of that backend."""
+        """Return the path of an existing, empty directory of the backend."""
         raise NotImplementedError("provide a `directory` fixture")
 
     def reopened(self, backend: Backend) -> Backend:  # noqa: ARG002
-        """Return a new backend over the same files, as a new process would make it."""
+        """Return a new backend over the same files, as in a new process."""
         pytest.skip("this backend cannot be reopened")
 
     def raw(self, backend: Backend, path: str) -> bytes:  # noqa: ARG002
-        """Return the bytes of a file by a way that avoids the backend."""
+        """Return the bytes of a file without using the backend."""
         pytest.skip("there is no way around this backend")
 
     def make_symlink(self, target: str, path: str) -> None:  # noqa: ARG002
-        """Make a symbolic link at `path`."""
+        """Make a symbolic link to `target` at `path`."""
         pytest.skip("this backend has no symbolic links")
 
     def make_hard_link(self, backend: Backend, target: str, path: str) -> None:  # noqa: ARG002
@@ -50,7 +50,7 @@ class Harness:
         pytest.skip("this backend has no hard links")
 
     def limit(self, backend: Backend) -> AbstractContextManager[int]:  # noqa: ARG002
-        """Return a context in which no file can have more bytes than it yields."""
+        """Return a context that limits the size of a file, and yields the limit in bytes."""
         pytest.skip("this backend's space cannot be limited")
 
 
@@ -62,7 +62,7 @@ def filled(backend: Backend, nbytes: int, seed: int, *, misaligned_by: int = 0) 
 
 
 def put(buffer: Buffer, data: bytes) -> None:
-    """Fill a buffer, wherever its memory is."""
+    """Fill a buffer of any kind with `data`, which has the buffer's length."""
     if isinstance(buffer, DeviceBuffer):
         buffer.upload(data)
     else:
@@ -75,13 +75,13 @@ def contents(buffer: Buffer) -> bytes:
 
 
 def new_file(backend: Backend, path: str, seed: int = 1, nbytes: int = FILE_BYTES) -> File:
-    """Create a file of reproducible random bytes."""
+    """Create a file of reproducible random bytes; the file is returned open."""
     file = backend.create(path, nbytes)
     file.write(filled(backend, nbytes, seed), 0).result()
     return file
 
 
 def fails_with(*names: str) -> pytest.RaisesExc[StorageError]:
-    """Expect a `StorageError` with one of these error numbers, by name."""
+    """Expect a `StorageError` with one of the error numbers, which are given by name."""
     numbers = [getattr(errno, name) for name in names]
     return pytest.RaisesExc(StorageError, check=lambda error: error.errno in numbers)

@@ -1,4 +1,4 @@
-"""The contract of names, directories, locks, and of a backend's end."""
+"""Contract tests of names, directories and locks, and of closing a backend."""
 # ruff: noqa: S101 - these are tests
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from gds.testing._harness import FILE_BYTES, Harness, contents, fails_with, fill
 
 
 def _stat(backend: Backend, path: str) -> Stat:
+    """Return the description of a path that exists."""
     found = backend.stat(path)
     assert found is not None
     return found
 
 
 class NamesContract(Harness):
-    """Everything but moving bytes."""
+    """Tests of all operations that move no bytes."""
 
     def test_a_backend_is_one(self, backend: Backend) -> None:
+        """The object fulfils the protocol `Backend`, and has a name."""
         assert isinstance(backend, Backend)
         assert backend.name
 
     def test_capabilities_are_consistent_and_leave_nothing_behind(
         self, backend: Backend, directory: str
     ) -> None:
+        """Capabilities are valid, their probe files are removed, and a missing directory raises."""
         found = backend.capabilities(directory)
         assert isinstance(found, Capabilities)
         assert found.backend == backend.name
@@ -41,6 +44,7 @@ class NamesContract(Harness):
     def test_a_file_is_direct_where_capabilities_say_so(
         self, backend: Backend, directory: str
     ) -> None:
+        """A file's `direct` and `alignment` agree with the capabilities of its directory."""
         expected = backend.capabilities(directory).direct
         file = backend.create(f"{directory}/direct", FILE_BYTES)
         assert file.direct is expected
@@ -48,6 +52,7 @@ class NamesContract(Harness):
         file.close()
 
     def test_create_refuses_a_name_that_is_taken(self, backend: Backend, directory: str) -> None:
+        """`create` raises EEXIST for an existing name, and leaves its object unchanged."""
         new_file(backend, f"{directory}/taken").close()
         backend.make_dir(f"{directory}/directory")
         for name in ("taken", "directory"):
@@ -59,6 +64,7 @@ class NamesContract(Harness):
     def test_a_missing_parent_is_reported(
         self, backend: Backend, directory: str, verb: str
     ) -> None:
+        """Every operation raises ENOENT if the parent is missing, and names the full path."""
         arguments = [1] if verb == "create" else []
         with fails_with("ENOENT") as caught:
             getattr(backend, verb)(f"{directory}/missing/name", *arguments)
@@ -67,6 +73,7 @@ class NamesContract(Harness):
     def test_a_file_whose_space_cannot_be_reserved_leaves_no_name(
         self, backend: Backend, directory: str
     ) -> None:
+        """If `create` fails for lack of space, it removes the file again."""
         with self.limit(backend) as most_bytes:
             with fails_with("ENOSPC", "EFBIG", "EDQUOT") as caught:
                 backend.create(f"{directory}/large", most_bytes + 1)
@@ -75,6 +82,7 @@ class NamesContract(Harness):
             backend.create(f"{directory}/large", most_bytes).close()
 
     def test_open_wants_a_regular_file(self, backend: Backend, directory: str) -> None:
+        """`open` raises an error for a missing path and for a directory."""
         with fails_with("ENOENT"):
             backend.open(f"{directory}/nothing")
         backend.make_dir(f"{directory}/directory")
@@ -83,6 +91,7 @@ class NamesContract(Harness):
                 backend.open(f"{directory}/directory", writable=writable)
 
     def test_a_symbolic_link_is_not_followed(self, backend: Backend, directory: str) -> None:
+        """`open`, `create`, `lock` and `stat` do not follow a symbolic link."""
         new_file(backend, f"{directory}/real").close()
         self.make_symlink(f"{directory}/real", f"{directory}/link")
         for writable in (False, True):
@@ -95,6 +104,7 @@ class NamesContract(Harness):
         assert _stat(backend, f"{directory}/link").kind == "other"
 
     def test_stat_tells_kinds_apart(self, backend: Backend, directory: str) -> None:
+        """`stat` distinguishes files, directories and missing paths."""
         new_file(backend, f"{directory}/file").close()
         backend.make_dir(f"{directory}/directory")
         file = _stat(backend, f"{directory}/file")
@@ -107,6 +117,7 @@ class NamesContract(Harness):
     def test_the_inode_changes_when_a_name_is_replaced(
         self, backend: Backend, directory: str
     ) -> None:
+        """After a rename, `Stat.inode` of the target is that of the renamed file."""
         new_file(backend, f"{directory}/a").close()
         new_file(backend, f"{directory}/b").close()
         a, b = (_stat(backend, f"{directory}/{name}").inode for name in "ab")
@@ -115,7 +126,7 @@ class NamesContract(Harness):
         assert _stat(backend, f"{directory}/b").inode == a
 
     def test_an_open_file_has_the_inode_of_its_name(self, backend: Backend, directory: str) -> None:
-        """Until another file takes that name, or it is renamed."""
+        """`File.inode` equals `Stat.inode` of the name until the name or the file changes."""
         created = new_file(backend, f"{directory}/a")
         assert created.inode == _stat(backend, f"{directory}/a").inode
         new_file(backend, f"{directory}/b").close()
@@ -128,6 +139,7 @@ class NamesContract(Harness):
         assert opened.inode == _stat(backend, f"{directory}/c").inode != created.inode
 
     def test_the_names_of_a_file_are_counted(self, backend: Backend, directory: str) -> None:
+        """`Stat.num_links` counts a file's hard links, and is 1 for a directory."""
         new_file(backend, f"{directory}/file").close()
         backend.make_dir(f"{directory}/other")
         backend.make_dir(f"{directory}/other/below")
@@ -143,6 +155,7 @@ class NamesContract(Harness):
         assert _stat(backend, f"{directory}/other/link").num_links == 1
 
     def test_names_are_listed_in_order(self, backend: Backend, directory: str) -> None:
+        """`list_dir` returns all names sorted, hidden names included."""
         names = ["b", "a", "step-00000010", "step-00000009", ".hidden", "with space", "\u00fc"]
         for name in names:
             backend.create(f"{directory}/{name}", 1).close()
@@ -151,6 +164,7 @@ class NamesContract(Harness):
             backend.list_dir(f"{directory}/a")
 
     def test_make_dir_refuses_a_name_that_is_taken(self, backend: Backend, directory: str) -> None:
+        """`make_dir` raises EEXIST for an existing file or directory."""
         backend.create(f"{directory}/file", 1).close()
         backend.make_dir(f"{directory}/directory")
         for name in ("file", "directory"):
@@ -158,6 +172,7 @@ class NamesContract(Harness):
                 backend.make_dir(f"{directory}/{name}")
 
     def test_a_file_replaces_a_file(self, backend: Backend, directory: str) -> None:
+        """A rename of a file onto a file replaces the target."""
         new_file(backend, f"{directory}/new", seed=1).close()
         new_file(backend, f"{directory}/old", seed=2).close()
         backend.rename(f"{directory}/new", f"{directory}/old")
@@ -167,6 +182,7 @@ class NamesContract(Harness):
         file.close()
 
     def test_a_directory_never_replaces_anything(self, backend: Backend, directory: str) -> None:
+        """A rename that would replace an object by or with a directory raises an error."""
         for name in ("source", "empty", "full"):
             backend.make_dir(f"{directory}/{name}")
         backend.create(f"{directory}/full/file", 1).close()
@@ -181,6 +197,7 @@ class NamesContract(Harness):
         assert backend.list_dir(directory) == ["empty", "file", "full", "source"]
 
     def test_renaming_nothing_is_an_error(self, backend: Backend, directory: str) -> None:
+        """A rename of a missing path, or into a missing parent, raises ENOENT."""
         backend.create(f"{directory}/target", 1).close()
         with fails_with("ENOENT") as caught:
             backend.rename(f"{directory}/nothing", f"{directory}/target")
@@ -193,6 +210,7 @@ class NamesContract(Harness):
     def test_an_open_file_survives_the_rename_of_its_directory(
         self, backend: Backend, directory: str
     ) -> None:
+        """An open file stays usable after a rename of its directory; errors name the new path."""
         backend.make_dir(f"{directory}/slot")
         file = new_file(backend, f"{directory}/slot/file")
         backend.rename(f"{directory}/slot", f"{directory}/step")
@@ -207,6 +225,7 @@ class NamesContract(Harness):
         file.close()
 
     def test_exchange_swaps_files_and_directories(self, backend: Backend, directory: str) -> None:
+        """`exchange` swaps a file and a directory, and refuses missing or nested paths."""
         backend.create(f"{directory}/file", 1).close()
         backend.make_dir(f"{directory}/directory")
         backend.create(f"{directory}/directory/below", 1).close()
@@ -223,6 +242,7 @@ class NamesContract(Harness):
         assert backend.list_dir(directory) == ["directory", "file"]
 
     def test_remove_takes_files_only(self, backend: Backend, directory: str) -> None:
+        """`remove` removes a file, which stays readable while it is open, but no directory."""
         file = new_file(backend, f"{directory}/file")
         backend.make_dir(f"{directory}/directory")
         backend.remove(f"{directory}/file")
@@ -237,6 +257,7 @@ class NamesContract(Harness):
     def test_remove_dir_takes_empty_directories_only(
         self, backend: Backend, directory: str
     ) -> None:
+        """`remove_dir` removes an empty directory, but no other object."""
         backend.make_dir(f"{directory}/full")
         backend.create(f"{directory}/full/file", 1).close()
         with fails_with("ENOTEMPTY", "EEXIST"):
@@ -248,6 +269,7 @@ class NamesContract(Harness):
         assert backend.list_dir(directory) == []
 
     def test_sync_dir_wants_a_directory(self, backend: Backend, directory: str) -> None:
+        """`sync_dir` raises an error for a file and for a missing path."""
         backend.sync_dir(directory)
         backend.create(f"{directory}/file", 1).close()
         with fails_with("ENOTDIR"):
@@ -256,6 +278,7 @@ class NamesContract(Harness):
             backend.sync_dir(f"{directory}/nothing")
 
     def test_free_bytes_are_a_number(self, backend: Backend, directory: str) -> None:
+        """`free_bytes` is positive, and raises ENOENT for a missing directory."""
         assert backend.free_bytes(directory) > 0
         with fails_with("ENOENT"):
             backend.free_bytes(f"{directory}/nothing")
@@ -264,6 +287,7 @@ class NamesContract(Harness):
     def test_an_exclusive_lock_excludes_and_shared_ones_do_not(
         self, backend: Backend, directory: str, kind: str
     ) -> None:
+        """Shared locks coexist; an exclusive lock conflicts with every other lock."""
         path = f"{directory}/locked"
         if kind == "file":
             backend.create(path, 1).close()
@@ -288,6 +312,7 @@ class NamesContract(Harness):
     def test_a_lock_stays_through_the_rename_of_a_directory(
         self, backend: Backend, directory: str
     ) -> None:
+        """A lock follows its directory through a rename, and leaves the old name free."""
         backend.make_dir(f"{directory}/before")
         held = backend.lock(f"{directory}/before")
         backend.rename(f"{directory}/before", f"{directory}/after")
@@ -302,9 +327,11 @@ class NamesContract(Harness):
     def test_a_lock_is_current_while_its_path_names_what_is_locked(
         self, backend: Backend, directory: str, kind: str
     ) -> None:
+        """`Lock.is_current` is True only while the path names the locked object."""
         path, aside = f"{directory}/locked", f"{directory}/aside"
 
         def make() -> None:
+            """Make a file or a directory at the path."""
             if kind == "file":
                 backend.create(path, 1).close()
             else:
@@ -332,6 +359,7 @@ class NamesContract(Harness):
     def test_a_lock_whose_parent_is_gone_is_not_current(
         self, backend: Backend, directory: str
     ) -> None:
+        """`Lock.is_current` is False if the parent directory was renamed or replaced."""
         backend.make_dir(f"{directory}/parent")
         held = backend.lock(f"{directory}/parent/LOCK", create=True)
         backend.rename(f"{directory}/parent", f"{directory}/moved")
@@ -340,6 +368,7 @@ class NamesContract(Harness):
         assert not held.is_current()
 
     def test_a_lock_file_is_created_only_when_asked(self, backend: Backend, directory: str) -> None:
+        """`lock` creates a missing file only with ``create=True``, and keeps an existing one."""
         path = f"{directory}/LOCK"
         with fails_with("ENOENT"):
             backend.lock(path)
@@ -355,11 +384,13 @@ class NamesContract(Harness):
     def test_a_lock_that_nobody_refers_to_is_still_held(
         self, backend: Backend, directory: str
     ) -> None:
+        """A lock stays held without a reference to its object."""
         backend.lock(f"{directory}/LOCK", create=True)
         with pytest.raises(LockHeldError):
             backend.lock(f"{directory}/LOCK")
 
     def test_closing_the_backend_drains_it(self, backend: Backend, directory: str) -> None:
+        """`Backend.close` waits for all transfers, and can be called twice."""
         file = backend.create(f"{directory}/file", FILE_BYTES)
         source = filled(backend, FILE_BYTES, seed=6)
         futures = [file.write(source, 0) for _ in range(10)]
@@ -371,6 +402,7 @@ class NamesContract(Harness):
         assert contents(source) == self.raw(backend, f"{directory}/file")
 
     def test_a_closed_backend_refuses_everything(self, backend: Backend, directory: str) -> None:
+        """After `Backend.close`, every operation raises `StorageError`."""
         file = new_file(backend, f"{directory}/file")
         memory = backend.allocate(1)
         backend.close()
@@ -398,6 +430,7 @@ class NamesContract(Harness):
         assert contents(memory) == b"\0"
 
     def test_a_new_backend_finds_files_but_no_locks(self, backend: Backend, directory: str) -> None:
+        """A new backend finds the files of a closed one, and none of its locks."""
         file = new_file(backend, f"{directory}/file")
         backend.lock(directory)
         file.sync()

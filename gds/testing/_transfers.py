@@ -1,4 +1,4 @@
-"""The contract of buffers, files, futures and counters."""
+"""Contract tests of buffers, files, futures and counters."""
 # ruff: noqa: S101 - these are tests
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ HUGE_BYTES = 2 << 20
 
 
 class TransferContract(Harness):
-    """Moving bytes."""
+    """Tests of all operations that move bytes."""
 
     @pytest.mark.parametrize("nbytes", [1, ALIGNMENT, ALIGNMENT + 1, HUGE_BYTES + 5])
     def test_a_buffer_is_zeroed_and_aligned(self, backend: Backend, nbytes: int) -> None:
+        """A new buffer has its length, is aligned to `ALIGNMENT`, and holds zeros."""
         buffer = backend.allocate(nbytes)
         assert isinstance(buffer, Buffer)
         assert buffer.nbytes == nbytes
@@ -31,6 +32,7 @@ class TransferContract(Harness):
     def test_memory_of_a_kind_is_of_that_kind_or_refused(
         self, backend: Backend, kind: BufferKind
     ) -> None:
+        """`allocate` returns memory of the requested kind, or raises `RefusedError`."""
         own = backend.allocate(ALIGNMENT).kind
         if kind != "host" and own == "host":
             with pytest.raises(RefusedError, match=backend.name):
@@ -40,6 +42,7 @@ class TransferContract(Harness):
             assert (buffer.kind, buffer.nbytes) == (kind, ALIGNMENT)
 
     def test_a_slice_shares_memory_and_keeps_it_alive(self, backend: Backend) -> None:
+        """A slice of a slice shares the memory, and keeps it alive."""
         whole = backend.allocate(ALIGNMENT)
         part = whole.slice(1000, 100).slice(10, 20)
         assert (part.nbytes, part.address) == (20, whole.address + 1010)
@@ -54,12 +57,14 @@ class TransferContract(Harness):
     def test_a_slice_outside_its_buffer_is_refused(
         self, backend: Backend, start: int, nbytes: int
     ) -> None:
+        """A slice outside its buffer raises `ValueError`."""
         with pytest.raises(ValueError, match="100"):
             backend.allocate(100).slice(start, nbytes)
 
     def test_a_new_file_has_its_size_and_reads_as_zeros(
         self, backend: Backend, directory: str
     ) -> None:
+        """A new file has the requested size, and reads as zeros."""
         file = backend.create(f"{directory}/new", FILE_BYTES)
         assert isinstance(file, File)
         assert file.size_bytes == FILE_BYTES
@@ -70,6 +75,7 @@ class TransferContract(Harness):
         file.close()
 
     def test_an_empty_file_can_be_made_and_opened(self, backend: Backend, directory: str) -> None:
+        """A file of 0 bytes can be made, opened, read, written and synced."""
         backend.create(f"{directory}/empty", 0).close()
         file = backend.open(f"{directory}/empty", writable=True)
         assert file.size_bytes == 0
@@ -82,6 +88,7 @@ class TransferContract(Harness):
     def test_any_mix_of_offsets_lengths_and_memory_moves_the_right_bytes(
         self, backend: Backend, directory: str, seed: int
     ) -> None:
+        """Reads and writes of any alignment move exactly the requested bytes."""
         draw = random.Random(seed)
         file = new_file(backend, f"{directory}/mix", seed)
         model = bytearray(contents(filled(backend, FILE_BYTES, seed)))
@@ -92,7 +99,7 @@ class TransferContract(Harness):
             if draw.random() < 0.5:
                 nbytes = nbytes // step * step
             if draw.random() < 0.3:
-                nbytes = FILE_BYTES - offset  # up to the end
+                nbytes = FILE_BYTES - offset  # up to the end of the file
             same_phase = offset % ALIGNMENT
             misaligned_by = draw.choice([0, 0, same_phase, 1, 512])
             memory = filled(backend, nbytes, number, misaligned_by=misaligned_by)
@@ -109,6 +116,7 @@ class TransferContract(Harness):
     def test_a_read_leaves_the_memory_around_it_alone(
         self, backend: Backend, directory: str
     ) -> None:
+        """A read changes no byte outside its buffer."""
         file = new_file(backend, f"{directory}/around")
         whole = filled(backend, 4 * ALIGNMENT, seed=2)
         before = contents(whole)
@@ -125,6 +133,7 @@ class TransferContract(Harness):
     def test_what_is_read_again_is_what_the_file_holds(
         self, backend: Backend, directory: str, direct: bool
     ) -> None:
+        """`read_again` returns the file's bytes, also those that were not synced."""
         draw = random.Random(direct)
         file = new_file(backend, f"{directory}/again", 4)
         model = bytearray(contents(filled(backend, FILE_BYTES, 4)))
@@ -134,7 +143,7 @@ class TransferContract(Harness):
             nbytes = draw.randint(0, FILE_BYTES - offset)
             misaligned_by = draw.choice([0, offset % ALIGNMENT, 1])
             memory = filled(backend, nbytes, number, misaligned_by=misaligned_by)
-            file.write(memory, offset).result()  # not synced: it must not be lost, either
+            file.write(memory, offset).result()  # not synced, and must not be lost
             model[offset : offset + nbytes] = contents(memory)
             whole = filled(backend, 3 * ALIGNMENT, number)
             before = contents(whole)
@@ -153,6 +162,7 @@ class TransferContract(Harness):
     def test_reading_again_past_the_end_says_so(
         self, backend: Backend, directory: str, direct: bool
     ) -> None:
+        """`read_again` past the end raises `ShortReadError`; a negative offset, `ValueError`."""
         file = new_file(backend, f"{directory}/short")
         with pytest.raises(ShortReadError) as caught:
             file.read_again(backend.allocate(11), FILE_BYTES - 10, direct=direct).result()
@@ -167,6 +177,7 @@ class TransferContract(Harness):
     def test_small_ranges_and_transfers_see_each_other(
         self, backend: Backend, directory: str
     ) -> None:
+        """`write_bytes` and `write` show in `read` and `read_bytes`."""
         file = new_file(backend, f"{directory}/both")
         expected = contents(filled(backend, FILE_BYTES, 1))
         assert file.read_bytes(5000, 9000) == expected[5000:14000]
@@ -180,11 +191,13 @@ class TransferContract(Harness):
     def test_concurrent_requests_from_several_threads_do_not_mix(
         self, backend: Backend, directory: str
     ) -> None:
+        """Concurrent requests of several threads each move their own bytes."""
         nbytes, num_parts = 8 * ALIGNMENT + 100, 24
         file = backend.create(f"{directory}/concurrent", nbytes * num_parts)
         failures: list[BaseException] = []
 
         def work(parts: range) -> None:
+            """Write random data to parts of the file, and read it back."""
             try:
                 sources = [filled(backend, nbytes, part) for part in parts]
                 writes = [
@@ -224,6 +237,7 @@ class TransferContract(Harness):
     def test_a_read_past_the_end_says_so(
         self, backend: Backend, directory: str, offset: int, nbytes: int
     ) -> None:
+        """A read past the end of the file raises `ShortReadError` with path and offset."""
         file = new_file(backend, f"{directory}/short")
         with pytest.raises(ShortReadError) as caught:
             file.read(backend.allocate(nbytes), offset).result()
@@ -237,6 +251,7 @@ class TransferContract(Harness):
     def test_a_write_past_the_end_is_refused_before_anything_is_written(
         self, backend: Backend, directory: str, offset: int
     ) -> None:
+        """A write past the end raises an error, and changes neither content nor size."""
         file = new_file(backend, f"{directory}/fixed")
         before = file.read_bytes(0, FILE_BYTES)
         with pytest.raises(StorageError) as caught:
@@ -251,6 +266,7 @@ class TransferContract(Harness):
         file.close()
 
     def test_a_negative_offset_is_refused(self, backend: Backend, directory: str) -> None:
+        """A negative offset raises `ValueError`."""
         file = new_file(backend, f"{directory}/negative")
         with pytest.raises(ValueError, match="-1"):
             file.read(backend.allocate(1), -1)
@@ -261,6 +277,7 @@ class TransferContract(Harness):
     def test_a_file_opened_for_reading_cannot_be_written(
         self, backend: Backend, directory: str
     ) -> None:
+        """A write to a file that is open for reading raises EBADF, and changes nothing."""
         new_file(backend, f"{directory}/read-only").close()
         file = backend.open(f"{directory}/read-only")
         before = file.read_bytes(0, FILE_BYTES)
@@ -272,6 +289,7 @@ class TransferContract(Harness):
         file.close()
 
     def test_a_result_can_be_asked_for_again(self, backend: Backend, directory: str) -> None:
+        """`IOFuture.result` returns the same value, or raises the same error, at every call."""
         file = new_file(backend, f"{directory}/again")
         good = file.read(backend.allocate(10), 0)
         bad = file.read(backend.allocate(10), FILE_BYTES)
@@ -287,12 +305,14 @@ class TransferContract(Harness):
     def test_a_callback_is_called_once_however_late_it_comes(
         self, backend: Backend, directory: str, offset: int
     ) -> None:
+        """A callback is called once, whether it is added before or after the transfer's end."""
         file = new_file(backend, f"{directory}/callback")
         early: list[object] = []
         late: list[object] = []
         called = threading.Event()
 
         def note(done: object) -> None:
+            """Record an early callback."""
             early.append(done)
             called.set()
 
@@ -306,6 +326,7 @@ class TransferContract(Harness):
     def test_dropping_future_and_buffer_does_not_stop_a_transfer(
         self, backend: Backend, directory: str
     ) -> None:
+        """A transfer completes even if its future and its buffer are dropped."""
         nbytes, num_writes = HUGE_BYTES, 8
         file = backend.create(f"{directory}/dropped", nbytes * num_writes)
         for number in range(num_writes):
@@ -320,6 +341,7 @@ class TransferContract(Harness):
         file.close()
 
     def test_closing_a_file_waits_for_its_transfers(self, backend: Backend, directory: str) -> None:
+        """`File.close` waits for the file's transfers, and can be called twice."""
         file = backend.create(f"{directory}/drained", HUGE_BYTES)
         source = filled(backend, HUGE_BYTES, seed=4)
         futures = [file.write(source, 0) for _ in range(6)]
@@ -329,6 +351,7 @@ class TransferContract(Harness):
         assert [future.result() for future in futures] == [HUGE_BYTES] * 6
 
     def test_a_closed_file_refuses_everything(self, backend: Backend, directory: str) -> None:
+        """After `File.close`, every operation raises `StorageError`."""
         file = new_file(backend, f"{directory}/closed")
         file.close()
         memory = backend.allocate(1)
@@ -344,6 +367,7 @@ class TransferContract(Harness):
                 operation()
 
     def test_counters_equal_what_was_transferred(self, backend: Backend, directory: str) -> None:
+        """Counters count successful transfers and syncs, and nothing else."""
         before = backend.counters()
         file = backend.create(f"{directory}/counted", FILE_BYTES)
         file.write(backend.allocate(FILE_BYTES), 0).result()

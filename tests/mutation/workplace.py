@@ -227,7 +227,7 @@ def _become_pytest(
         os.dup2(output, 2)
         os.chdir(copy)
         _limit_memory()
-        os.environ |= {"PYTHONPATH": str(copy), "OMP_WAIT_POLICY": "PASSIVE"}
+        os.environ |= {"PYTHONPATH": str(copy), "OMP_WAIT_POLICY": "PASSIVE", "FULL_TESTS": "1"}
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no test here needs one
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # in the copy all runs import the same
         sys.dont_write_bytecode = False

@@ -1,0 +1,75 @@
+"""Which tests run at every change, and which only where there is time for all of them.
+
+``make test`` runs a sample of the long enumerations below, and everything else. ``make test-full``,
+and so CI, sets ``FULL_TESTS=1`` and runs all. A test or file that is named on the command line
+always runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+FULL: Final = os.environ.get("FULL_TESTS") == "1"
+"""Whether everything runs."""
+
+NEVER: Final = 0
+"""The rate of tests of which `make test` runs none."""
+
+ONE_IN: Final = {
+    "attacks/test_attacks.py::test_every_attack_is_refused": 3,
+    "attacks/test_imports.py::test_every_file_is_refused_or_imported": 3,
+    "bench/test_bench.py::test_frozen": NEVER,
+    "bench/test_bench.py::test_resume": NEVER,
+    "cli/test_demo.py::test_losses_that_differ_after_the_resume_fail_the_demo": NEVER,
+    "crash/test_beside_training.py::test_training_goes_on_before_any_operation_of_a_reader": 4,
+    "crash/test_beside_training.py::test_training_goes_on_before_any_operation_of_verify": 4,
+    "crash/test_beside_training.py::test_verify_beside_a_process_that_trains": 4,
+    "crash/test_crash_points.py": 4,
+    "crash/test_frozen_parameters.py::test_any_operation_may_fail_in_the_process_that_follows": 4,
+    "crash/test_io_errors.py::test_any_operation_may_fail": 4,
+    "crash/test_sigkill.py::test_killed_at_random_moments": 4,
+    "crash/test_state_machine.py": NEVER,
+    "exchange/test_cli_exchange.py": 3,
+    "exchange/test_exchange_memory.py": NEVER,
+    "fuzz/test_programs.py::test_faults_that_are_put_into_the_library_are_found": NEVER,
+    "integrations/test_transformers_resume.py::test_killed_between_saves_and_within_a_save": NEVER,
+    "integrations/test_transformers_traps.py::test_callbacks_after_a_step_find_its_parameters": 2,
+    "kernel/test_copies.py::test_a_copy_goes_on_and_the_original_is_untouched": 4,
+    "kernel/test_system_calls.py::test_a_system_call_fails_or_never_returns": 4,
+    "mutation/generated/test_finding.py::"
+    "test_a_mutant_is_judged_once_and_what_is_known_is_not_judged_again": NEVER,
+    "numerics/test_cuts_change_nothing.py::test_no_byte_depends_on_how_the_state_is_cut": 2,
+    "numerics/test_memory.py": NEVER,
+    "numerics/test_overlap_forward.py::test_compiled_models": 3,
+    "placement/test_device_placement.py::"
+    "test_kernels_give_the_bits_of_torchs_arithmetic_on_a_device": 2,
+}
+"""How many tests of a file below `tests`, or of a function, there are to each that is run."""
+
+
+def sampled(names: Iterable[str], asked_for: Iterable[str]) -> set[str]:
+    """Return the tests that are left for another time.
+
+    Args:
+        names: Node ids of all tests that were collected, in order.
+        asked_for: Arguments of pytest: files, folders and node ids.
+    """
+    if FULL:
+        return set()
+    named = {argument.removeprefix("./") for argument in asked_for}
+    seen: Counter[str] = Counter()
+    left = set[str]()
+    for name in names:
+        function = name.partition("[")[0]
+        file = name.partition("::")[0]
+        keys = (key.removeprefix("tests/") for key in (function, file))
+        key = next((key for key in keys if key in ONE_IN), None)
+        if key is None or named & {name, function, file}:
+            continue
+        if ONE_IN[key] == NEVER or seen[key] % ONE_IN[key]:
+            left.add(name)
+        seen[key] += 1
+    return left
