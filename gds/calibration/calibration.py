@@ -162,7 +162,7 @@ def calibrate(directory: str, *, budget_s: float = 1.5, file_bytes: int = 256 * 
     Args:
         directory: Existing directory on the device to measure. Nothing is left in it.
         budget_s: Time of the measurement, in seconds. A slow drive gets fewer trials and a smaller
-            file. The function may exceed the time by that of one request.
+            file. The function may take longer by the duration of one request.
         file_bytes: Length of the scratch file in bytes, at least 16 MiB.
 
     Raises:
