@@ -57,7 +57,7 @@ def offload(
         ),
     ] = False,
 ) -> None:
-    """Train with optimizer state on SSD; look at the checkpoints that this state becomes."""
+    """Train with optimizer state on SSD, and inspect the checkpoints made from it."""
 
 
 class DemoModel(StrEnum):
@@ -73,9 +73,11 @@ def demo(
         DemoModel, typer.Option(help="SmolLM2-135M (minutes), or a small GPT (seconds).")
     ] = DemoModel.smollm2,
     directory: Annotated[
-        str, typer.Option(help="Where to put the store: on the SSD to be shown.")
+        str, typer.Option(help="Directory for the store, on the SSD to be shown.")
     ] = "offload-demo",
-    steps: Annotated[int | None, typer.Option(min=4, help="Optimizer steps in all.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=4, help="Total number of optimizer steps.")
+    ] = None,
     allow_volatile: Annotated[
         bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
     ] = False,
@@ -114,9 +116,9 @@ def list_store(
     part: Parts = None,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a store, and say which are not usable and why.
+    """List the checkpoints of a store, with the reasons why any of them are not usable.
 
-    Looks at names, sizes and manifests; only verify reads the content.
+    Only names, sizes and manifests are read; verify reads the content.
     """
     from offload.checkpoint.listing import list_checkpoints
 
@@ -131,7 +133,7 @@ def list_store(
 @app.command()
 def show(
     checkpoint: Annotated[
-        str, typer.Argument(help="A checkpoint, or a store for its newest.", show_default=False)
+        str, typer.Argument(help="Checkpoint, or store: its newest checkpoint.", show_default=False)
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     part: Parts = None,
@@ -169,7 +171,7 @@ def _progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]
         task = bar.add_task(os.path.basename(path), total=None)
 
         def update(done: int, total: int) -> None:
-            """Show the bytes done and the bytes in all."""
+            """Show the bytes done and the total."""
             bar.update(task, completed=done, total=total)
 
         yield update
@@ -180,7 +182,7 @@ exchange.register(app, _progress)
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return all that `show` prints, as JSON values and hyper-parameters that may be tensors."""
+    """Return all that `show` prints, as JSON values; only hyper-parameters may be tensors."""
     return {
         "path": checkpoint.path,
         "step": checkpoint.step,
@@ -303,7 +305,7 @@ def _run() -> None:
     try:
         app()
     except BrokenPipeError:
-        # The reader of our output has closed the pipe. Keep the interpreter from flushing into it.
+        # The reader of our output has closed the pipe. Keep the interpreter from flushing to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OffloadError, OSError) as error:

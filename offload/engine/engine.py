@@ -43,8 +43,6 @@ class Engine:
         strategy: Takes the steps of that state.
     """
 
-    seals_references = False
-    """Whether an integration seals the state whenever a reference to it is written."""
     has_warned = False
     """Whether the warning about a reference to unsealed state has been given."""
 
@@ -71,6 +69,15 @@ class Engine:
             state.run_id,
             sealed=slot is not None and (sealing or state.slots.sealed is not None),
         )
+
+    def open_store(self) -> Store:
+        """Return the store, which this process has open.
+
+        Raises:
+            OffloadError: The optimizer is closed, or was made by another process.
+        """
+        self.state.lifecycle.require_alive()
+        return self.store
 
     @in_neutral
     def require_space(self, groups: Groups) -> None:

@@ -27,7 +27,7 @@ from offload.update.decoder import StateDecoder, kept_arrays
 from offload.update.filler import ParameterState, StateFiller
 
 
-def refer(engine: Engine, torch_dict: Mapping[str, Any]) -> dict[str, Any]:
+def refer(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
     """Make a reference from torch's state dict; see `OffloadedOptimizer.state_dict`.
 
     Only that method may call this, because a warning points at the caller of that method.
@@ -35,9 +35,10 @@ def refer(engine: Engine, torch_dict: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         engine: Engine of the optimizer.
         torch_dict: torch's state dict of the optimizer.
+        warn: Whether to warn if the state is not sealed.
     """
     position = engine.position
-    if position.step and not position.sealed and not engine.seals_references:
+    if warn and position.step and not position.sealed:
         if not engine.has_warned:
             warn_unsealed(engine.store.directory, position.step)
         engine.has_warned = True

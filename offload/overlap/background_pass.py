@@ -21,8 +21,8 @@ class RunningPass:
 
         running -> ended (parameters have their new values, or the pass failed) -> done
 
-    Between ended and done it runs the action that was set with `then`, such as beginning a seal.
-    Until it is done, everything that the pass works with belongs to its thread. Other threads may
+    Between ended and done, its thread runs the action that was set with `then`, such as beginning a
+    seal. Until done, everything that the pass works with belongs to its thread. Other threads may
     call only the methods of this class.
 
     Args:
@@ -59,12 +59,12 @@ class RunningPass:
         self._thread: threading.Thread | None = None
 
     def start(self, *, daemon: bool = False) -> None:
-        """Start the thread of the pass. If this raises, the pass has either not begun, or goes on.
+        """Start the thread of the pass. If this raises, `cancel` tells whether the pass has begun.
 
         Args:
-            daemon: Let the interpreter exit while the pass is in progress, and raise if no thread
-                can be started. Otherwise, if no thread can be started (as at exit), the calling
-                thread runs the pass.
+            daemon: Whether the interpreter may exit while the pass is in progress. If true, failure
+                to start a thread raises RuntimeError. If false, the calling thread runs the pass
+                when no thread can be started, as at exit.
         """
         self._thread = threading.Thread(target=self._go, name=STEP_THREAD, daemon=daemon)
         try:

@@ -63,7 +63,7 @@ class DuringBackward:
         """Watch on the parameters whose gradients the open pass has."""
         self._opening = False
         self._giving = threading.RLock()
-        """Lock of the thread that hands over a gradient. Each device has a thread of its own."""
+        """Lock held while a gradient is handed over: autograd has a thread for each device."""
         self._running: RunningPass | None = None
         self._schedule: GradientSchedule | None = None
         self._numbers: dict[int, int] = {}
@@ -137,7 +137,7 @@ class DuringBackward:
         self._hooks.step_ended()
 
     def _step_others(self, groups: Groups) -> None:
-        """Step parameters that the pass did not know: frozen ones that have since got gradients."""
+        """Step parameters that are not in the pass, such as frozen ones that have got gradients."""
         if self._state.table.is_current(groups):
             return
         self._state.relayout(groups)
@@ -326,7 +326,7 @@ class DuringBackward:
             running.raise_error()
 
     def _abandon(self) -> None:
-        """Make an open pass fail, and close it. The state is torn then."""
+        """Make an open pass fail, and close it. The state is torn afterwards."""
         if self._running is not None and self._schedule is not None:
             self._schedule.abandon()
             self._running.join()

@@ -62,7 +62,7 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.step = -1
-        """Number of steps taken when the other attributes were set; they are stale otherwise."""
+        """Count of steps when the other attributes were set. At any other count they are stale."""
         self.outermost: int | None = None
         """Number of the module whose call contains all others; None outside of any call."""
         self.has_gradients = False
@@ -244,7 +244,7 @@ class BackwardHooks:
             self._backward, self._is_held = None, False
 
     def _leads_elsewhere(self, tensor: torch.Tensor, strategy: DuringBackward) -> bool:
-        """Return whether a backward goes on from an input to a tensor that is not trained."""
+        """Return whether a backward continues from an input to a tensor that is not trained."""
         if not tensor.requires_grad:
             return False
         if tensor.grad_fn is None:

@@ -80,14 +80,14 @@ class BesideForward:
             raise error
 
     def before_hooks(self) -> None:
-        """Wait for the running step before the user's hooks run, if uses are not observed."""
+        """Wait for the running step before the user's hooks, if parameters are not watched."""
         if not self._hooks.sees_readers:
             self._hooks.wait()
 
     def step(self, groups: Groups) -> None:
         """Begin to update every parameter that has a gradient, and set its ``grad`` to None.
 
-        The call returns before the parameters are updated, unless it cannot observe their readers.
+        The call returns before the parameters are updated, unless their readers cannot be observed.
         """
         self.raise_late()
         state, table = self._state, self._state.table
@@ -111,7 +111,7 @@ class BesideForward:
                 del gradients  # so that the pass frees each gradient when it has been applied
                 state.meter.steps += 1
                 state.num_steps += 1
-                self._running = running  # before it begins, which may be interrupted
+                self._running = running  # set first: beginning may be interrupted
                 must_wait += self._hooks.begin(running)
                 running.start()
             except BaseException as error:
@@ -180,7 +180,7 @@ class BesideForward:
 
         Args:
             gradients: Gradients of the parameters in the table.
-            num_copied: How many of their bytes are copies.
+            num_copied: Number of bytes in gradients that are copies.
         """
         num_bytes = 0
         for trainable, gradient in zip(self._state.table.trainables, gradients, strict=True):
@@ -194,10 +194,10 @@ class BesideForward:
     def _capture_early(
         self, target: Slot, groups: Groups, train_state: object, metrics: Metrics
     ) -> Captured | None:
-        """Capture a checkpoint of the end of the running step, before that end.
+        """Capture the checkpoint for the end of the running step, while the step still runs.
 
         This reads nothing that the pass changes, except for scalar state and versions, which are
-        read again at its end.
+        read again at the end of the pass.
 
         Returns:
             None if only an engine at rest can capture: the layout has changed, or the model's state

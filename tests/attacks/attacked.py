@@ -57,7 +57,7 @@ def make_optimizer(model: torch.nn.Module, directories: list[Path]) -> offload.A
         allow_volatile=True,
         chunk_bytes=4096,
         train_state_bytes=8192,
-        shares=(1,) * len(directories),
+        drives=offload.DriveTuning(shares=(1,) * len(directories)),
     )
     return offload.AdamW(
         model.named_parameters(), directory=directories, model=model, keep=2, options=options

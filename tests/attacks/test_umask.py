@@ -13,7 +13,7 @@ import torch
 
 import offload
 from gds.calibration.calibration import Calibration, save_calibration
-from offload.options import Options
+from offload.options import DriveTuning, Options
 
 
 @contextmanager
@@ -54,7 +54,8 @@ def a_calibration() -> Calibration:
 def test_everything_in_a_store_has_the_umask(mask: int, tmp_path: Path) -> None:
     directories = [tmp_path / "new" / "first", tmp_path / "new" / "second"]
     model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 4)).bfloat16()
-    options = Options(allow_volatile=True, chunk_bytes=4096, train_state_bytes=8192, shares=(1, 1))
+    drives = DriveTuning(shares=(1, 1))
+    options = Options(allow_volatile=True, chunk_bytes=4096, train_state_bytes=8192, drives=drives)
     seen: dict[str, tuple[int, bool]] = {}
     with umask(mask):
         with offload.AdamW(

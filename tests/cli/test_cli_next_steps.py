@@ -22,7 +22,7 @@ from tests.kernel import loop_devices
 from tests.kernel.loop_devices import mounted
 
 NOBODY = 65534
-OPTIONS = offload.Options(allow_volatile=True, calibrate=False)
+OPTIONS = offload.Options(allow_volatile=True, drives=offload.DriveTuning(calibrate=False))
 
 
 def optimizer_in(directory: Path) -> offload.AdamW:

@@ -16,7 +16,9 @@ from offload.retention.policy import LastK
 from offload.store.pruning import prune
 from tests.command_line import Run
 
-OPTIONS = offload.Options(allow_volatile=True, chunk_bytes=16384, calibrate=False)
+OPTIONS = offload.Options(
+    allow_volatile=True, chunk_bytes=16384, drives=offload.DriveTuning(calibrate=False)
+)
 SIX = [f"step-{number:08d}" for number in range(1, 7)]
 LOSSES = [3.0, 1.0, 2.0, 5.0, 4.0, 6.0]
 

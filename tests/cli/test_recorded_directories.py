@@ -22,7 +22,9 @@ from offload.store.pruning import prune
 from tests.command_line import Run
 from tests.crash.training import same_bits
 
-OPTIONS = offload.Options(allow_volatile=True, chunk_bytes=16384, calibrate=False)
+OPTIONS = offload.Options(
+    allow_volatile=True, chunk_bytes=16384, drives=offload.DriveTuning(calibrate=False)
+)
 Places = list[Path]
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import pytest
 
 from gds import MemoryBackend
-from offload import open_checkpoint
+from offload import DriveTuning, open_checkpoint
 from offload.errors import CheckpointError
 from tests.crash.crash_backend import Image
 from tests.crash.training import Model, Reference, backward, optimizer_for, options, same_bits
@@ -46,7 +46,9 @@ NUM_FILES = {
 def sealed() -> Image:
     """Return a store on two drives with two checkpoints."""
     backend, model = MemoryBackend(), Model()
-    with optimizer_for(model, DRIVES, options(backend, shares=(1, 1)), keep=2) as optimizer:
+    with optimizer_for(
+        model, DRIVES, options(backend, drives=DriveTuning(shares=(1, 1))), keep=2
+    ) as optimizer:
         for step in (1, 2):
             backward(model, step)
             optimizer.step()

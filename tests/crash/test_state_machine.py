@@ -35,6 +35,7 @@ from hypothesis.stateful import (
 from gds import Backend, StorageError
 from offload import (
     AdamW,
+    DriveTuning,
     OffloadError,
     SealHandle,
     list_checkpoints,
@@ -634,7 +635,7 @@ class StoreMachine(RuleBasedStateMachine):
             options(
                 self.faults,
                 **self.variant.options,
-                shares=SHARES[: self.variant.drives],
+                drives=DriveTuning(shares=SHARES[: self.variant.drives]),
                 host_memory=self.resident,
                 overlap=self.overlap,
             ),
