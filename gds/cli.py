@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from gds.check.choice import Directions, Requirement
 
 app = typer.Typer(
-    name="gds", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    name="gds",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich keeps the line breaks of docstrings
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
@@ -94,7 +98,10 @@ def check(
     ] = 10.0,
     as_json: Json = False,
 ) -> None:
-    """Say which path reads and writes would take in a directory, and why not a better one."""
+    """Say which path transfers in a directory would take.
+
+    For each better path, the reason why it is not taken is named.
+    """
     from gds.check.examine import examine
     from gds.check.report import show
 

@@ -50,7 +50,8 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
     @app.command("export")
     def export(
         checkpoint: Annotated[
-            str, typer.Argument(help="A checkpoint, or a store for its newest.", show_default=False)
+            str,
+            typer.Argument(help="Checkpoint, or store: its newest checkpoint.", show_default=False),
         ],
         destination: Annotated[
             str, typer.Argument(help="File or directory to make.", show_default=False)
@@ -66,11 +67,18 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         ],
         part: Annotated[
             list[str] | None,
-            typer.Option("--part", help="As for show.", show_default=False),
+            typer.Option(
+                "--part",
+                help="Directory of the state on a further drive, as for show.",
+                show_default=False,
+            ),
         ] = None,
         quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     ) -> None:
-        """Write a checkpoint in another program's format, its optimizer state in FP32."""
+        """Write a checkpoint in another program's format.
+
+        The optimizer state is written in FP32.
+        """
         from offload import export_checkpoint, open_checkpoint
 
         with (
@@ -93,21 +101,24 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         store: Annotated[
             list[str],
             typer.Argument(
-                help="The store to make; its directories, if several.", show_default=False
+                help="Directory of the new store, or several on different drives.",
+                show_default=False,
             ),
         ],
         optimizer: Annotated[
-            str, typer.Option(help="The class in torch.optim that the state is of.")
+            str, typer.Option(help="Class in torch.optim that the state belongs to.")
         ] = "AdamW",
         model: Annotated[
             str | None,
-            typer.Option(help="The file with the model, where it is another.", show_default=False),
+            typer.Option(
+                help="File with the model, if it is not in the source.", show_default=False
+            ),
         ] = None,
         names: Annotated[
             str | None,
             typer.Option(
                 help="File with the name of each parameter on a line, in the optimizer's order, "
-                "where the source has numbers only.",
+                "if the source has only numbers.",
                 show_default=False,
             ),
         ] = None,
@@ -128,20 +139,26 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         ] = None,
         dtype: Annotated[
             Dtype | None,
-            typer.Option(help="Of live parameters, if not the source's.", show_default=False),
+            typer.Option(
+                help="Dtype of live parameters, if not that of the source.", show_default=False
+            ),
         ] = None,
-        master: Annotated[Master, typer.Option(help="As in Options.")] = Master.float32,
-        state_dtype: Annotated[StateDtype, typer.Option(help="As in Options.")] = (
-            StateDtype.float32
-        ),
+        master: Annotated[
+            Master, typer.Option(help="Form of the masters, as in Options.")
+        ] = Master.float32,
+        state_dtype: Annotated[
+            StateDtype, typer.Option(help="Dtype of the other state, as in Options.")
+        ] = (StateDtype.float32),
         step: Annotated[
             int | None,
             typer.Option(
-                min=0, help="Steps taken, if the source does not say.", show_default=False
+                min=0,
+                help="Number of steps taken, if the source does not record it.",
+                show_default=False,
             ),
         ] = None,
         fresh: Annotated[
-            bool, typer.Option("--fresh", help="Replace the checkpoints of a store.")
+            bool, typer.Option("--fresh", help="Replace the checkpoints of an existing store.")
         ] = False,
         allow_volatile: Annotated[
             bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
@@ -155,7 +172,10 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         ] = False,
         quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     ) -> None:
-        """Make a store from a checkpoint of another program, for restore() to continue from."""
+        """Make a store from another program's checkpoint.
+
+        Training continues from it with restore().
+        """
         import torch
 
         from offload import Options, UnsupportedOptimizerError, import_checkpoint

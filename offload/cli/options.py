@@ -17,7 +17,7 @@ Parts = Annotated[
     list[str] | None,
     typer.Option(
         "--part",
-        help="Where the state on a further drive is now, if it has moved; one for each, in order.",
+        help="Directory of the state on a further drive, if it has moved; one per drive, in order.",
         show_default=False,
     ),
 ]

@@ -69,29 +69,33 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
     @app.command()
     def verify(
         path: Annotated[
-            str, typer.Argument(help="A checkpoint, or a store for all of its.", show_default=False)
+            str,
+            typer.Argument(
+                help="Checkpoint, or store: all of its checkpoints.", show_default=False
+            ),
         ],
         below: Annotated[
-            bool, typer.Option("--all", help="Of every store in this directory and below it.")
+            bool, typer.Option("--all", help="Verify every store in this directory and below it.")
         ] = False,
         quarantine: Annotated[
             bool,
             typer.Option(
                 "--quarantine",
-                help="Mark what is damaged, so that nobody uses it, and lift the marks of what is "
-                "whole.",
+                help="Mark damaged checkpoints, so that nothing uses them, and lift the marks of "
+                "whole ones.",
             ),
         ] = False,
         part: Parts = None,
         as_json: Json = False,
     ) -> None:
-        """Read every byte of a checkpoint, or of all in a store, and check it against its digest.
+        """Compare every byte of checkpoints with digests.
 
-        Of a store on several drives, --part says where the others are. Without it those are read
-        that the manifest names; of a copy, these are the original's. So --quarantine then marks
-        nothing because of damage there, and lifts no mark.
+        If a store is on several drives, --part names its further directories. Without --part, the
+        directories in the manifest are read. In a copy of a store, those still belong to the
+        original, so --quarantine marks nothing because of damage in them, and lifts no mark.
 
-        May run beside training: what is recycled meanwhile is no damage, and is not counted.
+        This command may run beside training. A checkpoint that training recycles in the meantime
+        does not count as damaged.
         """
         work = _Work(part or None, quarantine, as_json, progress_bar)
         if below:
