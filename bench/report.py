@@ -29,6 +29,7 @@ _TITLES = {
     "frozen": "Checkpoints of a model of which little is trained",
     "resume": "Resuming",
     "hybrid": "Hybrid I/O, beside direct and buffered",
+    "whole_files": "Whole files with hybrid I/O, beside direct I/O",
     "peers": "Beside DeepSpeed ZeRO-Infinity",
     "finetune": "What smaller state does to a fine-tune",
     "kernel": "The kernels of a device, beside copies within its memory",
