@@ -14,9 +14,7 @@ from offload.checkpoint.sealed_slot import SealedSlot
 from offload.checkpoint.second_look import look_again
 from offload.format.arrays import MASTER
 from offload.format.layout import Layout
-from offload.stream.frame import HostFrames
-from offload.stream.meter import Meter
-from offload.stream.streamer import Streamer
+from offload.stream.passes import RingPass, ring_for_one_pass
 from offload.update.decoder import (
     Block,
     StateDecoder,
@@ -28,8 +26,6 @@ from offload.update.rules import Scalars, write_scalars
 
 Progress: TypeAlias = Callable[[int, int], object]
 """Function that is called with the number of bytes done so far and the total number of bytes."""
-
-_RING_CHUNKS = 3
 
 
 class CheckpointStream:
@@ -98,29 +94,19 @@ class CheckpointStream:
         Raises:
             DamagedError: The data that was read differs from the data that was written.
         """
-        streamer = Streamer(
-            HostFrames(self.checkpoint.backend),
-            self.layout,
-            _RING_CHUNKS,
-            Meter(),
-            verify_reads=True,
-        )
         decoder = StateDecoder(
             self.layout, self.manifest.scalars, StoredParameters(self._slot.model, self.layout)
         )
         chunks = range(self.layout.num_chunks)
-        streamer.begin(self._slot, chunks)
-        try:
+        backend, layout = self.checkpoint.backend, self.layout
+        with ring_for_one_pass(backend, layout, verify_reads=True) as streamer:
+            reading = RingPass(streamer, source=self._slot)
+            reading.announce(chunks)
             for chunk in chunks:
-                frame = streamer.take(chunk)
-                try:
+                with reading.taken(chunk) as frame:
                     for block in decoder.blocks(chunk, frame.tensors()):
                         yield block
                         self._advance(sum(values.nbytes for values in block[2].values()))
-                finally:
-                    streamer.discard(frame)
-        finally:
-            streamer.reset()
 
     def model_blocks(self) -> Iterator[tuple[int, bytes]]:
         """Yield the data of ``model.safetensors`` in order, as pairs of byte offset and bytes.

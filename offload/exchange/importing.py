@@ -40,15 +40,12 @@ from offload.store.sealing import compose
 from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.stream.drives import Directory, Drives, as_directories
-from offload.stream.frame import HostFrames
-from offload.stream.meter import Meter
-from offload.stream.streamer import Streamer
+from offload.stream.passes import RingPass, ring_for_one_pass
 from offload.update import codecs
 from offload.update.dtypes import DTYPE_CODES, DTYPES
 from offload.update.filler import ParameterState, StateFiller, TensorSource
 from offload.update.rules import Rule, Scalars, UpdateRule
 
-_RING_CHUNKS = 3
 _READ_ELEMENTS = 512 << 10
 
 
@@ -424,21 +421,14 @@ def _fill(
         seed=options.rounding_seed,
         progress=advance,
     )
-    streamer = Streamer(HostFrames(drives.backends[0]), layout, _RING_CHUNKS, Meter())
     chunks = range(layout.num_chunks)
-    streamer.begin(None, chunks)
-    try:
+    with ring_for_one_pass(drives.backends[0], layout) as streamer:
+        filling = RingPass(streamer, source=None, target=slot)
+        filling.announce(chunks)
         for chunk in chunks:
-            frame = streamer.take(chunk)
-            try:
+            with filling.taken(chunk) as frame:
                 work.update(chunk, frame.tensors())
-            except BaseException:
-                streamer.discard(frame)
-                raise
-            streamer.put(frame, slot)
         streamer.synchronize()
-    finally:
-        streamer.reset()
     return work.finish()
 
 

@@ -347,8 +347,16 @@ class Layout:
         """
         first, last = self.array_range(array, *self.chunk_range(chunk))
         data_start = self.array_headers[self.drives[chunk]][array].data_start
-        nbytes = self.formats[array].nbytes
+        nbytes = self._value_bytes[array]
         return data_start + self._file_starts[array][chunk] * nbytes, (last - first) * nbytes
+
+    def byte_ranges(self, chunk: int) -> dict[str, tuple[int, int]]:
+        """Return the chunk's `byte_range` in the file of each state array."""
+        return {name: self.byte_range(name, chunk) for name in self.array_names}
+
+    @cached_property
+    def _value_bytes(self) -> dict[str, int]:
+        return {name: form.nbytes for name, form in self.formats.items()}
 
     def max_chunk_bytes(self, array: str) -> int:
         """Return the size in bytes of the array's largest chunk; 0 if there is no chunk."""

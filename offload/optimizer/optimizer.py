@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -12,9 +13,12 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from offload.ambient import neutral
+from offload.engine.engine import Engine
 from offload.engine.finalizer import close_left_open, close_quietly
 from offload.engine.reference import is_reference
-from offload.engine.state_dict import ExchangingEngine
+from offload.engine.state_dict import load_reference, load_tensors, materialize, refer
+from offload.engine.strategy import StepStrategy, WaitedFor
+from offload.engine.training_state import TrainingState
 from offload.errors import OffloadError
 from offload.exchange.torch_dicts import (
     MASTERS,
@@ -119,7 +123,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         super().__init__(params, dict(rule.defaults))
         self.state = StateElsewhere()
         if options.overlap == "backward":
-            from offload.overlap.backward_hooks import require_no_ddp  # slow, see `_engine_class`
+            from offload.overlap.backward_hooks import require_no_ddp  # slow, see `_strategy_for`
 
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse unsupported formats before making a directory
@@ -129,7 +133,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         if on_device:
             split = options.master == "split"
             require_steps(rule, self.param_groups, options.state_dtype, split=split)
-        engine = _engine_class(options.overlap)(
+        strategy = _strategy_for(options.overlap, model)
+        state = TrainingState(
             rule,
             as_directories(directory),
             model=model,
@@ -139,15 +144,16 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             device=device_of(self.param_groups),
         )
         try:
+            engine = Engine(state, strategy(state))
             engine.require_space(self.param_groups)
         except BaseException:
-            engine.close()
+            state.close()
             raise
         self._engine = engine
         # A garbage-collected optimizer releases its store, without reporting on its last seal.
         self._finalizer = weakref.finalize(self, close_quietly, engine)
         optimizer = weakref.ref(self)
-        engine.attach(lambda: getattr(optimizer(), "param_groups", None))
+        engine.strategy.attach(lambda: getattr(optimizer(), "param_groups", None))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -185,13 +191,13 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             raise OffloadError("step() is not possible within materialized(): leave it first")
         loss = None
         if closure is not None:
-            self._live_engine().require_closures()
+            self._live_engine().strategy.require_closures()
             with torch.enable_grad():
                 loss = closure()
         with self._exclusive("step") as engine:
             engine.step(self.param_groups)
             if self._optimizer_step_post_hooks or _global_optimizer_post_hooks:
-                engine.before_hooks()
+                engine.strategy.before_hooks()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -235,7 +241,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             torch_dict[NUM_STEPS] = engine.num_steps
             return torch_dict
         with neutral():
-            return engine.refer(torch_dict, warn=self.warn_unsealed)
+            return refer(engine, torch_dict, warn=self.warn_unsealed)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Read all state into memory, and return it as the state dict of the wrapped class.
@@ -282,17 +288,17 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         this; see `GradScaler`.
         """
         engine = self._live_engine()
-        engine.require_unscaled()
-        engine.gradient_factors = factors
+        engine.strategy.require_unscaled()
+        engine.state.gradient_factors = factors
         try:
             yield
         finally:
-            engine.gradient_factors = ()
+            engine.state.gradient_factors = ()
 
     def _materialize(self) -> None:
         with self._exclusive("materialized") as engine:
             engine.join()
-            self._materialized = engine.materialize(self.param_groups)
+            self._materialized = materialize(engine, self.param_groups)
         present = number_parameters(self.param_groups)
         self.state.clear()
         self.state.update({p: s for p, s in self._materialized.state.items() if p in present})
@@ -325,9 +331,9 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         with self._exclusive("load_state_dict") as engine:
             engine.join()
             if is_reference(state_dict):
-                engine.load_reference(self.param_groups, state_dict)
+                load_reference(engine, self.param_groups, state_dict)
             else:
-                engine.load_tensors(self.param_groups, state_dict)
+                load_tensors(engine, self.param_groups, state_dict)
         if self._materialized is not None:
             self._materialize()
         for loaded in self._optimizer_load_state_dict_post_hooks.values():
@@ -341,18 +347,20 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             OverlapError: A pass beside backward has applied scaled gradients already.
             AttributeError: In all other cases, so that GradScaler unscales the gradients itself.
         """
-        self._live_engine().require_unscaled()
+        self._live_engine().strategy.require_unscaled()
         raise AttributeError("_step_supports_amp_scaling")
 
 
-def _engine_class(overlap: Overlap | None) -> Callable[..., ExchangingEngine]:
+def _strategy_for(
+    overlap: Overlap | None, model: torch.nn.Module | None
+) -> Callable[[TrainingState], StepStrategy]:
+    if overlap is None or model is None:  # the latter with an overlap has been refused before
+        return WaitedFor
     # Imported only on demand: both modules import torch's compiler, which takes seconds.
     if overlap == "forward":
-        from offload.overlap.forward import ForwardEngine
+        from offload.overlap.forward import BesideForward
 
-        return ForwardEngine
-    if overlap == "backward":
-        from offload.overlap.backward import BackwardEngine
+        return partial(BesideForward, model=model)
+    from offload.overlap.backward import DuringBackward
 
-        return BackwardEngine
-    return ExchangingEngine
+    return partial(DuringBackward, model=model)

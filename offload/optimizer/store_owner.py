@@ -11,15 +11,15 @@ from typing import Any, NoReturn, Self
 import torch
 
 from offload.ambient import neutral
+from offload.engine.engine import Engine
 from offload.engine.finalizer import close_quietly
-from offload.engine.state_dict import ExchangingEngine
 from offload.errors import OffloadError
 
 
 class StoreOwner(torch.optim.Optimizer):
     """A torch optimizer with an engine, which holds the store until `close`."""
 
-    _engine: ExchangingEngine | None
+    _engine: Engine | None
     """Engine of the optimizer; None while the constructor runs."""
 
     _finalizer: weakref.finalize[..., Any]
@@ -70,7 +70,7 @@ class StoreOwner(torch.optim.Optimizer):
         self.__getstate__()
 
     @contextmanager
-    def _exclusive(self, name: str) -> Iterator[ExchangingEngine]:
+    def _exclusive(self, name: str) -> Iterator[Engine]:
         """Yield the engine, within `neutral`, and refuse a call during another call.
 
         Signal handlers run between two instructions of a step, and a checkpoint made in one would
@@ -92,7 +92,7 @@ class StoreOwner(torch.optim.Optimizer):
         finally:
             self._running = ""
 
-    def _live_engine(self) -> ExchangingEngine:
+    def _live_engine(self) -> Engine:
         if self._engine is None:
             raise RuntimeError("the optimizer has not been constructed")
         return self._engine

@@ -4,48 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
-
-import torch
+from collections.abc import Callable, Iterable
 
 from gds.waiting import Monitor, start
 from offload.ambient import flushes_denormals, on_thread
 from offload.engine.chunk_pass import STEP_THREAD, StatePass
 from offload.errors import OffloadError
-from offload.format.digests import Digests
-from offload.overlap.compiling import compile_lock
 from offload.stream.meter import Meter
-from offload.update.device_updater import DeviceUpdater
 from offload.update.rules import Scalars
-from offload.update.updater import ChunkUpdater
-
-
-class _BesideModel(ChunkUpdater):
-    """An updater that runs beside the model.
-
-    While any thread compiles a graph, torch's optimizers compute in another way, with results that
-    differ in the last bit. So a lock makes compilation and the update of a chunk take turns.
-    """
-
-    def update(
-        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
-    ) -> None:
-        """Step one chunk in place; see `ChunkWork.update`."""
-        with compile_lock:
-            super().update(chunk, arrays, digests)
-
-    def finish(self) -> list[Scalars | None]:
-        """Return the scalar state of each parameter after the step."""
-        with compile_lock:
-            return super().finish()
-
-
-class BesideUpdater(_BesideModel):
-    """Updater beside the model for chunks on the CPU."""
-
-
-class BesideDeviceUpdater(_BesideModel, DeviceUpdater):
-    """Updater beside the model for chunks on a device."""
 
 
 class RunningPass:

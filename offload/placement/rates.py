@@ -31,6 +31,7 @@ from offload.placement.model import Rates, StepBytes
 from offload.update.dtypes import DTYPES
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
+from offload.update.step_inputs import StepInputs
 from offload.update.updater import ChunkUpdater
 
 _FORMAT_VERSION = 1
@@ -242,12 +243,14 @@ def update_gbps(
             updater = ChunkUpdater(
                 rule,
                 pool,
-                trial,
-                [groups[largest.group]],
-                [parameter],
-                [gradient],
-                [scalars],
-                step=number + 1,
+                StepInputs(
+                    layout=trial,
+                    groups=[groups[largest.group]],
+                    parameters=[parameter],
+                    gradients=[gradient],
+                    scalars=[scalars],
+                    step=number + 1,
+                ),
             )
             digests = ChunkDigests(views)
             began_s = clock()
