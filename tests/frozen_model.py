@@ -17,7 +17,7 @@ import offload
 from gds import Backend, Buffer, File, IOFuture, StorageError, WrapperBackend
 from gds.backends.wrapper import WrapperFile
 from offload import AdamW, Checkpoint, Options
-from offload.checkpoint import verify
+from offload.checkpoint import sealed_slot
 from offload.format import digests, manifest
 from offload.model import model_file, model_writing
 
@@ -35,7 +35,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def make_units_small(patch: pytest.MonkeyPatch) -> None:
-    for module in (manifest, model_file, verify):
+    for module in (manifest, model_file, sealed_slot):
         patch.setattr(module, "MODEL_BLOCK_BYTES", BLOCK)
     for module in (digests, model_writing):
         patch.setattr(module, "LEAF_BYTES", LEAF)

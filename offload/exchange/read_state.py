@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import errno
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
 
-from gds import File
 from offload.ambient import in_neutral
+from offload.checkpoint.sealed_slot import SealedSlot
 from offload.errors import CheckpointNotFoundError
 from offload.format.arrays import MASTER
-from offload.format.layout import Piece, array_file_name
-from offload.format.names import MODEL_NAME
+from offload.format.layout import Piece
 from offload.update.decoder import (
     StateDecoder,
     StoredParameters,
@@ -71,15 +69,15 @@ def _read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
         array: torch.zeros(spec.num_elements, dtype=torch.float32, device="cpu")
         for array in (MASTER, *kept_arrays(spec, layout))
     }
-    with _StoredPieces(checkpoint) as stored:
-        live = StoredParameters(stored.file(f"{checkpoint.path}/{MODEL_NAME}"), layout)
+    with checkpoint.open_slot() as slot:
+        live = StoredParameters(slot.model, layout)
         decoder = StateDecoder(layout, manifest.scalars, live)
         has_state = manifest.scalars[index] is not None
         for chunk in layout.chunks_of(index):
             for piece in cut_pieces(layout, chunk):
                 if piece.parameter != index:
                     continue
-                arrays = stored.read(chunk, piece) if has_state else {}
+                arrays = _read_piece(slot, chunk, piece) if has_state else {}
                 _, start, values = decoder.block(piece, arrays)
                 if not has_master(spec):  # an FP32 parameter is its own master
                     values[MASTER] = live.view(index, piece.start, piece.stop)
@@ -88,44 +86,20 @@ def _read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
     return {array: values.view(spec.shape) for array, values in out.items()}
 
 
-class _StoredPieces:
-    """Reader of single pieces of chunks. It reads the stored bytes of a piece, and no others."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._layout = checkpoint.manifest.layout
-        self._places = [checkpoint.path, *checkpoint.parts]
-        self._files: dict[str, File] = {}
-        self._opened = ExitStack()
-
-    def __enter__(self) -> _StoredPieces:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-    def file(self, path: str) -> File:
-        """Return a file of the checkpoint, which stays open until the context ends."""
-        if path not in self._files:
-            self._files[path] = file = self._checkpoint.backend.open(path)
-            self._opened.callback(file.close)
-        return self._files[path]
-
-    def read(self, chunk: int, piece: Piece) -> dict[str, torch.Tensor]:
-        """Return a piece's stored values in each state array of its parameter, as flat tensors."""
-        layout = self._layout
-        origin, _ = layout.chunk_range(chunk)
-        first = origin + piece.at
-        last = first + piece.stop - piece.start
-        place = self._places[layout.drives[chunk]]
-        out = {}
-        for array in layout.parameters[piece.parameter].arrays:
-            form = layout.formats[array]
-            offset, _ = layout.byte_range(array, chunk)
-            before, _ = layout.array_range(array, origin, origin)
-            start, stop = layout.array_range(array, first, last)
-            data = self.file(f"{place}/{array_file_name(array)}").read_bytes(
-                offset + (start - before) * form.nbytes, (stop - start) * form.nbytes
-            )
-            out[array] = torch.frombuffer(bytearray(data), dtype=DTYPES[form.dtype])
-        return out
+def _read_piece(slot: SealedSlot, chunk: int, piece: Piece) -> dict[str, torch.Tensor]:
+    """Return the stored values of a piece of a chunk, for each state array of its parameter."""
+    layout = slot.layout
+    origin, _ = layout.chunk_range(chunk)
+    first = origin + piece.at
+    last = first + piece.stop - piece.start
+    out = {}
+    for array in layout.parameters[piece.parameter].arrays:
+        form = layout.formats[array]
+        offset, _ = layout.byte_range(array, chunk)
+        before, _ = layout.array_range(array, origin, origin)
+        start, stop = layout.array_range(array, first, last)
+        data = slot.array(array, chunk).read_bytes(
+            offset + (start - before) * form.nbytes, (stop - start) * form.nbytes
+        )
+        out[array] = torch.frombuffer(bytearray(data), dtype=DTYPES[form.dtype])
+    return out

@@ -28,7 +28,7 @@ from typing import NoReturn
 from offload import DriveTuning
 from offload.engine.seal import SealHandle
 from offload.format.manifest import Manifest
-from offload.store.store import Store
+from offload.store.sealing import Sealing
 from tests.crash.children import serve
 from tests.crash.training import Model, backward, optimizer_for, options
 
@@ -96,17 +96,17 @@ class Child:
         optimizer.close()
 
     def _watch_seals(self) -> None:
-        begin, end, shared = Store.begin_seal, Store.end_seal, self.shared
+        begin, end, shared = Sealing.begin, Sealing.end, self.shared
 
-        def begun(store: Store, manifest: Manifest) -> None:
+        def begun(sealing: Sealing, manifest: Manifest) -> None:
             shared[1] = 1
-            begin(store, manifest)
+            begin(sealing, manifest)
 
-        def ended(store: Store) -> None:
-            end(store)
+        def ended(sealing: Sealing) -> None:
+            end(sealing)
             shared[1] = 0
 
-        Store.begin_seal, Store.end_seal = begun, ended  # type: ignore[method-assign]
+        Sealing.begin, Sealing.end = begun, ended  # type: ignore[method-assign]
 
     def _tell(self, what: bytes, step: int) -> None:
         os.write(self.pipe, _MESSAGE.pack(what, step))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import offload.checkpoint.verify
+import offload.checkpoint.sealed_slot
 import offload.format.manifest
 import offload.model.model_file
 import offload.store.free_slots
@@ -552,7 +552,7 @@ class TestSealBehindTraining:
         for module in (
             offload.format.manifest,
             offload.model.model_file,
-            offload.checkpoint.verify,
+            offload.checkpoint.sealed_slot,
         ):
             monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", 4096)
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-import offload.checkpoint.verify
+import offload.checkpoint.sealed_slot
 import offload.format.manifest
 import offload.model.model_file
 from gds import Backend, Buffer, File, IOFuture, MemoryBackend, StorageError, WrapperBackend
@@ -47,7 +47,11 @@ REUSES_NOTHING = "this process reuses no slot any more"
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (offload.format.manifest, offload.model.model_file, offload.checkpoint.verify):
+    for module in (
+        offload.format.manifest,
+        offload.model.model_file,
+        offload.checkpoint.sealed_slot,
+    ):
         monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", BLOCK_BYTES)
 
 
