@@ -20,7 +20,7 @@ from offload.errors import CheckpointError, DamagedError, StoreError
 from offload.retention.policy import LastK
 from offload.store.pruning import prune
 from tests.command_line import Run
-from tests.crash.training import same_bits
+from tests.stores.training import same_bits
 
 OPTIONS = offload.Options(allow_volatile=True, chunk_bytes=16384, calibrate=False)
 Places = list[Path]

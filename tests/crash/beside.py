@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from tests.crash.children import serve
-from tests.crash.training import Model, backward, optimizer_for, options
+from tests.stores.training import Model, backward, optimizer_for, options
 
 PLAN = "beside.json"
 """What is to be done: ``keep`` and ``drives``."""

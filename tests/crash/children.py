@@ -32,7 +32,7 @@ from gds.backends.wrapper import WrapperFile
 from gds.contract import File
 from offload import AdamW
 from offload.format.digests import DigestContext
-from tests.crash.training import ARRAYS, Model, Reference, backward, optimizer_for, options
+from tests.stores.training import ARRAYS, Model, Reference, backward, optimizer_for, options, train
 
 POLL_S: Final = 0.01
 
@@ -78,9 +78,7 @@ def trained(
     model = Model()
     settings = options(backend, **changes)
     optimizer = optimizer_for(model, f"{directory}/run", settings)
-    for step in (1, 2):
-        backward(model, step)
-        optimizer.step()
+    train(model, optimizer, 1, 2, seal=False)
     return model, optimizer
 
 
@@ -325,9 +323,7 @@ def close_with_one_thread_for_all_transfers(directory: str) -> None:
     backend = OneThreadBackend()
     model = Model()
     optimizer = optimizer_for(model, f"{directory}/run", options(backend))
-    for step in (1, 2):
-        backward(model, step)
-        optimizer.step()
+    train(model, optimizer, 1, 2, seal=False)
     optimizer.synchronize()
     backward(model, 3)
     # The last write of the step waits until it is being closed, and so do the reads behind it.

@@ -29,7 +29,7 @@ from offload.engine.seal import SealHandle
 from offload.format.manifest import Manifest
 from offload.store.store import Store
 from tests.crash.children import serve
-from tests.crash.training import Model, backward, optimizer_for, options
+from tests.stores.training import Model, backward, optimizer_for, options
 
 PLAN = "killing.json"
 """What is to be done: ``keep``, ``drives``, ``num_kills`` and ``seed``."""

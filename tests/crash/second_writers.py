@@ -14,7 +14,7 @@ from typing import Final
 
 from offload.errors import OffloadError
 from tests.crash.children import serve
-from tests.crash.training import Model, backward, optimizer_for, options
+from tests.stores.training import Model, backward, optimizer_for, options
 
 SHARES: Final = (1, 1)
 STEPS: Final = 4

@@ -28,7 +28,8 @@ from offload.format.layout import Layout
 from offload.store.slot import Slot
 from tests.crash import children as child
 from tests.crash.fault_backend import FaultBackend, Kind
-from tests.crash.training import (
+from tests.stores.files import contents
+from tests.stores.training import (
     HYPER,
     Model,
     Reference,
@@ -805,13 +806,3 @@ class TestFailedSeal:
         names = [n for n in training.backend.list_dir(STORE) if n != "LOCK"]
         assert len(names) <= 2, names
         training.optimizer.close()
-
-
-def contents(backend: Backend, directory: str) -> dict[str, bytes]:
-    """Read every file of a directory."""
-    found = {}
-    for name in backend.list_dir(directory):
-        file = backend.open(f"{directory}/{name}")
-        found[name] = file.read_bytes(0, file.size_bytes)
-        file.close()
-    return found

@@ -12,7 +12,7 @@ import pytest
 from gds import PosixBackend
 from offload import open_checkpoint
 from tests.crash import children as child
-from tests.crash.training import Reference, differences
+from tests.stores.training import Reference, differences
 
 
 @pytest.fixture(scope="module")

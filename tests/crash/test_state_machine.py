@@ -33,15 +33,7 @@ from hypothesis.stateful import (
 )
 
 from gds import Backend, StorageError
-from offload import (
-    AdamW,
-    OffloadError,
-    SealHandle,
-    list_checkpoints,
-    open_checkpoint,
-    pin,
-    unpin,
-)
+from offload import AdamW, OffloadError, SealHandle, list_checkpoints, open_checkpoint, pin, unpin
 from offload.engine.chunk_pass import STEP_THREAD
 from offload.engine.seal import SEAL_THREAD
 from offload.errors import (
@@ -75,7 +67,7 @@ from tests.crash.state_model import (
     set_gradients,
 )
 from tests.crash.state_policy import METRIC, Kept, Policy
-from tests.crash.training import Model, add_head, optimizer_for, options, same_bits
+from tests.stores.training import Model, add_head, optimizer_for, options, same_bits
 
 SEED = int(os.environ.get("STATE_MACHINE_SEED", "20261121"))
 MINUTES = float(os.environ.get("STATE_MACHINE_MINUTES", "0"))

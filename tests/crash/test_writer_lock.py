@@ -19,7 +19,7 @@ from offload import AdamW, open_checkpoint
 from offload.errors import SealError, StoreError, StoreLockedError
 from tests.crash import second_writers as second
 from tests.crash.children import Children
-from tests.crash.training import (
+from tests.stores.training import (
     Model,
     Reference,
     backward,

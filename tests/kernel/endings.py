@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from offload import AdamW, SealHandle
 from tests.crash.children import GatedBackend, serve
-from tests.crash.training import Model, backward, optimizer_for, options
+from tests.stores.training import Model, backward, optimizer_for, options, train
 
 ALIVE_S = 0.05
 """Seconds for which a gate stays closed: not measured, only long enough to be in the way."""
@@ -266,9 +266,7 @@ def _trained(directory: str, backend: GatedBackend | None = None) -> tuple[Model
     settings = options(backend, overlap=_overlap(directory))
     optimizer = optimizer_for(model, f"{directory}/run", settings)
     _kept.append(optimizer)
-    for step in (1, 2):
-        backward(model, step)
-        optimizer.step()
+    train(model, optimizer, 1, 2, seal=False)
     return model, optimizer
 
 

@@ -23,8 +23,8 @@ from gds import PosixBackend, StorageError
 from gds.probe import DirectIOUnavailable
 from offload import AdamW, OffloadError, SealHandle, open_checkpoint
 from tests.crash.children import TIMEOUT_S, Children, Ended, serve
-from tests.crash.training import Model, Reference, backward, differences, optimizer_for, options
 from tests.kernel.tracing import has_ended
+from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
 
 LAST_STEP: Final = 5
 REPLACED: Final = 4

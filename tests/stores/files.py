@@ -52,6 +52,11 @@ def flip(backend: Backend, path: str, at: int = -9, mask: int = 1) -> None:
         file.close()
 
 
+def contents(backend: Backend, directory: str) -> dict[str, bytes]:
+    """Return the content of every file of a directory without directories, by name."""
+    return {name: read(backend, f"{directory}/{name}") for name in backend.list_dir(directory)}
+
+
 def everything(backend: Backend, directory: str = "/") -> dict[str, bytes | None]:
     """Return the content of every file below a directory, and None for every directory."""
     found: dict[str, bytes | None] = {}

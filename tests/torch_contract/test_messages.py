@@ -27,6 +27,7 @@ from offload.errors import (
     VolatileStoreError,
 )
 from offload.units import count, duration, many, rate, said_once, seen_from, size
+from tests.stores.files import remove_tree
 
 STORE, OTHER = "/run", "/other/run"
 HINT = "If the drive is not mounted, mount it"
@@ -48,15 +49,6 @@ def options(backend: Any) -> dict[str, Any]:
         backend=backend, allow_volatile=True, chunk_bytes=4096, train_state_bytes=8192
     )
     return {"options": chosen}
-
-
-def remove_tree(backend: MemoryBackend, path: str) -> None:
-    for name in backend.list_dir(path):
-        if backend.stat(f"{path}/{name}").kind == "directory":
-            remove_tree(backend, f"{path}/{name}")
-        else:
-            backend.remove(f"{path}/{name}")
-    backend.remove_dir(path)
 
 
 class TestNumbersOfErrors:

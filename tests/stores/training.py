@@ -17,6 +17,7 @@ import torch
 
 from gds import Backend
 from offload import AdamW, Checkpoint, Options
+from tests.stores.files import read
 
 FEATURES = 30
 CHUNK_BYTES = 4096
@@ -154,6 +155,28 @@ def optimizer_for(
     return AdamW(groups, directory=directory, model=model, options=settings, **{**HYPER, **changes})
 
 
+def take_step(model: Model, optimizer: AdamW, number: int) -> None:
+    """Take the step of a number, which its gradients depend on."""
+    backward(model, number)
+    optimizer.step()
+
+
+def train(model: Model, optimizer: AdamW, *steps: int, seal: bool = True) -> None:
+    """Take steps by number.
+
+    Args:
+        model: Model that the optimizer trains.
+        optimizer: Optimizer, whose next step is the first of `steps`.
+        steps: Numbers of the steps, which their gradients depend on.
+        seal: Whether a checkpoint with the train state ``{"step": number}`` is made of each, and
+            waited for.
+    """
+    for step in steps:
+        take_step(model, optimizer, step)
+        if seal:
+            optimizer.checkpoint({"step": step}).result()
+
+
 def add_head(model: Model, optimizer: AdamW) -> None:
     """Begin to train the head."""
     optimizer.add_param_group({"params": list(model.head.parameters()), **HEAD_HYPER})
@@ -161,11 +184,7 @@ def add_head(model: Model, optimizer: AdamW) -> None:
 
 def read_tensors(backend: Backend, path: str) -> Tensors:
     """Read a safetensors file with the safetensors library."""
-    file = backend.open(path)
-    try:
-        return safetensors.torch.load(file.read_bytes(0, file.size_bytes))
-    finally:
-        file.close()
+    return safetensors.torch.load(read(backend, path))
 
 
 def read_array(backend: Backend, checkpoint: Checkpoint, array: str, like: Tensors) -> Tensors:
