@@ -84,6 +84,15 @@ def remove_tree(backend: Backend, path: str) -> None:
     backend.remove_dir(path)
 
 
+def flip_on_disk(path: Path, at: int = 5000, mask: int = 1) -> None:
+    """Flip bits of the byte at an offset of a file of the machine."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ mask]))
+
+
 def tree(*directories: Path) -> dict[Path, bytes]:
     """Return the content of every file below some directories of the machine."""
     return {p: p.read_bytes() for place in directories for p in place.rglob("*") if p.is_file()}

@@ -81,41 +81,40 @@ def make_optimizer(
     return optimizer_class(chosen.pop("params"), **chosen)
 
 
-def give_gradients(model: torch.nn.Module, number: int) -> None:
-    """Give every parameter a gradient that only depends on a number and on the parameter's shape.
+def give_gradients(parameters: Iterable[torch.Tensor], number: int) -> None:
+    """Give parameters gradients that depend on a number, and on the shapes of the parameters.
 
     Args:
-        model: Model whose parameters get gradients, the frozen ones included.
+        parameters: Parameters in the order in which gradients are drawn, the frozen ones included.
         number: Seed of the gradients.
     """
     generator = torch.Generator().manual_seed(number)
-    for parameter in model.parameters():
+    for parameter in parameters:
         gradient = torch.randn(parameter.shape, generator=generator)
         parameter.grad = gradient.to(parameter.dtype)
 
 
-def step(model: torch.nn.Module, optimizer: OffloadedOptimizer, number: int | None = None) -> None:
-    """Take a step with gradients of a number, by default of the number of steps so far."""
-    give_gradients(model, optimizer.num_steps if number is None else number)
+def step(optimizer: OffloadedOptimizer, number: int | None = None) -> None:
+    """Take a step with gradients of a number, by default the number of steps taken so far."""
+    number = optimizer.num_steps if number is None else number
+    give_gradients((p for group in optimizer.param_groups for p in group["params"]), number)
     optimizer.step()
 
 
 def train(
-    model: torch.nn.Module,
     optimizer: OffloadedOptimizer,
     num_steps: int,
     *,
     seal_at: Iterable[int] | None = None,
     losses: Mapping[int, float] | None = None,
 ) -> list[str]:
-    """Take steps, and make checkpoints whose train state is ``{"number": step}``.
+    """Take steps, and make checkpoints whose train state is ``{"step": number}``.
 
     Args:
-        model: Model that the optimizer trains.
         optimizer: Optimizer, which goes on from where it is.
         num_steps: Number of steps to take.
         seal_at: Steps of which a checkpoint is made, by number; None for all of them.
-        losses: Metric ``loss`` of a checkpoint, by step.
+        losses: Metric ``loss`` of the checkpoints, by step.
 
     Returns:
         Paths of the checkpoints.
@@ -123,11 +122,11 @@ def train(
     chosen = None if seal_at is None else {*seal_at}
     paths = []
     for _ in range(num_steps):
-        step(model, optimizer)
+        step(optimizer)
         number = optimizer.num_steps
         if chosen is None or number in chosen:
             metrics = {"loss": losses[number]} if losses else None
-            paths.append(optimizer.checkpoint({"number": number}, metrics=metrics).result().path)
+            paths.append(optimizer.checkpoint({"step": number}, metrics=metrics).result().path)
     return paths
 
 
@@ -139,7 +138,6 @@ def memory_store(num_checkpoints: int = 2, **arguments: Any) -> MemoryBackend:
         arguments: Other arguments of `make_optimizer`.
     """
     backend = MemoryBackend()
-    model = make_model()
-    with make_optimizer(model, backend, keep=num_checkpoints, **arguments) as optimizer:
-        train(model, optimizer, num_checkpoints)
+    with make_optimizer(make_model(), backend, keep=num_checkpoints, **arguments) as optimizer:
+        train(optimizer, num_checkpoints)
     return backend.reopened()

@@ -188,7 +188,7 @@ class TestDamage:
             assert old.step == 1
         assert [str(w.message) for w in caught] == [message]
         # Training goes on, and takes the damaged one's name when it comes to its step.
-        step(model, optimizer)
+        step(optimizer)
         assert optimizer.checkpoint().result().path == newest
         with open_checkpoint(newest, backend=backend) as opened:
             assert opened.verify().ok
@@ -215,7 +215,7 @@ class TestDamage:
             optimizer.step()
         optimizer.close()
         with make_optimizer(model, backend, fresh=True) as optimizer:
-            step(model, optimizer)
+            step(optimizer)
             assert optimizer.checkpoint().result().verify().ok
 
     @pytest.mark.parametrize("name", ["model", "master", "exp_avg", "train_state"])
@@ -273,9 +273,9 @@ class TestDamage:
         model, backend = make_model(), MemoryBackend()
         optimizer = make_optimizer(model, backend)
         for _ in range(2):
-            step(model, optimizer)
+            step(optimizer)
             optimizer.checkpoint().result()
-        step(model, optimizer)
+        step(optimizer)
         flip(backend, f"{STORE}/step-00000002/model.safetensors", -5)
         with pytest.raises(CheckpointError, match="damaged"):
             optimizer.restore(2)
@@ -286,7 +286,7 @@ class TestDamage:
             found = optimizer.restore()
         assert found is not None
         assert optimizer.num_steps == found.step == 1
-        step(model, optimizer)
+        step(optimizer)
         optimizer.close()
 
     def test_a_reader_that_keeps_newer_ones_from_being_withdrawn(self) -> None:
@@ -300,10 +300,10 @@ class TestDamage:
         ):
             optimizer.restore(1, discard_newer=True)
         with pytest.raises(BrokenOptimizerError, match=r"call restore\(\)"):
-            step(model, optimizer)
+            step(optimizer)
         found = optimizer.restore()
         assert found is not None
         assert found.step == 2
-        step(model, optimizer)
+        step(optimizer)
         assert optimizer.num_steps == 3
         optimizer.close()

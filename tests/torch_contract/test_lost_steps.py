@@ -62,7 +62,7 @@ class TestClosing:
         assert not self.said(caplog), "there was no step"
         with make_optimizer(model, backend, directory=self.STORE) as optimizer:
             optimizer.restore()
-            step(model, optimizer)
+            step(optimizer)
         (said,) = self.said(caplog)
         assert "1 optimizer step is lost" in said
         assert said.endswith(f"the newest checkpoint is {self.STORE}/step-00000002")
@@ -96,9 +96,9 @@ class TestClosing:
     ) -> None:
         model = make_model()
         with make_optimizer(model, MemoryBackend(), directory=self.STORE) as optimizer:
-            step(model, optimizer)
+            step(optimizer)
             optimizer.checkpoint()
-            step(model, optimizer)
+            step(optimizer)
             optimizer.restore()
         assert not self.said(caplog)
 
@@ -112,9 +112,9 @@ class TestClosing:
         model = make_model()
         backend = CannotName(MemoryBackend())
         with make_optimizer(model, backend, directory=self.STORE) as optimizer:
-            step(model, optimizer)
+            step(optimizer)
             optimizer.checkpoint().result()
-            step(model, optimizer)
+            step(optimizer)
             optimizer.checkpoint()
             with pytest.raises(SealError):
                 optimizer.synchronize()

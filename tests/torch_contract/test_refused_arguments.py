@@ -108,7 +108,7 @@ class TestOptimizers:
     def test_state_that_is_looked_for_in_memory(self) -> None:
         model = make_model()
         with make_optimizer(model, MemoryBackend()) as optimizer:
-            step(model, optimizer)
+            step(optimizer)
             weight = model[0].weight
             with pytest.raises(KeyError, match=r"exp_avg: .* is on storage.*materialized\(\)"):
                 optimizer.state[weight]["exp_avg"]
@@ -117,7 +117,7 @@ class TestOptimizers:
             with optimizer.materialized():
                 assert optimizer.state[weight]["exp_avg"].shape == weight.shape
                 assert type(optimizer.state[weight]) is dict
-            step(model, optimizer)
+            step(optimizer)
 
     @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy, copy.copy])
     def test_copies(self, copied: Callable[[object], object]) -> None:
@@ -180,7 +180,7 @@ class TestParameters:
             optimizer.step()
         assert "pass sparse=False" in str(error.value)
         assert optimizer.num_steps == 0
-        step(model, optimizer)  # dense ones are fine
+        step(optimizer)  # dense ones are fine
         optimizer.close()
 
     def test_two_of_the_same_name(self, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ class TestParameters:
         model, backend = make_model(), MemoryBackend()
         optimizer = make_optimizer(model, backend, params=model[0].parameters())
         if stepped:
-            step(model, optimizer)
+            step(optimizer)
         weight, bias = model[1].parameters()
         with (
             nothing_changes(backend, model, optimizer),
@@ -223,7 +223,7 @@ class TestParameters:
         assert len(optimizer.param_groups) == 1
         optimizer.param_groups[0]["params"] += [weight, bias, bias]  # as libraries do
         with pytest.raises(MismatchError, match=r"'1\.bias' is given twice, at position 3 of"):
-            step(model, optimizer)
+            step(optimizer)
         optimizer.param_groups[0]["params"].pop()
-        step(model, optimizer)
+        step(optimizer)
         optimizer.close()

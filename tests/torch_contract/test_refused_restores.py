@@ -183,7 +183,7 @@ class TestAnotherModel:
         ]
         model, backend = make_model(), MemoryBackend()
         with make_optimizer(model, backend, SGD, params=groups(model), lr=0.1) as optimizer:
-            step(model, optimizer)
+            step(optimizer)
             optimizer.checkpoint().result()
         model = make_model()
         optimizer = make_optimizer(model, backend, SGD, params=groups(model)[::-1], lr=0.1)
@@ -206,10 +206,10 @@ class TestAnotherModel:
         backend = MemoryBackend()
         model, added = build()
         with make_optimizer(model, backend, params=list(model[:2].parameters())) as optimizer:
-            step(model, optimizer)
+            step(optimizer)
             model[2].requires_grad_(True)
             optimizer.add_param_group(added)
-            step(model, optimizer)
+            step(optimizer)
             optimizer.checkpoint().result()
         trained = bits(model)
         model, added = build()
@@ -226,7 +226,7 @@ class TestAnotherModel:
     def test_a_state_dict_of_elsewhere(self) -> None:
         model, backend = make_model(), MemoryBackend()
         optimizer = make_optimizer(model, backend)
-        step(model, optimizer)
+        step(optimizer)
         stale = {**optimizer.state_dict(), "step": 9}
         with (
             nothing_changes(backend, model, optimizer),

@@ -32,7 +32,7 @@ class TestTrainState:
     def test_that_would_not_come_back_the_same(self, state: object, path: str) -> None:
         model, backend = make_model(), MemoryBackend()
         optimizer = make_optimizer(model, backend)
-        step(model, optimizer)
+        step(optimizer)
         with (
             nothing_changes(backend, model, optimizer),
             pytest.raises(TrainStateTypeError, match=path),
@@ -49,7 +49,7 @@ class TestTrainState:
     def test_what_is_meant_as_a_file_name_or_a_step(self, state: object) -> None:
         model, backend = make_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
-            step(model, optimizer)
+            step(optimizer)
             with (
                 nothing_changes(backend, model, optimizer),
                 pytest.raises(TrainStateTypeError, match=r"train_state .*, got ") as error,
@@ -69,7 +69,7 @@ class TestTrainState:
     def test_other_values_are_stored_as_they_are(self, state: object) -> None:
         model = make_model()
         with make_optimizer(model, MemoryBackend()) as optimizer:
-            step(model, optimizer)
+            step(optimizer)
             assert optimizer.checkpoint(state).result().train_state == state
 
     def test_that_is_larger_than_what_is_reserved(self) -> None:
@@ -77,7 +77,7 @@ class TestTrainState:
         model = make_model()
         optimizer = make_optimizer(model, backend)
         optimizer.restore()
-        step(model, optimizer)
+        step(optimizer)
         large = {"seen": torch.arange(5000)}
         with (
             nothing_changes(backend, model, optimizer),
@@ -93,7 +93,7 @@ class TestTrainState:
         optimizer = make_optimizer(model, backend, settings={"train_state_bytes": needed})
         optimizer.restore()
         for _ in range(4):
-            step(model, optimizer)
+            step(optimizer)
             found = optimizer.checkpoint(large).result()
             assert torch.equal(found.train_state["seen"], large["seen"])
         optimizer.close()
@@ -101,7 +101,7 @@ class TestTrainState:
     def test_a_hyperparameter_that_cannot_be_stored(self) -> None:
         model, backend = make_model(), MemoryBackend()
         optimizer = make_optimizer(model, backend)
-        step(model, optimizer)
+        step(optimizer)
         optimizer.param_groups[0]["note"] = self.Sampler()
         with pytest.raises(TypeError, match=r"param_groups\[0\]\['note'\] is a Sampler"):
             optimizer.checkpoint()

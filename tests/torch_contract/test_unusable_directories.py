@@ -50,7 +50,7 @@ class TestDirectories:
         model = make_model()
         if exists:
             with AdamW(model.parameters(), directory=directory, model=model) as optimizer:
-                step(model, optimizer)
+                step(optimizer)
                 optimizer.checkpoint().result()
         with mounted(tmp_path / "disk", "--bind", tmp_path / "disk", read_only=True):
             before = bits(model)
@@ -59,7 +59,7 @@ class TestDirectories:
                 optimizer = AdamW(model.parameters(), directory=directory, model=model)
                 try:
                     optimizer.restore()
-                    step(model, optimizer)
+                    step(optimizer)
                 finally:
                     optimizer.close()
             assert error.value.errno == errno.EROFS
@@ -82,13 +82,13 @@ class TestDirectories:
     def test_that_another_optimizer_writes_to(self) -> None:
         model, backend = make_model(), MemoryBackend()
         first = make_optimizer(model, backend)
-        step(model, first)
+        step(first)
         with (
             nothing_changes(backend, model, first),
             pytest.raises(StoreLockedError, match=r"call close\(\) of that optimizer first"),
         ):
             make_optimizer(model, backend)
-        step(model, first)
+        step(first)
         first.close()
 
     @pytest.fixture
@@ -143,13 +143,13 @@ class TestSpace:
             nothing_changes(backend, model, optimizer),
             pytest.raises(StorageError, match="the slot that the next step writes to") as error,
         ):
-            step(model, optimizer)
+            step(optimizer)
         assert error.value.errno == errno.ENOSPC
         assert optimizer.num_steps == 0
         backend.remove("/other")
         optimizer.step()
         other = make_optimizer(reference, MemoryBackend())
-        step(reference, other)
+        step(other)
         assert bits(model) == bits(reference)
         for one in (optimizer, other):
             one.close()
@@ -165,8 +165,8 @@ class TestSpace:
             make_optimizer(m["body"], b, keep=1, model=None)
             for m, b in ((model, backend), (twin, roomy))
         )
-        for one, its in ((model, optimizer), (twin, other)):
-            step(one["body"], its)
+        for its in (optimizer, other):
+            step(its)
             its.checkpoint().result()
         for _ in range(2):
             with (
@@ -175,9 +175,9 @@ class TestSpace:
             ):
                 optimizer.add_param_group({"params": list(model["head"].parameters())})
             assert len(optimizer.param_groups) == 1
-        for one, its in ((model, optimizer), (twin, other)):
+        for its in (optimizer, other):
             for _ in range(2):
-                step(one["body"], its)
+                step(its)
             assert its.checkpoint().result().verify().ok
             its.close()
         assert bits(model["body"]) == bits(twin["body"])
