@@ -37,6 +37,13 @@ def make_model(
         return torch.nn.Sequential(*layers).to(dtype)
 
 
+def make_mixed_model(seed: int = 0) -> torch.nn.Sequential:
+    """Return two layers in bf16 below one in FP32, which has no separate masters."""
+    model = make_model(40, 33, 7, 3, dtype=torch.float32, seed=seed)
+    model[:2].bfloat16()
+    return model
+
+
 def options(backend: Backend | None = None, **changes: Any) -> Options:
     """Return settings for small chunks, on any file system.
 
