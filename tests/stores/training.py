@@ -17,10 +17,10 @@ import torch
 
 from gds import Backend
 from offload import AdamW, Checkpoint, Options
+from tests.stores import small
 from tests.stores.files import read
 
 FEATURES = 30
-CHUNK_BYTES = 4096
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
 HEAD_HYPER = {"lr": 3e-3, "weight_decay": 0.0}
 ARRAYS = ("master", "exp_avg", "exp_avg_sq")
@@ -122,14 +122,11 @@ class Reference:
 def options(backend: Backend | None = None, **changes: Any) -> Options:
     """Return settings that make a run of several small chunks."""
     settings = {
-        "chunk_bytes": CHUNK_BYTES,
-        "train_state_bytes": 8192,
         "ring_chunks": 2,
         "allow_volatile": backend is not None,
-        "backend": backend,
         "reader_timeout_s": 0.2,
     }
-    return Options(**{**settings, **changes})
+    return small.options(backend, **{**settings, **changes})
 
 
 def optimizer_for(
