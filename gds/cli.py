@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from gds.check.choice import Directions, Requirement
 
 app = typer.Typer(
-    name="gds", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    name="gds",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich keeps the line breaks of docstrings
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
@@ -76,7 +80,9 @@ class Wanted(StrEnum):
 
 @app.command()
 def check(
-    directory: Annotated[str, typer.Argument(help="Where the data is to lie.", show_default=False)],
+    directory: Annotated[
+        str, typer.Argument(help="Directory that will hold the data.", show_default=False)
+    ],
     require: Annotated[
         Required | None,
         typer.Option(
@@ -85,15 +91,17 @@ def check(
             show_default=False,
         ),
     ] = None,
-    wanted: Annotated[
-        Wanted, typer.Option("--for", help="Judge by reads, by writes, or by both.")
-    ] = Wanted.both,
+    wanted: Annotated[Wanted, typer.Option("--for", help="Transfers to judge by.")] = Wanted.both,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that cuFile has to answer, in its own process.")
+        float,
+        typer.Option(min=0.1, help="Seconds that cuFile may take to answer, in its own process."),
     ] = 10.0,
     as_json: Json = False,
 ) -> None:
-    """Say which path reads and writes would take in a directory, and why not a better one."""
+    """Say which path transfers in a directory would take.
+
+    For each better path, the reason why it is not taken is named.
+    """
     from gds.check.examine import examine
     from gds.check.report import show
 
@@ -147,17 +155,21 @@ def bench(
             show_default=False,
         ),
     ],
-    rw: Annotated[Pattern, typer.Option(help="What to do; mixed is both at once.")] = Pattern.read,
-    path: Annotated[PathOption, typer.Option(help="Which way.")] = PathOption.direct,
-    size: Annotated[str, typer.Option(help="Of a request.")] = "1M",
-    threads: Annotated[int, typer.Option(help="Requests that run at once.")] = 2,
+    rw: Annotated[
+        Pattern, typer.Option(help="Transfers to measure; mixed runs both at once.")
+    ] = Pattern.read,
+    path: Annotated[PathOption, typer.Option(help="Path of the transfers.")] = PathOption.direct,
+    size: Annotated[str, typer.Option(help="Size of a request.")] = "1M",
+    threads: Annotated[int, typer.Option(help="Threads that run requests.")] = 2,
     depth: Annotated[
-        int | None, typer.Option(help="Requests in flight; as many as threads if not given.")
+        int | None, typer.Option(help="Requests in flight; default: one per thread.")
     ] = None,
-    mix: Annotated[int, typer.Option(help="Per cent of reads where both are done.")] = 50,
-    file_size: Annotated[str, typer.Option(help="Of the scratch file.")] = "1G",
-    passes: Annotated[int, typer.Option(help="How often to move every block.")] = 1,
-    seconds: Annotated[float, typer.Option(help="Go on for so long, in whole passes.")] = 0.0,
+    mix: Annotated[int, typer.Option(help="Percentage of reads in a mixed run.")] = 50,
+    file_size: Annotated[str, typer.Option(help="Size of the scratch file.")] = "1G",
+    passes: Annotated[int, typer.Option(help="Number of times that every block is moved.")] = 1,
+    seconds: Annotated[
+        float, typer.Option(help="Least duration in seconds; whole passes are run.")
+    ] = 0.0,
     cache: Annotated[
         Cache, typer.Option(help="The page cache before each pass: emptied, filled, or left.")
     ] = Cache.cold,
@@ -165,18 +177,24 @@ def bench(
         list[str] | None,
         typer.Option(help="size=64K..16M doubles; rw=read,write lists. May be repeated."),
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Measure everything so often.")] = 1,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Number of repetitions of the whole measurement.")
+    ] = 1,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every block with what was written.")
     ] = False,
     compare_fio: Annotated[
         bool, typer.Option("--compare-fio", help="Alternate with fio and print the ratio.")
     ] = False,
-    pairs: Annotated[int, typer.Option(min=1, help="Pairs of that comparison.")] = 11,
+    pairs: Annotated[
+        int, typer.Option(min=1, help="Number of pairs of runs in the comparison with fio.")
+    ] = 11,
     plot: Annotated[
         str | None, typer.Option(help="Draw a sweep into this file; needs matplotlib.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of contents and random order.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the contents and of the random order.")
+    ] = 0,
     allow_volatile: Annotated[
         bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
     ] = False,

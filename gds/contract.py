@@ -5,9 +5,9 @@ against these protocols. So a fault injector, a throttle, a recorder of crashes 
 transport is a wrapper or another backend, never a flag. `gds.testing.BackendContract` is the
 executable form of this module: the tests of a new backend subclass it and must pass.
 
-Durability of all backends: when the future of `File.write` resolves, the data has reached the
-device or its cache (or the page cache, if the transfer is not direct), nothing more. `File.sync`
-makes the written data and the size of that file durable. Names (creation, `rename`, `exchange`,
+Durability of all backends: when the future of `File.write` resolves, the data has only reached the
+device or its cache (or the page cache, if the transfer is not direct). `File.sync` makes the
+written data and the size of that file durable. Names (creation, `rename`, `exchange`,
 `remove`) are durable after `sync_dir` of the directory that holds them. No backend retries a
 failed sync.
 """
@@ -79,7 +79,7 @@ class IOFuture(Protocol):
         ...
 
     def result(self, timeout: float | None = None) -> int:
-        """Wait for the transfer and return its length in bytes, which is that of the whole request.
+        """Wait for the transfer and return the length of the whole request, in bytes.
 
         Args:
             timeout: Seconds to wait; None waits without limit.
@@ -113,7 +113,7 @@ class File(Protocol):
 
     @property
     def inode(self) -> int:
-        """Number of the file, equal to `Stat.inode` of its names; also valid after `close`.
+        """Inode number of the file, equal to `Stat.inode` of its names; also valid after `close`.
 
         A name whose `Stat.inode` differs refers to another file: this file was replaced, moved or
         removed under that name, and later writes to this file do not show under it.
@@ -147,7 +147,7 @@ class File(Protocol):
         ...
 
     def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
-        """Start reading a range again from the device, because the result of a read is in doubt.
+        """Start a second read of a range, from the device, if the result of the first is in doubt.
 
         The range is first dropped from the page cache, as far as the kernel can drop it. So the
         bytes do not come from pages that the first read may have filled.
@@ -192,8 +192,8 @@ class File(Protocol):
 
         Afterwards both files have the same bytes in the range and share its disk space. A clone
         is like a write: `sync` makes it durable. A later write to either file does not show in
-        the other. It takes new space wherever space is shared: in the range and, on some file
-        systems, up to `CLONE_REACH_BYTES` before and after it.
+        the other. Such a write takes new space wherever space is shared: in the range and, on some
+        file systems, up to `CLONE_REACH_BYTES` before and after the range.
 
         Args:
             source: A file of the same backend. Data written to it need not be synced first.
@@ -322,7 +322,7 @@ class Stat:
     """Size of a file, in bytes; without meaning for other kinds."""
 
     inode: int
-    """Number of the object. A name that comes to refer to another object shows another number."""
+    """Inode number of the object. It changes if the name comes to refer to another object."""
 
     num_links: int
     """Number of names of a file; 1 for any other object. If a file has several names (hard links),

@@ -73,7 +73,11 @@ def mount_id(fd: int) -> int | None:
 
 
 def rename_with(source: str, target: str, flags: int) -> None:
-    """Rename with ``RENAME_*`` flags; raises `OSError`, ENOSYS if the C library lacks the call."""
+    """Rename with ``RENAME_*`` flags.
+
+    Raises:
+        OSError: The rename failed; ENOSYS if the C library lacks the call.
+    """
     call = _function("renameat2")
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), source, None, target)

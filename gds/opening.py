@@ -20,8 +20,8 @@ def open_backend(
 
     Args:
         name: ``"posix"`` moves host memory; ``"kvikio"`` moves host memory and GPU memory.
-        hybrid: Choose between direct and buffered I/O for each request of host memory; see
-            `PosixBackend`.
+        hybrid: Whether to choose between direct and buffered I/O for each request of host memory,
+            or the policy for that choice; see `PosixBackend`.
         settings: Further arguments of `PosixBackend`, or of `gds.kvikio.KvikioBackend`.
 
     Raises:

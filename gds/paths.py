@@ -26,7 +26,7 @@ class TransferPath:
     """Description for people."""
 
     memory: Literal["host", "device"]
-    """Kind of memory at the end opposite the drive."""
+    """Kind of memory that the path connects with the drive."""
 
     exit_status: int
     """Exit status of `gds check` if this path is the one that would be used."""

@@ -198,10 +198,10 @@ def required_alignment(fd: int) -> tuple[int, int] | None:
     """Return the alignments that direct transfers on `fd` need.
 
     Returns:
-        Alignment of memory, and alignment of offset and length, both in bytes: the kernel's
-        answer; if it does not tell, the block size of the device for both; if that is not known
-        either, `ALIGNMENT` for both. None if the kernel says that this file takes no direct
-        transfers.
+        Alignment of memory, and alignment of offset and length, both in bytes, as the kernel
+        reports them. If the kernel reports none, both are the block size of the device; if that is
+        not known either, both are `ALIGNMENT`. None if the kernel says that this file takes no
+        direct transfers.
     """
     told = libc.direct_alignment(fd)
     if told is not None:
@@ -242,7 +242,7 @@ def direct_io(directory: str) -> DirectIO:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             # Too full to try. Existing files can still be used: each is tried when it is opened.
             return DirectIO(True, ALIGNMENT, ALIGNMENT)
-        # /proc reports the new, nameless file as missing.
+        # ENOENT also comes from special file systems without new files, such as /proc.
         is_special = error.errno == errno.ENOENT and os.path.isdir(directory)
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) and not is_special:
             raise

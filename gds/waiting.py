@@ -117,7 +117,14 @@ class Pending(Generic[T]):
             self = None  # type: ignore[assignment]  # the error's traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait as `result` does, and return the error; None if the outcome is a value."""
+        """Wait for the outcome and return the error; None if the outcome is a value.
+
+        Args:
+            timeout: Seconds to wait; None waits without limit.
+
+        Raises:
+            TimeoutError: The outcome is not known after `timeout` seconds.
+        """
         if not self.wait(timeout):
             raise TimeoutError
         return self._error

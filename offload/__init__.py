@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from offload.checkpoint.checkpoint import Checkpoint, VerifyReport, open_checkpoint
     from offload.checkpoint.listing import CheckpointInfo, list_checkpoints
     from offload.classes import SGD, Adam, AdamW
+    from offload.engine.reference import Position, reference_of
     from offload.engine.seal import SealHandle
     from offload.engine.stats import Stats
     from offload.errors import (
@@ -47,14 +48,18 @@ if TYPE_CHECKING:
         UnwritableError,
         VolatileStoreError,
     )
+    from offload.exchange.exporting import export_checkpoint
+    from offload.exchange.importing import import_checkpoint
     from offload.exchange.read_state import read_state
     from offload.format.errors import TrainStateTooLargeError, TrainStateTypeError
+    from offload.format.metrics import usable_metrics
     from offload.grad_scaler import GradScaler
     from offload.model.loading import load_parameters
     from offload.model.process_groups import SEPARATE
     from offload.optimizer import OffloadedOptimizer
-    from offload.options import Options
+    from offload.options import DriveTuning, Options
     from offload.retention.policy import BestBy, EverySeconds, EverySteps, LastK, Retention
+    from offload.store.giving_up import verify_before_resume
     from offload.store.pinning import pin, unpin
     from offload.store.quarantine import verify_and_mark
 
@@ -75,6 +80,7 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointNotFoundError",
     "DamagedError",
+    "DriveTuning",
     "EverySeconds",
     "EverySteps",
     "GradScaler",
@@ -88,6 +94,7 @@ __all__ = [
     "Options",
     "OverlapError",
     "PinError",
+    "Position",
     "ProcessGroupError",
     "RecycledError",
     "RemoteStoreError",
@@ -109,13 +116,18 @@ __all__ = [
     "UnwritableError",
     "VerifyReport",
     "VolatileStoreError",
+    "export_checkpoint",
+    "import_checkpoint",
     "list_checkpoints",
     "load_parameters",
     "open_checkpoint",
     "pin",
     "read_state",
+    "reference_of",
     "unpin",
+    "usable_metrics",
     "verify_and_mark",
+    "verify_before_resume",
 ]
 
 _MODULES = {
@@ -149,17 +161,22 @@ _MODULES = {
         "UnwritableError",
         "VolatileStoreError",
     ),
+    "offload.engine.reference": ("Position", "reference_of"),
     "offload.format.errors": ("TrainStateTooLargeError", "TrainStateTypeError"),
+    "offload.format.metrics": ("usable_metrics",),
     "offload.checkpoint.listing": ("CheckpointInfo", "list_checkpoints"),
     "offload.model.loading": ("load_parameters",),
     "offload.optimizer": ("OffloadedOptimizer",),
-    "offload.options": ("Options",),
+    "offload.options": ("DriveTuning", "Options"),
+    "offload.store.giving_up": ("verify_before_resume",),
     "offload.store.pinning": ("pin", "unpin"),
     "offload.model.process_groups": ("SEPARATE",),
     "offload.store.quarantine": ("verify_and_mark",),
     "offload.retention.policy": ("BestBy", "EverySeconds", "EverySteps", "LastK", "Retention"),
     "offload.grad_scaler": ("GradScaler",),
     "offload.engine.seal": ("SealHandle",),
+    "offload.exchange.exporting": ("export_checkpoint",),
+    "offload.exchange.importing": ("import_checkpoint",),
     "offload.exchange.read_state": ("read_state",),
     "offload.engine.stats": ("Stats",),
 }

@@ -1,10 +1,10 @@
 """torch's modes: those of the caller, and the neutral ones that this library computes in.
 
-Modes of torch belong to a thread: inference mode, gradients, autocast, default device, flushing of
-denormal numbers, and modes that see every function called. A caller may be in any of them. They
-matter: a buffer made in inference mode can never be written outside of it, and a buffer made
-without a device is on the default device. So every public function computes within `neutral`, and
-calls the user's code within `as_user`, in the caller's modes.
+torch keeps these modes for each thread: inference mode, gradients, autocast, default device,
+flushing of denormal numbers, and modes that see every function called. A caller may have set any of
+them, and they matter: a buffer made in inference mode can never be written outside of that mode,
+and a buffer made without a device is on the default device. So every public function computes
+within `neutral`, and calls the user's code within `as_user`, in the caller's modes.
 
 The default dtype, deterministic algorithms and anomaly mode are settings of the process, which
 other threads may rely on. This library leaves them alone, and names the dtype of every tensor that
@@ -95,7 +95,7 @@ def neutral(*, keep_denormals: bool = False) -> Iterator[None]:
 
 @contextmanager
 def as_user() -> Iterator[None]:
-    """Run the block in the caller's modes again, within `neutral`; used for the user's hooks."""
+    """Run a block inside `neutral` in the caller's modes again; used for the user's hooks."""
     users = _of_thread.users
     if users is None:
         yield
@@ -130,9 +130,9 @@ def in_neutral(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def for_thread(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return a function for a thread of this library, which runs within `neutral`.
+    """Return a function that a thread of this library can run, and that computes within `neutral`.
 
-    Denormal numbers are treated there as on the thread that calls `for_thread`.
+    The function flushes denormal numbers if the thread that calls `for_thread` does.
 
     Args:
         function: Function to run on the thread.
@@ -183,7 +183,7 @@ def called_as_user(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def _set(modes: _Modes, *, instead_of: _Modes) -> Iterator[None]:
-    """Run the block in other modes, except function modes, and restore the modes at its end."""
+    """Run the block in `modes`, and then set `instead_of` again; function modes do not change."""
     with torch.inference_mode(modes.inference), torch.set_grad_enabled(modes.grad):
         try:
             _set_of_thread(modes, instead_of)

@@ -27,7 +27,7 @@ class ProcessGroupError(OffloadError, RuntimeError):
 
 
 class _SaysAllError(OSError):
-    """An `OSError` that prints only its message, which includes the meaning of its number."""
+    """An `OSError` that prints only its message, which already has the meaning of the errno."""
 
     def __str__(self) -> str:
         return message_of(self)
@@ -46,7 +46,7 @@ class StoreBusyError(StoreError):
 
 
 class RecycledError(StoreBusyError):
-    """A training process has recycled a checkpoint that was in use here. It was not damaged."""
+    """A training process has recycled a checkpoint that was in use here, and was not damaged."""
 
 
 class StoreFullError(StoreError):
@@ -136,7 +136,7 @@ class BrokenOptimizerError(OffloadError, RuntimeError):
 
 
 class OverlapError(OffloadError, RuntimeError):
-    """An operation is impossible with steps beside backward. The message names alternatives."""
+    """An operation is impossible with ``overlap="backward"``. The message names alternatives."""
 
 
 def reason_of(error: BaseException) -> str:

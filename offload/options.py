@@ -21,6 +21,60 @@ _MIN_CHUNK_BYTES = ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DriveTuning:
+    """Settings for using the drives; every default is measured, or found out by trying.
+
+    No setting changes any bit of parameters or stored state.
+
+    Raises:
+        ValueError: A value is not possible. The message says why.
+    """
+
+    threads: int | None = None
+    """Number of reads, and of writes, that run at once. None for the number that was measured to
+    suit the drive; 3 if nothing was measured."""
+
+    request_bytes: int | None = None
+    """Most bytes in one request to the drive, a multiple of 4096. None for the size that was
+    measured to suit the drive; if nothing was measured, a chunk of one state array is one
+    request."""
+
+    shares: tuple[int, ...] | None = None
+    """Proportions of the state on each drive with ``directory=[a, b, ...]``: whole numbers of at
+    least 1, one for each directory, and at most 1024 in total. None for the proportions of the
+    drives' measured bandwidths. The value is fixed when a store is made; a resume keeps the store's
+    own."""
+
+    direct: bool | None = None
+    """Whether to bypass the page cache: True requires it, False never does it, None does it if it
+    works."""
+
+    calibrate: bool = True
+    """Measure the drive for a second or two before the first step of a store of 1 GiB or more, and
+    each drive when a store on several drives is made. The result is kept in the store's directory,
+    as ``calibration.json``."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for values that are not possible."""
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if self.request_bytes is not None and (
+            self.request_bytes < ALIGNMENT or self.request_bytes % ALIGNMENT
+        ):
+            raise ValueError(
+                f"request_bytes must be a multiple of {ALIGNMENT}, got {self.request_bytes}"
+            )
+        if self.shares is not None and (
+            not all(type(share) is int and share >= 1 for share in self.shares)
+            or not 1 <= sum(self.shares) <= 1024
+        ):
+            raise ValueError(
+                "shares must be whole numbers of at least 1, one for each directory, and at most "
+                f"1024 together, got {self.shares}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Settings for streaming and storing state; every default is right for most machines.
 
@@ -31,6 +85,7 @@ class Options:
 
     Raises:
         ValueError: A value is not possible. The message says why.
+        TypeError: `drives` is not a `DriveTuning`.
     """
 
     chunk_bytes: int = 32 << 20
@@ -42,20 +97,6 @@ class Options:
     takes ``ring_chunks * chunk_bytes * number of state arrays`` bytes of host memory, or of device
     memory if state is updated on the device. None for the number that the drive was measured to
     need; 6 if nothing was measured."""
-
-    threads: int | None = None
-    """Number of reads, and of writes, that run at once. None for the number that was measured to
-    suit the drive; 3 if nothing was measured."""
-
-    request_bytes: int | None = None
-    """Most bytes in one request to the drive, a multiple of 4096. None for the size that was
-    measured to suit the drive; if nothing was measured, a chunk of one state array is one
-    request."""
-
-    calibrate: bool = True
-    """Measure the drive for a second or two before the first step of a store of 1 GiB or more, and
-    each drive when a store on several drives is made. The result is kept in the store's directory,
-    as ``calibration.json``."""
 
     host_memory: int | str = 0
     """Host memory in which state may stay between steps, in addition to the ring: a number of
@@ -78,12 +119,6 @@ class Options:
     last two take fewer bytes, and give results that differ from FP32 state. These results are
     reproducible, and the same after a resume. The result for a parameter depends on its own name
     and elements, and not on anything else in the store."""
-
-    shares: tuple[int, ...] | None = None
-    """Proportions of the state on each drive with ``directory=[a, b, ...]``: whole numbers of at
-    least 1, one for each directory, and at most 1024 in total. None for the proportions of the
-    drives' measured bandwidths. The value is fixed when a store is made; a resume keeps the store's
-    own."""
 
     overlap: Overlap | None = None
     """Part of the model's work that hides the step; needs ``model=``. None: ``step()`` returns when
@@ -115,9 +150,8 @@ class Options:
     With Adam this reads 12 more bytes per parameter, and finds damage before a step is taken.
     ``"always"``: in every step, which costs the CPU another digest of all state."""
 
-    direct: bool | None = None
-    """Whether to bypass the page cache: True requires it, False never does it, None does it if it
-    works."""
+    drives: DriveTuning = DriveTuning()
+    """Settings for using the drives, which are measured by default; see `DriveTuning`."""
 
     allow_volatile: bool = False
     """Whether to accept a directory whose content is lost at power-off (tmpfs). Meant for tests."""
@@ -147,13 +181,10 @@ class Options:
                 f"chunk_bytes must be at least {_MIN_CHUNK_BYTES} (the alignment of direct I/O), "
                 f"got {self.chunk_bytes}"
             )
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads must be at least 1, got {self.threads}")
-        if self.request_bytes is not None and (
-            self.request_bytes < ALIGNMENT or self.request_bytes % ALIGNMENT
-        ):
-            raise ValueError(
-                f"request_bytes must be a multiple of {ALIGNMENT}, got {self.request_bytes}"
+        if not isinstance(self.drives, DriveTuning):
+            raise TypeError(
+                f"drives must be an offload.DriveTuning, got {type(self.drives).__name__}: write "
+                "Options(drives=offload.DriveTuning(...))"
             )
         if self.ring_chunks is not None and self.ring_chunks < 2:
             raise ValueError(
@@ -188,19 +219,12 @@ class Options:
                 f"train_state_bytes must be a multiple of {ALIGNMENT} from {2 * ALIGNMENT} to "
                 f"{MAX_CAPACITY_BYTES}, got {self.train_state_bytes}"
             )
-        if self.shares is not None and (
-            not all(type(share) is int and share >= 1 for share in self.shares)
-            or not 1 <= sum(self.shares) <= 1024
-        ):
-            raise ValueError(
-                "shares must be whole numbers of at least 1, one for each directory, and at most "
-                f"1024 together, got {self.shares}"
-            )
         if self.reader_timeout_s < 0:
             raise ValueError(f"reader_timeout_s must not be negative, got {self.reader_timeout_s}")
-        if self.backend is not None and self.direct is not None:
+        drives = self.drives
+        if self.backend is not None and drives.direct is not None:
             raise ValueError("direct has no effect on a backend that is passed in: set one of them")
-        if self.backend is not None and (self.threads or self.request_bytes):
+        if self.backend is not None and (drives.threads or drives.request_bytes):
             raise ValueError(
                 "threads and request_bytes have no effect on a backend that is passed in: set them "
                 "there"

@@ -58,7 +58,7 @@ def seen_from(directory: str, text: str) -> str:
 
 
 def said_once(texts: Sequence[str]) -> list[str]:
-    """Return texts in which a sentence that several texts contain stays only in the last of them.
+    """Return the texts with each repeated sentence only in the last text that contains it.
 
     The first sentence of a text always stays.
     """

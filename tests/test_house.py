@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 
 import pytest
+import torch
 
-from tests.wings import PAGE, ROOT, TABLES, drawn, files, imported, wing_of
+import offload
+from tests.wings import PAGE, ROOT, TABLES, drawn, files, imported, names_imported, wing_of
 
 ALL = [(package, wing) for package, table in TABLES.items() for wing in table]
 FOLDERS = [(package, wing) for package, wing in ALL if (ROOT / package / wing).is_dir()]
@@ -25,6 +28,38 @@ def test_a_wing_imports_only_what_it_may_know(package: str, wing: str) -> None:
         if name in watched - known
     }
     assert not found
+
+
+def test_offload_imports_nothing_private_of_gds() -> None:
+    found = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files("offload")
+        for name in names_imported(path)
+        if name.startswith("gds.") and any(part.startswith("_") for part in name.split("."))
+    }
+    assert not found
+
+
+def test_integrations_use_nothing_private_of_offload() -> None:
+    """What they need is public, so that integrations of other people can be made as they are."""
+    face = {name for name in imported_names("integrations") if name.startswith("offload.")}
+    own = {name for name in face if name.startswith("offload.integrations.")}
+    assert {name.removeprefix("offload.") for name in face - own} <= {*offload.__all__}
+    private = {*dir(offload.OffloadedOptimizer), *dir(offload.Checkpoint), "_engine"}
+    private -= {*dir(torch.optim.Optimizer)}
+    found = {
+        f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+        for path in files("offload")
+        if wing_of(path) == "integrations"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr in private
+    }
+    assert not found
+
+
+def imported_names(wing: str) -> set[str]:
+    paths = (path for path in files("offload") if wing_of(path) == wing)
+    return {name for path in paths for name in names_imported(path)}
 
 
 @pytest.mark.parametrize("package", TABLES)

@@ -43,8 +43,8 @@ MAY_KNOW["engine"] = BELOW_ENGINE
 MAY_KNOW["overlap"] = BELOW_ENGINE | {"engine"}
 MAY_KNOW["optimizer"] = BELOW_ENGINE | {"engine", "overlap"}
 MAY_KNOW["classes"] = MAY_KNOW["grad_scaler"] = BELOW_ENGINE | {"optimizer"}
-MAY_KNOW["integrations"] = BELOW_ENGINE | {"engine", "optimizer"}
 MAY_KNOW["__init__"] = BELOW_ENGINE | {"engine", "optimizer", "classes", "grad_scaler"}
+MAY_KNOW["integrations"] = {"torch", "errors", "__init__"}
 MAY_KNOW["demo"] = {"torch", "errors", "units", "__init__"}
 MAY_KNOW["cli"] = BELOW_ENGINE - {"device", "update", "model", "stream"} | {"demo", "__init__"}
 
@@ -85,24 +85,26 @@ def wing_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[1].removesuffix(".py")
 
 
+def names_imported(path: Path) -> Iterator[str]:
+    """Yield the dotted name of everything that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def imported(path: Path) -> Iterator[str]:
     """Yield what a file imports, anywhere in it: wings by name, and other packages."""
     own = path.relative_to(ROOT).parts[0]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+    for name in names_imported(path):
+        package, _, rest = name.partition(".")
+        wing = rest.partition(".")[0]
+        if package != own:
+            yield package
         else:
-            continue
-        for name in names:
-            package, _, rest = name.partition(".")
-            wing = rest.partition(".")[0]
-            if package != own:
-                yield package
-            else:
-                yield wing if wing in TABLES[own] else "__init__"
+            yield wing if wing in TABLES[own] else "__init__"
 
 
 def arrows() -> dict[str, set[str]]:

@@ -38,8 +38,8 @@ _MOST_GRANULES: Final = 1 << 16
 """Largest number of granules of a file. Larger files have larger granules."""
 
 _WINDOW_BYTES: Final = 16 << 10
-"""Size of a sample, in bytes, by which the page cache is asked about a larger read. The kernel
-checks every page: for a range of megabytes, that takes a tenth of the time of copying it."""
+"""Size of a sample, in bytes. For a larger read, the page cache is only asked about samples. The
+kernel checks every page: for a range of megabytes, that takes a tenth of the time of a copy."""
 
 _AHEAD_BYTES: Final = 256 << 10
 """Bytes that are read ahead of small reads, on request of this module. The kernel's own read-ahead
@@ -78,12 +78,12 @@ class HybridPolicy:
     into this share. 0 switches that off."""
 
     least_available_share: float = 0.05
-    """Share of the machine's memory: if less is available, nothing more is put into the page
-    cache."""
+    """Least share of the machine's memory that must be available. Below it, nothing more is put
+    into the page cache."""
 
     most_stalled_percent: float = 10.0
-    """Percentage of the last ten seconds: if tasks waited for memory for longer, nothing more is
-    put into the page cache."""
+    """Largest percentage of the last ten seconds in which tasks may have waited for memory. Above
+    it, nothing more is put into the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,9 @@ def choose(
     cached: bool,
     pressed: bool,
 ) -> Choice:
-    """Decide on the mode of a request that could be direct, at least mostly. Pure.
+    """Decide on the mode of a request that could be direct, at least mostly.
+
+    This is a pure function.
 
     Args:
         policy: Limits of the choice.

@@ -41,14 +41,14 @@ from gds.paths import DevicePath
 DIRECTIONS: Final[tuple[Direction, ...]] = ("read", "write")
 
 Examine: TypeAlias = Callable[[str], dict[Direction, Used]]
-"""Function that returns the path that works in a directory, with the reason why it is not a better
-one, for each direction. It may take seconds."""
+"""Function that returns, for each direction, the best path that works in a directory, with the
+reason why no better one works. It may take seconds."""
 
 _STAGING_BYTES: Final = 8 << 20
 """Length of a staging buffer, in bytes."""
 
 _abandoned: list[Handles] = []
-"""Handles of a parent process. To close them in a forked child would call the parent's driver."""
+"""Handles of a parent process. Closing them in a forked child would call the parent's driver."""
 
 
 class RegistrationRefused(UserWarning):
@@ -59,10 +59,10 @@ class KvikioBackend(PosixBackend):
     """Backend that moves device memory by KvikIO; otherwise it is like `PosixBackend`.
 
     **Paths.** The backend tries out whether GPUDirect Storage works on a file system, like
-    `gds check`, in a child process. It does so once for each file system, when a file on it first
-    moves device memory; that can take seconds. If GPUDirect Storage does not work, KvikIO's
-    compatibility mode copies through the host. `paths_in` and `KvikioFile.used` return the path of
-    reads and of writes with the reason. `moved` counts bytes by the path that they really took. A
+    `gds check`, in a child process. This trial can take seconds. It is made once for each file
+    system, when a file on it first moves device memory. If GPUDirect Storage does not work,
+    KvikIO's compatibility mode copies through the host. `paths_in` and `KvikioFile.used` return the
+    path of reads and of writes with the reason. `moved` counts bytes by the path that they took. A
     transfer that may be a copy through the host is never called GPUDirect Storage.
 
     **Ordering.** A transfer does not wait for streams, unless `DeviceBuffer.after` tells it to.
@@ -299,7 +299,7 @@ class KvikioBackend(PosixBackend):
     def _open_gds(
         self, library: Library, path: str, fd: int, *, writable: bool
     ) -> tuple[Handle | None, str]:
-        """Return a handle for GPUDirect Storage and "", or None and the reason for that."""
+        """Return a handle for GPUDirect Storage and "", or None and the reason for its absence."""
         try:
             handle = library.open(path, fd, writable=writable, compat=False)
         except StorageError as error:

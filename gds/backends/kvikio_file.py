@@ -1,4 +1,4 @@
-"""Open file of the KvikIO backend, which decides on the handle for each part of a request."""
+"""Open file of the KvikIO backend. It decides which handle moves each part of a request."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class DeviceTransfers(Transfers, Protocol):
 class KvikioFile(PosixFile):
     """An open file of a `KvikioBackend`; see `gds.File` for the contract of each method.
 
-    Host memory takes the POSIX path. KvikIO opens the file once more for the first transfer of
-    device memory, because most small files never have one. Whole blocks whose memory is aligned
-    like their place in the file go through that handle. The rest is copied through page-locked
-    host memory. So cuFile never reads, changes and writes back a block while a neighbouring block
-    is being written.
+    Host memory takes the POSIX path. For device memory, KvikIO opens the file once more; it does so
+    only at the first transfer, because most small files never have one. Whole blocks whose memory
+    is aligned like their place in the file go through KvikIO's handle. The rest is copied through
+    page-locked host memory. So cuFile never reads, changes and writes back a block while a
+    neighbouring block is being written.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class KvikioFile(PosixFile):
         self._opening = threading.Lock()
 
     def used(self, direction: Direction) -> Used:
-        """Return the path that whole blocks of device memory take, and why it is not a better one.
+        """Return the path that whole blocks of device memory take, and why no better one works.
 
         The first call may take seconds, because it examines the path and opens the file.
 
@@ -260,7 +260,8 @@ class _DeviceTransfer:
             for start in range(first, last, staging.nbytes - ALIGNMENT):
                 nbytes = min(staging.nbytes - ALIGNMENT, last - start)
                 offset = self._offset + start
-                # Aligned in memory as in the file, so that whole blocks bypass the page cache.
+                # The copy is aligned in memory as in the file, so that whole blocks bypass the page
+                # cache.
                 host = memory.slice(offset % ALIGNMENT, nbytes)
                 device = self._buffer.address + start
                 if self._direction == "write":

@@ -170,7 +170,7 @@ class Library:
     @contextlib.contextmanager
     def _mode(self, *, compat: bool) -> Iterator[None]:
         """Run the body with KvikIO's compatibility mode on or off."""
-        # Never AUTO, which decides by whether cuFile can be loaded and not by whether it works.
+        # AUTO is never used: it asks whether cuFile can be loaded, not whether it works.
         mode = self._kvikio.CompatMode.ON if compat else self._kvikio.CompatMode.OFF
         if not compat:
             _before_cufile()

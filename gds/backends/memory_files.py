@@ -19,9 +19,10 @@ _inodes: Final[Iterator[int]] = itertools.count(1)
 
 
 class Node:
-    """The object of a name, with its locks. Like flock, a lock belongs to the object, not the name.
+    """The object that a name refers to, with its locks.
 
-    So a lock stays through a rename.
+    Like a lock of `flock`, a lock belongs to the object and not to the name. So it stays through a
+    rename.
     """
 
     def __init__(self) -> None:
@@ -232,7 +233,7 @@ class MemoryLock:
             named: Function that returns the node that the locked path names now, or None.
             shared: Whether the lock is shared.
             held: Set of all held locks; this lock is added.
-            guard: Lock of the thread safety of `node` and `held`; the caller holds it.
+            guard: Lock that protects `node` and `held`; the caller holds it.
         """
         self._node = node
         self._named = named

@@ -42,8 +42,8 @@ class PosixBackend(PosixNames):
     `gds.calibration.calibrate` measures which setting is best.
 
     The part of a request that is aligned in file and memory bypasses the page cache. A partial
-    block at either end goes through the page cache, as does a whole request whose memory is not
-    aligned as its offset is.
+    block at either end goes through the page cache. If the memory of a request is not aligned like
+    its offset, the whole request goes through the page cache.
 
     All methods may be called from any thread. A forked child cannot use the backend; it makes a
     new one.
@@ -82,7 +82,7 @@ class PosixBackend(PosixNames):
         self.hybrid = (
             Hybrid(hybrid if isinstance(hybrid, HybridPolicy) else None) if hybrid else None
         )
-        """Chooser between direct and buffered, with its counts; None if the backend has none."""
+        """State of the choice between direct and buffered I/O, with counts; None if it is off."""
         self._wanted = direct
         self._request_bytes = check_request_bytes(request_bytes)
         self._pools: dict[Direction, TransferPool] = {
@@ -164,7 +164,7 @@ class PosixBackend(PosixNames):
         )
 
     def allocate(self, nbytes: int, kind: BufferKind | None = None) -> Buffer:
-        """Return zeroed host memory; from 2 MiB on, on huge pages if the kernel has them."""
+        """Return zeroed host memory; 2 MiB or more are on huge pages, if the kernel has them."""
         self.check_usable("allocate", self.name)
         return host_buffer(self.name, nbytes, kind)
 

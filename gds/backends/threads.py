@@ -55,9 +55,9 @@ class TransferPool:
     def submit(self, *parts: Part, succeeded: Callable[[int], object] | None = None) -> Transfer:
         """Run the parts of a transfer on the threads; the future resolves when all have ended.
 
-        The result is the sum of the parts' results. If several parts fail, the first error becomes
-        the future's error. Parts that have not begun by then are not run. The queue keeps a part,
-        and the objects it refers to, alive until the part has ended.
+        The result is the sum of the parts' results. The first error of a part becomes the future's
+        error, and parts that have not begun before it are not run. The queue keeps a part, and the
+        objects it refers to, alive until the part has ended.
 
         Args:
             parts: Parts of the transfer, at least one. They begin in this order, and may run at
@@ -236,7 +236,7 @@ def _run(transfer: Transfer, part: Part) -> None:
 
 
 class Meter:
-    """Counts transfers in one direction, and the time during which at least one is running.
+    """Counts transfers in one direction, and measures how long at least one is running.
 
     All methods may be called from any thread.
     """
@@ -259,7 +259,7 @@ class Meter:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Measure the time of a body that is a transfer or a part of one; `count` counts it."""
+        """Measure the time of the body, a transfer or a part of one; `count` counts transfers."""
         with self._lock:
             if self._active == 0:
                 self._since_s = time.perf_counter()

@@ -42,8 +42,8 @@ def direct_part(offset: int, nbytes: int, address: int, memory_alignment: int) -
     Returns:
         Start and stop of the part, in bytes from the request's start. The part consists of the
         whole blocks of `ALIGNMENT` bytes, if their memory starts at a multiple of
-        `memory_alignment`; otherwise it is empty, ``(0, 0)``. A block is at least a page, so that
-        a direct and a buffered transfer never touch the same page.
+        `memory_alignment`; otherwise it is empty, ``(0, 0)``. With pages of 4 KiB, a block is a
+        page, so that a direct and a buffered transfer never touch the same page.
     """
     start = -offset % ALIGNMENT
     stop = (offset + nbytes) // ALIGNMENT * ALIGNMENT - offset
@@ -266,7 +266,7 @@ class Descriptors:
         return self._hybrid is not None and self._hybrid.gate is not None
 
     def _turn(self, request: _Request, mode: Mode) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a request may move bytes in a mode; writes wait for it."""
+        """Return a context in which a request may move bytes in a mode; writes wait to enter it."""
         gate = None if self._hybrid is None else self._hybrid.gate
         if gate is None or request.direction == "read":
             return _ANY_TIME
@@ -285,7 +285,7 @@ class Descriptors:
                 request.move_buffered(self.buffered_fd, stop)
 
     def _move_direct(self, request: _Request, stop: int) -> None:
-        """Continue a request by direct transfers up to `stop`; stop using them if refused."""
+        """Continue a request by direct transfers up to `stop`; make no more if one is refused."""
         try:
             request.move_direct(self._direct_fd, stop)
         except OSError as error:

@@ -91,7 +91,7 @@ class WrapperFile:
 
 
 class WrapperBackend:
-    """A backend that forwards all calls to `inner`, and wraps the files by `wrap_file`.
+    """A backend that forwards all calls to `inner`, and wraps the files with `wrap_file`.
 
     See `gds.Backend` for the contract of each method.
     """

@@ -91,7 +91,7 @@ def compare(
     seed: int = 0,
     say: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Run a workload by gds and by fio in turns, each time over the whole of the same file.
+    """Run a workload alternately by gds and by fio, each time over the whole of the same file.
 
     A workload that writes destroys the content of the scratch file. Neither rate includes syncs.
 
@@ -142,9 +142,9 @@ def compare(
 def fio_arguments(workload: Workload, name: str, engine: str) -> list[str]:
     """Return the arguments of the fio job that is equivalent to a workload.
 
-    fio has as many requests in the kernel at once as the threads of the backend. Asynchronous
-    engines are not asynchronous through the page cache. So a buffered job has threads, each with
-    its own part of the file.
+    fio keeps as many requests in the kernel as the backend would. Asynchronous engines are not
+    asynchronous through the page cache. So a buffered job has threads instead, each with its own
+    part of the file.
 
     Args:
         workload: Requests to run.
@@ -152,7 +152,7 @@ def fio_arguments(workload: Workload, name: str, engine: str) -> list[str]:
         engine: Asynchronous engine that works in the directory, for direct I/O.
 
     Raises:
-        FioError: fio does not have the path, or there are fewer requests than threads.
+        FioError: fio has no such path, or there are fewer requests than threads.
     """
     in_kernel = min(
         workload.in_flight, workload.threads * (2 if workload.reads and workload.writes else 1)

@@ -29,8 +29,8 @@ class FioRunner:
     """Runs fio in a directory, with the same kind of memory as `gds`.
 
     fio's memory comes from malloc, and glibc (2.35 and newer) asks the kernel to put it on huge
-    pages. `gds` does the same for its buffers; no reserved pages are needed. While fio runs, its
-    huge pages are read from ``/proc``, because the kernel may refuse them.
+    pages. `gds` does the same for its buffers; no reserved pages are needed. The kernel may refuse
+    huge pages, so their amount is read from ``/proc`` while fio runs.
     """
 
     def __init__(self, directory: str) -> None:

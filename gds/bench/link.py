@@ -1,8 +1,8 @@
 """Meter of a GPU's PCIe traffic during a measurement, sampled by NVML.
 
-NVML has no counter of copy engines. It has one of the traffic over PCIe, to which copy engines and
-the DMA of GPUDirect Storage contribute alike. It counts all traffic: packet headers, and the
-transfers of other programs as well. If NVML cannot be read, the meter reports the reason.
+NVML has no counter of copy engines. It has a counter of the traffic over PCIe, to which copy
+engines and the DMA of GPUDirect Storage contribute alike. This counter includes packet headers and
+the transfers of other programs. If NVML cannot be read, the meter reports the reason.
 """
 
 from __future__ import annotations

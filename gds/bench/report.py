@@ -171,10 +171,10 @@ def state_text(workload: Workload, runs: Sequence[Run]) -> str:
 
 
 def plot_axis(workloads: Sequence[Workload]) -> str:
-    """Return the property for the x axis of a figure: the first number that differs.
+    """Return the property for the x axis of a figure: the first numeric one that differs.
 
     Raises:
-        RefusedError: No number differs between the workloads.
+        RefusedError: No numeric property differs between the workloads.
     """
     for name in ("size", "threads", "depth", "mix"):
         if len({getattr(workload, name) for workload in workloads}) > 1:
@@ -183,7 +183,7 @@ def plot_axis(workloads: Sequence[Workload]) -> str:
 
 
 def plot(report: Report, path: str) -> None:
-    """Draw the rates in GB/s over the first number that was swept, and write the figure to a file.
+    """Draw the rates in GB/s over the first numeric property that was swept, into a file.
 
     The figure has one line for each combination of the other properties that were swept.
 
@@ -192,7 +192,7 @@ def plot(report: Report, path: str) -> None:
         path: Path of the file; its extension gives the format.
 
     Raises:
-        RefusedError: matplotlib is not installed, or no number was swept.
+        RefusedError: matplotlib is not installed, or no numeric property was swept.
     """
     workloads = [point.workload for point in report.points]
     axis = plot_axis(workloads)

@@ -1,4 +1,4 @@
-"""Run of `gds bench`: it makes the file, measures every workload repeatedly, and compares fio."""
+"""Run of `gds bench`: make the file, measure every workload repeatedly, compare with fio."""
 
 from __future__ import annotations
 
@@ -135,7 +135,12 @@ class FindsPaths(Protocol):
 
 
 def _check_paths(plan: Plan, make: OpenBackend) -> None:
-    """Raise `RefusedError` for a path without a backend or direct I/O, before a file is written."""
+    """Check, before a file is written, that every path of a plan can be used.
+
+    Raises:
+        RefusedError: A path has no backend or no direct I/O, or no file can be made.
+        StorageError: GPUDirect Storage is demanded and does not work.
+    """
     for name in dict.fromkeys(workload.path for workload in plan.workloads):
         with contextlib.closing(make(name, 1)) as backend:
             if os.path.isdir(plan.place) and isinstance(backend, FindsPaths):

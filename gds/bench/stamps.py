@@ -1,7 +1,7 @@
 """Contents of scratch files that identify their place, to detect wrong, stale or damaged blocks.
 
-Every block of 4 KiB holds its offset, the number of times it has been written (its generation), and
-a number of the file. Each of the remaining 8-byte words depends on offset and generation. So a
+Every block of 4 KiB holds its offset, the number of times it has been rewritten (its generation),
+and a number of the file. Each of the remaining 8-byte words depends on offset and generation. So a
 block at a wrong place, or a block that a write did not reach, differs in nearly all words. A
 flipped bit changes one word.
 """
@@ -39,7 +39,7 @@ class Stamps:
         Args:
             view: Memory to fill, in whole blocks of 4 KiB.
             offset: Position of the first byte in the file, a multiple of 4096.
-            generations: Generation of each block, dtype uint64, including the coming write.
+            generations: Generation that each block has after the coming write, dtype uint64.
         """
         words = np.frombuffer(view, dtype=np.uint64).reshape(-1, _WORDS)
         offsets = np.arange(offset, offset + len(view), ALIGNMENT, dtype=np.uint64)

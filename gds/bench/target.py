@@ -1,4 +1,4 @@
-"""Target: the file to measure, either a scratch file, which is always removed, or the user's."""
+"""Target: the file to measure, a scratch file (always removed) or an existing file of the user."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignal(BaseException):
-    """A signal asked this process to end. It is raised in the main thread."""
+    """A signal asked this process to end. The exception is raised in the main thread."""
 
     def __init__(self, number: int) -> None:
         """Keep the number of the signal."""

@@ -117,7 +117,8 @@ class Cuda:
     def allocate(self, nbytes: int) -> DeviceMemory:
         """Return `nbytes` bytes of uninitialised memory, as a separate allocation outside any pool.
 
-        cuFile registers whole allocations. In a pool that would include memory of other users.
+        cuFile registers whole allocations. An allocation of a pool would also hold the memory of
+        other users.
 
         Raises:
             MemoryError: The device has no free range of that length.

@@ -237,7 +237,8 @@ def device_buffer(cuda: Cuda, nbytes: int) -> DeviceBuffer:
     """
     if nbytes < 0:
         raise ValueError(f"a buffer cannot have {nbytes} bytes")
-    # CUDA only aligns to 256 bytes. Whole blocks, so that a direct transfer of the last one fits.
+    # CUDA only aligns to 256 bytes. The length is rounded up to whole blocks, so that a direct
+    # transfer of the last block fits.
     whole = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
     memory = cuda.allocate(whole + ALIGNMENT)
     address = memory.ptr + -memory.ptr % ALIGNMENT

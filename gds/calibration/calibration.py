@@ -1,11 +1,11 @@
 """Find out which threads and request size suit a directory, and remember it beside the data.
 
-The right values differ between a SATA disk, one NVMe drive and four of them, and only trying
-tells: `calibrate` moves real bytes through a real backend for a second or two. What it found is
-applied with ``backend.tune(**calibration.settings)``, kept with `save_calibration`, and found
-again with `load_calibration` for as long as the data stays on the same device.
+The best values differ between a SATA disk, one NVMe drive and four of them, so they are measured:
+`calibrate` moves real bytes through a real backend for a second or two. Its result is applied with
+``backend.tune(**calibration.settings)`` and saved with `save_calibration`. `load_calibration` finds
+it again as long as the data stays on the same device.
 
-``python -m gds.calibration DIRECTORY`` shows it.
+``python -m gds.calibration DIRECTORY`` prints the result.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def calibrate(directory: str, *, budget_s: float = 1.5, file_bytes: int = 256 * 
     Args:
         directory: Existing directory on the device to measure. Nothing is left in it.
         budget_s: Time of the measurement, in seconds. A slow drive gets fewer trials and a smaller
-            file. The function may exceed the time by that of one request.
+            file. The function may take longer by the duration of one request.
         file_bytes: Length of the scratch file in bytes, at least 16 MiB.
 
     Raises:

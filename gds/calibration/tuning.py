@@ -52,7 +52,7 @@ DEFAULT: Final = Setting(threads=2, request_bytes=32 * MIB)
 for others."""
 
 Round: TypeAlias = Mapping[Setting, float]
-"""Rates by setting, in any one unit, measured shortly one after another."""
+"""Rates by setting, all in the same unit, measured one shortly after another."""
 
 
 def candidates(most_in_flight_bytes: int) -> list[Setting]:

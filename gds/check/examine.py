@@ -47,7 +47,7 @@ class Examination:
         """Return the exit status of `gds check`.
 
         Args:
-            requirement: Least path that is required; None requires nothing.
+            requirement: Worst path that is acceptable; None requires nothing.
             directions: Directions to judge by.
 
         Returns:

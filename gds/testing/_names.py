@@ -126,7 +126,7 @@ class NamesContract(Harness):
         assert _stat(backend, f"{directory}/b").inode == a
 
     def test_an_open_file_has_the_inode_of_its_name(self, backend: Backend, directory: str) -> None:
-        """`File.inode` equals `Stat.inode` of the name until the name or the file changes."""
+        """`File.inode` equals `Stat.inode` of a name only while the name refers to the file."""
         created = new_file(backend, f"{directory}/a")
         assert created.inode == _stat(backend, f"{directory}/a").inode
         new_file(backend, f"{directory}/b").close()
@@ -242,7 +242,7 @@ class NamesContract(Harness):
         assert backend.list_dir(directory) == ["directory", "file"]
 
     def test_remove_takes_files_only(self, backend: Backend, directory: str) -> None:
-        """`remove` removes a file, which stays readable while it is open, but no directory."""
+        """`remove` removes a file, but no directory; a removed file stays readable while open."""
         file = new_file(backend, f"{directory}/file")
         backend.make_dir(f"{directory}/directory")
         backend.remove(f"{directory}/file")

@@ -18,6 +18,7 @@ from offload.checkpoint.reading import (
     read_in_store,
 )
 from offload.errors import CheckpointError, CheckpointNotFoundError
+from offload.format.manifest import Manifest
 from offload.format.names import LOCK_NAME, MANIFEST_NAME
 from offload.format.unreadable import reading, unreadable
 from offload.retention.pins import FoundPins, read_pins
@@ -64,6 +65,9 @@ class CheckpointInfo:
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that were given to ``checkpoint(metrics=...)``, by name."""
+
+    store: str = ""
+    """Identity of the store that sealed it; empty where the manifest cannot be read."""
 
 
 def list_checkpoints(
@@ -175,6 +179,21 @@ def _describe(
         manifest = read_in_store(backend, path, parts)
     except CheckpointError as error:
         return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0, pins.at(path))
+    return info_of(backend, path, manifest, parts, pins)
+
+
+def info_of(
+    backend: Backend, path: str, manifest: Manifest, parts: PartDirectories, pins: FoundPins
+) -> CheckpointInfo:
+    """Describe a checkpoint whose manifest has been read and checked.
+
+    Args:
+        backend: Backend through which the checkpoint is read.
+        path: Directory of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        parts: Directories on the other drives, as for `open_checkpoint`.
+        pins: Pins of the store.
+    """
     files = Checkpoint(backend, path, manifest, parts).files
     return CheckpointInfo(
         path,
@@ -187,4 +206,5 @@ def _describe(
         sum(files.values()),
         pins.of(path, manifest),
         dict(manifest.metrics),
+        manifest.store_id,
     )

@@ -1,4 +1,4 @@
-"""``python -m offload.cli``."""
+"""Entry point of ``python -m offload.cli``."""
 
 from offload.cli import main
 

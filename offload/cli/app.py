@@ -37,6 +37,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich keeps the line breaks of docstrings
 )
 
 
@@ -57,7 +58,7 @@ def offload(
         ),
     ] = False,
 ) -> None:
-    """Train with optimizer state on SSD; look at the checkpoints that this state becomes."""
+    """Train with optimizer state on SSD, and inspect the checkpoints made from it."""
 
 
 class DemoModel(StrEnum):
@@ -73,15 +74,20 @@ def demo(
         DemoModel, typer.Option(help="SmolLM2-135M (minutes), or a small GPT (seconds).")
     ] = DemoModel.smollm2,
     directory: Annotated[
-        str, typer.Option(help="Where to put the store: on the SSD to be shown.")
+        str, typer.Option(help="Directory for the store, on the SSD to be shown.")
     ] = "offload-demo",
-    steps: Annotated[int | None, typer.Option(min=4, help="Optimizer steps in all.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=4, help="Total number of optimizer steps.")
+    ] = None,
     allow_volatile: Annotated[
         bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train, be killed in the middle of a step, resume, and compare with torch.save."""
+    """Train, be killed in the middle of a step, and resume.
+
+    Losses after the resume, and the time of checkpoints, are compared with torch.save.
+    """
     from offload.demo.run import run_demo
 
     # With --json, standard output holds the JSON and nothing else.
@@ -114,9 +120,10 @@ def list_store(
     part: Parts = None,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a store, and say which are not usable and why.
+    """List the checkpoints of a store.
 
-    Looks at names, sizes and manifests; only verify reads the content.
+    Checkpoints that are not usable are listed with the reason. Only names, sizes and manifests are
+    read; verify reads the content.
     """
     from offload.checkpoint.listing import list_checkpoints
 
@@ -131,13 +138,13 @@ def list_store(
 @app.command()
 def show(
     checkpoint: Annotated[
-        str, typer.Argument(help="A checkpoint, or a store for its newest.", show_default=False)
+        str, typer.Argument(help="Checkpoint, or store: its newest checkpoint.", show_default=False)
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     part: Parts = None,
     as_json: Json = False,
 ) -> None:
-    """Describe a checkpoint: step, optimizer, hyper-parameters, files and tensors."""
+    """Describe a checkpoint: its optimizer, files and tensors."""
     from offload.checkpoint.checkpoint import open_checkpoint
 
     with open_checkpoint(checkpoint, parts=part or None) as opened:
@@ -169,7 +176,7 @@ def _progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]
         task = bar.add_task(os.path.basename(path), total=None)
 
         def update(done: int, total: int) -> None:
-            """Show the bytes done and the bytes in all."""
+            """Show the bytes done and the total."""
             bar.update(task, completed=done, total=total)
 
         yield update
@@ -180,7 +187,7 @@ exchange.register(app, _progress)
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return all that `show` prints, as JSON values and hyper-parameters that may be tensors."""
+    """Return all that `show` prints, as JSON values; only hyper-parameters may be tensors."""
     return {
         "path": checkpoint.path,
         "step": checkpoint.step,
@@ -303,7 +310,7 @@ def _run() -> None:
     try:
         app()
     except BrokenPipeError:
-        # The reader of our output has closed the pipe. Keep the interpreter from flushing into it.
+        # The reader of our output has closed the pipe. Keep the interpreter from flushing to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OffloadError, OSError) as error:

@@ -50,7 +50,8 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
     @app.command("export")
     def export(
         checkpoint: Annotated[
-            str, typer.Argument(help="A checkpoint, or a store for its newest.", show_default=False)
+            str,
+            typer.Argument(help="Checkpoint, or store: its newest checkpoint.", show_default=False),
         ],
         destination: Annotated[
             str, typer.Argument(help="File or directory to make.", show_default=False)
@@ -66,13 +67,19 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         ],
         part: Annotated[
             list[str] | None,
-            typer.Option("--part", help="As for show.", show_default=False),
+            typer.Option(
+                "--part",
+                help="Directory of the state on a further drive, as for show.",
+                show_default=False,
+            ),
         ] = None,
         quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     ) -> None:
-        """Write a checkpoint in another program's format, its optimizer state in FP32."""
-        from offload.checkpoint.checkpoint import open_checkpoint
-        from offload.exchange.exporting import export_checkpoint
+        """Write a checkpoint in another program's format.
+
+        The optimizer state is written in FP32.
+        """
+        from offload import export_checkpoint, open_checkpoint
 
         with (
             open_checkpoint(checkpoint, parts=part or None) as opened,
@@ -94,21 +101,24 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         store: Annotated[
             list[str],
             typer.Argument(
-                help="The store to make; its directories, if several.", show_default=False
+                help="Directory of the new store, or several on different drives.",
+                show_default=False,
             ),
         ],
         optimizer: Annotated[
-            str, typer.Option(help="The class in torch.optim that the state is of.")
+            str, typer.Option(help="Class in torch.optim that the state belongs to.")
         ] = "AdamW",
         model: Annotated[
             str | None,
-            typer.Option(help="The file with the model, where it is another.", show_default=False),
+            typer.Option(
+                help="File with the model, if it is not in the source.", show_default=False
+            ),
         ] = None,
         names: Annotated[
             str | None,
             typer.Option(
                 help="File with the name of each parameter on a line, in the optimizer's order, "
-                "where the source has numbers only.",
+                "if the source has only numbers.",
                 show_default=False,
             ),
         ] = None,
@@ -129,20 +139,26 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         ] = None,
         dtype: Annotated[
             Dtype | None,
-            typer.Option(help="Of live parameters, if not the source's.", show_default=False),
+            typer.Option(
+                help="Dtype of live parameters, if not that of the source.", show_default=False
+            ),
         ] = None,
-        master: Annotated[Master, typer.Option(help="As in Options.")] = Master.float32,
-        state_dtype: Annotated[StateDtype, typer.Option(help="As in Options.")] = (
-            StateDtype.float32
-        ),
+        master: Annotated[
+            Master, typer.Option(help="Form of the masters, as in Options.")
+        ] = Master.float32,
+        state_dtype: Annotated[
+            StateDtype, typer.Option(help="Dtype of the other state, as in Options.")
+        ] = (StateDtype.float32),
         step: Annotated[
             int | None,
             typer.Option(
-                min=0, help="Steps taken, if the source does not say.", show_default=False
+                min=0,
+                help="Number of steps taken, if the source does not record it.",
+                show_default=False,
             ),
         ] = None,
         fresh: Annotated[
-            bool, typer.Option("--fresh", help="Replace the checkpoints of a store.")
+            bool, typer.Option("--fresh", help="Replace the checkpoints of an existing store.")
         ] = False,
         allow_volatile: Annotated[
             bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
@@ -156,13 +172,13 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         ] = False,
         quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     ) -> None:
-        """Make a store from a checkpoint of another program, for restore() to continue from."""
+        """Make a store from another program's checkpoint.
+
+        Training continues from it with restore().
+        """
         import torch
 
-        from offload.errors import UnsupportedOptimizerError
-        from offload.exchange.foreign import open_foreign
-        from offload.exchange.importing import import_checkpoint
-        from offload.options import Options
+        from offload import Options, UnsupportedOptimizerError, import_checkpoint
 
         classes = {
             name: cls
@@ -183,9 +199,10 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
                     raise typer.BadParameter(f"{names} is not text in UTF-8") from error
         with progress_bar(source, quiet=quiet) as progress:
             made = import_checkpoint(
-                open_foreign(source, model),
+                source,
                 store,
                 classes[optimizer],
+                model=model,
                 names=listed,
                 frozen=frozen or (),
                 tied=dict(_pair(text) for text in tied or ()),
@@ -204,7 +221,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence with the known names closest to a name, or else all of them."""
+    """Return the end of a sentence: the known names that are close to `name`, or all of them."""
     by_lower = {one.lower(): one for one in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=3)
     if close:

@@ -10,14 +10,14 @@ from typing import Annotated, TypeAlias
 import typer
 
 ProgressBar: TypeAlias = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
-"""Function that shows a progress bar with a title, unless ``quiet=``. It returns a context, which
-gives the function to call with the bytes done and the total."""
+"""Function that shows a progress bar with a title, unless ``quiet=`` is true. It returns a context
+manager, which yields a function to call with the bytes done and the total."""
 
 Parts = Annotated[
     list[str] | None,
     typer.Option(
         "--part",
-        help="Where the state on a further drive is now, if it has moved; one for each, in order.",
+        help="Directory of the state on a further drive, if it has moved; one per drive, in order.",
         show_default=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Commands ``offload prune``, ``pin`` and ``unpin``: control of what is kept, from the shell.
+"""Commands ``offload prune``, ``pin`` and ``unpin``, which control what a store keeps.
 
 Nothing heavy is imported before a command runs.
 """
@@ -37,24 +37,29 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
     def prune(
         store: Store,
         keep: Annotated[
-            int | None, typer.Option(min=1, help="Keep so many of the newest.", show_default=False)
+            int | None,
+            typer.Option(
+                min=1, help="Keep this many of the newest checkpoints.", show_default=False
+            ),
         ] = None,
         every: Annotated[
             int | None,
             typer.Option(
                 min=1,
-                help="Keep the first at or after each multiple of so many steps.",
+                help="Keep the first checkpoint at or after each multiple of this step number.",
                 show_default=False,
             ),
         ] = None,
         every_seconds: Annotated[
-            float | None, typer.Option(help="Keep one every so many seconds.", show_default=False)
+            float | None,
+            typer.Option(help="Keep one checkpoint per this many seconds.", show_default=False),
         ] = None,
         best: Annotated[
             list[str] | None,
             typer.Option(
                 metavar="METRIC[:min|max[:K]]",
-                help="Keep the best, or best K, by a metric; smallest unless it says max.",
+                help="Keep the best checkpoint, or the best K, by a metric. The smallest value is "
+                "best, or with max the largest.",
                 show_default=False,
             ),
         ] = None,
@@ -62,7 +67,8 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
             bool,
             typer.Option(
                 "--verify",
-                help="First read every byte of what is kept; remove nothing if some is damaged.",
+                help="First read every byte of the checkpoints that stay; remove nothing if one is "
+                "damaged.",
             ),
         ] = False,
         dry_run: Annotated[
@@ -71,12 +77,14 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         part: Parts = None,
         as_json: Json = False,
     ) -> None:
-        """Remove the checkpoints that no option keeps, and what crashes have left behind.
+        """Remove checkpoints that no option keeps.
 
-        The newest and those that are pinned always stay. Without options about what to keep, all
-        checkpoints do. A store does not record the keep= of the program that trained in it: give
-        the same policy here. A store on several drives needs --part for each of the others: what
-        the manifests of a copy name are the original's. Refused while a process trains in it.
+        Files that crashes have left behind are removed as well.
+        The newest checkpoint and pinned ones always stay. Without any option that keeps
+        checkpoints, all of them stay. A store does not record the keep= of the program that
+        trained in it: give the same policy here. A store on several drives needs --part for each
+        further directory, because the manifests of a copied store name directories of the original.
+        The command is refused while a process trains in the store.
         """
         from offload.store.pruning import prune as run
 
@@ -101,11 +109,14 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
 
 def pin(
     checkpoint: Annotated[
-        str, typer.Argument(help="A checkpoint, or a store for its newest.", show_default=False)
+        str, typer.Argument(help="Checkpoint, or store: its newest checkpoint.", show_default=False)
     ],
-    name: Annotated[str, typer.Argument(help="Such as best.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Name of the pin, such as best.", show_default=False)],
 ) -> None:
-    """Keep a checkpoint until it is unpinned, also beside a process that trains in the store."""
+    """Keep a checkpoint until it is unpinned.
+
+    The command may run beside a process that trains in the store.
+    """
     from offload.store.pinning import pin as run
 
     typer.echo(f"{run(checkpoint, name)}: pinned as {name}")
@@ -113,9 +124,9 @@ def pin(
 
 def unpin(
     store: Store,
-    name: Annotated[str, typer.Argument(help="Of the pin.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Name of the pin.", show_default=False)],
 ) -> None:
-    """Remove a pin; its checkpoint goes when retention says so."""
+    """Remove a pin. Retention then decides again whether its checkpoint stays."""
     from offload.store.pinning import unpin as run
 
     run(store, name)
@@ -123,7 +134,7 @@ def unpin(
 
 
 def show_lost_pins(store: str, found: Sequence[CheckpointInfo]) -> None:
-    """Print on standard error which pins belong to no checkpoint or cannot be read."""
+    """Print on standard error the pins that belong to no checkpoint or cannot be read."""
     from gds import PosixBackend
     from offload.retention.pins import read_pins
 

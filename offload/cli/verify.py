@@ -69,29 +69,33 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
     @app.command()
     def verify(
         path: Annotated[
-            str, typer.Argument(help="A checkpoint, or a store for all of its.", show_default=False)
+            str,
+            typer.Argument(
+                help="Checkpoint, or store: all of its checkpoints.", show_default=False
+            ),
         ],
         below: Annotated[
-            bool, typer.Option("--all", help="Of every store in this directory and below it.")
+            bool, typer.Option("--all", help="Verify every store in this directory and below it.")
         ] = False,
         quarantine: Annotated[
             bool,
             typer.Option(
                 "--quarantine",
-                help="Mark what is damaged, so that nobody uses it, and lift the marks of what is "
-                "whole.",
+                help="Mark damaged checkpoints, so that nothing uses them, and lift the marks of "
+                "whole ones.",
             ),
         ] = False,
         part: Parts = None,
         as_json: Json = False,
     ) -> None:
-        """Read every byte of a checkpoint, or of all in a store, and check it against its digest.
+        """Compare every byte of checkpoints with digests.
 
-        Of a store on several drives, --part says where the others are. Without it those are read
-        that the manifest names; of a copy, these are the original's. So --quarantine then marks
-        nothing because of damage there, and lifts no mark.
+        If a store is on several drives, --part names its further directories. Without --part, the
+        directories in the manifest are read. In a copy of a store, those still belong to the
+        original, so --quarantine marks nothing because of damage in them, and lifts no mark.
 
-        May run beside training: what is recycled meanwhile is no damage, and is not counted.
+        This command may run beside training. A checkpoint that training recycles in the meantime
+        does not count as damaged.
         """
         work = _Work(part or None, quarantine, as_json, progress_bar)
         if below:
@@ -113,13 +117,13 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
 
 
 class _Work:
-    """Verification of one path after the other, which collects the results.
+    """Verifies paths one after the other, and collects the results.
 
     Args:
         parts: Directories on further drives; None for those in the manifests.
-        mark: Whether to mark what is damaged, and to lift the marks of what is whole.
+        mark: Whether to mark damaged checkpoints, and to lift the marks of whole ones.
         quiet: Whether to show no progress.
-        progress_bar: Function that shows the progress otherwise.
+        progress_bar: Function that shows the progress, unless `quiet`.
     """
 
     def __init__(
@@ -134,10 +138,10 @@ class _Work:
         """Paths of checkpoints that were recycled before they could be opened."""
 
     def verify_below(self, directory: str) -> None:
-        """Verify all stores in and below a directory. A fault of one does not stop the others.
+        """Verify all stores in and below a directory. An error in one does not stop the others.
 
         Raises:
-            CheckpointError: The directory has no store, itself or below.
+            CheckpointError: There is no store in or below the directory.
         """
         unlisted: list[OSError] = []
         stores = list(_stores_below(directory, unlisted))
@@ -175,7 +179,7 @@ class _Work:
         names: list[str] = []
         for _ in range(_MOST_ROUNDS):
             names = _checkpoints_of(path)
-            # Start with the newest: if it is recycled even so, another one has taken its place.
+            # Start with the newest: if it has been recycled all the same, list the store again.
             if not names or not self._is_recycled_at(names[-1]):
                 break
         if not names and not may_be_empty:
@@ -184,7 +188,7 @@ class _Work:
             self._is_recycled_at(name)
 
     def _is_recycled_at(self, name: str) -> bool:
-        """Verify a checkpoint that was listed; return whether it was recycled before."""
+        """Verify a listed checkpoint; return whether it was recycled before it could be opened."""
         before = len(self.recycled)
         try:
             self._verify_checkpoint(name)
@@ -263,8 +267,7 @@ def _stores_below(directory: str, unlisted: list[OSError]) -> Iterator[str]:
         if LOCK_NAME in names or any(name.startswith("step-") for name in folders):
             yield folder
         parts_of_a_store = ("step-", ".slot-", "part-")
-        # lost+found holds what a check of the file system has found. It belongs to root and is no
-        # store.
+        # lost+found holds files that fsck has recovered. It belongs to root, and is not a store.
         folders[:] = sorted(
             f for f in folders if not f.startswith(parts_of_a_store) and f != "lost+found"
         )

@@ -14,7 +14,7 @@ from offload.errors import OffloadError
 
 
 class DemoError(OffloadError):
-    """The demo cannot run here, or what it set out to show did not hold."""
+    """The demo cannot run here, or its run did not show what it should."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Scenario:
     """Name for people."""
 
     num_parameters: int
-    """Number of trainable elements. The free space that the demo asks for follows from it."""
+    """Number of trainable elements. It determines the free space that the demo asks for."""
 
     batch: int
     """Number of sequences per step."""

@@ -1,4 +1,4 @@
-"""The training process as its parent handles it: events through a pipe, and signals."""
+"""The parent's handle of the training process: events through a pipe, and signals."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Child:
         """
         self._log = log
         environment = {
-            # Beside other programs, OpenMP threads that spin while they wait for each other make
-            # a step twenty times as long; threads that sleep cost an idle machine next to nothing.
+            # OpenMP threads that spin while they wait for each other make a step twenty times as
+            # long beside other programs. Sleeping costs next to nothing on an idle machine.
             "OMP_WAIT_POLICY": "PASSIVE",
             **os.environ,
             # The model comes from a package. A hub is never asked, not even for a newer version.
@@ -80,7 +80,7 @@ class Child:
             )
 
     def wait_stopped(self) -> None:
-        """Wait until the process stands still, or has ended. It must be about to stop itself."""
+        """Wait until the process has stopped or ended. It must be about to stop itself."""
         # WNOWAIT leaves the status for `kill`, in case the process has ended.
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 

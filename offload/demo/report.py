@@ -51,7 +51,7 @@ class Resumed:
     """Start of the second process."""
 
     step: int
-    """Step of the checkpoint that the process went on from."""
+    """Step of the checkpoint from which the process continued."""
 
     bytes: int
     """Bytes that `restore` read, as the optimizer counts them."""
@@ -91,8 +91,8 @@ class Report:
     checkpoint_bytes: int
     """Bytes that the newest checkpoint wrote."""
     checkpoint_stall_s: float
-    """Average time for which training stood still per checkpoint: the call, and the waiting of
-    steps."""
+    """Average time that training stands still for a checkpoint: in the call, and in steps that wait
+    for the seal."""
     checkpoint_durable_s: float
     """Time until the newest checkpoint was safe from a power failure, while training continued."""
     torch_save_bytes: int

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MARKER = ".offload-demo"
-"""Name of the file that marks a directory as made by the demo, which may then empty it."""
+"""Name of the file that marks a directory made by the demo, which the demo may empty."""
 
 _SLOTS = 3
 """Number of slots: two checkpoints that are kept, and the working slot."""
@@ -34,7 +34,7 @@ class Record:
     """The events of one training process."""
 
     losses: dict[int, str] = field(default_factory=dict)
-    """Loss by step, as `float.hex` wrote it, from before the update of that step."""
+    """Loss before the update of a step, as text by `float.hex`, by number of the step."""
 
     evaluations: dict[int, float] = field(default_factory=dict)
     """Loss on held-out text, by step."""
@@ -80,11 +80,11 @@ def run_demo(
         directory: Directory for the store. If an earlier demo made it, it is emptied first.
             Otherwise it must be empty or absent.
         steps: Number of optimizer steps in the whole run; None for the scenario's own number.
-        allow_volatile: Whether to accept a file system that forgets at power-off.
+        allow_volatile: Whether to accept a file system that loses its content at power-off.
         quiet: Whether to print nothing.
 
     Raises:
-        DemoError: The demo cannot run here, or what it set out to show did not hold.
+        DemoError: The demo cannot run here, or its run did not show what it should.
     """
     began = time.perf_counter()
     scenario = SCENARIOS[model]
@@ -164,7 +164,10 @@ def _prepare(directory: str, scenario: Scenario) -> str:
 def _train_and_kill(
     child: Child, progress: Progress, store: str, kill_step: int
 ) -> tuple[Record, Killed]:
-    """Follow a training process into the update of step `kill_step` or later, and kill it in it."""
+    """Follow a training process until it stops within an update, and kill it.
+
+    The update is that of step `kill_step` or of a later step.
+    """
     record = Record()
     for event in child.events():
         record.add(event)

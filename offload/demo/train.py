@@ -114,7 +114,7 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the loss of one batch, as a 0-d tensor.
 
     Without hardware support a product of bf16 matrices takes ten times as long as one of float32.
-    So the parameters are upcast on their way in. The gradients still arrive in bf16.
+    So the parameters are upcast before the forward. The gradients still arrive in bf16.
     """
     weights = {name: parameter.float() for name, parameter in model.named_parameters()}
     inputs = {"input_ids": ids, "labels": ids}
@@ -132,7 +132,7 @@ def evaluate(model: nn.Module, batches: Batches) -> float:
 
 
 def totals(optimizer: offload.OffloadedOptimizer) -> dict[str, float]:
-    """Return what the optimizer has counted so far, for the parent process."""
+    """Return the counters of the optimizer that the parent process needs."""
     stats = optimizer.stats()
     names = (
         "num_parameters",

@@ -1,8 +1,8 @@
 """The boundary between host memory and a device that holds parameters and gradients.
 
-Apart from `compute`, no other code in this package touches memory of a device. Bytes cross on two
-streams for each device, created once: one towards the host, one towards the device. Only events
-order them with the streams of the training loop. No stream is ever synchronised as a whole.
+Only this module and `compute` touch memory of a device. Bytes cross on two streams for each device,
+created once: one towards the host, one towards the device. Only events order these streams with
+those of the training loop. No stream is ever synchronised as a whole.
 
     training stream  ...backward) now |                                    fence| next forward
     to the host                       |- fetch chunk 0 -|- fetch chunk 1 -|     |
@@ -43,11 +43,11 @@ class Boundary(Protocol):
         ...
 
     def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
-        """Begin to copy to the host, after some points and after everything that was sent.
+        """Begin copies to the host, after the given points and after all earlier calls of `send`.
 
         Args:
             copies: Pairs of source and target. The sources must not be freed before a `wait`
-                for the returned event is over.
+                for the returned event has returned.
             after: Points that the copies wait for.
 
         Returns:
@@ -56,11 +56,11 @@ class Boundary(Protocol):
         ...
 
     def send(self, copies: Copies, after: Iterable[Event]) -> Event:
-        """Begin to copy to the device, in this order, after some points.
+        """Begin copies to the device, in the given order, after the given points.
 
         Args:
             copies: Pairs of source and target. A source may be on the device, too. The sources must
-                not change before the returned event.
+                not change before the returned event is reached.
             after: Points that the copies wait for.
 
         Returns:
@@ -73,7 +73,10 @@ class Boundary(Protocol):
         ...
 
     def wait(self, event: Event) -> None:
-        """Block the calling thread until a point is reached, in the kernel and without the GIL."""
+        """Block the calling thread until a point is reached.
+
+        The thread sleeps in the operating system, without the GIL.
+        """
         ...
 
     def fence(self) -> None:
@@ -90,7 +93,7 @@ class Boundary(Protocol):
 
 
 class CudaBoundary:
-    """`Boundary` of a CUDA device, or of a ROCm device, which torch calls by the same name.
+    """`Boundary` of a CUDA device, or of a ROCm device, which torch calls ``cuda`` as well.
 
     Args:
         device: The device.
@@ -169,14 +172,14 @@ class _Registered:
 
     def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
         refused = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
-        if refused:  # by some sandboxes, and if the memory is already locked for another device
+        if refused:  # in some sandboxes, or because the memory is locked for another device
             _forget_error(device)
         else:
             weakref.finalize(self, _unregister, memory)  # keeps the memory until then
 
 
 def _forget_error(device: torch.device) -> None:
-    """Clear the last error, which torch would otherwise report after this thread's next kernel."""
+    """Clear CUDA's last error, which torch would report after this thread's next kernel."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, dtype=torch.uint8, device=device)
 
@@ -212,7 +215,7 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 
 
 def is_reachable(device: torch.device) -> bool:
-    """Return whether parameters may be on a device."""
+    """Return whether this library supports parameters on a device."""
     return device.type == "cpu" or device.type in BOUNDARIES
 
 

@@ -1,10 +1,10 @@
 """Computing on a device that holds state: its own stream, memory and kernels.
 
 No other code in this package computes on a device. Work is queued on one stream, which is created
-once. It is ordered after the points in the training's streams that it depends on. The thread that
-queued the work waits for its end before memory of the frames, gradients or parameters is used for
-anything else. So neither stream is ever synchronised as a whole, and the training's stream waits
-for nothing: work that is launched on it after `wait` has returned comes after the update.
+once. Events order the work after the points in the training's streams that it depends on. The
+thread that queued the work waits for its end before memory of the frames, gradients or parameters
+is used for anything else. So no stream is ever synchronised as a whole, and the training's streams
+wait for nothing: training work that is launched after `wait` has returned comes after the update.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Compute(Protocol):
         ...
 
     def trim(self) -> None:
-        """Return memory to the device that torch caches and nothing uses."""
+        """Free the device memory that torch caches and nothing uses."""
         ...
 
     def queue(self, after: Iterable[Event]) -> AbstractContextManager[None]:
-        """Queue the block's work for this device on this object's stream, after some points.
+        """Queue the block's work for this device on this object's stream, after the given points.
 
         The other methods except `wait`, and torch's operations on tensors of the device, must be
-        called within such a block. Other threads that want to queue work wait for its end.
+        called within such a block. Other threads that want to queue work wait until the block ends.
 
         Args:
             after: Points that the work waits for.
@@ -102,7 +102,10 @@ class Compute(Protocol):
         ...
 
     def wait(self, event: Event) -> None:
-        """Block the calling thread until a point is reached, in the kernel and without the GIL."""
+        """Block the calling thread until a point is reached.
+
+        The thread sleeps in the operating system, without the GIL.
+        """
         ...
 
 

@@ -11,9 +11,9 @@ import torch
 class FlatTensors:
     """Flat views of tensors; a tensor that has no flat view is copied.
 
-    Tensors that may be changed are viewed contiguously. A copy lives until all its elements are
-    finished, and is then written back if it may have been changed. Tensors that are only read are
-    released at that moment. Safe for several threads that request different elements.
+    A writable tensor is also copied if its flat view would not be contiguous. When all elements of
+    a tensor are finished, a copy of a writable tensor is written back, and a tensor that is only
+    read is released. Safe for several threads that request different elements.
 
     Args:
         tensors: Parameters or gradients; None for a missing gradient.

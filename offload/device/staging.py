@@ -21,7 +21,7 @@ from offload.format.layout import Piece
 
 _MAX_SENDING = 2
 _PIECE_ALIGNMENT = 64
-"""Alignment in bytes of each parameter's part, for the widest loads of the CPU."""
+"""Alignment in bytes of each part in staging memory, for the widest loads of the CPU."""
 
 
 class Traffic:
@@ -71,7 +71,7 @@ class _Batch:
     memory: torch.Tensor
     parts: list[_Part]
     event: Event
-    """End of the fetch; later, end of the sending back."""
+    """End of the fetch; after `leave`, end of the copies back to the device."""
 
 
 @dataclass(slots=True)
@@ -83,15 +83,14 @@ class _Split:
 
 
 class CrossingTensors(FlatTensors):
-    """Flat views of tensors, of which some are on a device.
+    """Flat views of tensors, some of which are on a device.
 
     The order for each chunk is `prepare`, `arrive`, then `view` from any thread, then `leave`.
-    Tensors in host memory are viewed as `FlatTensors` does.
+    `FlatTensors` handles the tensors in host memory.
 
     Args:
-        tensors: Parameters or gradients; None for a missing gradient. Their values are those that
-            the work queued so far on the calling thread's current streams computes. No read is
-            earlier than that.
+        tensors: Parameters or gradients; None for a missing gradient. They are read only after the
+            work that is queued so far on the calling thread's current streams.
         writable: Whether changes are sent back.
         traffic: Counter of the bytes that cross.
     """
@@ -109,7 +108,7 @@ class CrossingTensors(FlatTensors):
         self._copies: dict[int, torch.Tensor] = {}
         """Contiguous copies, on the device, of tensors that are not contiguous."""
         self._left: dict[int, int] = {}
-        """Number of elements not left yet, of each tensor of which a part has been fetched."""
+        """Number of elements that `leave` has not handled yet, by index of the tensor."""
 
     def __del__(self) -> None:
         # If a pass has failed, the memory of its chunks is released together with the pass.
@@ -122,14 +121,14 @@ class CrossingTensors(FlatTensors):
     def replace(self, index: int, tensor: torch.Tensor) -> None:
         """Set a tensor that has not been viewed yet.
 
-        Its values are those that the work queued on the current stream so far computes.
+        The tensor is read only after the work that is queued so far on the current stream.
         """
         super().replace(index, tensor)
         if is_on_device(tensor):
             self._given[index] = boundary_of(tensor.device).now()
 
     def prepare(self, chunk: int, pieces: Sequence[Piece], changes: Callable[[int], bool]) -> None:
-        """Begin to fetch the data that a chunk needs, unless that has begun already.
+        """Begin to fetch the data that a chunk needs, unless the fetch has begun already.
 
         Args:
             chunk: Index of the chunk.
@@ -159,7 +158,7 @@ class CrossingTensors(FlatTensors):
             batch.boundary.wait(batch.event)
 
     def leave(self, chunk: int) -> None:
-        """Begin to send a chunk's changes back. Its views must not be used any more."""
+        """Begin to send a chunk's changes back. The chunk's views must not be used afterwards."""
         for batch in self._batches.pop(chunk):
             copies = []
             for part in batch.parts:

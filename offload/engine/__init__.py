@@ -8,16 +8,19 @@ from offload.engine.chunk_pass import StatePass
 from offload.engine.engine import Engine
 from offload.engine.reference import Position, is_reference, read_reference
 from offload.engine.seal import SealHandle
-from offload.engine.state_dict import ExchangingEngine
 from offload.engine.stats import Stats
+from offload.engine.strategy import StepStrategy, WaitedFor
+from offload.engine.training_state import TrainingState
 
 __all__ = [
     "Engine",
-    "ExchangingEngine",
     "Position",
     "SealHandle",
     "StatePass",
     "Stats",
+    "StepStrategy",
+    "TrainingState",
+    "WaitedFor",
     "is_reference",
     "read_reference",
 ]

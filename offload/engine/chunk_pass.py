@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from offload.format.digests import Digests, Run
 from offload.store.slot import Slot
 from offload.stream.frame import Frame
 from offload.stream.meter import Meter
+from offload.stream.passes import RingPass
 from offload.stream.streamer import Streamer
 from offload.update.rules import Scalars
 
@@ -79,6 +81,7 @@ class StatePass:
         seal: Seal in flight that still copies parameters which the update changes, or None.
         meter: Counts seconds.
         run: Computes the remaining digests of a chunk on several threads.
+        lock: Held while the updater computes; None if it needs no lock.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class StatePass:
         seal: Seal | None,
         meter: Meter,
         run: Run,
+        lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self.step = step
         self.source = source
@@ -101,11 +105,12 @@ class StatePass:
         self.schedule: Iterable[int] = chunks
         """Yields the chunks in their order, each as soon as it may be updated. Some of the last
         chunks may be left out after a call of `announce` without them."""
-        self._streamer = streamer
+        self._ring = RingPass(streamer, source=source, target=target, run=run)
+        self._model_stops = streamer.layout.model_stops
         self.updater = updater
         self._seal = seal
         self._meter = meter
-        self._run_many = run
+        self._lock = nullcontext() if lock is None else lock
 
     def is_needed(self, chunk: int) -> bool:
         """Return whether the pass must process a chunk: it is stepped, or moves to another slot."""
@@ -113,7 +118,7 @@ class StatePass:
 
     def announce(self, chunks: Sequence[int]) -> None:
         """Tell the ring which chunks are still to come."""
-        self._streamer.begin(self.source, chunks)
+        self._ring.announce(chunks)
 
     def run(self, updated: Callable[[int], object] | None = None) -> list[Scalars | None]:
         """Update all chunks; the last writes may still be in progress on return.
@@ -128,16 +133,14 @@ class StatePass:
             gds.StorageError: A transfer failed.
             DamagedError: The state that was read is not the state that was written.
         """
-        streamer, seal = self._streamer, self._seal
-        model_stops = streamer.layout.model_stops
+        seal = self._seal
         self.announce(self.chunks)
         ahead = dict(pairwise(self.chunks)) if self.schedule is self.chunks else {}
         for chunk in self.schedule:
             crosses = self.updater.prepare(chunk)
-            frame = streamer.take(chunk)
-            try:
+            with self._ring.taken(chunk) as frame:
                 if seal is not None:
-                    seal.wait_copied(model_stops[chunk])
+                    seal.wait_copied(self._model_stops[chunk])
                 if crosses:
                     if chunk in ahead:
                         self.updater.prepare(ahead[chunk])
@@ -145,13 +148,10 @@ class StatePass:
                         self.updater.arrive(chunk)
                 with self._meter.timed("compute_s", chunk=chunk):
                     self._update(chunk, frame)
-            except BaseException:
-                streamer.discard(frame)
-                raise
-            if updated is not None:
-                updated(chunk)
-            streamer.put(frame, self.target, self._run_many)
-        scalars = self.updater.finish()
+                if updated is not None:
+                    updated(chunk)
+        with self._lock:
+            scalars = self.updater.finish()
         self.updater.fence()
         if seal is not None:
             # After the pass, the user may also change frozen parameters, which no step changes.
@@ -159,8 +159,7 @@ class StatePass:
         return scalars
 
     def _update(self, chunk: int, frame: Frame) -> None:
-        """Update a chunk in its frame, or in a copy on the device that the work needs."""
         work, digests = self.updater, frame.digests
-        with frame.tensors_on(work.device, changes=True) as arrays:
+        with frame.tensors_on(work.device, changes=True) as arrays, self._lock:
             # No byte of a copy is final before the copy has been sent back to the frame.
             work.update(chunk, arrays, digests if frame.device == work.device else None)

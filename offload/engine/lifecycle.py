@@ -8,50 +8,53 @@ import os
 from offload.engine.caller_hints import how_to_resume
 from offload.errors import BrokenOptimizerError, NotRestoredError, OffloadError, reason_of
 from offload.store.store import Store
+from offload.stream.memory import WorkingMemory
 
 _log = logging.getLogger("offload")
 
 
-class Usable:
+class Lifecycle:
     """The part of an engine that knows whether the engine can be used.
 
     Args:
         store: Store that this process has opened.
+        memory: Memory of the state, which knows whether a transfer has failed.
         decided: Whether the store has no checkpoints, or the user has decided about them.
     """
 
-    def __init__(self, store: Store, *, decided: bool) -> None:
+    def __init__(self, store: Store, memory: WorkingMemory, *, decided: bool) -> None:
         self.store = store
-        self._decided = decided
+        self._memory = memory
+        self.decided = decided
+        """Whether the store has no checkpoints, or the user has decided about them."""
         self._pid = os.getpid()
-        self._closed = False
-        self._broken = ""
+        self.closed = False
+        self.broken = ""
         """Reason why the working state is torn; empty if it is not."""
-        self._steps_settled = self._steps_in_seal = 0
+        self.steps_settled = self.steps_in_seal = 0
         """Two counts of this optimizer's steps: the steps that a checkpoint has or a restore has
         abandoned, and the steps that the newest seal will have."""
 
-    def require_closures(self) -> None:
-        """Raise `OverlapError` if a step cannot evaluate the model itself."""
-
-    def require_unscaled(self) -> None:
-        """Raise `OverlapError` if it is too late to unscale gradients or to skip the step."""
-
     @property
-    def _transfer_error(self) -> Exception | None:
-        """Error of a failed transfer, which has torn the working state; None if none failed."""
-        return None
+    def is_over(self) -> bool:
+        """Whether nothing is left to close: it is closed, or this process is a forked child."""
+        return self.closed or os.getpid() != self._pid  # a child has neither threads nor lock
 
-    def _require_usable(self) -> None:
-        """Raise an error if the optimizer is closed or torn, or if a restore is still due."""
-        self._require_alive()
-        if self._transfer_error is not None:
-            self._broken = (
-                self._broken or f"a transfer of state failed ({reason_of(self._transfer_error)})"
-            )
-        if self._broken:
-            raise BrokenOptimizerError(f"{self._broken}; {self._remedy()}")
-        if not self._decided:
+    def require_usable(self) -> None:
+        """Check that the state may be stepped and sealed.
+
+        Raises:
+            OffloadError: The optimizer is closed, or was made in another process.
+            BrokenOptimizerError: The state is torn; says how to go on.
+            NotRestoredError: The store has checkpoints, and nobody has decided about them.
+        """
+        self.require_alive()
+        error = self._memory.error
+        if error is not None:
+            self.broken = self.broken or f"a transfer of state failed ({reason_of(error)})"
+        if self.broken:
+            raise BrokenOptimizerError(f"{self.broken}; {self.remedy()}")
+        if not self.decided:
             names = [os.path.basename(c.path) for c in self.store.checkpoints]
             names += [os.path.basename(path) for path, _ in self.store.refused]
             raise NotRestoredError(
@@ -60,7 +63,7 @@ class Usable:
                 "optimizer to start over"
             )
 
-    def _say_what_is_lost(self, num_steps: int) -> None:
+    def say_what_is_lost(self, num_steps: int) -> None:
         """Log that no checkpoint has the last steps of this optimizer.
 
         Args:
@@ -76,7 +79,7 @@ class Usable:
             f"the newest checkpoint is {newest.path}" if newest else "the store has none",
         )
 
-    def _remedy(self) -> str:
+    def remedy(self) -> str:
         """Return advice on going on from a state that is torn."""
         newest = self.store.newest
         if newest is None and self.store.refused:
@@ -88,9 +91,9 @@ class Usable:
             return "there is no checkpoint yet: construct model and optimizer again"
         return f"{how_to_resume()} to go on from {newest.path}"
 
-    def _require_alive(self) -> None:
-        """Raise `OffloadError` if the optimizer is closed, or belongs to another process."""
-        if self._closed:
+    def require_alive(self) -> None:
+        """Raise `OffloadError` if it is closed, or was made in another process."""
+        if self.closed:
             raise OffloadError("the optimizer is closed; construct it again")
         if os.getpid() != self._pid:
             raise OffloadError(

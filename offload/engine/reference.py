@@ -60,6 +60,22 @@ def is_reference(state_dict: Mapping[str, Any]) -> bool:
     return str(state_dict.get("format", "")).startswith(_PREFIX)
 
 
+def reference_of(state_dict: Mapping[str, Any]) -> Position | None:
+    """Return the state that a reference names; None for a state dict that holds the state itself.
+
+    A reference is what `OffloadedOptimizer.state_dict` returns. It names the state and does not
+    hold it. `OffloadedOptimizer.find` returns the checkpoint that it names.
+
+    Args:
+        state_dict: State dict of an `OffloadedOptimizer` or of a torch optimizer. It may have been
+            saved and loaded by another process.
+
+    Raises:
+        MismatchError: The reference is of another version of this package, or is not complete.
+    """
+    return read_reference(state_dict)[0] if is_reference(state_dict) else None
+
+
 def reference_to(position: Position, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a reference to a position, which shares nothing with the optimizer.
 

@@ -5,13 +5,11 @@ never imports `engine` or the optimizer.
 """
 
 from offload.exchange.exporting import export_checkpoint
-from offload.exchange.foreign import open_foreign
 from offload.exchange.importing import import_checkpoint
 from offload.exchange.read_state import read_state
 
 __all__ = [
     "export_checkpoint",
     "import_checkpoint",
-    "open_foreign",
     "read_state",
 ]

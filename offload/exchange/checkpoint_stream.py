@@ -19,9 +19,7 @@ from offload.format.manifest import MODEL_BLOCK_BYTES
 from offload.model.model_file import MODEL_ARRAY
 from offload.store.part import open_part
 from offload.store.slot import Slot, open_slot
-from offload.stream.frame import HostFrames
-from offload.stream.meter import Meter
-from offload.stream.streamer import Streamer
+from offload.stream.passes import RingPass, ring_for_one_pass
 from offload.update.decoder import (
     Block,
     StateDecoder,
@@ -33,8 +31,6 @@ from offload.update.rules import Scalars, write_scalars
 
 Progress: TypeAlias = Callable[[int, int], object]
 """Function that is called with the number of bytes done so far and the total number of bytes."""
-
-_RING_CHUNKS = 3
 
 
 class CheckpointStream:
@@ -103,29 +99,19 @@ class CheckpointStream:
         Raises:
             DamagedError: The data that was read differs from the data that was written.
         """
-        streamer = Streamer(
-            HostFrames(self.checkpoint.backend),
-            self.layout,
-            _RING_CHUNKS,
-            Meter(),
-            verify_reads=True,
-        )
         decoder = StateDecoder(
             self.layout, self.manifest.scalars, StoredParameters(self._slot.model, self.layout)
         )
         chunks = range(self.layout.num_chunks)
-        streamer.begin(self._slot, chunks)
-        try:
+        backend, layout = self.checkpoint.backend, self.layout
+        with ring_for_one_pass(backend, layout, verify_reads=True) as streamer:
+            reading = RingPass(streamer, source=self._slot)
+            reading.announce(chunks)
             for chunk in chunks:
-                frame = streamer.take(chunk)
-                try:
+                with reading.taken(chunk) as frame:
                     for block in decoder.blocks(chunk, frame.tensors()):
                         yield block
                         self._advance(sum(values.nbytes for values in block[2].values()))
-                finally:
-                    streamer.discard(frame)
-        finally:
-            streamer.reset()
 
     def model_blocks(self) -> Iterator[tuple[int, bytes]]:
         """Yield the data of ``model.safetensors`` in order, as pairs of byte offset and bytes.

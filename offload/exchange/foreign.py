@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from offload.ambient import in_neutral
 from offload.errors import CheckpointError, MismatchError
 from offload.exchange.foreign_checks import check_optimizer
 from offload.exchange.foreign_paths import read_json, require_file
-from offload.exchange.importing import Foreign
 from offload.exchange.stored_tensor import StoredTensor
 from offload.exchange.torch_dicts import MASTERS, NUM_STEPS
 from offload.exchange.torch_reading import read_structure
@@ -18,10 +18,41 @@ from offload.format.header import MAX_HEADER_BYTES, TensorFileError, read_header
 from offload.format.strict_json import is_text
 from offload.units import seen_from
 from offload.update.dtypes import DTYPES
+from offload.update.filler import TensorSource
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _SNIFFED_BYTES = 512
+
+
+@dataclass(slots=True)
+class Foreign:
+    """A checkpoint of another program; its tensors are read when they are needed."""
+
+    path: str
+    """Path of the checkpoint, for messages."""
+
+    model: Mapping[str, TensorSource]
+    """Every tensor of the model's state dict, tied tensors once."""
+
+    optimizer: Mapping[str, Any]
+    """torch's state dict of the optimizer, keyed by numbers or names of parameters."""
+
+    masters: Mapping[Any, TensorSource] = field(default_factory=dict)
+    """FP32 parameters, by the same numbers or names."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of tied tensors, each with its name in `model`."""
+
+    step: Any = None
+    """Number of optimizer steps taken, as the checkpoint states it, unchecked; None if it does
+    not."""
+
+    step_from: str = ""
+    """Origin of `step` (key and file), for messages."""
+
+    is_ordered: bool = False
+    """Whether `model` is in the order of the model's own state dict."""
 
 
 @in_neutral

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from offload.ambient import called_as_user, in_neutral
 from offload.checkpoint.checkpoint import Checkpoint, train_state_header
 from offload.errors import MismatchError, StoreError
+from offload.exchange.foreign import Foreign, open_foreign
 from offload.exchange.foreign_checks import check_model, count_of_steps, hyperparameters
 from offload.exchange.torch_dicts import NO_ENTRY, num_steps, read_parameter_state, scalar_template
 from offload.format.arrays import MASTER_LOW
@@ -34,50 +36,17 @@ from offload.format.train_state import encode, pack_encoded
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.model.model_writing import write_model
 from offload.options import Options
-from offload.retention.policy import as_retention
+from offload.retention.policy import Retention, as_retention
 from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.stream.drives import Directory, Drives, as_directories
-from offload.stream.frame import HostFrames
-from offload.stream.meter import Meter
-from offload.stream.streamer import Streamer
+from offload.stream.passes import RingPass, ring_for_one_pass
 from offload.update import codecs
 from offload.update.dtypes import DTYPE_CODES, DTYPES
 from offload.update.filler import ParameterState, StateFiller, TensorSource
 from offload.update.rules import Rule, Scalars, UpdateRule
 
-_RING_CHUNKS = 3
 _READ_ELEMENTS = 512 << 10
-
-
-@dataclass(slots=True)
-class Foreign:
-    """A checkpoint of another program; its tensors are read when they are needed."""
-
-    path: str
-    """Path of the checkpoint, for messages."""
-
-    model: Mapping[str, TensorSource]
-    """Every tensor of the model's state dict, tied tensors once."""
-
-    optimizer: Mapping[str, Any]
-    """torch's state dict of the optimizer, keyed by numbers or names of parameters."""
-
-    masters: Mapping[Any, TensorSource] = field(default_factory=dict)
-    """FP32 parameters, by the same numbers or names."""
-
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of tied tensors, each with its name in `model`."""
-
-    step: Any = None
-    """Number of optimizer steps taken, as the checkpoint states it, unchecked; None if it does
-    not."""
-
-    step_from: str = ""
-    """Origin of `step` (key and file), for messages."""
-
-    is_ordered: bool = False
-    """Whether `model` is in the order of the model's own state dict."""
 
 
 @dataclass(slots=True)
@@ -96,16 +65,17 @@ class _Parameter:
 
 @in_neutral
 def import_checkpoint(
-    foreign: Foreign,
+    source: str | os.PathLike[str],
     directory: Directory | Sequence[Directory],
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     *,
+    model: str | os.PathLike[str] | None = None,
     names: Sequence[str] | None = None,
     frozen: Collection[str] = (),
     tied: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
     options: Options = Options(),  # noqa: B008  (frozen)
-    keep: int = 2,
+    keep: int | Retention = 2,
     fresh: bool = False,
     step: int | None = None,
     train_state: Any = None,
@@ -113,12 +83,23 @@ def import_checkpoint(
 ) -> Checkpoint:
     """Make a store with one checkpoint, imported from another program's.
 
+    `OffloadedOptimizer.restore` continues from the checkpoint as if it had been trained here. The
+    source is one of these:
+
+    - a file of `torch.save` with the state dicts of a model and an optimizer, or of an optimizer
+      alone;
+    - a directory of the Hugging Face Trainer, with ``optimizer.pt`` and ``model.safetensors``;
+    - a directory of `torch.distributed.checkpoint`.
+
     The import takes the memory of a ring of chunks and a constant, whatever the size of the state.
+    Pickles are read with ``weights_only=True``.
 
     Args:
-        foreign: The source, as returned by `foreign.open_foreign`.
+        source: Path of the file or directory to import.
         directory: Directory of the store, or its directories on several drives.
         optimizer_class: Optimizer class that the state belongs to.
+        model: Path of a file with the model, of safetensors or `torch.save`; None if the source
+            holds the model.
         names: Names of all parameters, in the order of the optimizer's groups, if the source does
             not contain them.
         frozen: Names of the optimizer's parameters that have ``requires_grad=False``.
@@ -128,7 +109,7 @@ def import_checkpoint(
         dtype: Dtype of the optimizer's live parameters; None for the source's. The values of FP32
             parameters that become 16-bit are kept as masters.
         options: Options of the optimizer that will continue from the checkpoint.
-        keep: Number of checkpoints to keep, as for the optimizer that will continue.
+        keep: Number of checkpoints to keep, or a policy, as for the optimizer that will continue.
         fresh: Replace the checkpoints of a store that has some, once the new one is durable.
         step: Number of optimizer steps that the state has seen; None to read it from the source.
         train_state: Value that `restore` returns as the train state.
@@ -142,9 +123,11 @@ def import_checkpoint(
         StoreFullError: There is no room for the store.
         MismatchError: The source belongs to another class, or contradicts itself. The message names
             the parameter or the group.
-        CheckpointError: The source is damaged.
+        CheckpointError: The source is damaged, is none of the known formats, or contains objects
+            that would have to be executed.
         gds.StorageError: Writing the store failed.
     """
+    foreign = open_foreign(os.fspath(source), None if model is None else os.fspath(model))
     progress = called_as_user(progress) if progress is not None else None
     rule = UpdateRule(optimizer_class, {})
     if tied:
@@ -434,21 +417,14 @@ def _fill(
         seed=options.rounding_seed,
         progress=advance,
     )
-    streamer = Streamer(HostFrames(drives.backends[0]), layout, _RING_CHUNKS, Meter())
     chunks = range(layout.num_chunks)
-    streamer.begin(None, chunks)
-    try:
+    with ring_for_one_pass(drives.backends[0], layout) as streamer:
+        filling = RingPass(streamer, source=None, target=slot)
+        filling.announce(chunks)
         for chunk in chunks:
-            frame = streamer.take(chunk)
-            try:
+            with filling.taken(chunk) as frame:
                 work.update(chunk, frame.tensors())
-            except BaseException:
-                streamer.discard(frame)
-                raise
-            streamer.put(frame, slot)
         streamer.synchronize()
-    finally:
-        streamer.reset()
     return work.finish()
 
 

@@ -141,7 +141,7 @@ def scalar(value: object) -> ScalarValue:
 
 
 def part(value: object, generation: int) -> PartReference:
-    """Return the reference to a part on another drive, which must be of that generation.
+    """Return the reference to a part on another drive; the part must be of `generation`.
 
     Raises:
         ValueError: The value is not such a reference.
@@ -162,23 +162,23 @@ def _is_absolute(value: object) -> bool:
     if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
         return False
     try:
-        os.fsencode(value)  # unlike UTF-8, this can also encode bytes that are no text
+        os.fsencode(value)  # accepts paths with bytes that are not UTF-8, unlike value.encode()
     except UnicodeEncodeError:
         return False
     return True
 
 
 def encode_group(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's hyper-parameters as JSON values, tuples and tensors tagged.
+    """Return a parameter group's hyper-parameters as JSON values, with tags for tuples and tensors.
 
     Args:
         index: Index of the group, for messages.
         group: Hyper-parameters by name. The keys in `NOT_HYPERPARAMETERS` are left out.
 
     Raises:
-        TypeError: A name is not Unicode text, or a hyper-parameter is neither a number (integers:
-            of 64 bits), a string, None, a sequence of those, nor a one-element tensor. The message
-            names it.
+        TypeError: A name is not Unicode text, or a hyper-parameter is neither a number (an integer
+            must fit 64 bits), a string, None, a sequence of those, nor a one-element tensor. The
+            message names the hyper-parameter.
     """
     for key in group:
         if not is_text(key):

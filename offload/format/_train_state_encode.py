@@ -1,6 +1,6 @@
-"""Encoder of `train_state`, from values to JSON with tags, and what the decoder shares with it.
+"""Encoder of `train_state`, from values to JSON with tags, and definitions for the decoder.
 
-What JSON itself can hold losslessly is plain JSON: None, bool, 64-bit integers, finite floats,
+Values that JSON holds losslessly are plain JSON: None, bool, 64-bit integers, finite floats,
 strings, lists, and dicts whose keys are strings. Everything else is a *tag*: an object that has the
 key ``"$"`` with the name of a type, and exactly the fields that the type needs. A dict that has
 ``"$"`` as a key of its own is written as a tag too, so that no value in a state can be mistaken for
@@ -74,12 +74,13 @@ class Encoder:
             inline: Whether the value is part of a key or of a member of a set.
 
         Raises:
-            TrainStateTypeError: The value holds something that would not come back the same.
+            TrainStateTypeError: The value, or a value in it, could not be restored unchanged.
         """
         kind = type(value)
         if value is None or kind is bool:
             return value
-        # Only exact types: a subclass (an IntEnum, a namedtuple) is more than what would be stored.
+        # Only exact types match: of a subclass (an IntEnum, a namedtuple) only the base value would
+        # be stored.
         encode = _SCALARS.get(kind)
         if encode is not None:
             return encode(value)
@@ -183,7 +184,8 @@ def _encode_complex(value: complex) -> object:
 
 
 def _encode_bytes(value: bytes) -> object:
-    # Stored inline, although a tensor is smaller: a name would depend on the order within a set.
+    # Bytes are stored inline, although a tensor would be smaller: within a set, the tensor's name
+    # would depend on the order of the members.
     return {TAG_KEY: type(value).__name__, "base64": base64.b64encode(value).decode("ascii")}
 
 

@@ -1,11 +1,11 @@
-"""Storage of those values of a training state that come from torch and numpy.
+"""Storage of the values of torch and numpy in a training state.
 
-`leaf_tag` makes a tag of such a value; `LEAF_SCALARS` and `LEAF_ARRAYS` turn it back. Neither
-package is imported before one of its values or tags turns up. A caller that has such a value has
-imported the package already.
+`leaf_tag` turns such a value into a tag; the functions in `LEAF_SCALARS` and `LEAF_ARRAYS` turn a
+tag into the value. Each package is imported only when one of its values or tags occurs. A caller
+that has such a value has imported the package already.
 
-Bytes are always stored little-endian and in C order. torch tensors come back in the memory of the
-CPU, contiguous and without ``requires_grad``, and share their storage with no other tensor.
+Bytes are always stored little-endian and in C order. Restored torch tensors are on the CPU,
+contiguous and without ``requires_grad``, and share their storage with no other tensor.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ Fetch = Callable[[object], StoredTensor]
 """Function that returns the tensor stored under a name, or raises `TrainStateFormatError` if there
 is none."""
 
-# For each dtype, by torch's and numpy's name: its safetensors code, and how many values of that
-# code make one element. The format has no dtype for two of the complex ones, so their tensors get
-# one more dimension of size 2.
+# For each dtype, by its name in torch and numpy: the safetensors code, and the number of values of
+# that code in one element. safetensors has no code for complex32 and complex128, so their tensors
+# get one more dimension of size 2.
 _TORCH_CODES: Mapping[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
@@ -157,7 +157,8 @@ def _torch_tag(value: object, path: Path, store: Store | None) -> Fields | None:
         return {TAG_KEY: "torch.dtype", "name": str(value).removeprefix("torch.")}
     if kind is torch.device:
         return {TAG_KEY: "torch.device", "name": str(value)}
-    # A subclass (Parameter, DTensor, FakeTensor) is more than its values, so it is not supported.
+    # Subclasses (Parameter, DTensor, FakeTensor) hold more than their values, so they are not
+    # supported.
     if not isinstance(value, torch.Tensor) or kind is not torch.Tensor:
         return None
     name = str(value.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """The errors of the file formats, which `header` and `train_state` re-export.
 
-Each way in which a file or a value can be bad has its own class, so that a caller and a test can
-tell them apart without reading messages.
+Each kind of fault in a file or a value has its own class, so that callers and tests can tell the
+faults apart without reading messages.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from offload.errors import CheckpointError, OffloadError
 
 
 class TensorFileError(OffloadError, ValueError):
-    """A safetensors file is damaged, or the requested content cannot be a safetensors file."""
+    """A safetensors file is damaged, or the given content cannot be stored as one."""
 
 
 class HeaderTooLargeError(TensorFileError):

@@ -9,8 +9,8 @@ There are two guarantees. Equal arguments of `build_header` give equal bytes. `p
 a subset of what the safetensors library accepts: it also refuses repeated keys, unknown fields,
 leading white space, a null ``__metadata__``, and dtypes smaller than a byte.
 
-Each way in which a file can be bad has its own subclass of `TensorFileError`. This module imports
-neither torch nor numpy.
+Each kind of fault in a file has its own subclass of `TensorFileError`. This module imports neither
+torch nor numpy.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def build_header(
     *,
     header_bytes: int | None = None,
 ) -> Header:
-    """Lay tensors end to end in the given order and encode the header that says so.
+    """Lay tensors end to end in the given order, and return the header that describes them.
 
     Equal arguments give equal bytes. The order of `metadata` does not matter, because it is sorted.
 
@@ -224,7 +224,7 @@ def parse_header(prefix: bytes, file_bytes: int, path: str = "<bytes>") -> Heade
         path: Path of the file, for messages.
 
     Raises:
-        TensorFileError: The header is bad; each way of being bad has its own subclass. The message
+        TensorFileError: The header is bad; each kind of fault has its own subclass. The message
             names path and tensor, what was found and what was expected.
     """
     data_start = header_length(prefix, file_bytes, path)
@@ -332,7 +332,8 @@ def _shape_bytes(dtype: object, shape: object, at: str) -> int:
         raise ShapeError(f"{at}: {len(shape)} dimensions, at most {_MAX_SHAPE_DIMS} are supported")
     extent = DTYPE_BYTES[dtype]
     for size in shape:
-        # Bounded at each factor, with zeros ignored: the strides of [2**62, 2**62, 0] overflow.
+        # The product is checked after each factor and zeros are ignored, because the strides of
+        # [2**62, 2**62, 0] would overflow.
         extent *= max(size, 1)
         if extent > _MAX_COUNT:
             raise ShapeError(f"{at}: {dtype} of shape {_short(shape)} overflows 63 bits")

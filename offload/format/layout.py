@@ -99,8 +99,8 @@ class Layout:
     """Tensors of ``model.safetensors``, in file order: by descending dtype size."""
 
     chunk_elements: int
-    """Nominal length of chunks in elements. Chunks begin at its multiples, or up to 31 elements
-    after one. It is a multiple of 1024, so that F32 chunks are 4096-byte aligned."""
+    """Nominal length of chunks in elements. Chunks begin at multiples of it, or up to 31 elements
+    later. It is a multiple of 1024, so that F32 chunks are 4096-byte aligned."""
 
     state_dtype: str = "float32"
     """Form in which optimizer state other than masters is stored; see `StateFormat`."""
@@ -131,8 +131,8 @@ class Layout:
     def num_chunks(self) -> int:
         """Number of chunks; 0 for an empty element space."""
         num = -(-self.num_elements // self.chunk_elements)
-        # The start of the last chunk may have moved to the end of element space. Then there is no
-        # such chunk.
+        # If the start of the last chunk has moved to the end of element space, that chunk does not
+        # exist.
         return num - 1 if num > 1 and self._chunk_start(num - 1) == self.num_elements else num
 
     @cached_property
@@ -164,7 +164,7 @@ class Layout:
 
     @cached_property
     def _array_starts(self) -> dict[str, tuple[int, ...]]:
-        """For each array, the number of its values before each parameter, and the number of all."""
+        """Number of an array's values before each parameter, then of all its values, by array."""
         return {
             name: (
                 0,
@@ -314,7 +314,7 @@ class Layout:
     def array_range(self, array: str, first: int, last: int) -> tuple[int, int]:
         """Map a range of element space to values of one state array, as if on one drive.
 
-        If values stand for blocks of elements, the range must begin and end where blocks do.
+        If values stand for blocks of elements, the range must begin and end at block boundaries.
 
         Returns:
             First value and one past the last, counted within the array. Elements of parameters that
@@ -347,8 +347,16 @@ class Layout:
         """
         first, last = self.array_range(array, *self.chunk_range(chunk))
         data_start = self.array_headers[self.drives[chunk]][array].data_start
-        nbytes = self.formats[array].nbytes
+        nbytes = self._value_bytes[array]
         return data_start + self._file_starts[array][chunk] * nbytes, (last - first) * nbytes
+
+    def byte_ranges(self, chunk: int) -> dict[str, tuple[int, int]]:
+        """Return the chunk's `byte_range` in the file of each state array."""
+        return {name: self.byte_range(name, chunk) for name in self.array_names}
+
+    @cached_property
+    def _value_bytes(self) -> dict[str, int]:
+        return {name: form.nbytes for name, form in self.formats.items()}
 
     def max_chunk_bytes(self, array: str) -> int:
         """Return the size in bytes of the array's largest chunk; 0 if there is no chunk."""

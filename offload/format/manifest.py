@@ -50,14 +50,14 @@ _MAX_SHARES = 1 << 16
 """Largest sum of the drives' shares. A larger sum would only take more time to deal out chunks."""
 
 MAX_DIRECTORIES = 64
-"""Largest number of directories of a store. Each directory has a header of 4096 bytes or more to be
-built for each state array."""
+"""Largest number of directories of a store. A reader builds a header of 4096 bytes or more for each
+directory and each state array."""
 
 _MAX_ARRAYS = 64
 """Largest number of state arrays of a store."""
 
 _GROUP_RESERVE_BYTES = 16 << 10
-"""Bytes reserved for each parameter group, and once more for the fields of fixed number."""
+"""Bytes reserved for each parameter group, and once more for the fields that occur only once."""
 
 _SCALAR_RESERVE_BYTES = 40
 """Bytes reserved for one scalar of a parameter's state."""
@@ -69,7 +69,7 @@ characters for each of them."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Description of one checkpoint. It is written last, so that its presence proves the rest."""
+    """Description of one checkpoint. It is written last, so a checkpoint with one is complete."""
 
     store_id: str
     """32 hexadecimal digits that name the store, the same in all its checkpoints."""
@@ -108,9 +108,9 @@ class Manifest:
     """References to the state on each drive but the first, in the order of the drives."""
 
     order: tuple[tuple[int, ...], ...] | None = None
-    """For each parameter group its parameters, as positions in `Layout.model`, in the order in
-    which the optimizer was given them. Torch's state dicts number parameters in this order. None if
-    the order is not known."""
+    """Parameters of each parameter group, as positions in `Layout.model`, in the order in which the
+    optimizer got them. torch's state dicts number parameters in this order. None if the order is
+    not known."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics from the caller, by name; finite."""
@@ -124,8 +124,8 @@ class Manifest:
         """Return the file's content, padded to exactly `reserved_bytes`.
 
         Raises:
-            OffloadError: The content is larger than `reserved_bytes` or than any manifest that is
-                read, or `generation` or `step` is out of range.
+            OffloadError: The content is larger than `reserved_bytes` or than readers accept, or
+                `generation` or `step` is out of range.
             TypeError: A hyper-parameter cannot be stored as JSON. The message names it.
         """
         numbers = (self.generation, self.step)
@@ -192,7 +192,7 @@ def reserved_bytes(layout: Layout, num_groups: int) -> int:
     """Return the size to reserve for the manifest of a layout, in bytes; a multiple of 4096.
 
     Raises:
-        OffloadError: The manifest would be larger than any that is read.
+        OffloadError: The manifest could be larger than readers accept.
     """
     names = sum(3 * len(json.dumps(p.name)) + 160 for p in layout.parameters)
     names += sum(
@@ -235,7 +235,7 @@ def num_model_blocks(layout: Layout) -> int:
 
 
 def invalid_manifest(size_bytes: int) -> bytes:
-    """Return content that no reader takes for a manifest, for a slot that is being rewritten."""
+    """Return the content of the file while its slot is being rewritten; readers refuse it."""
     text = document.invalid(FORMAT_VERSION, "this slot is being rewritten")
     return document.padded(text, size_bytes)
 
@@ -296,8 +296,8 @@ def _decode_body(body: Mapping[str, Any], version: int) -> Manifest:
     parts = tuple(fields.part(part, generation) for part in fields.items(body.get("parts", [])))
     if len(parts) != len(layout.shares) - 1:
         raise ValueError(f"{len(parts)} parts for {len(layout.shares)} directories")
-    # Done only after the check that each chunk has a digest: now the file's length bounds time and
-    # memory.
+    # Each chunk is now known to have a digest in the file. So the file's length bounds the time and
+    # the memory that the following takes.
     expected = [
         SealedPart(store_id, generation, drive, content_digest(layout, digests, drive)).digest
         for drive in range(1, len(layout.shares))

@@ -21,9 +21,9 @@ MAX_NAME_CHARACTERS = 64
 def take_metrics(metrics: Any) -> dict[str, float]:
     """Return a user's metrics as a checkpoint stores them, without those that are not finite.
 
-    A loss that is not a number shows that training has gone wrong, which is when a checkpoint is
-    needed most. So such a metric does not prevent the checkpoint. It is left out, with a
-    `RuntimeWarning` that names it and points at the caller of the caller.
+    A loss that is not a number shows that training has gone wrong, and then a checkpoint is needed
+    most. So such a metric does not prevent the checkpoint. It is left out, with a `RuntimeWarning`
+    that names the metric and points at the caller of the caller.
 
     Args:
         metrics: Numbers by name. They are Python numbers, or tensors and numpy values of one

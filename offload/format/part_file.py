@@ -1,9 +1,9 @@
-"""``part.json``: the file in which a part on another drive says what it is.
+"""``part.json``: the file that identifies a part on another drive.
 
-A store on several drives keeps most of a slot in its first directory. Each of its other directories
-has a *part* of the slot's state arrays. The manifest names every part. ``part.json`` is written
-when the part is sealed, and overwritten before the part is rewritten. Readers compare it with the
-manifest's reference to the part.
+A store on several drives keeps most of a slot in its first directory. Each of the store's other
+directories has a *part* of the slot's state arrays. The manifest names every part. ``part.json`` is
+written when the part is sealed, and overwritten before the part is rewritten. Readers compare it
+with the manifest's reference to the part.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def content_digest(layout: Layout, digests: Mapping[str, Sequence[str | None]], 
 
 
 def invalid_part() -> bytes:
-    """Return content of ``part.json`` that no reader takes for that of a sealed part."""
+    """Return the content of ``part.json`` while the part is being rewritten; readers refuse it."""
     text = document.invalid(_PART_FORMAT, "this part is being rewritten")
     return document.padded(text, PART_FILE_BYTES)
 

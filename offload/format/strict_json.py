@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 MAX_VALUES = 5_000_000
-"""Largest number of marks in a document: commas, colons and opening brackets together. There is a
-mark before each value. A value of 3 bytes in the document may take 80 bytes of memory."""
+"""Largest number of marks in a document: commas, colons and opening brackets together. They bound
+the number of values, because each value but the first follows a mark. The limit is needed because a
+value of 3 bytes in the document may take 80 bytes of memory."""
 
 _MAX_INTEGER_DIGITS = 20
 """Largest number of characters in a 64-bit integer, sign included."""
@@ -41,8 +42,8 @@ def parse_json(data: bytes, *, max_values: int | None = MAX_VALUES) -> Any:
 
     Args:
         data: The document.
-        max_values: Largest number of marks; see `MAX_VALUES`. None for a document of bounded length
-            that must be readable whatever number of values was written.
+        max_values: Largest number of marks; see `MAX_VALUES`. None is no limit, for a document of
+            bounded length in which the writer may have put any number of values.
 
     Raises:
         DuplicateKeyError: An object has the same key twice.

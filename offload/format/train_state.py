@@ -70,9 +70,9 @@ _CAPACITY_MULTIPLE_BYTES = 8
 class EncodedState:
     """A training state, captured by value. Two states are equal exactly if the encodings are.
 
-    Equality distinguishes types (1 and True differ, as do 0.0 and -0.0) and the order of dicts. It
-    takes any NaN of a Python float for any other. It does not see what the module's docstring lists
-    as not kept.
+    Equality distinguishes types (1 and True differ, as do 0.0 and -0.0) and the order of dicts. All
+    NaNs of Python floats are equal. Properties that the module's docstring lists as not kept do not
+    matter.
     """
 
     json: str
@@ -91,8 +91,8 @@ def encode(state: object) -> EncodedState:
     """Capture `state` by value; later changes to it have no effect.
 
     Raises:
-        TrainStateTypeError: The state holds something that would not come back the same, contains
-            itself, or is nested deeper than `MAX_DEPTH`. The message names the path of the culprit.
+        TrainStateTypeError: The state holds a value that could not be restored unchanged, contains
+            itself, or is nested deeper than `MAX_DEPTH`. The message names the path of the value.
     """
     encoder = Encoder()
     tree = encoder.encode(state)

@@ -2,8 +2,9 @@
 
 If a file is gone, is shorter than it was, or was replaced by a link or a directory, it is not what
 was sealed. So the checkpoint is refused, and an older one may take its place. All other errors (of
-a drive, a limit, a permission, a network) may be over in a moment. To continue from an older
-checkpoint because of one would lose the newest for nothing. So these errors stop the operation.
+a drive, a limit, a permission, a network) may be temporary. Continuing from an older checkpoint
+because of a temporary error would lose the newest one for nothing. So these errors stop the
+operation.
 """
 
 from __future__ import annotations

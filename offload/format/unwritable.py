@@ -1,4 +1,4 @@
-"""Errors for users who may not write to a store, with advice on who may or what else to do."""
+"""Errors about missing write access to a store, with advice for the user."""
 
 from __future__ import annotations
 

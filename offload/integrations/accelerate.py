@@ -18,8 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import RNG_STATE_NAME
 
-from offload.engine.reference import is_reference
-from offload.errors import OffloadError
+from offload import OffloadError
 from offload.integrations.folders import Folders, unwrap
 
 _REMEDY = (
@@ -68,8 +67,7 @@ class Following:
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
         del optimizer
-        if is_reference(state_dict):
-            self._folders.go_back(self._optimizer, state_dict)
+        self._folders.go_back(self._optimizer, state_dict)
 
 
 def follow(

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.checkpoint import open_checkpoint
-from offload.engine.reference import is_reference
-from offload.errors import OffloadError
-from offload.optimizer import OffloadedOptimizer
-from offload.store.opening import StoredCheckpoint
-from offload.store.store import Store
+from offload import (
+    CheckpointInfo,
+    OffloadedOptimizer,
+    OffloadError,
+    Position,
+    open_checkpoint,
+    reference_of,
+)
 
 PIN_PREFIX = "lightning-"
 """Prefix of the names of all pins that belong to files."""
@@ -41,9 +43,8 @@ def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
         OffloadError: This step has been sealed with a train state that is not a dict.
     """
     optimizer.synchronize()
-    engine = optimizer._live_engine()
-    newest = engine.store.newest
-    if newest is None or newest.manifest.step != engine.num_steps:
+    newest = next(reversed(optimizer.checkpoints()), None)
+    if newest is None or newest.step != optimizer.num_steps:
         return {_FILES: [file]}
     with open_checkpoint(newest.path) as checkpoint:
         state = {} if checkpoint.train_state is None else checkpoint.train_state
@@ -56,7 +57,7 @@ def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
     return {**state, _FILES: sorted({*_listed_files(state), file})}
 
 
-def files_of(checkpoint: StoredCheckpoint, loaded: str) -> list[str]:
+def files_of(checkpoint: CheckpointInfo, loaded: str) -> list[str]:
     """Return the files that may name a checkpoint; none if it was not sealed for any.
 
     Args:
@@ -76,12 +77,12 @@ def _listed_files(train_state: Any) -> list[str]:
     return [f for f in listed if isinstance(f, str)] if isinstance(listed, list) else []
 
 
-def wanted_by(store: Store, checkpoint: StoredCheckpoint, loaded: str) -> str:
+def wanted_by(checkpoint: CheckpointInfo, loaded: str) -> str:
     """Return why a checkpoint must not be withdrawn without consent; empty if it is not in use."""
     files = files_of(checkpoint, loaded)
     if not files:
         return "made by checkpoint()"
-    others = [n for n in pins_of(store, checkpoint) if not n.startswith(PIN_PREFIX)]
+    others = [n for n in checkpoint.pins if not n.startswith(PIN_PREFIX)]
     if others:
         return f"pinned as {others[0]!r}"
     for file in files:
@@ -90,7 +91,7 @@ def wanted_by(store: Store, checkpoint: StoredCheckpoint, loaded: str) -> str:
     return ""
 
 
-def named_by(file: str) -> set[tuple[Any, ...]] | None:
+def named_by(file: str) -> set[tuple[str, int, int]] | None:
     """Return the checkpoints that a file names, as store id, step and generation.
 
     None means that the file cannot be read. No tensor is read.
@@ -99,17 +100,16 @@ def named_by(file: str) -> set[tuple[Any, ...]] | None:
         return None  # files on a network are not read
     try:
         saved = torch.load(file, map_location="meta", mmap=True, weights_only=True)
-        found = [state for state in saved.get("optimizer_states", ()) if is_reference(state)]
+        found = map(reference_of, saved.get("optimizer_states", ()))
+        return {_identity(position) for position in found if position is not None}
     except FileNotFoundError:
         return set()
     except Exception:  # noqa: BLE001  (a file may be damaged in any way)
         return None
-    return {tuple(state.get(k) for k in ("store", "step", "generation")) for state in found}
 
 
-def _identity(checkpoint: StoredCheckpoint) -> tuple[Any, ...]:
-    manifest = checkpoint.manifest
-    return manifest.store_id, manifest.step, manifest.generation
+def _identity(named: CheckpointInfo | Position) -> tuple[str, int, int]:
+    return named.store, named.step, named.generation
 
 
 def mend_pins(optimizer: OffloadedOptimizer, loaded: str) -> None:
@@ -122,20 +122,14 @@ def mend_pins(optimizer: OffloadedOptimizer, loaded: str) -> None:
         optimizer: Optimizer of the store.
         loaded: File that training resumes from; empty if there is none.
     """
-    store = optimizer._live_engine().store
-    for checkpoint in store.keeping.current:
+    for checkpoint in optimizer.checkpoints():
         for file in files_of(checkpoint, loaded):
             name, named = pin_name(file), named_by(file)
-            pinned = name in pins_of(store, checkpoint)
+            pinned = name in checkpoint.pins
             if named is not None and pinned and not os.path.lexists(file):
                 optimizer.unpin(name)
             elif named is not None and not pinned and _identity(checkpoint) in named:
-                optimizer.pin(name, checkpoint.path)
-
-
-def pins_of(store: Store, checkpoint: StoredCheckpoint) -> tuple[str, ...]:
-    """Return the names of a checkpoint's pins."""
-    return store.keeping.pins().of(checkpoint.path, checkpoint.manifest)
+                optimizer.pin(name, checkpoint)
 
 
 def pin_name(file: str) -> str:

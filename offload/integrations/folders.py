@@ -18,12 +18,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from offload.checkpoint.checkpoint import Checkpoint
-from offload.engine.reference import Position, is_reference, read_reference
-from offload.errors import CheckpointError, MismatchError, PinError
-from offload.optimizer import OffloadedOptimizer
-from offload.store.opening import StoredCheckpoint
-from offload.store.store import Store
+from offload import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointInfo,
+    MismatchError,
+    OffloadedOptimizer,
+    PinError,
+    Position,
+    open_checkpoint,
+    reference_of,
+)
 
 
 def unwrap(optimizer: object, remedy: str) -> OffloadedOptimizer:
@@ -93,10 +98,9 @@ class Folders:
             gds.StorageError: The checkpoint or the pin could not be written durably.
         """
         optimizer.synchronize()  # a seal of this step may be in flight, with the caller's own state
-        engine = optimizer._live_engine()
-        step = engine.position.step
-        store, name = engine.store, f"{self._library}-{step}"
-        train_state, path = self._train_state(store, step), os.path.abspath(folder)
+        step = optimizer.num_steps
+        name = f"{self._library}-{step}"
+        train_state, path = self._train_state(optimizer, step), os.path.abspath(folder)
         before = self._folders_in(train_state) or {}
         folders = {other: inode for other, inode in before.items() if os.path.isdir(other)}
         folders[path] = os.stat(os.path.dirname(path)).st_ino
@@ -105,7 +109,7 @@ class Folders:
         try:
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
         except PinError:
-            if name not in {pin.name for pin in store.keeping.pins().pins}:
+            if name not in optimizer.pins():
                 raise
             # The state differs although the step is the same. For example, a scheduler may have
             # changed the learning rate since the last save. The library overwrites its folder, too.
@@ -121,19 +125,17 @@ class Folders:
         Raises:
             gds.StorageError: A pin could not be written or removed durably.
         """
-        store = optimizer._live_engine().store
-        pinned = store.keeping.pins()
-        for stored in list(store.keeping.current):
-            folders = self._folders(store, stored)
+        for checkpoint in optimizer.checkpoints():
+            folders = self._folders(optimizer, checkpoint)
             if folders is None:
                 continue
             self._seen.update(filter(os.path.isdir, folders))
-            name = f"{self._library}-{stored.manifest.step}"
-            is_pinned = name in pinned.of(stored.path, stored.manifest)
+            name = f"{self._library}-{checkpoint.step}"
+            is_pinned = name in checkpoint.pins
             if is_pinned and all(self._is_removed(*folder) for folder in folders.items()):
                 optimizer.unpin(name)
             elif not is_pinned and any(map(self._is_complete, folders)):
-                optimizer.pin(name, stored.path)
+                optimizer.pin(name, checkpoint)
 
     def go_back(self, optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
         """Restore the checkpoint that a reference names, with its parameters, if newer ones exist.
@@ -152,31 +154,28 @@ class Folders:
             PinError: A newer checkpoint has a pin that is not of this library. Nothing has been
                 changed.
         """
-        engine = optimizer._live_engine()
-        engine.join()
-        if not is_reference(state_dict):
+        wanted = reference_of(state_dict)
+        if wanted is None:
             return
-        wanted, _ = read_reference(state_dict)
-        store = engine.store
-        if engine.position.is_same_as(wanted):
+        present = optimizer.position
+        if present.is_same_as(wanted):
             return
         if not wanted.sealed:  # checked before the store: without checkpoints it has no lasting id
             raise MismatchError(
                 f"load_state_dict() got a reference to {wanted}: the folder was saved without "
                 f"sealing the state, which is lost. {self._attach}"
             )
-        if wanted.store != store.store_id:
+        if wanted.store != present.store:
             return
-        found = self._find(store, wanted)
+        found = self._find(optimizer, wanted)
         if found is None:
             return
-        generation = found.manifest.generation
-        newer = [c for c in store.keeping.current if c.manifest.generation > generation]
-        used = [use for c in newer if (use := self._use_of(store, c))]
+        newer = [c for c in optimizer.checkpoints() if c.generation > found.generation]
+        used = [use for c in newer if (use := self._use_of(optimizer, c))]
         if used and not self._discard_newer:
             raise MismatchError(
                 f"going on from step {wanted.step} would give up newer checkpoints of "
-                f"{store.directory}: {'; '.join(used)}. {self._remedy}"
+                f"{optimizer.directories[0]}: {'; '.join(used)}. {self._remedy}"
             )
         if newer:
             self._give_up(optimizer, found, newer)
@@ -184,12 +183,11 @@ class Folders:
     def _give_up(
         self,
         optimizer: OffloadedOptimizer,
-        found: StoredCheckpoint,
-        newer: list[StoredCheckpoint],
+        found: CheckpointInfo,
+        newer: list[CheckpointInfo],
     ) -> None:
-        pins = optimizer._live_engine().store.keeping.pins()
-        own = {f"{self._library}-{c.manifest.step}" for c in newer}
-        names = {name for c in newer for name in pins.of(c.path, c.manifest)}
+        own = {f"{self._library}-{c.step}" for c in newer}
+        names = {name for c in newer for name in c.pins}
         if names <= own:  # otherwise restore() refuses, and all pins stay
             for name in names:
                 optimizer.unpin(name)
@@ -199,9 +197,9 @@ class Folders:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        optimizer.restore(found.path, discard_newer=True)
+        optimizer.restore(found, discard_newer=True)
 
-    def _find(self, store: Store, wanted: Position) -> StoredCheckpoint | None:
+    def _find(self, optimizer: OffloadedOptimizer, wanted: Position) -> CheckpointInfo | None:
         """Return the checkpoint that a reference names.
 
         None means that the checkpoint is gone, and no complete folder has a checkpoint.
@@ -211,22 +209,21 @@ class Folders:
                 whose checkpoints exist.
         """
         usable: list[str] = []
-        for stored in store.keeping.current:
-            manifest = stored.manifest
-            if (manifest.step, manifest.generation) == (wanted.step, wanted.generation):
-                return stored
-            usable += filter(self._is_complete, self._folders(store, stored) or {})
+        for checkpoint in optimizer.checkpoints():
+            if (checkpoint.step, checkpoint.generation) == (wanted.step, wanted.generation):
+                return checkpoint
+            usable += filter(self._is_complete, self._folders(optimizer, checkpoint) or {})
         if usable:
             raise MismatchError(
-                f"load_state_dict() got a reference to {wanted}, which {store.directory} does not "
-                f"have any more. What can be gone on from: {', '.join(usable)}"
+                f"load_state_dict() got a reference to {wanted}, which {optimizer.directories[0]} "
+                f"does not have any more. What can be gone on from: {', '.join(usable)}"
             )
         return None
 
-    def _use_of(self, store: Store, stored: StoredCheckpoint) -> str:
+    def _use_of(self, optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo) -> str:
         """Return the text that says which folders use a checkpoint; empty if it is not in use."""
-        base = os.path.basename(stored.path)
-        folders = self._folders(store, stored)
+        base = os.path.basename(checkpoint.path)
+        folders = self._folders(optimizer, checkpoint)
         if folders is None:
             return f"{base}, which was not made for a folder of {self._library}"
         using = [
@@ -251,14 +248,16 @@ class Folders:
         except OSError:
             return False
 
-    def _folders(self, store: Store, stored: StoredCheckpoint) -> dict[str, int] | None:
+    def _folders(
+        self, optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo
+    ) -> dict[str, int] | None:
         """Return the folders that refer to a checkpoint; None if it was not made for a folder.
 
         The keys are paths, and the values are the inodes of the parent directories.
         """
-        generation = stored.manifest.generation
+        generation = checkpoint.generation
         if generation not in self._read:
-            self._read[generation] = self._folders_in(_read_train_state(store, stored))
+            self._read[generation] = self._folders_in(_read_train_state(optimizer, checkpoint))
         return self._read[generation]
 
     def _folders_in(self, train_state: Mapping[Any, Any]) -> dict[str, int] | None:
@@ -266,18 +265,20 @@ class Folders:
         folders = own.get("folders") if isinstance(own, dict) else None
         return folders if isinstance(folders, dict) else None
 
-    def _train_state(self, store: Store, step: int) -> dict[Any, Any]:
+    def _train_state(self, optimizer: OffloadedOptimizer, step: int) -> dict[Any, Any]:
         """Return a copy of the train state of a step; empty if the step has not been sealed."""
-        for stored in store.keeping.current:
-            if stored.manifest.step == step:
-                return dict(_read_train_state(store, stored))
+        for checkpoint in optimizer.checkpoints():
+            if checkpoint.step == step:
+                return dict(_read_train_state(optimizer, checkpoint))
         return {}
 
 
-def _read_train_state(store: Store, stored: StoredCheckpoint) -> Mapping[Any, Any]:
-    opened = Checkpoint(store.backend, stored.path, stored.manifest, store.directories[1:])
+def _read_train_state(
+    optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo
+) -> Mapping[Any, Any]:
     try:
-        train_state = opened.train_state
+        with open_checkpoint(checkpoint.path, parts=optimizer.directories[1:]) as opened:
+            train_state = opened.train_state
     except CheckpointError:
         return {}  # the checkpoint is damaged, which a restore of it reports
     return train_state if isinstance(train_state, dict) else {}

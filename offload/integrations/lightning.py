@@ -26,22 +26,24 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from offload.engine.reference import find_sealed, is_reference, read_reference
-from offload.errors import MismatchError, OffloadError
-from offload.format.metrics import usable_metrics
+from offload import (
+    CheckpointInfo,
+    MismatchError,
+    OffloadedOptimizer,
+    OffloadError,
+    Position,
+    reference_of,
+    usable_metrics,
+)
 from offload.integrations.ckpt_files import (
     PIN_PREFIX,
     make_durable,
     mend_pins,
     name_of_file,
     pin_name,
-    pins_of,
     train_state,
     wanted_by,
 )
-from offload.optimizer import OffloadedOptimizer
-from offload.store.opening import StoredCheckpoint
-from offload.store.store import Store
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -138,15 +140,15 @@ class OffloadCallback(pl.Callback):
         loaded = str(trainer.ckpt_path or "")
         references, self._references = self._references, ()
         found = {
-            optimizers[index]: self._find(optimizers[index], reference, loaded)
+            optimizers[index]: self._find(optimizers[index], wanted, loaded)
             for index, reference in enumerate(references)
-            if index in optimizers and is_reference(reference)
+            if index in optimizers and (wanted := reference_of(reference)) is not None
         }
         for optimizer, checkpoint in found.items():  # only after all of them have been found
             if checkpoint is not None:
                 _go_back(optimizer, checkpoint)
         for optimizer in optimizers.values():
-            optimizer._live_engine().seals_references = True  # by `_SealingIO`
+            optimizer.warn_unsealed = False  # `_SealingIO` seals before a file is written
             mend_pins(optimizer, loaded)
             if _has_readers(trainer, pl_module):
                 optimizer.register_step_post_hook(_let_look)
@@ -206,22 +208,20 @@ class OffloadCallback(pl.Callback):
         self._random = state_dict["random"]
 
     def _find(
-        self, optimizer: OffloadedOptimizer, reference: Mapping[str, Any], loaded: str
-    ) -> StoredCheckpoint | None:
+        self, optimizer: OffloadedOptimizer, wanted: Position, loaded: str
+    ) -> CheckpointInfo | None:
         """Return the checkpoint that a file names; None if it is the present state.
 
         Args:
             optimizer: Optimizer of the store.
-            reference: State dict of the optimizer in the file.
+            wanted: Position of the optimizer's state that the file names.
             loaded: Path of the file.
 
         Raises:
             MismatchError: The state was not sealed, or the checkpoint does not exist, or newer ones
                 that are still in use would be withdrawn. Nothing has been changed.
         """
-        engine = optimizer._live_engine()
-        wanted, _ = read_reference(dict(reference))
-        if engine.position.is_same_as(wanted):
+        if optimizer.position.is_same_as(wanted):
             return None
         if not wanted.sealed:
             raise MismatchError(
@@ -231,10 +231,10 @@ class OffloadCallback(pl.Callback):
                 "store, call restore() in configure_optimizers() and fit without ckpt_path"
             )
         try:
-            found = find_sealed(engine.store, wanted, engine.position)
+            found = optimizer.find(wanted)
         except MismatchError as error:
             raise MismatchError(f"{loaded}: {error}") from error
-        reasons = {c.path: wanted_by(engine.store, c, loaded) for c in _newer(engine.store, found)}
+        reasons = {c.path: wanted_by(c, loaded) for c in _newer(optimizer, found)}
         listed = "; ".join(f"{path}, {reason}" for path, reason in reasons.items() if reason)
         if listed and not self._discard_newer:
             raise MismatchError(
@@ -298,7 +298,7 @@ class _SealingIO(CheckpointIO):
         self._inner.remove_checkpoint(path)
         name = pin_name(name_of_file(path))
         for _, optimizer in _offloaded(self._trainer):
-            if any(pin.name == name for pin in optimizer._live_engine().store.keeping.pins().pins):
+            if name in optimizer.pins():
                 optimizer.unpin(name)
 
     @override
@@ -308,19 +308,17 @@ class _SealingIO(CheckpointIO):
         self._inner.teardown()
 
 
-def _go_back(optimizer: OffloadedOptimizer, found: StoredCheckpoint) -> None:
+def _go_back(optimizer: OffloadedOptimizer, found: CheckpointInfo) -> None:
     """Restore a checkpoint, and withdraw newer ones after removing their pins for files."""
-    store = optimizer._live_engine().store
-    for checkpoint in _newer(store, found):
-        for name in pins_of(store, checkpoint):
+    for checkpoint in _newer(optimizer, found):
+        for name in checkpoint.pins:
             if name.startswith(PIN_PREFIX):
                 optimizer.unpin(name)
-    optimizer.restore(found.path, discard_newer=True)
+    optimizer.restore(found, discard_newer=True)
 
 
-def _newer(store: Store, than: StoredCheckpoint) -> list[StoredCheckpoint]:
-    generation = than.manifest.generation
-    return [c for c in store.checkpoints if c.manifest.generation > generation]
+def _newer(optimizer: OffloadedOptimizer, than: CheckpointInfo) -> list[CheckpointInfo]:
+    return [c for c in optimizer.checkpoints() if c.generation > than.generation]
 
 
 _AFTER_A_STEP = (

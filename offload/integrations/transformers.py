@@ -33,19 +33,23 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from offload.checkpoint.checkpoint import open_checkpoint
-from offload.checkpoint.listing import list_checkpoints
-from offload.engine.reference import Position, is_reference, read_reference
-from offload.errors import CheckpointError, DamagedError, OffloadError, StoreError
-from offload.format.metrics import usable_metrics
+from offload import (
+    CheckpointError,
+    OffloadedOptimizer,
+    OffloadError,
+    Options,
+    Position,
+    Retention,
+    StoreError,
+    list_checkpoints,
+    open_checkpoint,
+    reference_of,
+    usable_metrics,
+    verify_before_resume,
+)
 from offload.integrations.folders import Folders, unwrap
-from offload.optimizer import OffloadedOptimizer
-from offload.options import Options
-from offload.retention.policy import Retention
-from offload.store.giving_up import quarantined_after, two_in_a_row
-from offload.store.quarantine import verify_and_mark
-from offload.stream.drives import Directory, as_directories
 
+Directory = str | os.PathLike[str]
 Directories = Directory | Sequence[Directory]
 """Directory of a store, or its directories on several drives."""
 
@@ -248,7 +252,7 @@ class OffloadCallback(TrainerCallback):
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any] | None:
         self._folders.go_back(_unwrap(optimizer), state_dict)
-        if is_reference(state_dict) or "param_groups" not in state_dict:
+        if reference_of(state_dict) is not None or "param_groups" not in state_dict:
             return None
         # The dict is of a run without this package, which used the fused kernel by default.
         groups = [
@@ -348,12 +352,12 @@ def latest_checkpoint(
         return None
     steps = (name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for name in names)
     numbers = sorted((int(step) for step in steps if step.isdecimal()), reverse=True)
+    store, *parts = _paths(directory)
     try:
-        infos = list_checkpoints(as_directories(directory)[0])
+        infos = list_checkpoints(store)
     except (CheckpointError, FileNotFoundError):
         infos = []
     sealed = {info.generation: info.path for info in infos if info.valid}
-    unusable = [info.path for info in infos if not info.valid]
     for number in numbers:
         folder = _folder(output_dir, number)
         position = _position(folder) if _is_complete(folder) else None
@@ -368,34 +372,36 @@ def latest_checkpoint(
             )
         elif position.generation in sealed:
             path = sealed[position.generation]
-            found = _damage(path, directory, unusable) if verify else ""
+            found = _damage(path, parts) if verify else ""
             if not found:
                 return folder
-            unusable.append(path)
             warnings.warn(f"passing over {folder}: {found}", RuntimeWarning, stacklevel=2)
     return None
 
 
-def _damage(path: str, directory: Directories, unusable: Sequence[str]) -> str:
+def _paths(directory: Directories) -> list[str]:
+    """Return the absolute paths of a store's directories."""
+    given = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
+    if not given:
+        raise ValueError("directory must be a path, or a list of at least one")
+    return [os.path.abspath(os.fspath(path)) for path in given]
+
+
+def _damage(path: str, parts: Sequence[str]) -> str:
     """Return the damage of a checkpoint, and quarantine it if it is damaged; empty if it is whole.
 
     Args:
         path: Path of the checkpoint.
-        directory: Directory of the optimizer's store, or its directories on several drives.
-        unusable: Paths of unusable checkpoints in the store, some of which may be quarantined.
+        parts: Directories of the optimizer's store on the other drives.
 
     Raises:
         DamagedError: The checkpoint is damaged, and a newer one is quarantined already.
         StoreError: The checkpoint cannot be read.
     """
-    directories = as_directories(directory)
-    with open_checkpoint(path, parts=directories[1:] or None) as opened:
-        newer = quarantined_after(opened.backend, unusable, opened.generation)
-        report = opened.verify() if newer else verify_and_mark(opened)
+    with open_checkpoint(path, parts=parts or None) as opened:
+        report = verify_before_resume(opened)
     if report.unreadable:
         raise StoreError(errno.EIO, "; ".join(report.unreadable), path)
-    if report.problems and newer:
-        raise DamagedError(f"{report.problems[0]}. {two_in_a_row(path, newer, directories)}")
     return report.problems[0] if report.problems else ""
 
 
@@ -422,8 +428,7 @@ def _folder(output_dir: str | os.PathLike[str], step: int) -> str:
 
 def _position(folder: str) -> Position | None:
     """Return the position that a complete folder refers to; None for a torch optimizer's state."""
-    reference = torch.load(os.path.join(folder, OPTIMIZER_NAME), weights_only=True)
-    return read_reference(reference)[0] if is_reference(reference) else None
+    return reference_of(torch.load(os.path.join(folder, OPTIMIZER_NAME), weights_only=True))
 
 
 def _is_complete(folder: str) -> bool:

@@ -14,7 +14,7 @@ def changed(
     parameter: torch.Tensor,
     model: torch.nn.Module | None,
 ) -> MismatchError:
-    """Return the error about a parameter that was changed in a way its files cannot follow.
+    """Return the error for a parameter that was changed in a way that its files cannot follow.
 
     Args:
         before: Description of the parameter when the state was laid out.

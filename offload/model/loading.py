@@ -20,7 +20,7 @@ from offload.model.model_file import BlockBuffers, ModelImage, read_model
 from offload.model.parameters import Stored, describe_model
 
 _NUMBERED = re.compile(r"group\d+\.param\d+")
-"""Names of parameters that nobody has named."""
+"""Names that the library gives to parameters without a name."""
 
 
 @in_neutral
@@ -38,7 +38,7 @@ def load_parameters(
     Args:
         model: Model, changed in place. It is not changed if names, shapes or dtypes differ.
         checkpoint: A checkpoint directory; or a store, which stands for its newest checkpoint. If
-            that one is damaged, the one before it is used, with a warning.
+            that one is damaged, the previous checkpoint is used, with a warning.
         backend: Backend of the checkpoint; the local file system by default.
 
     Returns:
@@ -48,7 +48,7 @@ def load_parameters(
         MismatchError: The model's state dict differs from the checkpoint's; lists the differences.
         CheckpointError: The checkpoint is damaged.
         UnreadableError: The checkpoint could not be read, which says nothing about its content.
-            Some of it may be in the model.
+            Part of the content may already be in the model.
     """
     with open_for_parameters(checkpoint, backend=backend) as opened:
         manifest = opened.manifest
@@ -79,9 +79,9 @@ def load_parameters(
 def _names_in_checkpoint(live: Sequence[Stored], held: Sequence[ModelTensor]) -> list[str]:
     """Return each live tensor's name in a checkpoint, or its own name if the checkpoint lacks it.
 
-    A checkpoint may hold a tied tensor under another of its names. It may also hold a parameter
-    under a name that differs from the state dict's. The latter name is then an alias in the
-    checkpoint.
+    A checkpoint may hold a tied tensor under another of the tensor's names. It may also hold a
+    parameter under a name that the state dict does not have. The name in the state dict is then an
+    alias in the checkpoint.
     """
     own = [(item.spec.name, *item.spec.aliases) for item in live]
     wanted = {tensor.name for tensor in held}

@@ -1,4 +1,4 @@
-"""Checks of parameters that share memory: both would be updated, and one update would be lost.
+"""Checks for parameters that share memory: one of their two updates would be lost.
 
 A step reads neighbouring parameters, updates them side by side, and writes them back. If two have
 an element in common, the last one written wins. torch's own step applies both updates in sequence.
@@ -26,14 +26,14 @@ class MemoryCheck:
         self._places: tuple[_Place, ...] | None = None
 
     def is_current(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Return whether tensors are at the places of those that the last `check` accepted.
+        """Return whether tensors are at the same places as those that the last `check` accepted.
 
         Fast enough for every step: 10,000 tensors take 2 to 4 ms.
         """
         return _places(tensors) == self._places
 
     def check(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Check that no memory is shared, unless all tensors are where they were.
+        """Check that no memory is shared. Skipped for tensors for which `is_current` is true.
 
         Args:
             named: Tensors that are updated, with their names.
@@ -74,7 +74,8 @@ def find_overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     The numbers are in ascending order. The same number twice stands for a tensor that has two
     elements at one place. The result is exact to the byte: views of one storage whose elements
     interleave do not overlap. No element is read. If the address ranges of tensors cross, which is
-    rare, the check takes a byte of host memory for each element that fits into the ranges.
+    rare, the check takes host memory: at most a byte for each byte of the ranges, and usually a
+    byte for each element.
     """
     spans = []
     for number, tensor in enumerate(tensors):
@@ -98,7 +99,7 @@ def find_overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
 class Spans:
     """Address ranges of some tensors, each from its first byte to its last.
 
-    Reads addresses without announcing a use (see `watch`), as a step may be running on the tensors.
+    It reads addresses without announcing a use (see `watch`), because a step may be running.
 
     Args:
         tensors: Tensors whose ranges are recorded.
@@ -130,7 +131,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 class _Mask:
-    """Records which memory in the common range of some tensors is used.
+    """Map of used memory, over the range of addresses that some tensors span together.
 
     Args:
         tensors: All tensors that will be added; none is empty.
@@ -209,7 +210,7 @@ def _span_bytes(tensor: torch.Tensor) -> int:
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> tuple[_Place, ...]:
-    """Return addresses of tensors, with strides if needed. The layout checks sizes and dtypes."""
+    """Return addresses, and strides if not contiguous. The layout checks sizes and dtypes."""
     return tuple(_address(t) if t.is_contiguous() else (_address(t), t.stride()) for t in tensors)
 
 

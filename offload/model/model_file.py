@@ -1,8 +1,8 @@
 """``model.safetensors``: copying between its bytes and live tensors, block by block.
 
 A block is `MODEL_BLOCK_BYTES` of the file's data, and one digest covers it. Sealing or restoring a
-model of any size takes two buffers of that size, and a third one if a seal reads a slot's content
-back. `model_writing` describes how a seal writes.
+model of any size takes two buffers of one block each, and a third one if a seal reads a slot's
+content back. `model_writing` describes how a seal writes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BlockBuffers:
         return sum(buffer.nbytes for buffer in self._buffers) + spare
 
     def get(self, index: int, nbytes: int) -> tuple[Buffer, torch.Tensor]:
-        """Return a block's memory as a buffer and as a tensor; every second block shares it."""
+        """Return a block's memory, as a buffer and as a tensor; every second block shares it."""
         return self._buffers[index % 2].slice(0, nbytes), self._tensors[index % 2][:nbytes]
 
     def spare(self, nbytes: int) -> Buffer:
@@ -89,8 +89,8 @@ class ModelImage:
         header: Header of the file, which maps tensors to bytes.
         tensors: Live tensor for each name, with the header's dtype and shape. The values of a
             tensor on a device are those that the work up to `marks` computes.
-        marks: Points in the streams of the devices; None for the work that is queued so far on the
-            calling thread's current streams.
+        marks: Points in the streams of the devices; None for the end of the work that is queued so
+            far on the calling thread's current streams.
         traffic: Counter of the bytes that cross.
     """
 
@@ -230,7 +230,7 @@ def read_model(
         buffers: Two blocks of memory.
         context: Store and generation of the digests.
         expected: Digest of each block.
-        known: Records the leaves that were read and are right; None to record nothing.
+        known: Record to which correctly read leaves are added; None to record nothing.
 
     Raises:
         DamagedError: Both reads of a block are wrong. Tensors before it have been overwritten.

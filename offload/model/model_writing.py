@@ -5,7 +5,7 @@ if they are not known to be in the file. Content that an earlier process left in
 known. A leaf of such content is then handled in one of these ways:
 
 - If it holds no trained tensor, and the newest checkpoint's file holds the same bytes, it is cloned
-  from there, provided that the file system can let two files share space. Nothing is read or
+  from that file, provided that the file system supports files that share space. Nothing is read or
   written.
 - Otherwise, if it holds nothing that a step changes, it is read back, compared with the live
   tensors, and written only if it differs.
@@ -85,9 +85,9 @@ def write_model(
     changing: TensorRanges | None = None,
     source: CloneSource | None = None,
 ) -> Written:
-    """Bring a model file's data to the live tensors' values; not synced.
+    """Make a model file's data equal to the live tensors' values. The file is not synced.
 
-    No transfer is in progress any more when this returns or raises.
+    No transfer is in progress when this returns or raises.
 
     Args:
         image: Live tensors.
@@ -156,7 +156,7 @@ class _Writer:
             self._start_reading(start, stop, range(num_leaves))
 
     def finish(self, index: int, start: int, buffer: Buffer, leaves: bytes) -> None:
-        """Bring a block of the file to the content of `buffer`; its writes go on after return."""
+        """Begin to write leaves that a block of the file lacks; the writes go on after return."""
         wanted, known = _split(leaves), self._known.of(index)
         missing = list(range(len(wanted)))
         if known is not None:
@@ -211,7 +211,7 @@ class _Writer:
                 done = False
                 self._known.readable = False  # as after any failed write
             if not done:
-                self._source = None  # the next one would do no better
+                self._source = None  # the next clone would fail as well
                 return missing
             self._found.cloned_bytes += last - first
         return [n for n in missing if n not in set(same)]
@@ -233,8 +233,8 @@ class _Writer:
             for first, last in _spans(asked, stop - start):
                 part = memory.slice(first, last - first)
                 at = self._data_start + start + first
-                # Bypasses the page cache, which may hold writes of an earlier process that the
-                # drive did not take.
+                # The read bypasses the page cache, which may hold writes of an earlier process
+                # that never reached the drive.
                 read = self._file.read_again(part, at, direct=True)
                 self._reads.append((first, last, read))
         except (StorageError, MemoryError):

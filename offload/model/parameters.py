@@ -49,7 +49,7 @@ class Stored:
     spec: ModelTensor
     tensor: torch.Tensor
     by_value: bool
-    """Whether a checkpoint copies the tensor at once, because a forward pass may change it."""
+    """Whether a checkpoint copies the tensor at once, because a forward or a step may change it."""
 
     is_alias: bool = False
     """Whether a step changes the tensor, because it shares memory with a trained parameter."""
@@ -62,7 +62,7 @@ class Stored:
 def is_stepped(parameter: torch.Tensor) -> bool:
     """Return whether a step updates a parameter, if it has a gradient by then.
 
-    torch only looks at the gradient. So a frozen parameter that has one is stepped as well.
+    torch only looks at the gradient. So a frozen parameter with a gradient is stepped as well.
     """
     return parameter.requires_grad or parameter.grad is not None
 
@@ -84,7 +84,8 @@ def describe_parameters(
         rule: Rule that determines a parameter's state arrays.
         state_format: Stored form of the arrays.
         also: Names of frozen parameters that are described as well.
-        constructed: Whether the optimizer exists already. The model then had its parameters once.
+        constructed: Whether the optimizer exists already. The model then had its parameters once,
+            and the error for a model without them says so.
 
     Raises:
         UnsupportedParameterError: A parameter cannot be updated; names it and says why.
@@ -120,7 +121,7 @@ def describe_parameters(
 
 
 def check_iterable(params: object) -> None:
-    """Refuse common mistakes in place of an iterable of parameters; torch refuses all others.
+    """Refuse a module or a callable as the iterable of parameters; torch refuses other mistakes.
 
     Raises:
         TypeError: The value is a module, or a callable such as ``model.parameters`` itself.
@@ -143,7 +144,7 @@ def check_given_once(
 ) -> None:
     """Refuse a parameter that is given twice.
 
-    torch steps it twice, and warns that it will refuse this in future.
+    torch steps such a parameter twice, and warns that it will refuse this in future.
 
     Args:
         param_groups: Parameter groups of the optimizer.
@@ -215,8 +216,8 @@ def describe_model(
 ) -> list[Stored]:
     """Return the tensors of ``model.safetensors``: trainable parameters first, then all others.
 
-    With a model, they are its complete state dict, and tied tensors are listed once, with aliases.
-    Without a model, they are the parameters of the groups.
+    With a model, the tensors are its complete state dict; a tied tensor is listed once, with its
+    aliases. Without a model, they are the parameters of the groups.
 
     Args:
         model: Module that is trained; None if it was not given.
@@ -266,7 +267,7 @@ def _check_stored(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that a checkpoint could not contain, or could not be restored into.
 
     Raises:
-        UnsupportedParameterError: The tensor is of such a kind; names it, says why and what to do.
+        UnsupportedParameterError: The tensor is refused; names it, says why and what to do.
     """
     require_whole(name, tensor)
     if tensor.dtype not in DTYPE_CODES or tensor.layout != torch.strided or tensor.is_nested:

@@ -37,7 +37,7 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "torch.distributed.fsdp",
 }
 """Classes whose state dicts have other names or tensors than the wrapped module, and the modules
-that define them. If such a module is not imported, its class has no instances."""
+that define the classes. If such a module is not imported, its class has no instances."""
 
 
 def require_one_process(process_group: ProcessGroup, model: torch.nn.Module | None) -> None:
@@ -80,7 +80,7 @@ def require_whole(name: str, tensor: torch.Tensor) -> None:
     Raises:
         UnsupportedParameterError: The tensor is a DTensor; names it.
     """
-    # The import of this module takes long. If nobody has imported it, there is no DTensor.
+    # The import of this module takes long. As long as it is not imported, there is no DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and isinstance(tensor, module.DTensor):
         raise UnsupportedParameterError(

@@ -1,9 +1,10 @@
-"""Per-thread flags of requests for a model's tensors that do not use their values.
+"""Per-thread flags for callers that request a model's state dict without using its values.
 
 With ``overlap="backward"``, a model whose parameters are half stepped refuses requests for its
-state dict, because a copy of it would be worthless. A restore may request it, because it overwrites
-the parameters. Code that lays out the state may, too, because it reads names, shapes and dtypes
-only. With ``overlap="forward"``, such a layout request waits for nothing.
+state dict, because a copy of the values would be worthless. A restore may request the state dict,
+because it overwrites the parameters. Code that lays out the state may as well, because it reads
+only names, shapes and dtypes. With ``overlap="forward"``, a request by such code does not wait for
+the step.
 """
 
 from __future__ import annotations

@@ -31,13 +31,13 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class ParameterTable:
-    """Follows ``param_groups``, which libraries rewrite, and keeps every element's place.
+    """Table that follows ``param_groups``, which libraries rewrite, and keeps elements in place.
 
     Args:
         rule: Rule that determines the state arrays of a group's parameters.
-        model: Module that has names, buffers and frozen parameters; None for a table of the groups'
+        model: Module with the names, buffers and frozen parameters; None for a table of the groups'
             parameters only.
-        chunk_elements: Grid of a new store. An adopted checkpoint has its own grid.
+        chunk_elements: Elements per chunk of a new store. An adopted checkpoint has its own number.
         state_format: Stored form of the state.
     """
 
@@ -63,8 +63,8 @@ class ParameterTable:
         """Scalar state in element-space order; None for a parameter that has no state yet."""
         self._memory = MemoryCheck()
         self._frozen: set[str] | None = None
-        """Names of the model's parameters that were frozen and in no group at the first look.
-        Names that were part of a warning are removed."""
+        """Names of the model's parameters that were frozen and in no group at the first `describe`.
+        A name is removed once a warning has covered it."""
         self._has_told_of_names = False
 
     def describe(self, groups: Groups) -> tuple[Layout, list[Trainable]]:
@@ -85,7 +85,7 @@ class ParameterTable:
         found = {t.tensor: t for t in described}
         trainables = []
         for trainable in self.trainables:
-            now = found.pop(trainable.tensor, trainable)  # a parameter frozen since keeps its state
+            now = found.pop(trainable.tensor, trainable)  # a parameter frozen later keeps its state
             if now.spec != trainable.spec:
                 raise changed(trainable.spec, now.spec, trainable.tensor, self.model)
             trainables.append(trainable)
@@ -150,7 +150,7 @@ class ParameterTable:
 
         Args:
             layout: Layout to use from now on.
-            trainables: Its parameters, in element-space order.
+            trainables: Trainable parameters of the layout, in element-space order.
             scalars: Scalar state of each parameter. If None, known parameters keep theirs and new
                 parameters have none.
         """
@@ -195,7 +195,7 @@ class ParameterTable:
     def gradients(self, groups: Groups) -> list[torch.Tensor | None]:
         """Return the gradient of each parameter, in element-space order.
 
-        A parameter that was removed from its group has none, and is not stepped any more.
+        The entry of a parameter that was removed from its group is None: it is not stepped.
 
         Raises:
             UnsupportedParameterError: A gradient is sparse or complex.

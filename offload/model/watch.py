@@ -7,7 +7,7 @@ and runs the function. This catches every use on every thread: operators, functi
 attributes such as ``.data``, edits in place, and tensors in lists. torch itself changes the class
 of parameters in this way, when it materialises lazy ones.
 
-It does not catch code that reads the memory without calling torch: NumPy and DLPack, and other
+A watch does not catch code that reads the memory without calling torch: NumPy and DLPack, and other
 tensors that share the memory or obtain it by ``q.data = p`` or ``q.set_(p)``. Nor does it catch the
 few functions that never call ``__torch_function__``: ``torch.tensor(p)``,
 ``torch.func.grad(f)(p)``, scripted functions, and extensions that are bound without torch's
@@ -107,11 +107,12 @@ class Watch:
         before_use: Called with a watched tensor before it is used, on the thread of the use. Called
             with None if one or several watched tensors are used and it is not known which. The use
             raises the errors of this function. If it returns True, the tensor gets its own class
-            back for good. Otherwise the tensor is used as it is and stays watched.
+            back, for good unless `after_use` is given. Otherwise the tensor is used as it is and
+            stays watched.
         label: Part of the names of the subclasses.
         after_use: If given, a tensor that got its own class back for a call of a function is
-            watched again after the call. This is then called with the tensor, the function and
-            its result.
+            watched again after the call; `after_use` is then called with the tensor, the function
+            and its result.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Watch:
     def add(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Watch tensors, and return those that cannot be watched because their class is fixed.
 
-        A tensor that another watch has is used here, which the other watch announces.
+        If another watch has a tensor, this counts as a use of it, which the other watch announces.
         """
         stuck = []
         classes, watched = self._classes, self._watched
@@ -192,7 +193,7 @@ class Watch:
                 self.release_all()
                 return True
             return False
-        # An unknown tensor is a copy of a watched one. It gets its own class back unannounced.
+        # A tensor that is not in the dict is a copy of a watched one, so its use is not announced.
         if id(tensor) in self._watched and not self._before_use(tensor):
             return False
         self.release([tensor])
@@ -338,8 +339,8 @@ def _call(
 def _is_made_a_parameter(tensor: torch.Tensor) -> bool:
     """Return whether ``torch.nn.Parameter(tensor)`` has just called ``detach()`` on the tensor.
 
-    It looked at the tensor's class earlier, when that was the subclass. So it takes the tensor for
-    one of a custom type, and expects ``detach()`` to keep the class.
+    ``Parameter`` looked at the tensor's class while it was the subclass. So ``Parameter`` takes the
+    tensor for one of a custom type, and expects ``detach()`` to keep the class.
     """
     new: Any = torch.nn.Parameter.__new__
     frame: FrameType | None = sys._getframe(2)

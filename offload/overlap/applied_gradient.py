@@ -22,7 +22,7 @@ _HARMLESS = {
 class AppliedGradient(torch.Tensor):
     """Placeholder with the shape, dtype and device of a gradient, and without memory.
 
-    ``zero_grad`` works on it in all its modes. Every other use that depends on the values raises
+    All modes of ``zero_grad`` work on it. Every other use that depends on the values raises
     `OverlapError`, which names the parameter.
 
     Args:
@@ -61,7 +61,7 @@ class AppliedGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Refuse uses by Python code, except those that are harmless or set it to zero."""
+        """Refuse uses by Python code, except those that are harmless or clear the gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             if func in _HARMLESS:
                 return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Questions about autograd's state at the point where the calling code runs."""
+"""Functions that tell in which state of autograd the calling code runs."""
 
 from __future__ import annotations
 

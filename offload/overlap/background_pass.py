@@ -4,48 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
-
-import torch
+from collections.abc import Callable, Iterable
 
 from gds.waiting import Monitor, start
 from offload.ambient import flushes_denormals, on_thread
 from offload.engine.chunk_pass import STEP_THREAD, StatePass
 from offload.errors import OffloadError
-from offload.format.digests import Digests
-from offload.overlap.compiling import compile_lock
 from offload.stream.meter import Meter
-from offload.update.device_updater import DeviceUpdater
 from offload.update.rules import Scalars
-from offload.update.updater import ChunkUpdater
-
-
-class _BesideModel(ChunkUpdater):
-    """An updater that runs beside the model.
-
-    While any thread compiles a graph, torch's optimizers compute in another way, with results that
-    differ in the last bit. So a lock makes compilation and the update of a chunk take turns.
-    """
-
-    def update(
-        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
-    ) -> None:
-        """Step one chunk in place; see `ChunkWork.update`."""
-        with compile_lock:
-            super().update(chunk, arrays, digests)
-
-    def finish(self) -> list[Scalars | None]:
-        """Return the scalar state of each parameter after the step."""
-        with compile_lock:
-            return super().finish()
-
-
-class BesideUpdater(_BesideModel):
-    """Updater beside the model for chunks on the CPU."""
-
-
-class BesideDeviceUpdater(_BesideModel, DeviceUpdater):
-    """Updater beside the model for chunks on a device."""
 
 
 class RunningPass:
@@ -55,8 +21,8 @@ class RunningPass:
 
         running -> ended (parameters have their new values, or the pass failed) -> done
 
-    Between ended and done it runs the action that was set with `then`, such as beginning a seal.
-    Until it is done, everything that the pass works with belongs to its thread. Other threads may
+    Between ended and done, its thread runs the action that was set with `then`, such as beginning a
+    seal. Until done, everything that the pass works with belongs to its thread. Other threads may
     call only the methods of this class.
 
     Args:
@@ -93,12 +59,12 @@ class RunningPass:
         self._thread: threading.Thread | None = None
 
     def start(self, *, daemon: bool = False) -> None:
-        """Start the thread of the pass. If this raises, the pass has either not begun, or goes on.
+        """Start the thread of the pass. If this raises, `cancel` tells whether the pass has begun.
 
         Args:
-            daemon: Let the interpreter exit while the pass is in progress, and raise if no thread
-                can be started. Otherwise, if no thread can be started (as at exit), the calling
-                thread runs the pass.
+            daemon: Whether the interpreter may exit while the pass is in progress. If true, failure
+                to start a thread raises RuntimeError. If false, the calling thread runs the pass
+                when no thread can be started, as at exit.
         """
         self._thread = threading.Thread(target=self._go, name=STEP_THREAD, daemon=daemon)
         try:

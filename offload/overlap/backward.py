@@ -13,10 +13,9 @@ A backward that is not meant as a step opens no pass: see `BackwardHooks`. It le
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -24,37 +23,37 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from offload.ambient import neutral
-from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.chunk_pass import StatePass
-from offload.engine.engine import Groups, Metrics
 from offload.engine.seal import SealHandle
-from offload.engine.state_dict import ExchangingEngine
+from offload.engine.state_passes import begin_pass, pass_ended, pass_failed, step_chunks
+from offload.engine.strategy import Metrics, take_step
+from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OverlapError
 from offload.model.parameters import check_gradient
 from offload.model.watch import Watch
 from offload.overlap import compiling
 from offload.overlap.applied_gradient import REMEDY, AppliedGradient, second_backward
 from offload.overlap.autograd_context import backward_id
-from offload.overlap.background_pass import BesideDeviceUpdater, BesideUpdater, RunningPass
+from offload.overlap.background_pass import RunningPass
 from offload.overlap.backward_hooks import BackwardHooks, TakeGradient
 from offload.overlap.gradient_schedule import GradientSchedule
 from offload.update.rules import Scalars
 
 
-class BackwardEngine(ExchangingEngine):
-    """An engine whose steps overlap with the backward before them.
+class DuringBackward:
+    """The strategy of steps that overlap with the backward before them.
 
     Args:
+        state: Training state of the engine.
         model: The module that is called in training.
-        arguments: Positional arguments of `Engine`.
-        options: Keyword arguments of `Engine`.
     """
 
-    _updater_class = BesideUpdater
-    _device_updater_class = BesideDeviceUpdater
-
-    def __init__(self, *arguments: Any, model: torch.nn.Module, **options: Any) -> None:
-        super().__init__(*arguments, model=model, **options)
+    def __init__(self, state: TrainingState, model: torch.nn.Module) -> None:
+        self._state = state
+        # While any thread compiles a graph, torch's optimizers compute in another way, with results
+        # that differ in the last bit.
+        state.update_lock = compiling.compile_lock
+        state.order.is_backwards = True
         self._hooks = BackwardHooks(self, model)
         self._groups: Callable[[], Groups | None] = lambda: None
         self._handles: dict[int, RemovableHandle] = {}
@@ -64,7 +63,7 @@ class BackwardEngine(ExchangingEngine):
         """Watch on the parameters whose gradients the open pass has."""
         self._opening = False
         self._giving = threading.RLock()
-        """Lock of the thread that hands over a gradient. Each device has a thread of its own."""
+        """Lock held while a gradient is handed over: autograd has a thread for each device."""
         self._running: RunningPass | None = None
         self._schedule: GradientSchedule | None = None
         self._numbers: dict[int, int] = {}
@@ -73,7 +72,6 @@ class BackwardEngine(ExchangingEngine):
         """Placeholder for a parameter's gradient until the step, by number of the parameter."""
         self._opened_by: set[int] = set()
         """Numbers of the backward that opened the pass, and of the backward around it, if any."""
-        self._chunk_order: list[int] = []
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:
         """Put hooks on the parameters, and on the model's modules."""
@@ -81,19 +79,15 @@ class BackwardEngine(ExchangingEngine):
         self._hooks.attach()
         self._hook_parameters(groups() or ())
 
-    def join(self) -> None:
-        """Raise `OverlapError` if the state is half stepped."""
-        self.require_at_rest("state_dict()")
-
-    def require_at_rest(self, what: str) -> None:
+    def settle(self, call: str) -> None:
         """Raise `OverlapError` if a pass is open, since the state is then half stepped.
 
         Args:
-            what: Name of the refused call, for the message.
+            call: Name of the refused call, for the message.
         """
         if self._opening or self._running is not None:
             raise OverlapError(
-                f"{what} was called between backward() and step(), when the parameters are half "
+                f"{call} was called between backward() and step(), when the parameters are half "
                 f'stepped (overlap="backward"): call step() first, or {REMEDY}. After an error in '
                 "backward() call restore()"
             )
@@ -118,86 +112,83 @@ class BackwardEngine(ExchangingEngine):
         """
         running, schedule = self._running, self._schedule
         if running is None or schedule is None:
-            super().step(groups)
+            take_step(self._state, groups)
             self._drop_gradients(groups)
             self._hook_parameters(groups)
             self._hooks.step_ended()
             return
-        with self._meter.timed("step_s"):
+        with self._state.meter.timed("step_s"):
             for number, gradient in self._taken.items():
-                parameter = self._table.trainables[number].tensor
+                parameter = self._state.table.trainables[number].tensor
                 if parameter.grad is not gradient or gradient.cleared:
                     raise self._broken_by(
                         f"the gradient of {gradient.parameter_name!r} was cleared or replaced "
                         "between backward() and step(), after it had been applied"
                     )
-            for number, found in enumerate(self._table.gradients(groups)):
+            for number, found in enumerate(self._state.table.gradients(groups)):
                 if found is not None and number not in self._taken:
                     self._take(schedule, number, found)  # the gradient did not come from backward()
             schedule.complete()
             self._finish()
             self._step_others(groups)
-            self._meter.steps += 1
-            self.num_steps += 1
+            self._state.meter.steps += 1
+            self._state.num_steps += 1
         self._hook_parameters(groups)
         self._hooks.step_ended()
 
     def _step_others(self, groups: Groups) -> None:
-        """Step parameters that the pass did not know: frozen ones that have since got gradients."""
-        if self._table.is_current(groups):
+        """Step parameters that are not in the pass, such as frozen ones that have got gradients."""
+        if self._state.table.is_current(groups):
             return
-        self._relayout(groups)
-        gradients = self._table.gradients(groups)
+        self._state.relayout(groups)
+        gradients = self._state.table.gradients(groups)
         if any(gradient is not None for gradient in gradients):
-            self._stream(groups, gradients)
+            step_chunks(self._state, groups, gradients)
             self._drop_gradients(groups)
 
-    def checkpoint(
-        self, groups: Groups, train_state: object, metrics: Metrics = None
-    ) -> SealHandle:
-        """Seal the present state; see `OffloadedOptimizer.checkpoint`."""
-        self.require_at_rest("checkpoint()")
-        return super().checkpoint(groups, train_state, metrics)
+    def before_hooks(self) -> None:
+        """Do nothing: the step has ended."""
 
-    def restore(
+    def seal_at_end(
         self,
-        groups: Groups,
-        which: int | str | None,
-        *,
-        discard_newer: bool,
-        verify: bool | None = None,
-    ) -> Checkpoint | None:
-        """Continue from a checkpoint, and abandon a pass that is open.
+        groups: Groups,  # noqa: ARG002
+        train_state: object,  # noqa: ARG002
+        metrics: Metrics,  # noqa: ARG002
+    ) -> SealHandle | None:
+        """Return None: the state is at rest, or the checkpoint is refused.
 
-        See `OffloadedOptimizer.restore`.
+        Raises:
+            OverlapError: There are gradients that `step` has not been called for.
         """
-        self._require_alive()
+        self.settle("checkpoint()")
+        return None
+
+    def give_up(self) -> None:
+        """Make an open pass fail, and close it. The state is torn then."""
         self._abandon()
-        restored = super().restore(groups, which, discard_newer=discard_newer, verify=verify)
+
+    def restored(self) -> None:
+        """Drop what stands for gradients that were given up, and look at the model anew."""
         self._drop_applied()
         self._hooks.look_again()
-        return restored
 
-    def add_parameters(self, groups: Groups) -> None:
-        """Lay out parameters that were added to the groups, and hook them."""
-        self.require_at_rest("add_param_group()")
-        super().add_parameters(groups)
+    def laid_out(self) -> None:
+        """Do nothing: new parameters are hooked when they are added, or after a step."""
+
+    def added(self, groups: Groups) -> None:
+        """Put hooks on the new parameters."""
         self._hook_parameters(groups)
 
-    def synchronize(self) -> None:
-        """Wait until every transfer and seal that was started has ended, and raise their errors."""
-        self.require_at_rest("synchronize()")
-        super().synchronize()
+    def end(self) -> None:
+        """Give up a half-taken step, and take all hooks off."""
+        self._abandon()
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self._hooks.remove()
 
-    def close(self) -> None:
-        """Wait for all work in flight and release all resources; abandon a pass that is open."""
-        if not self._closed and os.getpid() == self._pid:
-            self._abandon()
-            for handle in self._handles.values():
-                handle.remove()
-            self._handles.clear()
-            self._hooks.remove()
-        super().close()
+    def raise_late(self) -> None:
+        """Do nothing: the error of a pass has been raised by `step`, or is given up with it."""
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Take the gradient of a parameter; called by autograd when it has been computed."""
@@ -206,7 +197,7 @@ class BackwardEngine(ExchangingEngine):
 
     def _give(self, parameter: torch.Tensor) -> None:
         groups = self._groups()
-        if groups is None or self._closed or parameter.grad is None:
+        if groups is None or self._state.lifecycle.closed or parameter.grad is None:
             return
         self._hooks.gradients_begin()
         if not self._is_last_hook(parameter):
@@ -248,7 +239,7 @@ class BackwardEngine(ExchangingEngine):
         if compiling.is_compiling_here():
             return False
         number = self._numbers.get(id(parameter))
-        name = "" if number is None else f" {self._table.trainables[number].spec.name!r}"
+        name = "" if number is None else f" {self._state.table.trainables[number].spec.name!r}"
         if backward_id() == -1:
             raise OverlapError(
                 f"the parameter{name} was used between backward() and step(), when it may have "
@@ -292,17 +283,19 @@ class BackwardEngine(ExchangingEngine):
 
     def _open(self, groups: Groups) -> None:
         """Open a pass, whose gradients come later."""
+        state = self._state
         self._opening = True
         try:
-            self._require_usable()
-            self._collect_seal()
-            if not self._table.is_current(groups):
-                self._relayout(groups)
-            trainables = self._table.trainables
-            state_pass = self._begin_pass(groups, [None] * len(trainables))
-            state_pass.chunks = self._order()
-            state_pass.schedule = schedule = GradientSchedule(self._layout(), state_pass)
-            running = RunningPass(state_pass, self._pass_ended, self._pass_failed, self._meter)
+            state.lifecycle.require_usable()
+            state.collect_seal()
+            if not state.table.is_current(groups):
+                state.relayout(groups)
+            trainables = state.table.trainables
+            state_pass = begin_pass(state, groups, [None] * len(trainables))
+            state_pass.chunks = state.chunks()
+            state_pass.schedule = schedule = GradientSchedule(state.layout, state_pass)
+            failed = partial(pass_failed, state)
+            running = RunningPass(state_pass, self._pass_ended, failed, state.meter)
             present = {id(p) for group in groups for p in group["params"]}
             self._numbers = {
                 id(t.tensor): n for n, t in enumerate(trainables) if id(t.tensor) in present
@@ -315,7 +308,7 @@ class BackwardEngine(ExchangingEngine):
             except BaseException as error:
                 if running.cancel():
                     self._running = self._schedule = None
-                    self._pass_failed(state_pass, error)
+                    pass_failed(state, state_pass, error)
                 raise
         finally:
             self._opening = False
@@ -325,15 +318,15 @@ class BackwardEngine(ExchangingEngine):
         running, schedule = self._running, self._schedule
         if running is not None and schedule is not None:
             running.join()
-            held = max(self._meter.moved_gradient_bytes, schedule.peak_bytes)
-            self._meter.moved_gradient_bytes = held
+            held = max(self._state.meter.moved_gradient_bytes, schedule.peak_bytes)
+            self._state.meter.moved_gradient_bytes = held
             self._running = self._schedule = None
             self._stepped.release_all()
             self._drop_applied()
             running.raise_error()
 
     def _abandon(self) -> None:
-        """Make an open pass fail, and close it. The state is torn then."""
+        """Make an open pass fail, and close it. The state is torn afterwards."""
         if self._running is not None and self._schedule is not None:
             self._schedule.abandon()
             self._running.join()
@@ -343,15 +336,15 @@ class BackwardEngine(ExchangingEngine):
     def _broken_by(self, reason: str) -> OverlapError:
         """Abandon the pass, mark the state as broken, and return the error with the reason."""
         self._abandon()
-        self._broken = reason
+        self._state.lifecycle.broken = reason
         return OverlapError(
-            f'{reason} (overlap="backward"), so the state is half stepped: {self._remedy()}. To do '
-            f"this, {REMEDY}"
+            f'{reason} (overlap="backward"), so the state is half stepped: '
+            f"{self._state.lifecycle.remedy()}. To do this, {REMEDY}"
         )
 
     def _take(self, schedule: GradientSchedule, number: int, gradient: torch.Tensor) -> None:
         """Move a gradient from its parameter to the pass."""
-        trainable = self._table.trainables[number]
+        trainable = self._state.table.trainables[number]
         check_gradient(trainable.spec.name, gradient)
         stand_in = AppliedGradient(gradient, trainable.spec.name, self._broken_by)
         self._taken[number] = trainable.tensor.grad = stand_in
@@ -364,7 +357,7 @@ class BackwardEngine(ExchangingEngine):
                 parameter.grad = None
 
     def _drop_applied(self) -> None:
-        for trainable in self._table.trainables:
+        for trainable in self._state.table.trainables:
             if isinstance(trainable.tensor.grad, AppliedGradient):
                 trainable.tensor.grad = None
 
@@ -392,17 +385,13 @@ class BackwardEngine(ExchangingEngine):
         hooks: Any = parameter._post_accumulate_grad_hooks
         return not hooks or next(reversed(hooks)) == self._handles[id(parameter)].id
 
-    def _order(self) -> Sequence[int]:
-        chunks = super()._order()
-        return self._chunk_order if len(self._chunk_order) == len(chunks) else chunks[::-1]
-
     def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
         if isinstance(state_pass.schedule, GradientSchedule):
-            self._chunk_order = state_pass.schedule.order()
-        super()._pass_ended(state_pass, scalars)
+            self._state.order.learned = state_pass.schedule.order()
+        pass_ended(self._state, state_pass, scalars)
 
 
-def _refuse_use(engine: weakref.ref[BackwardEngine], parameter: torch.Tensor | None) -> bool:
-    """Refuse a use of a stepped parameter, as long as the engine exists."""
-    found = engine()
+def _refuse_use(strategy: weakref.ref[DuringBackward], parameter: torch.Tensor | None) -> bool:
+    """Refuse a use of a stepped parameter, as long as the strategy exists."""
+    found = strategy()
     return found is None or found.refuse_use(parameter)

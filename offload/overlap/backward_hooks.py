@@ -30,7 +30,7 @@ from offload.overlap.autograd_context import backward_id, is_in_function, is_rec
 from offload.overlap.constant_uses import ConstantUses
 
 if TYPE_CHECKING:
-    from offload.overlap.backward import BackwardEngine
+    from offload.overlap.backward import DuringBackward
 
 _keys = itertools.count()
 
@@ -62,7 +62,7 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.step = -1
-        """Number of steps taken when the other attributes were set; they are stale otherwise."""
+        """Count of steps when the other attributes were set. At any other count they are stale."""
         self.outermost: int | None = None
         """Number of the module whose call contains all others; None outside of any call."""
         self.has_gradients = False
@@ -76,12 +76,12 @@ class BackwardHooks:
     """Hooks on modules that tell which backwards are held.
 
     Args:
-        engine: The engine, which is not kept alive.
+        strategy: The step strategy, which is not kept alive.
         model: The module that is called in training.
     """
 
-    def __init__(self, engine: BackwardEngine, model: torch.nn.Module) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, strategy: DuringBackward, model: torch.nn.Module) -> None:
+        self._strategy = weakref.ref(strategy)
         self._model = model
         self._key = f"offload.leads_to_trained_{next(_keys)}"
         """Key in the metadata of graph nodes that lead only to parameters that are trained."""
@@ -169,10 +169,10 @@ class BackwardHooks:
         Args:
             what: Name of the refused call, for the message.
         """
-        engine = self._engine()
+        strategy = self._strategy()
         # Within backward, activation checkpointing calls modules again.
-        if engine is not None and backward_id() == -1:
-            engine.require_at_rest(what)
+        if strategy is not None and backward_id() == -1:
+            strategy.settle(what)
 
     def before(self, number: int, module: torch.nn.Module, inputs: object) -> None:
         """Note that a module is about to run, with these inputs.
@@ -181,21 +181,20 @@ class BackwardHooks:
             OverlapError: The state is half stepped, or DistributedDataParallel calls the model.
         """
         self.require_at_rest("the model's forward()")
-        engine = self._engine()
-        if engine is None or backward_id() != -1:
+        strategy = self._strategy()
+        if strategy is None or backward_id() != -1:
             return
         calls = self._calls
         if calls.step != self._num_steps:
             calls.step, calls.outermost = self._num_steps, None
-        # A call that was interrupted did not reset `outermost`.
         if calls.outermost in (None, number):
             calls.outermost, calls.has_gradients = number, torch.is_grad_enabled()
             calls.leads_elsewhere = calls.has_gradients and any(
-                self._leads_elsewhere(tensor, engine) for tensor in tensors_in(inputs)
+                self._leads_elsewhere(tensor, strategy) for tensor in tensors_in(inputs)
             )
-            _require_no_active_ddp(engine)
+            _require_no_active_ddp(strategy)
         if calls.has_gradients:
-            self._look(number, module, engine)
+            self._look(number, module, strategy)
             self._note(module)
             if not self._is_hooked and _has_backward_hooks(module):
                 self._is_hooked = True
@@ -224,8 +223,8 @@ class BackwardHooks:
             self._backward, self._is_held = backward_id(), False
             autograd: Any = torch.autograd.Variable
             autograd._execution_engine.queue_callback(partial(self._ended, self._backward))
-        engine = self._engine()
-        if engine is None or not engine.is_first_backward():
+        strategy = self._strategy()
+        if strategy is None or not strategy.is_first_backward():
             return
         if not self._is_held and (leads_elsewhere or self._is_used_again):
             self._is_held = True
@@ -244,12 +243,12 @@ class BackwardHooks:
         if self._backward == backward:
             self._backward, self._is_held = None, False
 
-    def _leads_elsewhere(self, tensor: torch.Tensor, engine: BackwardEngine) -> bool:
-        """Return whether a backward goes on from an input to a tensor that is not trained."""
+    def _leads_elsewhere(self, tensor: torch.Tensor, strategy: DuringBackward) -> bool:
+        """Return whether a backward continues from an input to a tensor that is not trained."""
         if not tensor.requires_grad:
             return False
         if tensor.grad_fn is None:
-            return not engine.is_trained(tensor)
+            return not strategy.is_trained(tensor)
         found: list[Any] = [tensor.grad_fn]
         seen: set[Any] = set()  # keeps nodes alive, so that no new node gets the id of an old one
         while found:
@@ -258,17 +257,17 @@ class BackwardHooks:
                 continue
             seen.add(node)
             leaf = getattr(node, "variable", None)
-            if isinstance(leaf, torch.Tensor) and not engine.is_trained(leaf):
+            if isinstance(leaf, torch.Tensor) and not strategy.is_trained(leaf):
                 return True
             found += [following for following, _ in node.next_functions if following is not None]
         return False
 
-    def _look(self, number: int, module: torch.nn.Module, engine: BackwardEngine) -> None:
+    def _look(self, number: int, module: torch.nn.Module, strategy: DuringBackward) -> None:
         """Watch uses of parameters until the first gradient, if this kind of call is new."""
         kind = (number, module.training, torch.is_grad_enabled(), is_recomputed_later())
         if kind not in self._kinds and not self._is_needed_later:
             self._kinds.add(kind)
-            self._constant_uses.begin(self._model.modules(), engine.trained())
+            self._constant_uses.begin(self._model.modules(), strategy.trained())
 
     def _note(self, module: torch.nn.Module) -> None:
         """Note a use of a module's parameters."""
@@ -357,19 +356,19 @@ class _Begins(_Hook):
 
 
 class TakeGradient:
-    """A hook on a parameter. It does not keep the engine alive; a copy of the hook does nothing."""
+    """A hook on a parameter that does not keep its strategy alive; a copy of it does nothing."""
 
-    def __init__(self, engine: BackwardEngine) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, strategy: DuringBackward) -> None:
+        self._strategy = weakref.ref(strategy)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Inert, ()
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """Hand over a parameter's final gradient to the engine."""
-        engine = self._engine()
-        if engine is not None:
-            engine.ready(parameter)
+        strategy = self._strategy()
+        if strategy is not None:
+            strategy.ready(parameter)
 
 
 def require_no_ddp(tensors: Iterable[torch.Tensor]) -> None:
@@ -399,9 +398,9 @@ def _has_backward_hooks(module: torch.nn.Module) -> bool:
     )
 
 
-def _require_no_active_ddp(engine: BackwardEngine) -> None:
+def _require_no_active_ddp(strategy: DuringBackward) -> None:
     """Refuse a forward that a DistributedDataParallel calls, if it was made after the optimizer."""
     kind: Any = torch.nn.parallel.DistributedDataParallel
     active = getattr(kind, "_active_ddp_module", None)
-    if active is not None and any(map(engine.is_trained, active.parameters())):
+    if active is not None and any(map(strategy.is_trained, active.parameters())):
         raise OverlapError(_DDP.format(of="the model is called by one"))

@@ -29,7 +29,7 @@ class Follower(Protocol):
 
     @property
     def knows_compiled(self) -> bool:
-        """Whether part of the model is compiled, so that its entry waits for all parameters."""
+        """Whether part of the model is compiled, so that its calls wait for all parameters."""
         ...
 
     def compiling_begins(self) -> None:
@@ -110,7 +110,7 @@ _is_expected = _compiler.assume_constant_result(_ask_while_tracing)
 
 
 def before_traced_module(key: int, number: int) -> None:
-    """Make compiled code wait for all parameters before a module, unless its entry does so.
+    """Make compiled code wait for all parameters before a module, unless the model's call waits.
 
     A hook on a module calls this while the hook is traced. The model itself (module 0) always
     waits.

@@ -1,11 +1,11 @@
 """Search, during a forward, for parameters whose values backward needs as constants.
 
 A parameter whose gradient is final may be stepped at once, if nothing needs its value any more. A
-use that is recorded in the graph needs it no longer, since the part of backward for this use has
-run before. But a use that is not recorded may need it: ``p.data`` or ``p.detach()`` may put the
+use that is recorded in the graph no longer needs the value, since the part of backward for this use
+has run before. But a use that is not recorded may need it: ``p.data`` or ``p.detach()`` may put the
 value into the graph as a constant, and activation checkpointing may read it again for a
-recomputation. So every use of a parameter is examined from the first forward to the first gradient,
-and later again from each call of a kind that has not been seen before.
+recomputation. So every use of a parameter is examined from the first forward to the first gradient.
+The examination is repeated when a module is called in a new way, such as in evaluation mode.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ConstantUses:
 
     @property
     def knows_compiled(self) -> bool:
-        """Whether the model is known to be compiled."""
+        """Whether the watch is off; required of a `Follower`, and not used in this mode."""
         return not self._is_looking
 
     def compiling_begins(self) -> None:
@@ -112,5 +112,5 @@ def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     try:
         own, others = (t.untyped_storage().data_ptr() for t in (tensor, other))
     except (NotImplementedError, RuntimeError):
-        return True  # the class of the tensor does not tell its memory
+        return True  # the class of the tensor does not tell where its memory is
     return own == others

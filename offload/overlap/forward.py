@@ -9,46 +9,44 @@ pass's thread, and every other call first waits for the pass.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.chunk_pass import StatePass
-from offload.engine.engine import Groups, Metrics
 from offload.engine.seal import Captured, SealHandle, capture
-from offload.engine.state_dict import ExchangingEngine
+from offload.engine.state_passes import begin_pass, pass_ended, pass_failed
+from offload.engine.strategy import Metrics
+from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OffloadError, SealError, reason_of
 from offload.format.train_state import encode
-from offload.overlap.background_pass import BesideDeviceUpdater, BesideUpdater, RunningPass
+from offload.overlap.background_pass import RunningPass
+from offload.overlap.compiling import compile_lock
 from offload.overlap.forward_hooks import ForwardHooks
 from offload.overlap.own_gradients import copy_what_others_hold
 from offload.store.slot import Slot
 from offload.update.rules import Scalars
 
 
-class ForwardEngine(ExchangingEngine):
-    """An engine whose steps overlap with the model's next forward.
+class BesideForward:
+    """The strategy of steps that overlap with the model's next forward.
 
     Args:
+        state: Training state of the engine.
         model: The module that is called in training. Hooks on its modules wait for its parameters.
-        arguments: Positional arguments of `Engine`.
-        options: Keyword arguments of `Engine`.
     """
 
-    _updater_class = BesideUpdater
-    _device_updater_class = BesideDeviceUpdater
-
-    def __init__(self, *arguments: Any, model: torch.nn.Module, **options: Any) -> None:
-        super().__init__(*arguments, model=model, **options)
+    def __init__(self, state: TrainingState, model: torch.nn.Module) -> None:
+        self._state = state
+        # While any thread compiles a graph, torch's optimizers compute in another way, with results
+        # that differ in the last bit.
+        state.update_lock = compile_lock
         self._running: RunningPass | None = None
         self._late_error: OffloadError | None = None
-        """Error of a checkpoint that the pass's thread made; the next `join` raises it."""
+        """Error of a checkpoint that the pass's thread made; the next `raise_late` raises it."""
         self._hooks = ForwardHooks(model)
         self._versions: dict[str, int] = {}
         """Versions of the parameters at the end of the last step, by name; see `Captured`."""
@@ -57,7 +55,14 @@ class ForwardEngine(ExchangingEngine):
         """Put hooks on the model."""
         self._hooks.attach()
 
-    def join(self) -> None:
+    def settle(self, call: str) -> None:  # noqa: ARG002
+        """Wait for the step that is running, and for what has been asked for since.
+
+        Raises what `raise_late` does.
+        """
+        self.raise_late()
+
+    def raise_late(self) -> None:
         """Wait for the running step, and for a checkpoint that was requested during it to begin.
 
         Raises:
@@ -75,51 +80,55 @@ class ForwardEngine(ExchangingEngine):
             raise error
 
     def before_hooks(self) -> None:
-        """Wait for the running step before the user's hooks run, if uses are not observed."""
+        """Wait for the running step before the user's hooks, if parameters are not watched."""
         if not self._hooks.sees_readers:
             self._hooks.wait()
 
     def step(self, groups: Groups) -> None:
         """Begin to update every parameter that has a gradient, and set its ``grad`` to None.
 
-        The call returns before the parameters are updated, unless it cannot observe their readers.
+        The call returns before the parameters are updated, unless their readers cannot be observed.
         """
-        self.join()
-        self._require_usable()
-        self._collect_seal()
-        with self._meter.timed("step_s"):
-            if not self._table.is_current(groups):
-                self._relayout(groups)
-            gradients = self._table.gradients(groups)
+        self.raise_late()
+        state, table = self._state, self._state.table
+        state.lifecycle.require_usable()
+        state.collect_seal()
+        with state.meter.timed("step_s"):
+            if not table.is_current(groups) and state.relayout(groups):
+                self.laid_out()
+            gradients = table.gradients(groups)
             if all(gradient is None for gradient in gradients):
-                self.num_steps += 1
+                state.num_steps += 1
                 return
-            must_wait = self._hooks.plan(self._layout(), self._table.trainables, gradients)
+            must_wait = self._hooks.plan(state.layout, table.trainables, gradients)
+            state.order.learned = self._hooks.order
             num_copied = copy_what_others_hold(gradients)
-            state_pass = self._begin_pass(groups, gradients)
-            running = RunningPass(state_pass, self._pass_ended, self._pass_failed, self._meter)
+            state_pass = begin_pass(state, groups, gradients)
+            failed = partial(pass_failed, state)
+            running = RunningPass(state_pass, self._pass_ended, failed, state.meter)
             try:
                 self._move(gradients, num_copied)
                 del gradients  # so that the pass frees each gradient when it has been applied
-                self._meter.steps += 1
-                self.num_steps += 1
-                self._running = running  # before it begins, which may be interrupted
+                state.meter.steps += 1
+                state.num_steps += 1
+                self._running = running  # set first: beginning may be interrupted
                 must_wait += self._hooks.begin(running)
                 running.start()
             except BaseException as error:
                 if running.cancel():
                     self._running = None
                     self._hooks.release()
-                    self._pass_failed(state_pass, error)
+                    pass_failed(state, state_pass, error)
                 raise
             self._hooks.wait_for(must_wait)
 
-    def checkpoint(
-        self, groups: Groups, train_state: object, metrics: Metrics = None
-    ) -> SealHandle:
-        """Seal the present state once the running step has ended.
+    def seal_at_end(
+        self, groups: Groups, train_state: object, metrics: Metrics
+    ) -> SealHandle | None:
+        """Begin a checkpoint that is made when the step that is running has ended.
 
-        See `OffloadedOptimizer.checkpoint`.
+        Returns None when that step has been waited for instead: only an engine at rest can capture
+        this checkpoint.
         """
         running = self._running
         if running is not None and not running.ended and self._late_error is None:
@@ -128,106 +137,86 @@ class ForwardEngine(ExchangingEngine):
                 captured = self._capture_early(target, groups, train_state, metrics)
             if captured is not None and running.then(partial(self._seal_after, target, captured)):
                 return captured.handle
-        self.join()
-        return super().checkpoint(groups, train_state, metrics)
+        self.raise_late()
+        return None
 
-    def restore(
-        self,
-        groups: Groups,
-        which: int | str | None,
-        *,
-        discard_newer: bool,
-        verify: bool | None = None,
-    ) -> Checkpoint | None:
-        """Continue from a checkpoint; an error of the running step becomes a warning.
-
-        See `OffloadedOptimizer.restore`.
-        """
-        self._require_alive()
+    def give_up(self) -> None:
+        """Wait for the step that is running, and warn of its error."""
         try:
-            self.join()
+            self.raise_late()
         except Exception as error:  # noqa: BLE001  (the restore replaces the state that failed)
-            warnings.warn(f"given up by restore(): {error}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"given up by restore(): {error}", RuntimeWarning, stacklevel=4)
         self._late_error = None
-        return super().restore(groups, which, discard_newer=discard_newer, verify=verify)
 
-    def add_parameters(self, groups: Groups) -> None:
-        """Lay out parameters that were added to the groups, after the running step."""
-        self.join()
-        super().add_parameters(groups)
+    def restored(self) -> None:
+        """Do nothing: what hooks have recorded of the model is still so."""
 
-    def synchronize(self) -> None:
-        """Wait for the running step and every transfer and seal, and raise their errors."""
-        self.join()
-        super().synchronize()
+    def laid_out(self) -> None:
+        """Put hooks on the model's modules anew: some may be new."""
+        self._hooks.attach()
 
-    def close(self) -> None:
-        """Wait for all work in flight, and release all resources and the model's hooks."""
-        if self._closed or os.getpid() != self._pid:
-            return
+    def added(self, groups: Groups) -> None:
+        """Do nothing: new parameters are followed when they are laid out."""
+
+    def require_closures(self) -> None:
+        """Do nothing: a step can evaluate the model before it begins."""
+
+    def require_unscaled(self) -> None:
+        """Do nothing: no gradient is applied before `step`."""
+
+    def end(self) -> None:
+        """Wait for the step that is running, and take the hooks off the model."""
         if self._running is not None:
-            self._running.join()  # after an interrupt here, close() can be called again
+            self._running.join()
         self._hooks.remove()
-        try:
-            self.join()
-        finally:
-            super().close()
 
     def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
-        super()._pass_ended(state_pass, scalars)
+        pass_ended(self._state, state_pass, scalars)
         # This comes before any thread that waits for the pass can edit a parameter.
-        self._versions = {t.spec.name: t.tensor._version for t in self._table.trainables}
-
-    def _order(self) -> Sequence[int]:
-        chunks = super()._order()
-        return self._hooks.order if len(self._hooks.order) == len(chunks) else chunks
-
-    def _relayout(self, groups: Groups) -> None:
-        before = self._table.layout
-        super()._relayout(groups)
-        if before is not None and before is not self._table.layout:
-            self._hooks.attach()  # there may be new modules
+        self._versions = {t.spec.name: t.tensor._version for t in self._state.table.trainables}
 
     def _move(self, gradients: Sequence[torch.Tensor | None], num_copied: int) -> None:
         """Remove the gradients from their parameters, and count their bytes.
 
         Args:
             gradients: Gradients of the parameters in the table.
-            num_copied: How many of their bytes are copies.
+            num_copied: Number of bytes in gradients that are copies.
         """
         num_bytes = 0
-        for trainable, gradient in zip(self._table.trainables, gradients, strict=True):
+        for trainable, gradient in zip(self._state.table.trainables, gradients, strict=True):
             if gradient is not None:
                 trainable.tensor.grad = None
                 num_bytes += gradient.nbytes
-        meter = self._meter
+        meter = self._state.meter
         meter.moved_gradient_bytes = max(meter.moved_gradient_bytes, num_bytes)
         meter.copied_gradient_bytes = max(meter.copied_gradient_bytes, num_copied)
 
     def _capture_early(
         self, target: Slot, groups: Groups, train_state: object, metrics: Metrics
     ) -> Captured | None:
-        """Capture a checkpoint of the end of the running step, before that end.
+        """Capture the checkpoint for the end of the running step, while the step still runs.
 
         This reads nothing that the pass changes, except for scalar state and versions, which are
-        read again at its end.
+        read again at the end of the pass.
 
         Returns:
             None if only an engine at rest can capture: the layout has changed, or the model's state
             dict has tensors that may be computed from parameters or share their memory.
         """
         encoded = encode(train_state)
-        layout, _ = self._table.describe(groups)
-        if layout != self._layout():
+        layout, _ = self._state.table.describe(groups)
+        if layout != self._state.layout:
             return None
-        stored = self._table.stored(groups)
-        model = self._table.model
+        stored = self._state.table.stored(groups)
+        model = self._state.table.model
         buffers = set(map(id, model.buffers())) if model is not None else set()
         if any(
             item.is_alias or (item.by_value and id(item.tensor) not in buffers) for item in stored
         ):
             return None
-        return capture(groups, self._table, stored, target, self.num_steps, encoded, metrics or {})
+        return capture(
+            groups, self._state.table, stored, target, self._state.num_steps, encoded, metrics or {}
+        )
 
     def _seal_after(self, slot: Slot, captured: Captured, failure: BaseException | None) -> None:
         """Begin a seal at the end of a pass, on the pass's thread.
@@ -241,12 +230,12 @@ class ForwardEngine(ExchangingEngine):
             if failure is not None:
                 raise failure
             try:
-                self._collect_seal(wait=True)
+                self._state.collect_seal(wait=True)
             except SealError as error:
                 self._late_error = error  # of the previous checkpoint; this one can still be made
-            manifest = replace(captured.manifest, scalars=tuple(self._table.scalars))
+            manifest = replace(captured.manifest, scalars=tuple(self._state.table.scalars))
             versions = {**captured.versions, **self._versions}
-            self._begin_seal(slot, replace(captured, manifest=manifest, versions=versions))
+            self._state.begin_seal(slot, replace(captured, manifest=manifest, versions=versions))
         except BaseException as error:  # noqa: BLE001  (the handle passes it to the caller)
             reason = SealError(
                 f"step {captured.handle.step} could not be sealed, so it is not a checkpoint; "

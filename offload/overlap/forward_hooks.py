@@ -2,12 +2,12 @@
 
 Every parameter that the step changes is watched: any use of it through torch, on any thread, waits
 for its chunks. Hooks on modules wait earlier, so that a module finds parameters of their ordinary
-class when it runs. torch's own modules look at the class of their parameters, and take another code
-path, with other bits, if it is not an ordinary one. For the same reason a call of a kind that has
-not been recorded (another module or thread, evaluation, without gradients) first waits for all
+class when it runs. torch's own modules look at the class of their parameters, and take a code path
+with other last bits if the class is not an ordinary one. For the same reason a call of a kind that
+has not been recorded (another module or thread, evaluation, without gradients) first waits for all
 parameters. The end of each call of the model waits for all parameters, too.
 
-Compiled code runs no hooks, and a compiled model is not watched. So its entry waits for all
+Compiled code runs no hooks, and a compiled model is not watched. So each call of it waits for all
 parameters. If it is not known what reads the parameters, the step itself waits. The results
 therefore never depend on the progress of the step.
 """
@@ -34,8 +34,8 @@ from offload.overlap.background_pass import RunningPass
 from offload.overlap.forward_order import ForwardOrder
 
 _MAX_RECORDS = 3
-"""Most steps to record. Another step is recorded if a parameter gets a gradient although no reader
-of the parameter was observed."""
+"""Maximal number of recorded steps. A step after the first is recorded if a parameter gets a
+gradient although no reader of the parameter was observed."""
 
 _log = logging.getLogger("offload")
 
@@ -45,7 +45,7 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.step = -1
-        """Number of steps taken when the other attributes were set; they are stale otherwise."""
+        """Count of steps when the other attributes were set. At any other count they are stale."""
         self.outermost = -1
         """Number of the module whose call contains all others; -1 outside of any call."""
         self.has_gradients = False
@@ -174,7 +174,7 @@ class ForwardHooks:
         """
         self._watch.release_all()
         self._owner = threading.get_ident()
-        self._num_steps += 1  # makes stale the notes of a call that was interrupted
+        self._num_steps += 1  # so notes of an interrupted call become stale
         self._entered = self._root_entered = False
         self._record.start_over()
         self._running = running
@@ -274,7 +274,7 @@ class ForwardHooks:
 
     @property
     def knows_compiled(self) -> bool:
-        """Whether part of the model is compiled, so that its entry waits for all parameters."""
+        """Whether part of the model is compiled, so that its calls wait for all parameters."""
         return self._compiled
 
     def before_compiled(self, number: int) -> None:

@@ -14,7 +14,7 @@ from offload.update.updater import ChunkUpdater
 
 
 class GradientSchedule:
-    """Iterable over the chunks of a pass, each as soon as all its gradients are final.
+    """Iterable that yields each chunk of a pass as soon as all its gradients are final.
 
     The order is fixed in advance, since the ring reads ahead. When no more gradients will come, the
     remaining chunks follow, if they have to be stepped or moved.
@@ -36,7 +36,7 @@ class GradientSchedule:
         self._bytes: dict[int, int] = {}
         self._held_bytes = 0
         self.peak_bytes = 0
-        """Most bytes of gradients that were held at once."""
+        """Largest number of bytes of gradients that were held at once."""
         self.ready: list[int] = []
         """Chunks that are ready, in the order in which the last of their gradients came."""
         self._changed = Monitor()

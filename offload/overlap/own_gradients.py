@@ -2,9 +2,9 @@
 
 A gradient that autograd made belongs to its parameter alone, and is used without a copy. But the
 program may still reach a gradient: it kept the tensor, a view of it or its storage, or made it from
-memory of its own, such as a flat buffer for all gradients. It may write to such a gradient at any
-moment, mostly to clear it for the next batch. So `step()` copies such a gradient while it still has
-its values.
+memory of its own, such as a flat buffer for all gradients. The program may write to such a gradient
+at any moment, mostly to clear it for the next batch. So `step()` copies such a gradient while it
+still has its values.
 """
 
 from __future__ import annotations

@@ -79,11 +79,11 @@ class Decision(NamedTuple):
 
 
 def decide(step: StepBytes, rates: Rates | str) -> Decision:
-    """Choose as `choose_placement` does, and give a reason.
+    """Return the choice of `choose_placement`, with a reason.
 
     Args:
         step: Bytes that a step moves.
-        rates: Measured rates; or the reason why nothing was measured, and then the host is chosen.
+        rates: Measured rates; or the reason why nothing was measured. Then the host is chosen.
     """
     if isinstance(rates, str):
         return Decision("host", f"steps are taken on the CPU, because {rates}")
@@ -101,7 +101,7 @@ def decide(step: StepBytes, rates: Rates | str) -> Decision:
 
 
 def choose_placement(step: StepBytes, rates: Rates) -> Place:
-    """Return the place of faster steps; the host if the device is not much faster.
+    """Return the device if its steps are clearly faster; otherwise return the host.
 
     All parts of a step happen at the same time, so a step takes as long as its slowest part. On a
     device the arithmetic is never the slowest part.
@@ -137,7 +137,7 @@ def _device_parts(step: StepBytes, rates: Rates) -> dict[str, float]:
         "the link to the device": crossing / rates.to_device_gbps,
     }
     if not rates.direct:
-        # Such a copy reads and writes as many bytes of host memory as an update on the CPU.
+        # A copy through host memory reads and writes as many bytes of it as an update on the CPU.
         parts["copies through host memory"] = 2 * crossing / rates.update_gbps
     return parts
 

@@ -1,9 +1,9 @@
 """Measured rates of moving and updating state, from which `placement.model` decides.
 
 If `find_rates` measures, its timed copies and updates take under half a second. It stores the
-result beside the data, as ``placement.json``. A device's results differ from a CPU's in the last
-bits (`docs/device.md`), so the placement of a run should not vary with other load on the machine
-during a measurement. The file may be removed at any time; everything is then measured again.
+result beside the data, as ``placement.json``, so that a resumed run gets the same placement
+whatever the load on the machine: a device's results differ from a CPU's in the last bits
+(`docs/device.md`). The file may be removed at any time; everything is then measured again.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from offload.placement.model import Rates, StepBytes
 from offload.update.dtypes import DTYPES
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
+from offload.update.step_inputs import StepInputs
 from offload.update.updater import ChunkUpdater
 
 _FORMAT_VERSION = 1
@@ -116,7 +117,8 @@ def find_rates(site: Site, *, clock: Clock = time.perf_counter) -> Rates | str:
         clock: Clock for the measurements.
 
     Returns:
-        The rates; or the reason why there are none, for people. Steps then belong on the host.
+        The rates; or the reason why there are none, as text for people. In this case steps belong
+        on the host.
     """
     if reason := _why_not(site):
         return reason
@@ -161,7 +163,7 @@ def measure_rates(site: Site, *, clock: Clock = time.perf_counter) -> Rates | st
     try:
         to_host, to_device = link_gbps(site.device, clock=clock)
     except (RuntimeError, MemoryError) as error:
-        # torch raises these if no memory is left. Then there is none for a ring on the device.
+        # torch raises these if no memory is left. A ring on the device would not fit either.
         return f"the link to {site.device} could not be measured: {' '.join(str(error).split())}"
     return Rates(
         drive_gbps=site.drive_gbps,
@@ -198,7 +200,7 @@ def update_gbps(
     *,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Return GB/s of state, read and written, at which the CPU updates chunks like a layout's.
+    """Return the rate of updates on the CPU for a layout, in GB/s of state read and written.
 
     This times the step itself, with digests, on separate memory: up to `_TRIAL_ELEMENTS` elements
     of a parameter like the layout's largest one. The result is the best of a few passes.
@@ -211,7 +213,7 @@ def update_gbps(
         clock: Clock that is read before and after each pass.
     """
     largest = max(layout.parameters, key=lambda p: (bool(p.arrays), p.num_elements))
-    # As long as a chunk of the store: memory that fits in a cache would be faster than in a step.
+    # As long as a chunk of the store: data that fits in a cache would be faster than real chunks.
     num = min(layout.chunk_elements, _TRIAL_ELEMENTS)
     spec = dataclasses.replace(largest, name="trial", shape=(num,), group=0)
     trial = Layout(
@@ -241,12 +243,14 @@ def update_gbps(
             updater = ChunkUpdater(
                 rule,
                 pool,
-                trial,
-                [groups[largest.group]],
-                [parameter],
-                [gradient],
-                [scalars],
-                step=number + 1,
+                StepInputs(
+                    layout=trial,
+                    groups=[groups[largest.group]],
+                    parameters=[parameter],
+                    gradients=[gradient],
+                    scalars=[scalars],
+                    step=number + 1,
+                ),
             )
             digests = ChunkDigests(views)
             began_s = clock()
@@ -292,7 +296,7 @@ def save_rates(path: str, conditions: Mapping[str, Any], rates: Rates) -> None:
 
 
 def load_rates(path: str, conditions: Mapping[str, Any]) -> Rates | None:
-    """Return the rates in a file; None if it has none, or they are from other conditions.
+    """Return the rates in a file; None if it has none, or has those of other conditions.
 
     Never raises: the remedy for any defect of the file is another measurement.
     """

@@ -6,9 +6,9 @@ that made it returns.
 
 A pin cannot race with recycling. A process that makes a pin holds a shared lock on the checkpoint,
 or is the training process itself. The training process needs an exclusive lock to withdraw a
-checkpoint, and it looks for pins again when it has that lock. So a pin either comes in time or is
+checkpoint, and it looks for pins again when it has that lock. So a pin is either seen in time or
 refused. The training process syncs the pins that it sees before it decides. Without this, power
-loss could undo the move of a pin whose process has died since.
+loss could undo the move of a pin by a process that has died since.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FoundPins:
     keeps."""
 
     failures: tuple[StorageError, ...] = ()
-    """Errors of unreadable pins that say nothing about the content: the pin may be intact."""
+    """Errors of reading that say nothing about a pin's content, so that the pin may be intact."""
 
     def of(self, path: str, manifest: Manifest) -> tuple[str, ...]:
         """Return the names of a checkpoint's pins."""
@@ -157,13 +157,13 @@ def write_pin(
         backend: Storage backend of the store.
         store: Directory of the store.
         pin: Pin to write.
-        guard: Context manager that is entered around the steps whose failure leaves unknown whether
-            the new pin exists.
+        guard: Context manager for the last steps. If one of them fails, it is unknown whether the
+            new pin exists.
 
     Raises:
         PinError: A pin cannot have this name.
         UnwritableError: This user may not write to the store.
-        gds.StorageError: There is no space, and nothing has changed; or the pin could not be made
+        gds.StorageError: There is no space, and no pin has changed; or the pin could not be made
             durable.
     """
     check_pin_name(pin.name)

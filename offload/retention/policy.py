@@ -7,10 +7,10 @@ that no part of the policy keeps may be recycled. Two kinds of checkpoints are k
 newest one, and those with a pin. A policy reads neither a drive nor a clock: the same records give
 the same answer.
 
-No policy ever needs a checkpoint that it did not keep before. A policy may be asked again and again
-as checkpoints come, and be shown only those that it has kept. It then keeps what it would have kept
-of all checkpoints that ever existed. Policies order records by generation. Generations never go
-back, whatever clocks do.
+A policy never keeps a checkpoint that it has dropped before. So it may be asked after each new
+checkpoint, with only the new record and those that it kept last time. It then keeps the same
+checkpoints as if it saw the records of all that ever existed. Policies order records by generation,
+not by time: generations always rise, but a clock may be set back.
 """
 
 from __future__ import annotations
@@ -241,9 +241,9 @@ def kept_generations(policy: Retention, records: Iterable[Record]) -> set[int]:
 def num_wanted(policy: Retention, records: Collection[Record]) -> int:
     """Return the number of checkpoints that a store needs space for, without the working slot.
 
-    It is a sum of two numbers. The first is the most that the policies with a limit may ever keep.
-    The second counts the other existing checkpoints that are kept for good or by a pin. For
-    ``LastK(k)`` without pins the sum is `k`.
+    It is a sum of two numbers. The first is the most that the policies with a limit may ever keep,
+    together with the newest checkpoint, which is always kept. The second counts the other existing
+    checkpoints that are kept for good or by a pin. For ``LastK(k)`` without pins the sum is `k`.
 
     Args:
         policy: Policy of the store.

@@ -9,13 +9,18 @@ of whole ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 
 from gds import Backend, StorageError
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.quarantine_mark import read_quarantine
-from offload.checkpoint.reading import decode_manifest
+from offload.checkpoint.reading import checkpoint_paths, decode_manifest
+from offload.checkpoint.verify import VerifyReport
 from offload.errors import CheckpointError, DamagedError
+from offload.format.unreadable import reading
 from offload.store.opening import StoredCheckpoint
+from offload.store.quarantine import verify_and_mark
 from offload.store.store import Store
 from offload.units import part_options
 
@@ -37,6 +42,44 @@ def give_up(store: Store, damaged: StoredCheckpoint, error: DamagedError) -> str
         store.quarantine(damaged, str(error))
         return ""
     return two_in_a_row(damaged.path, newer, store.directories)
+
+
+def verify_before_resume(
+    checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None
+) -> VerifyReport:
+    """Verify a checkpoint that training is to continue from, and quarantine it if it is damaged.
+
+    This is `verify_and_mark`, except that it never marks two checkpoints in a row, as
+    `OffloadedOptimizer.restore` does not: if a newer checkpoint of the store is quarantined
+    already, nothing is marked and no mark is lifted. It is for programs that choose a checkpoint
+    before there is an optimizer, and take the one before if this one is damaged.
+
+    Args:
+        checkpoint: Checkpoint, made by `open_checkpoint`.
+        progress: Called with the bytes checked so far and the bytes in all.
+
+    Returns:
+        What was found.
+
+    Raises:
+        DamagedError: The checkpoint could be read and is damaged, and a newer one is quarantined
+            already. The message says what to do.
+        UnreadableError: The directory of the store could not be read.
+        RecycledError: It was not opened by `open_checkpoint`, and has been recycled.
+        gds.StorageError: The quarantine could not be made durable, or not be lifted.
+    """
+    store, backend = os.path.dirname(checkpoint.path), checkpoint.backend
+    with reading():
+        others = [p for p in checkpoint_paths(backend, store) if p != checkpoint.path]
+    newer = quarantined_after(backend, others, checkpoint.generation)
+    if newer is None:
+        return verify_and_mark(checkpoint, progress)
+    report = checkpoint.verify(progress)
+    if report.problems and not report.unreadable:
+        directories = [store, *map(os.path.dirname, checkpoint.parts)]
+        refusal = two_in_a_row(checkpoint.path, newer, directories)
+        raise DamagedError(f"{report.problems[0]}. {refusal}")
+    return report
 
 
 def two_in_a_row(damaged: str, newer: str, directories: Sequence[str]) -> str:
@@ -66,7 +109,7 @@ def quarantined_after(backend: Backend, paths: Iterable[str], generation: int) -
 
     Args:
         backend: Backend of the checkpoints.
-        paths: Paths of all unusable checkpoints of the store, whatever the reason.
+        paths: Paths of other checkpoints of the store. Those without a mark are passed over.
         generation: Generation of the checkpoint to compare with.
     """
     for path in paths:

@@ -76,10 +76,11 @@ class Drives:
         trace: Trace | None,
         device: torch.device | None = None,
     ) -> None:
-        if options.shares is not None and len(options.shares) != len(directories):
+        shares = options.drives.shares
+        if shares is not None and len(shares) != len(directories):
             raise ValueError(
-                f"Options(shares=...) needs one number for each directory, got "
-                f"{len(options.shares)} for {len(directories)}: {', '.join(directories)}"
+                "DriveTuning(shares=...) needs one number for each directory, got "
+                f"{len(shares)} for {len(directories)}: {', '.join(directories)}"
             )
         self.directories = directories
         """Directories of the store, one on each drive."""
@@ -103,8 +104,8 @@ class Drives:
         Shares are proportional to bandwidth. It is measured now if there is more than one drive
         and it is not known yet. If it stays unknown, the shares are equal.
         """
-        if self._options.shares is not None:
-            return tuple(self._options.shares)
+        if self._options.drives.shares is not None:
+            return tuple(self._options.drives.shares)
         if len(self.directories) > 1:
             self.calibrate(MIN_STATE_BYTES)
         speeds = [found.mixed_gbps if found else 0.0 for found in self._calibrations]
@@ -183,12 +184,12 @@ def new_backend(options: Options, device: torch.device | None) -> Backend:
 
         number = device.index if device is not None else None
         try:
-            return KvikioBackend(memory="host", device=number, direct=options.direct)
+            return KvikioBackend(memory="host", device=number, direct=options.drives.direct)
         except RefusedError as error:
             if options.placement == "device":
                 raise
             logging.getLogger("offload").info("state is updated on the CPU: %s", error)
-    return PosixBackend(direct=options.direct)
+    return PosixBackend(direct=options.drives.direct)
 
 
 def _may_be_on(device: torch.device | None) -> bool:

@@ -112,6 +112,13 @@ class Frame:
         offset, nbytes = layout.byte_range(array, chunk)
         return self._buffers[array].slice(offset % ALIGNMENT, nbytes), offset
 
+    def buffers(self, layout: Layout, chunk: int) -> list[tuple[str, Buffer, int]]:
+        """Return for each state array its name, the memory for a chunk, and the file's offset."""
+        return [
+            (name, self._buffers[name].slice(offset % ALIGNMENT, nbytes), offset)
+            for name, (offset, nbytes) in layout.byte_ranges(chunk).items()
+        ]
+
     def bytes_of(self, layout: Layout, array: str, chunk: int) -> torch.Tensor:
         """Return the memory that `buffer` returns, as a tensor of bytes."""
         offset, nbytes = layout.byte_range(array, chunk)
@@ -120,11 +127,10 @@ class Frame:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the present chunk as one flat tensor per state array, in its stored dtype."""
+        formats = self._layout.formats
         return {
-            name: self.bytes_of(self._layout, name, self.chunk).view(
-                DTYPES[self._layout.formats[name].dtype]
-            )
-            for name in self._bytes
+            name: data.view(DTYPES[formats[name].dtype])
+            for name, data in self._chunk_bytes().items()
         }
 
     @contextmanager
@@ -148,9 +154,19 @@ class Frame:
 
     def new_digests(self) -> Digests:
         """Return digests of the present chunk, with no bytes final yet."""
-        return self._memory.digests(
-            {name: self.bytes_of(self._layout, name, self.chunk) for name in self._bytes}
-        )
+        return self.digests_of(self._chunk_bytes())
+
+    def digests_of(self, arrays: Mapping[str, torch.Tensor]) -> Digests:
+        """Return digests of bytes that are in this frame, by state array."""
+        return self._memory.digests(arrays)
+
+    def _chunk_bytes(self) -> dict[str, torch.Tensor]:
+        """Return the memory of the present chunk in each state array, as bytes."""
+        found = {}
+        for name, (offset, nbytes) in self._layout.byte_ranges(self.chunk).items():
+            pad = offset % ALIGNMENT
+            found[name] = self._bytes[name][pad : pad + nbytes]
+        return found
 
 
 def frame_bytes(layout: Layout) -> int:

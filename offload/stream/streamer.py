@@ -27,12 +27,12 @@ from functools import partial
 
 from gds import IOFuture
 from gds.waiting import Monitor
-from offload.checkpoint.second_look import look_again, unreliable
 from offload.format.digests import Run, one_by_one
 from offload.format.layout import Layout
 from offload.store.slot import Slot
 from offload.stream.frame import Frame, FrameMemory, frame_bytes
 from offload.stream.meter import Meter
+from offload.stream.read_check import check_read
 
 
 class Streamer:
@@ -58,7 +58,6 @@ class Streamer:
         verify_reads: bool = False,
     ) -> None:
         self.layout = layout
-        self._memory = memory
         self._verify_reads = verify_reads
         nbytes = frame_bytes(layout)
         resident = _spread(resident_bytes // nbytes if nbytes else 0, layout)
@@ -125,7 +124,9 @@ class Streamer:
             with self._meter.timed("wait_read_s", chunk=chunk):
                 for future in frame.futures:
                     future.result()
-                self._check(frame)
+                source = self._source
+                if source is not None and (source.unchecked or self._verify_reads):
+                    check_read(frame, source)
         except BaseException:
             with self._changed:
                 self._release(frame)
@@ -169,9 +170,7 @@ class Streamer:
         chunk = frame.chunk
         try:
             self.raise_error()
-            transfers = [
-                (name, *frame.buffer(self.layout, name, chunk)) for name in self.layout.array_names
-            ]
+            transfers = frame.buffers(self.layout, chunk)
             digests = frame.digests or frame.new_digests()
             frame.digests = None
             for name, digest in digests.finish(target.context, chunk, run).items():
@@ -191,47 +190,6 @@ class Streamer:
             raise
         finally:
             self._when_ended(frame.futures, partial(self._written, frame))
-
-    def _check(self, frame: Frame) -> None:
-        """Compare a chunk that was read with its digests, if that is required.
-
-        It is required for the state of a restored checkpoint, and always with `verify_reads`.
-        Raises the errors of `_look_again`.
-        """
-        source = self._source
-        if source is None or not frame.futures:
-            return
-        if not (source.unchecked or self._verify_reads):
-            return
-        for name in source.layout.array_names:
-            expected = source.digests[name][frame.chunk]
-            if expected is None:
-                continue
-            data = frame.bytes_of(source.layout, name, frame.chunk)
-            digests = self._memory.digests({name: data})
-            found = digests.finish(source.context, frame.chunk, one_by_one)[name]
-            if found != expected:
-                self._look_again(frame, source, name, found, expected)
-
-    def _look_again(self, frame: Frame, source: Slot, name: str, found: str, expected: str) -> None:
-        """Read an array's chunk again if its digest was wrong, and continue if it is right then.
-
-        The second read goes into other host memory, and tells whether the drive has the right
-        bytes. The frame is read once more only if it has.
-
-        Raises:
-            DamagedError: The second read is wrong, too.
-            UnreliableReadError: The second read is right, but the frame's bytes are still wrong.
-        """
-        chunk, file = frame.chunk, source.array(name, frame.chunk)
-        buffer, offset = frame.buffer(source.layout, name, chunk)
-        digest = partial(source.context.digest, name, chunk)
-        look_again(file, offset, buffer.nbytes, digest, found=found, expected=expected)
-        file.read_again(buffer, offset, direct=not file.direct).result()
-        data = frame.bytes_of(source.layout, name, chunk)
-        digests = self._memory.digests({name: data})
-        if digests.finish(source.context, chunk, one_by_one)[name] != expected:
-            raise unreliable(file, offset, buffer.nbytes)
 
     def discard(self, frame: Frame) -> None:
         """Release a taken frame without writing it; its content is lost."""
@@ -343,7 +301,6 @@ class Streamer:
         is_done = False
 
         def ended(numbers: Iterable[int]) -> None:
-            """Record ended transfers, and run the action after the last of them."""
             nonlocal is_done
             with self._changed:
                 left.difference_update(numbers)
@@ -420,10 +377,9 @@ class Streamer:
         source = self._source
         if source is None or chunk >= source.layout.num_chunks:
             return
-        for name in source.layout.array_names:
+        for name, buffer, offset in frame.buffers(source.layout, chunk):
             if source.digests[name][chunk] is None:
                 continue  # never written, because no parameter in the chunk has state
-            buffer, offset = frame.buffer(source.layout, name, chunk)
             if buffer.nbytes:
                 frame.futures.append(source.array(name, chunk).read(buffer, offset))
 

@@ -40,7 +40,7 @@ def find_calibration(
         return None
     path = f"{directory}/{CALIBRATION_NAME}"
     found = load_calibration(path)
-    if found is None and options.calibrate and state_bytes >= MIN_STATE_BYTES:
+    if found is None and options.drives.calibrate and state_bytes >= MIN_STATE_BYTES:
         try:
             found = calibrate(directory)
             save_calibration(path, found)
@@ -64,11 +64,11 @@ def apply_calibration(
         frame_bytes: Bytes of one chunk in the ring.
     """
     if isinstance(backend, PosixBackend) and options.backend is None:
-        found = calibration
+        asked, found = options.drives, calibration
         backend.tune(
-            read_threads=options.threads or (found.read_threads if found else _DEFAULT_THREADS),
-            write_threads=options.threads or (found.write_threads if found else _DEFAULT_THREADS),
-            request_bytes=options.request_bytes or (found.request_bytes if found else None),
+            read_threads=asked.threads or (found.read_threads if found else _DEFAULT_THREADS),
+            write_threads=asked.threads or (found.write_threads if found else _DEFAULT_THREADS),
+            request_bytes=asked.request_bytes or (found.request_bytes if found else None),
         )
     if options.ring_chunks is not None:
         return options.ring_chunks

@@ -10,6 +10,7 @@ from offload.update.dtypes import DTYPE_CODES, DTYPES
 from offload.update.filler import StateFiller
 from offload.update.pool import UpdatePool
 from offload.update.rules import Scalars, UpdateRule
+from offload.update.step_inputs import StepInputs
 from offload.update.updater import ChunkUpdater
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Scalars",
     "StateDecoder",
     "StateFiller",
+    "StepInputs",
     "UpdatePool",
     "UpdateRule",
 ]

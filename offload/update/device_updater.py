@@ -28,10 +28,11 @@ from offload.device.staging import Traffic
 from offload.errors import UnsupportedOptimizerError, UnsupportedParameterError
 from offload.format.arrays import MASTER_LOW
 from offload.format.digests import Digests
-from offload.format.layout import Layout, Piece
+from offload.format.layout import Piece
 from offload.update.dtypes import DTYPES
 from offload.update.pool import BlockContext, UpdatePool
-from offload.update.rules import Scalars, UpdateRule
+from offload.update.rules import UpdateRule
+from offload.update.step_inputs import StepInputs
 from offload.update.updater import Block, ChunkUpdater
 
 _RUN_ELEMENTS = 16 << 20
@@ -62,31 +63,13 @@ class DeviceUpdater(ChunkUpdater):
         self,
         rule: UpdateRule,
         pool: UpdatePool,
-        layout: Layout,
-        groups: Sequence[Mapping[str, Any]],
-        parameters: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor | None],
-        scalars: Sequence[Scalars | None],
+        inputs: StepInputs,
         *,
-        step: int,
         compute: Compute,
-        seed: int = 0,
-        factors: Sequence[float] = (),
         traffic: Traffic | None = None,
     ) -> None:
-        super().__init__(
-            rule,
-            pool,
-            layout,
-            groups,
-            parameters,
-            gradients,
-            scalars,
-            step=step,
-            seed=seed,
-            factors=factors,
-            traffic=traffic,
-        )
+        super().__init__(rule, pool, inputs, traffic=traffic)
+        layout, parameters, gradients = inputs.layout, inputs.parameters, inputs.gradients
         self.device = compute.device
         for spec, *tensors in zip(layout.parameters, parameters, gradients, strict=True):
             for tensor in tensors:
@@ -107,7 +90,9 @@ class DeviceUpdater(ChunkUpdater):
         self._context = BlockContext(rule, compute.empty)
         split = MASTER_LOW in layout.array_names
         require_steps(rule, self._hyper, layout.state_dtype, split=split)
-        self._has_kernel = [not why_not_by_kernel(rule, group, factors) for group in self._hyper]
+        self._has_kernel = [
+            not why_not_by_kernel(rule, group, inputs.factors) for group in self._hyper
+        ]
         for spec, live, gradient in zip(layout.parameters, parameters, gradients, strict=True):
             if self._has_kernel[spec.group]:
                 # Compiled now, so that a compiler error cannot occur in the middle of a step.
@@ -120,7 +105,7 @@ class DeviceUpdater(ChunkUpdater):
                         arrays={n: DTYPES[layout.formats[n].dtype] for n in spec.arrays},
                     )
                 )
-        self._seed, self._rounding_step = seed, step
+        self._seed, self._rounding_step = inputs.seed, inputs.step
         self._scalars: DeviceScalars | None = None
 
     def give(self, index: int, gradient: torch.Tensor) -> None:

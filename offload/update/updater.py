@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -34,11 +34,12 @@ from offload.device.flat_tensors import FlatTensors
 from offload.device.staging import CrossingTensors, Traffic, flat_tensors
 from offload.format.arrays import BLOCK_ELEMENTS, MASTER, MASTER_LOW
 from offload.format.digests import LEAF_BYTES, Digests
-from offload.format.layout import Layout, Piece
+from offload.format.layout import Piece
 from offload.update import codecs
 from offload.update.coder import StateCoder
 from offload.update.pool import BlockContext, UpdatePool
 from offload.update.rules import FUSED_MULTIPLE, Scalars, UpdateRule, read_scalars, write_scalars
+from offload.update.step_inputs import StepInputs
 
 HOT_ELEMENTS = 512 << 10
 """Maximal number of elements in one call of torch's step: about 15 MiB with temporary values.
@@ -82,14 +83,7 @@ class ChunkUpdater:
     Args:
         rule: Update rule of the optimizer; tells which state torch's step keeps.
         pool: Threads that run the blocks.
-        layout: Layout of the store, which has the place of every parameter.
-        groups: ``param_groups`` at this step.
-        parameters: Live parameters in element-space order; updated in place.
-        gradients: Gradient of each parameter, of any floating-point dtype; None if it has none.
-        scalars: Scalar state of each parameter; None for a parameter that has no state yet.
-        step: Number of this step, from 1.
-        seed: Seed of stochastic rounding, for state that is stored with it.
-        factors: Factors that each gradient is multiplied by in turn, in FP32.
+        inputs: Everything that the step computes with.
         traffic: Counter of the bytes that cross between the host and the parameters' device.
     """
 
@@ -100,30 +94,26 @@ class ChunkUpdater:
         self,
         rule: UpdateRule,
         pool: UpdatePool,
-        layout: Layout,
-        groups: Sequence[Mapping[str, Any]],
-        parameters: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor | None],
-        scalars: Sequence[Scalars | None],
+        inputs: StepInputs,
         *,
-        step: int,
-        seed: int = 0,
-        factors: Sequence[float] = (),
         traffic: Traffic | None = None,
     ) -> None:
         self._pool = pool
-        self._layout = layout
+        self._layout = layout = inputs.layout
+        parameters, gradients = inputs.parameters, inputs.gradients
         # Copied by value: a scheduler may change a tensor in place while the step is in progress.
         self._hyper = [
             {k: _by_value(v) for k, v in g.items() if k not in ("params", "param_names")}
-            for g in groups
+            for g in inputs.groups
         ]
         self._rules = [rule.rule(group) for group in self._hyper]
         exact = layout.state_dtype == "float32"
         self._fused = [None if exact else rule.fused(group) for group in self._hyper]
         self._keys = [
             Key(spec.group, p.dtype, s, g is not None)
-            for spec, p, g, s in zip(layout.parameters, parameters, gradients, scalars, strict=True)
+            for spec, p, g, s in zip(
+                layout.parameters, parameters, gradients, inputs.scalars, strict=True
+            )
         ]
         traffic = traffic or Traffic()
         self._live = flat_tensors(parameters, writable=True, traffic=traffic)
@@ -134,8 +124,8 @@ class ChunkUpdater:
             self._crossing = [self._live, self._gradients]
         self._stepped: dict[Key, Scalars] = {}
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
-        self._coder = StateCoder(layout, seed, step)
-        self._factors = factors
+        self._coder = StateCoder(layout, inputs.seed, inputs.step)
+        self._factors = inputs.factors
         self._asked_s: dict[int, float] = {}
         self._waiting_s = self._updating_s = 0.0
         self._num_updated = 0
@@ -163,7 +153,6 @@ class ChunkUpdater:
         """
 
         def update(context: BlockContext, block: Block) -> None:
-            """Step one block, and report it to the digests."""
             self._update(context, block)
             if digests is not None:
                 for name, stored in block.stored.items():
@@ -366,7 +355,6 @@ def step_fused(
         return state
 
     def padded(name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return a copy, followed by zeros up to a whole vector."""
         out = context.buffer(f"padded {name}", torch.float32, length + FUSED_MULTIPLE - rest)
         out[:length] = values
         out[length:] = 0

@@ -48,7 +48,7 @@ ADDRESS_SPACE_BYTES = 2 << 30
 
 def open_store(model: torch.nn.Module, directories: list[Path]) -> offload.OffloadedOptimizer:
     """Construct the optimizer of the store, which no drive has to be measured for."""
-    settings = {"shares": (1,) * len(directories)}
+    settings = {"drives": offload.DriveTuning(shares=(1,) * len(directories))}
     return make_optimizer(model, directory=directories, keep=2, settings=settings)
 
 

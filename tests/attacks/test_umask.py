@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gds.calibration.calibration import Calibration, save_calibration
+from offload import DriveTuning
 from tests.stores.small import make_model, make_optimizer, step
 
 
@@ -54,7 +55,7 @@ def test_everything_in_a_store_has_the_umask(mask: int, tmp_path: Path) -> None:
     seen: dict[str, tuple[int, bool]] = {}
     with umask(mask):
         with make_optimizer(
-            make_model(), directory=directories, settings={"shares": (1, 1)}
+            make_model(), directory=directories, settings={"drives": DriveTuning(shares=(1, 1))}
         ) as optimizer:
             for number in range(3):
                 step(optimizer)

@@ -22,7 +22,7 @@ LOSSES = dict(enumerate([3.0, 1.0, 2.0, 5.0, 4.0, 6.0], 1))
 
 
 def optimizer_in(directory: Path | list[Path], **changes: object) -> offload.OffloadedOptimizer:
-    settings = {"calibrate": False}
+    settings = {"drives": offload.DriveTuning(calibrate=False)}
     arguments = {"directory": directory, "keep": 6, **changes}
     return make_optimizer(make_model(64, 40), settings=settings, **arguments)
 

@@ -27,7 +27,7 @@ Places = list[Path]
 
 
 def optimizer_in(places: Places, keep: int = 2) -> offload.OffloadedOptimizer:
-    settings = {"calibrate": False}
+    settings = {"drives": offload.DriveTuning(calibrate=False)}
     return make_optimizer(make_model(64, 200), directory=places, keep=keep, settings=settings)
 
 

@@ -10,6 +10,7 @@ import json
 import os
 from pathlib import Path
 
+from offload import DriveTuning
 from tests.crash.children import serve
 from tests.stores.training import Model, backward, optimizer_for, options
 
@@ -33,9 +34,8 @@ def train_until_told(directory: str) -> None:
     plan = json.loads(Path(directory, PLAN).read_text())
     model = Model()
     drives = plan["drives"]
-    settings = options(
-        None, shares=(1,) * drives, reader_timeout_s=60.0, direct=False, calibrate=False
-    )
+    tuning = DriveTuning(shares=(1,) * drives, direct=False, calibrate=False)
+    settings = options(None, drives=tuning, reader_timeout_s=60.0)
     with optimizer_for(
         model, store_of(directory, drives), settings, keep=plan["keep"]
     ) as optimizer:

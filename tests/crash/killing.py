@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from offload import DriveTuning
 from offload.engine.seal import SealHandle
 from offload.format.manifest import Manifest
 from offload.store.store import Store
@@ -72,7 +73,7 @@ class Child:
         self._watch_seals()
         model = Model()
         self.shared[0] = OPENING
-        settings = options(shares=SHARES[: len(self.directories)])
+        settings = options(drives=DriveTuning(shares=SHARES[: len(self.directories)]))
         optimizer = optimizer_for(model, self.directories, settings, keep=self.keep)
         self.shared[0] = RESTORING
         found = optimizer.restore()

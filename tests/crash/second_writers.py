@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from offload import DriveTuning
 from offload.errors import OffloadError
 from tests.crash.children import serve
 from tests.stores.training import Model, backward, optimizer_for, options
@@ -29,7 +30,7 @@ def directories(directory: str) -> list[str]:
 def train_as_well(directory: str) -> None:
     """Train in the store with other gradients, if it can be opened; say what became of it."""
     store, model = directories(directory), Model()
-    changes = {"shares": SHARES} if len(store) > 1 else {}
+    changes = {"drives": DriveTuning(shares=SHARES)} if len(store) > 1 else {}
     try:
         optimizer = optimizer_for(model, store, options(**changes))
         found = optimizer.restore()

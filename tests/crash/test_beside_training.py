@@ -25,7 +25,7 @@ import offload.checkpoint.reader_lock
 import offload.cli.verify
 from gds import LockHeldError, MemoryBackend, PosixBackend, StorageError, WrapperBackend
 from gds.contract import File, Lock, Stat
-from offload import list_checkpoints, load_parameters, open_checkpoint
+from offload import DriveTuning, list_checkpoints, load_parameters, open_checkpoint
 from offload.cli import main
 from offload.errors import RecycledError
 from offload.exchange.checkpoint_stream import open_stream
@@ -164,7 +164,8 @@ class Training:
         self.backend = backend
         self.model = Model()
         self._keep = keep
-        settings = options(backend, shares=(1,) * len(directories), reader_timeout_s=0.02)
+        tuning = DriveTuning(shares=(1,) * len(directories))
+        settings = options(backend, drives=tuning, reader_timeout_s=0.02)
         self.optimizer = optimizer_for(self.model, directories, settings, keep=keep)
 
     def steps_and_seal(self) -> str:

@@ -594,7 +594,7 @@ class TestSealBehindTraining:
         gate.shut()
         handle = optimizer.checkpoint()
         assert gate.reached.wait(60)  # the first block has been copied, and is being written
-        progress = optimizer._engine._seal._progress
+        progress = optimizer._engine.state.seal._progress
         wait = progress.wait_until
 
         def waiting(reached: Callable[[], bool]) -> bool:

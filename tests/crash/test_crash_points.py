@@ -21,6 +21,7 @@ from gds import Backend
 from offload import (
     AdamW,
     Checkpoint,
+    DriveTuning,
     EverySteps,
     LastK,
     Retention,
@@ -156,7 +157,7 @@ class Trainer:
         self.optimizer: AdamW = optimizer_for(
             self.model,
             [STORE, *OTHERS[: drives - 1]],
-            options(backend, shares=SHARES[:drives], host_memory=host_memory),
+            options(backend, drives=DriveTuning(shares=SHARES[:drives]), host_memory=host_memory),
             keep=keep,
             fresh=fresh,
             with_head=with_head and num_groups(backend) == 2,

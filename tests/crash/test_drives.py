@@ -13,7 +13,7 @@ import torch
 
 from gds import Backend, MemoryBackend, PosixBackend, WrapperBackend
 from gds.contract import Capabilities
-from offload import AdamW, Options, list_checkpoints, load_parameters, open_checkpoint
+from offload import AdamW, DriveTuning, Options, list_checkpoints, load_parameters, open_checkpoint
 from offload.cli import main
 from offload.errors import (
     CheckpointError,
@@ -252,7 +252,9 @@ class TestDirectories:
 
     def test_shares_are_one_for_each(self) -> None:
         with pytest.raises(ValueError, match="got 3 for 2"):
-            optimizer_for(Model(), BOTH, options(MemoryBackend(), shares=(1, 2, 3)))
+            optimizer_for(
+                Model(), BOTH, options(MemoryBackend(), drives=DriveTuning(shares=(1, 2, 3)))
+            )
 
     def test_volatile_ones_are_refused_by_name(self) -> None:
         class Mixed(WrapperBackend):
@@ -587,7 +589,7 @@ def test_starting_over_keeps_the_old_parts_until_the_new_ones_are_durable() -> N
 def test_on_the_local_file_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directories = [tmp_path / "one", tmp_path / "two"]
     model = Model()
-    with optimizer_for(model, directories, options(shares=(1, 2))) as optimizer:
+    with optimizer_for(model, directories, options(drives=DriveTuning(shares=(1, 2)))) as optimizer:
         train(model, optimizer, 1, 2)
         stats = optimizer.stats()
         layout = optimizer._engine.store.newest.manifest.layout

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import pytest
 
 from gds import MemoryBackend
-from offload import open_checkpoint
+from offload import DriveTuning, open_checkpoint
 from offload.errors import CheckpointError
 from tests.crash.crash_backend import Image
 from tests.stores.files import flip
@@ -55,7 +55,8 @@ NUM_FILES = {
 def sealed() -> Image:
     """Return a store on two drives with two checkpoints."""
     backend, model = MemoryBackend(), Model()
-    with optimizer_for(model, DRIVES, options(backend, shares=(1, 1)), keep=2) as optimizer:
+    settings = options(backend, drives=DriveTuning(shares=(1, 1)))
+    with optimizer_for(model, DRIVES, settings, keep=2) as optimizer:
         train(model, optimizer, 1, 2)
     directories, files = [], {}
     pending = ["/first", "/second"]

@@ -74,8 +74,8 @@ def restores(_: Model, optimizer: AdamW, __: int) -> None:
 
 def lets_go_of_its_slot(_: Model, optimizer: AdamW, __: int) -> None:
     """As the first part of a restore does."""
-    optimizer._engine._broken = "something failed"
-    optimizer._engine._slots.forget()
+    optimizer._engine.state.lifecycle.broken = "something failed"
+    optimizer._engine.state.slots.forget()
 
 
 @pytest.mark.parametrize("overlap", [None, "forward", "backward"])
@@ -131,8 +131,8 @@ def test_a_seal_that_was_interrupted_while_it_began_is_begun_or_not(
     for at in itertools.count(1):
         store, model = f"{tmp_path}/{at}", Model()
         optimizer = optimizer_for(model, store, options(backend, host_memory=resident), keep=2)
-        engine = optimizer._engine
-        begin_seal, has_fired = engine._begin_seal, list[int]()
+        state = optimizer._engine.state
+        begin_seal, has_fired = state.begin_seal, list[int]()
 
         def begin(
             *given: Any,
@@ -149,7 +149,7 @@ def test_a_seal_that_was_interrupted_while_it_began_is_begun_or_not(
         backward(model, 1)
         optimizer.step()
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            patch.setattr(engine, "_begin_seal", begin)
+            patch.setattr(state, "begin_seal", begin)
             optimizer.checkpoint()
 
         def goes_on(model: Model = model, optimizer: AdamW = optimizer) -> None:

@@ -701,7 +701,7 @@ def test_a_slot_that_has_taken_the_name_of_a_removed_one_stays() -> None:
     layout = store.newest.manifest.layout
     other = store.acquire(layout, 1)
     assert other.path == f"{STORE}/{name}"
-    removed = optimizer._engine._slots.present
+    removed = optimizer._engine.state.slots.present
     assert removed.path == other.path
     store._free.discard(removed)
     assert other.is_in_place()

@@ -26,6 +26,7 @@ from offload.format.known_leaves import KnownLeaves
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.model.model_writing import write_model
 from offload.store.pruning import prune
+from offload.stream.passes import RingPass, ring_for_one_pass
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend, Kind
 from tests.stores.training import (
@@ -172,7 +173,7 @@ def test_what_was_read_ahead_from_another_slot_is_not_taken() -> None:
     training.steps_and_seal()
     training.steps_and_seal()
     engine = training.optimizer._engine
-    streamer, layout = engine._ring(), engine._layout()
+    streamer, layout = engine.state.ring(), engine.state.layout
     older, newest = (checkpoint.slot for checkpoint in engine.store.checkpoints)
     assert streamer._source is newest, "it has read ahead for the next step"
     streamer.begin(older, [0, 1])
@@ -189,7 +190,7 @@ def test_resident_state_that_a_seal_is_about_to_write_is_not_stepped(
 ) -> None:
     training = Training(MemoryBackend(), host_memory="1GiB")
     training.step()
-    streamer = training.optimizer._engine._ring()
+    streamer = training.optimizer._engine.state.ring()
     flush = streamer.flush()
     wait_until = streamer._changed.wait_until
     found_at_once = []
@@ -197,7 +198,7 @@ def test_resident_state_that_a_seal_is_about_to_write_is_not_stepped(
     def seal_goes_on(reached: Callable[[], object]) -> object:
         with streamer._changed:
             found_at_once.append(bool(reached()))
-        flush.start(training.optimizer._engine._slots.present)
+        flush.start(training.optimizer._engine.state.slots.present)
         return wait_until(reached)
 
     monkeypatch.setattr(streamer._changed, "wait_until", seal_goes_on)
@@ -208,6 +209,41 @@ def test_resident_state_that_a_seal_is_about_to_write_is_not_stepped(
     training.steps_and_seal()
     assert newest_differs(training, Reference().after(2)) == []
     training.optimizer.close()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("host_memory", ["0", "1GiB"], ids=["ring", "resident"])
+def test_a_pass_that_only_reads_leaves_the_state_as_it_is_after_an_error(
+    host_memory: str, error: type[BaseException]
+) -> None:
+    training = Training(MemoryBackend(), host_memory=host_memory)
+    training.step()
+    state = training.optimizer._engine.state
+    reading = RingPass(state.ring(), source=state.slots.present)
+    reading.announce([0, 1])
+    with pytest.raises(error), reading.taken(0):
+        raise error
+    training.steps_and_seal()
+    assert newest_differs(training, Reference().after(2)) == []
+    training.optimizer.close()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_pass_that_fails_frees_its_frame_and_writes_nothing(error: type[BaseException]) -> None:
+    training = Training(MemoryBackend())
+    training.steps_and_seal()
+    checkpoint = training.optimizer._engine.store.newest
+    assert checkpoint is not None
+    slot = training.optimizer._engine.store.slot_of(checkpoint)
+    layout = checkpoint.manifest.layout
+    with ring_for_one_pass(training.backend, layout) as streamer:
+        for _ in range(5):  # more often than there are frames
+            writing = RingPass(streamer, source=None, target=slot)
+            writing.announce([0])
+            with pytest.raises(error), writing.taken(0):
+                raise error
+    training.optimizer.close()
+    assert newest_differs(training, Reference().after(1)) == []
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])

@@ -14,10 +14,15 @@ from pathlib import Path
 import pytest
 
 from gds import Backend, MemoryBackend, PosixBackend
-from offload import list_checkpoints, load_parameters, open_checkpoint
+from offload import (
+    DriveTuning,
+    export_checkpoint,
+    list_checkpoints,
+    load_parameters,
+    open_checkpoint,
+)
 from offload.errors import DamagedError, UnreliableReadError
 from offload.exchange.checkpoint_stream import open_stream
-from offload.exchange.exporting import export_checkpoint
 from offload.format.names import QUARANTINE_NAME
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.flipping import FlippingBackend
@@ -121,7 +126,9 @@ def test_the_second_read_takes_the_other_way(
         return num
 
     model = Model()
-    optimizer = optimizer_for(model, store, options(None, direct=None if direct else False))
+    optimizer = optimizer_for(
+        model, store, options(None, drives=DriveTuning(direct=None if direct else False))
+    )
     monkeypatch.setattr(os, "preadv", wrong)
     if not direct:  # there is one way only: the first read of each range is wrong
         monkeypatch.setattr(os, "preadv", _wrong_once(name, real, ways))

@@ -33,7 +33,16 @@ from hypothesis.stateful import (
 )
 
 from gds import Backend, StorageError
-from offload import AdamW, OffloadError, SealHandle, list_checkpoints, open_checkpoint, pin, unpin
+from offload import (
+    AdamW,
+    DriveTuning,
+    OffloadError,
+    SealHandle,
+    list_checkpoints,
+    open_checkpoint,
+    pin,
+    unpin,
+)
 from offload.engine.chunk_pass import STEP_THREAD
 from offload.engine.seal import SEAL_THREAD
 from offload.errors import (
@@ -626,7 +635,7 @@ class StoreMachine(RuleBasedStateMachine):
             options(
                 self.faults,
                 **self.variant.options,
-                shares=SHARES[: self.variant.drives],
+                drives=DriveTuning(shares=SHARES[: self.variant.drives]),
                 host_memory=self.resident,
                 overlap=self.overlap,
             ),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gds import MemoryBackend, PosixBackend, WrapperBackend
-from offload import AdamW, open_checkpoint
+from offload import AdamW, DriveTuning, open_checkpoint
 from offload.errors import SealError, StoreError, StoreLockedError
 from tests.crash import second_writers as second
 from tests.crash.children import Children
@@ -45,7 +45,7 @@ class Training:
     def __init__(self, directory: Path, keep: int = 2) -> None:
         self.store = second.directories(str(directory))
         self.model = Model()
-        changes = {"shares": second.SHARES} if len(self.store) > 1 else {}
+        changes = {"drives": DriveTuning(shares=second.SHARES)} if len(self.store) > 1 else {}
         self.optimizer: AdamW = optimizer_for(self.model, self.store, options(**changes), keep=keep)
         self.step = 0
 

@@ -19,9 +19,7 @@ from typing import Any
 import torch
 
 import offload
-from offload.exchange.exporting import export_checkpoint
-from offload.exchange.foreign import open_foreign
-from offload.exchange.importing import import_checkpoint
+from offload import export_checkpoint, import_checkpoint
 from tests.numerics.measure import model_of, reset_peak, resident_bytes
 
 CHUNK_BYTES = 1 << 20
@@ -31,7 +29,8 @@ KINDS = ("pt", "hf", "safetensors", "dcp")
 def make(directory: Path, size: int) -> int:
     """Make a store with a checkpoint; return the bytes of its state."""
     model = model_of(size // 2, size // 2)
-    options = offload.Options(chunk_bytes=CHUNK_BYTES, ring_chunks=3, calibrate=False)
+    drives = offload.DriveTuning(calibrate=False)
+    options = offload.Options(chunk_bytes=CHUNK_BYTES, ring_chunks=3, drives=drives)
     with offload.AdamW(
         model.named_parameters(), model=model, directory=directory, options=options
     ) as optimizer:
@@ -46,9 +45,7 @@ def export(store: Path, target: Path, kind: str) -> None:
 
 
 def import_again(source: Path, store: Path) -> None:
-    made = import_checkpoint(
-        open_foreign(str(source)), str(store), options=offload.Options(chunk_bytes=CHUNK_BYTES)
-    )
+    made = import_checkpoint(source, str(store), options=offload.Options(chunk_bytes=CHUNK_BYTES))
     if made.num_parameters == 0:
         raise RuntimeError("nothing was imported")
 

@@ -13,11 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import offload
+from offload import export_checkpoint, import_checkpoint
 from offload.errors import DamagedError, StoreError
 from offload.exchange.dcp_writer import boxes
-from offload.exchange.exporting import export_checkpoint
 from offload.exchange.foreign import open_foreign
-from offload.exchange.importing import import_checkpoint
 from tests.exchange.test_torch_dicts import numbered, torch_dict
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Case, Cut, Pair
@@ -36,7 +35,7 @@ KINDS = ("pt", "hf", "safetensors", "dcp")
 def sealed(directory: Path, case: Case, settings: dict[str, Any], steps: int = 3, drives: int = 1):
     """Train for some steps, and seal; returns the pair and the path of its checkpoint."""
     places = [str(directory / f"drive{n}") for n in range(drives)]
-    shares = {"shares": (1,) * drives} if drives > 1 else {}
+    shares = {"drives": offload.DriveTuning(shares=(1,) * drives)} if drives > 1 else {}
     cut = Cut(3 * 4096, 3, settings={**settings, **shares})
     pair = Pair(case, cut, None, places)
     for step in range(1, steps + 1):
@@ -228,10 +227,9 @@ def test_the_number_of_steps_goes_along(tmp_path, kind) -> None:
     if kind == "safetensors":
         assert json.loads((tmp_path / "out" / "optimizer.json").read_text())["step"] == 6
         return
-    foreign = open_foreign(str(tmp_path / "out"))
-    assert foreign.step == 6
+    assert open_foreign(str(tmp_path / "out")).step == 6
     with import_checkpoint(
-        foreign, tmp_path / "again", torch.optim.AdamW, options=options
+        tmp_path / "out", tmp_path / "again", torch.optim.AdamW, options=options
     ) as imported:
         assert imported.step == 6
 

@@ -10,9 +10,9 @@ import pytest
 
 import offload
 from gds import Backend, PosixBackend, WrapperBackend
+from offload import export_checkpoint
 from offload.cli import main
 from offload.errors import StoreError, StoreFullError
-from offload.exchange.exporting import export_checkpoint
 from tests.command_line import runner
 from tests.kernel import loop_devices
 from tests.kernel.loop_devices import Mounted, mounted

@@ -15,9 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import offload
+from offload import import_checkpoint
 from offload.errors import CheckpointError, MismatchError, StoreError
+from offload.exchange import importing
 from offload.exchange.foreign import open_foreign
-from offload.exchange.importing import import_checkpoint
 from offload.exchange.torch_reading import read_structure
 from tests.exchange.test_export import SETTINGS, export, sealed
 from tests.numerics.pairs import CASES
@@ -110,7 +111,7 @@ def test_fp32_training_goes_on_with_the_same_bits(tmp_path, kind) -> None:
     path = save(model, optimizer, tmp_path / "theirs", kind)
     told: list[tuple[int, int]] = []
     import_checkpoint(
-        open_foreign(str(path)),
+        path,
         tmp_path / "store",
         options=OPTIONS,
         progress=lambda a, b: told.append((a, b)),
@@ -128,9 +129,7 @@ def test_fp32_parameters_become_the_masters_of_16_bit_ones(tmp_path, master) -> 
     model, optimizer = trained()
     path = save(model, optimizer, tmp_path / "theirs.pt", "pt")
     options = offload.Options(chunk_bytes=8192, ring_chunks=2, master=master)
-    import_checkpoint(
-        open_foreign(str(path)), tmp_path / "store", dtype=torch.bfloat16, options=options
-    )
+    import_checkpoint(path, tmp_path / "store", dtype=torch.bfloat16, options=options)
     model.table.data = model.table.bfloat16()
     mine = Net(torch.bfloat16, seed=9)
     mine.table = mine.table.float()  # --dtype is for what the optimizer has
@@ -157,7 +156,7 @@ def test_fp32_parameters_become_the_masters_of_16_bit_ones(tmp_path, master) -> 
 def test_16_bit_parameters_without_masters_begin_as_they_are(tmp_path) -> None:
     model, optimizer = trained(torch.bfloat16)
     path = save(model, optimizer, tmp_path / "theirs.pt", "pt")
-    import_checkpoint(open_foreign(str(path)), tmp_path / "store", options=OPTIONS)
+    import_checkpoint(path, tmp_path / "store", options=OPTIONS)
     mine, own = resumed(tmp_path / "store", torch.bfloat16)
     full, plain = own.full_state_dict(), optimizer.state_dict()
     assert_same_parameters(mine.named_parameters(), model.named_parameters())
@@ -174,12 +173,12 @@ def test_round_trip_of_our_own_exports(tmp_path, kind, settings) -> None:
     full = pair.optimizer.full_state_dict()
     export(path, tmp_path / "export", kind)
     import_checkpoint(
-        open_foreign(str(tmp_path / "export")),
+        tmp_path / "export",
         [tmp_path / "a", tmp_path / "b"],
         options=offload.Options(
             chunk_bytes=8192,
             ring_chunks=2,
-            shares=(1, 1),
+            drives=offload.DriveTuning(shares=(1, 1)),
             **{k: v for k, v in settings.items() if k != "host_memory"},
         ),
         step=3,
@@ -213,10 +212,10 @@ def test_numbers_alone_with_a_list_of_names(tmp_path) -> None:
     model, optimizer = trained(named=False)
     path = save(model, optimizer, tmp_path / "theirs", "hf")
     with pytest.raises(MismatchError, match="give their names"):
-        import_checkpoint(open_foreign(str(path)), tmp_path / "store", options=OPTIONS)
+        import_checkpoint(path, tmp_path / "store", options=OPTIONS)
     assert not (tmp_path / "store").exists()
     names = [n for g in groups(model, named=True) for n, _ in g["params"]]
-    import_checkpoint(open_foreign(str(path)), tmp_path / "store", names=names, options=OPTIONS)
+    import_checkpoint(path, tmp_path / "store", names=names, options=OPTIONS)
     mine, own = resumed(tmp_path / "store", torch.float32)
     assert_goes_on(model, optimizer, mine, own)
     own.close()
@@ -229,9 +228,7 @@ def test_a_plain_checkpoint_of_one_group_needs_no_names(tmp_path) -> None:
     optimizer.step()
     state = {"model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict()}
     torch.save(state, tmp_path / "theirs.pt")
-    import_checkpoint(
-        open_foreign(str(tmp_path / "theirs.pt")), tmp_path / "s", torch.optim.Adam, options=OPTIONS
-    )
+    import_checkpoint(tmp_path / "theirs.pt", tmp_path / "s", torch.optim.Adam, options=OPTIONS)
     other = copy.deepcopy(model)
     own = offload.Adam(other.parameters(), model=other, directory=tmp_path / "s", options=OPTIONS)
     own.restore()
@@ -315,11 +312,10 @@ class TestRefusals:
     def test_a_store_that_has_checkpoints(self, tmp_path) -> None:
         model, optimizer = trained()
         path = save(model, optimizer, tmp_path / "theirs.pt", "pt")
-        foreign = open_foreign(str(path))
-        import_checkpoint(foreign, tmp_path / "store", options=OPTIONS)
+        import_checkpoint(path, tmp_path / "store", options=OPTIONS)
         with pytest.raises(StoreError, match=r"has checkpoints already.*pass --fresh"):
-            import_checkpoint(foreign, tmp_path / "store", options=OPTIONS, step=8)
-        import_checkpoint(foreign, tmp_path / "store", options=OPTIONS, step=8, fresh=True)
+            import_checkpoint(path, tmp_path / "store", options=OPTIONS, step=8)
+        import_checkpoint(path, tmp_path / "store", options=OPTIONS, step=8, fresh=True)
         assert [c.step for c in offload.list_checkpoints(tmp_path / "store")] == [8]
 
     @pytest.mark.parametrize(
@@ -330,11 +326,11 @@ class TestRefusals:
         model, optimizer = trained()
         path = save(model, optimizer, tmp_path / "theirs.pt", "pt")
         with pytest.raises(MismatchError, match=message):
-            import_checkpoint(open_foreign(str(path)), tmp_path / "store", cls, options=OPTIONS)
+            import_checkpoint(path, tmp_path / "store", cls, options=OPTIONS)
 
     def test_names_and_shapes_that_do_not_fit(self, tmp_path) -> None:
         model, optimizer = trained(named=False)
-        foreign = open_foreign(str(save(model, optimizer, tmp_path / "theirs.pt", "pt")))
+        path = save(model, optimizer, tmp_path / "theirs.pt", "pt")
         names = [n for g in groups(model, named=True) for n, _ in g["params"]]
         for wrong, message in (
             (names[:-1], "26 parameters|parameters, and"),
@@ -343,7 +339,7 @@ class TestRefusals:
             ([names[0], names[0], *names[2:]], "in two groups"),
         ):
             with pytest.raises(MismatchError, match=message):
-                import_checkpoint(foreign, tmp_path / "store", names=wrong, options=OPTIONS)
+                import_checkpoint(path, tmp_path / "store", names=wrong, options=OPTIONS)
         assert not (tmp_path / "store").exists()
 
     @pytest.mark.parametrize("content", [b"", b"PK\x03\x04nonsense", b"\x80\x02]q\x00."])
@@ -354,11 +350,12 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match="nothing here"):
             open_foreign(str(tmp_path / "gone.pt"))
 
-    def test_a_file_that_was_cut_short_after_it_was_opened(self, tmp_path) -> None:
+    def test_a_file_that_was_cut_short_after_it_was_opened(self, tmp_path, monkeypatch) -> None:
         model, optimizer = trained()
         path = save(model, optimizer, tmp_path / "theirs.pt", "pt")
         foreign = open_foreign(str(path))
         os.truncate(path, 4000)
+        monkeypatch.setattr(importing, "open_foreign", lambda *_: foreign)
         with pytest.raises(CheckpointError, match="ends before byte"):
-            import_checkpoint(foreign, tmp_path / "store", options=OPTIONS)
+            import_checkpoint(path, tmp_path / "store", options=OPTIONS)
         assert not (tmp_path / "store").exists()

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 import offload
-from offload.exchange.exporting import export_checkpoint
+from offload import export_checkpoint
 from tests.format.old_stores import (
     CHECKPOINT_STEP,
     LAST_STEP,

@@ -35,7 +35,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     )
     root = tmp_path_factory.mktemp("drives")
     directories = [root / name for name in ("first", "second", "thïrd")]
-    options = offload.Options(chunk_bytes=4096, shares=SHARES, state_dtype=request.param)
+    drives = offload.DriveTuning(shares=SHARES)
+    options = offload.Options(chunk_bytes=4096, drives=drives, state_dtype=request.param)
     with offload.AdamW(
         model.parameters(), directory=directories, model=model, options=options
     ) as optimizer:

@@ -41,7 +41,7 @@ def a_step_is_counted_twice() -> None:
 
     def eager(self: Any, groups: Any) -> None:
         step(self, groups)
-        self.num_steps += self.num_steps % 5 == 4
+        self.state.num_steps += self.num_steps % 5 == 4
 
     engine.Engine.step = eager  # type: ignore[method-assign]
 

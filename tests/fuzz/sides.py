@@ -274,18 +274,19 @@ class Ours(Side):
         kept: Any = keep["last"]
         if keep["every"]:
             kept = offload.LastK(keep["last"]) | offload.EverySteps(keep["every"])
+        options = dict(self.options)
+        drives = offload.DriveTuning(
+            threads=options.pop("threads", None),
+            direct=None if self.config["disk"] else False,
+            shares=(2, 1, 1)[: len(directories)] if len(directories) > 1 else None,
+        )
         return offload.OffloadedOptimizer(
             getattr(torch.optim, spec["class"]),
             self.groups(i),
             directory=directories if len(directories) > 1 else directories[0],
             model=self.model if self.config["model"] else None,
             keep=kept,
-            options=offload.Options(
-                **self.options,
-                allow_volatile=True,
-                direct=None if self.config["disk"] else False,
-                shares=(2, 1, 1)[: len(directories)] if len(directories) > 1 else None,
-            ),
+            options=offload.Options(**options, allow_volatile=True, drives=drives),
         )
 
     def make_scaler(self) -> Any:

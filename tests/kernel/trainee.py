@@ -21,7 +21,7 @@ import torch
 
 from gds import PosixBackend, StorageError
 from gds.probe import DirectIOUnavailable
-from offload import AdamW, OffloadError, SealHandle, open_checkpoint
+from offload import AdamW, DriveTuning, OffloadError, SealHandle, open_checkpoint
 from tests.crash.children import TIMEOUT_S, Children, Ended, serve
 from tests.kernel.tracing import has_ended
 from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
@@ -177,7 +177,7 @@ class _Run:
             number = plan.transfer_threads
             changes["backend"] = PosixBackend(read_threads=number, write_threads=number)
         if len(store) > 1:
-            changes["shares"] = (1,) * len(store)
+            changes["drives"] = DriveTuning(shares=(1,) * len(store))
         return optimizer_for(self._model, store, options(**changes), keep=plan.keep)
 
     def _wait_before(self, step: int) -> None:

@@ -109,7 +109,7 @@ FROZEN = (
         (
             Edit(
                 _WRITING,
-                "                self._source = None  # the next one would do no better\n"
+                "                self._source = None  # the next clone would fail as well\n"
                 "                return missing\n",
                 "                self._source = None\n",
             ),

@@ -429,8 +429,7 @@ KEEPING = (
         (
             gone(
                 _ENGINE,
-                "        self.store.keeping.require_replaceable("
-                "self.store.path_of(self.num_steps))\n",
+                "        store.keeping.require_replaceable(store.path_of(state.num_steps))\n",
             ),
         ),
         (_REPLACED, f"{_OF_PINS}::test_an_unusable_one_is_not_replaced_either"),
@@ -450,7 +449,7 @@ KEEPING = (
     Mutation(
         "pinned-gone-back",
         "order: going back is refused before the model is changed",
-        (gone(_ENGINE, "        self.store.keeping.require_none_after(found)\n"),),
+        (gone(_ENGINE, "        store.keeping.require_none_after(found)\n"),),
         (_REPLACED,),
     ),
     Mutation(

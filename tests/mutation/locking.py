@@ -213,7 +213,7 @@ LOCKING = (
         "a seal that was interrupted before it began is not waited for",
         (
             Edit(
-                "offload/engine/engine.py",
+                "offload/engine/training_state.py",
                 "            if seal is None or seal.cancel():  # else it goes on\n",
                 "            if False:\n",
             ),

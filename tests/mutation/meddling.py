@@ -11,6 +11,7 @@ _EXPIRY = "offload/store/expiry.py"
 _FREE = "offload/store/free_slots.py"
 _IN_PLACE = "offload/store/in_place.py"
 _ENGINE = "offload/engine/engine.py"
+_STATE = "offload/engine/training_state.py"
 _TESTS = "tests/crash/test_meddled_beside.py"
 _SEALED = f"{_TESTS}::test_a_slot_that_is_replaced_while_it_is_sealed_is_no_checkpoint"
 _STEPPED = f"{_TESTS}::test_a_slot_that_was_replaced_while_it_is_stepped_is_no_checkpoint"
@@ -54,9 +55,9 @@ MEDDLING = (
         "after a seal whose slot was replaced the state moves to another slot",
         (
             Edit(
-                _ENGINE,
-                "self._slots.is_working = self.store.is_in_place(seal.slot)",
-                "self._slots.is_working = True",
+                _STATE,
+                "slots.is_working = self.store.is_in_place(seal.slot)",
+                "slots.is_working = True",
             ),
         ),
         (f"{_STEPPED}[1-replace_state]",),
@@ -149,7 +150,7 @@ MEDDLING = (
     Mutation(
         "restore-of-what-is-gone",
         "restore() looks at the checkpoints before it chooses one",
-        (gone(_ENGINE, "        self.store.look_again(warn_of_refused=False)\n"),),
+        (gone(_ENGINE, "        store.look_again(warn_of_refused=False)\n"),),
         (f"{_TESTS}::test_a_process_goes_back_behind_what_was_lost_beside_it",),
     ),
     Mutation(

@@ -10,6 +10,7 @@ _WITHDRAWAL = "offload/store/withdrawal.py"
 _READING = "offload/checkpoint/reading.py"
 _OPENING = "offload/store/opening.py"
 _ENGINE = "offload/engine/engine.py"
+_PASSES = "offload/engine/state_passes.py"
 _RESUME = "offload/engine/resume.py"
 _STREAMER = "offload/stream/streamer.py"
 _SYNCED = """\
@@ -228,8 +229,8 @@ QUARANTINING = (
         (
             Edit(
                 _STREAMER,
-                "        if not (source.unchecked or self._verify_reads):\n",
-                "        if not source.unchecked:\n",
+                "source is not None and (source.unchecked or self._verify_reads):\n",
+                "source is not None and source.unchecked:\n",
             ),
         ),
         (f"{_TESTS}::TestVerifyAlways",),
@@ -239,9 +240,9 @@ QUARANTINING = (
         "a checkpoint whose state the first step finds damaged is given up",
         (
             Edit(
-                _ENGINE,
-                "            refusal = give_up(self.store, checkpoint, error)\n",
-                "            del checkpoint\n",
+                _PASSES,
+                "        refusal = give_up(state.store, checkpoint, error)\n",
+                "        del checkpoint\n",
             ),
         ),
         (f"{_FIRST_STEP}[master-None-1]",),

@@ -173,7 +173,7 @@ RECYCLING = (
         (
             gone(
                 "offload/engine/engine.py",
-                "        self.store.withdraw_newer(found)"
+                "        store.withdraw_newer(found)"
                 "  # now that the older one has proved to be readable\n",
             ),
         ),

@@ -10,6 +10,8 @@ _RESUME = "offload/engine/resume.py"
 _MODEL = "offload/model/model_file.py"
 _STREAMER = "offload/stream/streamer.py"
 _ENGINE = "offload/engine/engine.py"
+_STATE = "offload/engine/training_state.py"
+_PASSES = "offload/engine/state_passes.py"
 _USABLE = "offload/engine/lifecycle.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
 _DAMAGE = "tests/torch_contract/test_damaged_checkpoints.py::TestDamage"
@@ -31,7 +33,7 @@ RESTORING = (
     Mutation(
         "first-pass-unchecked",
         "state is compared with its digests in the first step after a restore",
-        (gone(_STREAMER, "                self._check(frame)\n"),),
+        (Edit(_STREAMER, "check_read(frame, source)\n", "pass\n"),),
         (f"{_INTERRUPTED}::test_damaged_state_is_not_trained_on",),
     ),
     Mutation(
@@ -82,7 +84,7 @@ RESTORING = (
     Mutation(
         "restore-half-way-goes-on",
         "a restore that failed half way leaves an optimizer that refuses to go on",
-        (gone(_ENGINE, '        self._broken = f"restoring {found.path} failed half way"\n'),),
+        (gone(_ENGINE, '        lifecycle.broken = f"restoring {found.path} failed half way"\n'),),
         (_DAMAGE, *faults("read-once-keep=1")),
     ),
     Mutation(
@@ -91,14 +93,14 @@ RESTORING = (
         (
             gone(
                 _ENGINE,
-                "        self.store.withdraw_newer(found)"
+                "        store.withdraw_newer(found)"
                 "  # now that the older one has proved to be readable\n",
             ),
             Edit(
                 _ENGINE,
-                '        self._broken = f"restoring {found.path} failed half way"\n',
-                '        self._broken = f"restoring {found.path} failed half way"\n'
-                "        self.store.withdraw_newer(found)\n",
+                '        lifecycle.broken = f"restoring {found.path} failed half way"\n',
+                '        lifecycle.broken = f"restoring {found.path} failed half way"\n'
+                "        store.withdraw_newer(found)\n",
             ),
         ),
         (_RESUMING,),
@@ -118,7 +120,7 @@ RESTORING = (
     Mutation(
         "undecided-goes-on",
         "nothing is stepped or sealed beside checkpoints that nobody has decided about",
-        (Edit(_USABLE, "        if not self._decided:\n", "        if False:\n"),),
+        (Edit(_USABLE, "        if not self.decided:\n", "        if False:\n"),),
         (_RESUMING,),
     ),
     Mutation(
@@ -138,8 +140,9 @@ RESTORING = (
         "a step that failed half way leaves an optimizer that refuses to go on",
         (
             gone(
-                _ENGINE,
-                '        self._broken = f"step {state_pass.step} failed half way ({error!r})"\n',
+                _PASSES,
+                '    state.lifecycle.broken = f"step {state_pass.step}'
+                ' failed half way ({error!r})"\n',
             ),
         ),
         faults("write-once-keep=1", "read-once-keep=1"),
@@ -147,7 +150,7 @@ RESTORING = (
     Mutation(
         "failed-transfer-unheeded",
         "a transfer that failed behind a step leaves an optimizer that refuses to go on",
-        (Edit(_USABLE, "        if self._transfer_error is not None:\n", "        if False:\n"),),
+        (Edit(_USABLE, "        if error is not None:\n", "        if False:\n"),),
         faults("write-once-keep=1", "write-once-keep=2"),
     ),
     Mutation(
@@ -216,10 +219,10 @@ RESTORING = (
         "a restore forgets what was read ahead, and what is resident",
         (
             Edit(
-                _ENGINE,
-                "        self._memory.reset()\n        self._memory.drop()\n"
-                "        self._slots.forget()",
-                "        self._slots.forget()",
+                _STATE,
+                "        self.memory.reset()\n        self.memory.drop()\n"
+                "        self.slots.forget()",
+                "        self.slots.forget()",
             ),
         ),
         (f"{_RESIDENT}::test_a_restore_in_the_same_process_forgets_what_was_in_memory", _IDENTITY),
@@ -227,7 +230,7 @@ RESTORING = (
     Mutation(
         "source-released-while-written",
         "a slot is free again when the last transfer has ended",
-        (gone(_ENGINE, "            self._ring().synchronize()\n"),),
+        (gone(_PASSES, "        ring.synchronize()\n"),),
         ("tests/numerics/test_added_parameters.py", *power("added-group-keep=1")),
         redundant="a guard: a pass that moves the state has taken every chunk, so no read of the "
         "old slot is left, and the change of layout before it has waited for all writes",

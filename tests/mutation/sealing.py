@@ -10,6 +10,7 @@ _SEAL = "offload/engine/seal.py"
 _MODEL = "offload/model/model_writing.py"
 _RESEAL = "offload/engine/reseal.py"
 _ENGINE = "offload/engine/engine.py"
+_STATE = "offload/engine/training_state.py"
 _SLOTS = "offload/engine/working_slot.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
@@ -386,7 +387,7 @@ SEALING = (
             gone(
                 "offload/engine/chunk_pass.py",
                 "                if seal is not None:\n"
-                "                    seal.wait_copied(model_stops[chunk])\n",
+                "                    seal.wait_copied(self._model_stops[chunk])\n",
             ),
         ),
         (_OVERLAP, _BEHIND),
@@ -421,7 +422,7 @@ SEALING = (
         (
             Edit(
                 _ENGINE,
-                "        self._collect_seal(wait=True)\n        encoded = encode(train_state)\n",
+                "        state.collect_seal(wait=True)\n        encoded = encode(train_state)\n",
                 "        encoded = encode(train_state)\n",
             ),
         ),
@@ -481,7 +482,7 @@ SEALING = (
     Mutation(
         "reseal-after-failed-sync",
         "after a failed sync a step that was sealed is sealed anew, above what has failed",
-        (gone(_ENGINE, "            and not self.store.poisoned\n"),),
+        (gone(_ENGINE, "            and not store.poisoned\n"),),
         (
             f"{_STEPS}::test_a_checkpoint_that_failed_and_was_given_up_is_not_newer_than_a_later_one",
         ),
@@ -506,7 +507,7 @@ SEALING = (
         "state that could not be made durable is not trained on",
         (
             Edit(
-                _ENGINE,
+                _STATE,
                 "            elif self.store.poisoned:\n",
                 "            elif False:\n",
             ),

@@ -57,8 +57,10 @@ WAYS = {
     "all-resident": Way({"chunk_bytes": 8192, "host_memory": "1GiB"}),
     "beside-forward": Way({"chunk_bytes": 4096, "overlap": "forward"}),
     "beside-backward": Way({"chunk_bytes": 8192, "overlap": "backward"}),
-    "two-directories": Way({"chunk_bytes": 4096, "shares": (2, 3)}, 2),
-    "three-directories": Way({"chunk_bytes": 8192, "shares": (1, 1, 5)}, 3, hot_elements=999),
+    "two-directories": Way({"chunk_bytes": 4096, "drives": offload.DriveTuning(shares=(2, 3))}, 2),
+    "three-directories": Way(
+        {"chunk_bytes": 8192, "drives": offload.DriveTuning(shares=(1, 1, 5))}, 3, hot_elements=999
+    ),
     "resumed": Way({"chunk_bytes": 4096}, resumed=True),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gds import MemoryBackend
+from offload import DriveTuning
 from tests.numerics.pairs import CASES, Case, Cut, Pair
 from tests.numerics.reference import assert_same_bits, read_state
 from tests.numerics.test_added_parameters import Growing
@@ -25,7 +26,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def spread(case: Case, shares: tuple[int, ...], **settings: Any) -> Pair:
-    cut = Cut(4096, 3, 777, {"shares": shares, **settings})
+    cut = Cut(4096, 3, 777, {"drives": DriveTuning(shares=shares), **settings})
     return Pair(case, cut, MemoryBackend(), DRIVES[: len(shares)])
 
 
@@ -69,7 +70,9 @@ def test_a_resume_keeps_the_shares_and_goes_on_to_the_bit() -> None:
     for step in range(4):
         pair.step(step)
     pair.optimizer.checkpoint().result()
-    other = Cut(8192, 2, settings={"shares": (5, 1, 1)})  # both fixed when the store was made
+    other = Cut(
+        8192, 2, settings={"drives": DriveTuning(shares=(5, 1, 1))}
+    )  # both fixed when the store was made
     pair.reopen(cut=other)
     assert pair.optimizer.restore().step == 4
     for step in range(4, NUM_STEPS):

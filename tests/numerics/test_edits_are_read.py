@@ -16,7 +16,7 @@ import torch
 
 import offload
 from gds import MemoryBackend
-from offload.exchange.exporting import export_checkpoint
+from offload import export_checkpoint
 from tests.numerics.models import trainable
 from tests.numerics.pairs import CASES, CUTS, Cut, Pair, memory_pair
 from tests.numerics.reference import assert_same_bits, bits

@@ -90,7 +90,7 @@ def check(loop: Loop, make: Callable[[], Sequence[nn.Module]]) -> None:
 def is_open(optimizer: Any) -> bool:
     """Return whether a step has begun in backward; torch's own never does."""
     engine = getattr(optimizer, "_engine", None)
-    return engine is not None and engine._running is not None
+    return engine is not None and engine.strategy._running is not None
 
 
 def copies(net: nn.Module) -> list[torch.Tensor]:

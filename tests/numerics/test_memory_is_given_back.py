@@ -15,10 +15,8 @@ import offload
 from gds import Backend, Buffer, PosixBackend, WrapperBackend
 from gds.contract import BufferKind
 from gds.waiting import Pending
+from offload import export_checkpoint, import_checkpoint
 from offload.engine.seal import SEAL_THREAD
-from offload.exchange.exporting import export_checkpoint
-from offload.exchange.foreign import open_foreign
-from offload.exchange.importing import import_checkpoint
 from tests.eventually import TIMEOUT_S, eventually
 
 
@@ -137,8 +135,6 @@ def test_by_an_export_and_an_import(tmp_path: Path, backend: Allocating, kind: s
     if kind == "safetensors":
         return  # is not imported
     backend.given.clear()
-    import_checkpoint(
-        open_foreign(str(tmp_path / "theirs")), tmp_path / "again", options=options(backend)
-    )
+    import_checkpoint(tmp_path / "theirs", tmp_path / "again", options=options(backend))
     assert len(backend.given) >= 9
     assert eventually(lambda: backend.kept() == []), backend.kept()

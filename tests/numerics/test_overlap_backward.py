@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 import offload
 from gds import MemoryBackend, StorageError
 from offload.errors import BrokenOptimizerError
+from offload.overlap import backward
 from tests.eventually import TIMEOUT_S, eventually, is_freed
 from tests.numerics.delays import Disordered, Held
 from tests.numerics.pairs import CASES, Cut, Pair
@@ -205,7 +206,7 @@ def test_a_chunk_is_stepped_while_backward_goes_on(layers):
 
     def stepped() -> None:
         """Between the gradients of the first and the second layer, the last is stepped."""
-        layers.optimizer._engine._running.wait_for([NUM_LAYERS - 1])
+        layers.optimizer._engine.strategy._running.wait_for([NUM_LAYERS - 1])
         with torch._C.DisableTorchFunctionSubclass():  # others are refused to look
             assert not torch.equal(layers.live.layers[-1].weight, before)
         gradient.append(layers.live.layers[-1].weight.grad)
@@ -239,7 +240,7 @@ def test_gradients_are_freed_at_once(layers):
 
     def count(_gradient: torch.Tensor) -> None:
         done = [NUM_LAYERS - n for n in range(1, len(gradients))]
-        layers.optimizer._engine._running.wait_for(done)
+        layers.optimizer._engine.strategy._running.wait_for(done)
         alive.append(sum(g() is not None for g in gradients))
 
     live = layers.live
@@ -283,7 +284,7 @@ def test_an_error_is_raised_at_the_next_point(layers, at):
         running = []
 
         def wait(_: torch.Tensor) -> None:
-            running.append(layers.optimizer._engine._running)
+            running.append(layers.optimizer._engine.strategy._running)
             if len(running) == 4:
                 running[0].wait_ended()
 
@@ -317,8 +318,7 @@ def test_gradients_that_come_on_two_threads_open_one_pass(monkeypatch):
     options = CUTS[0].options(MemoryBackend())
     optimizer = offload.AdamW(live.parameters(), model=live, directory="/store", options=options)
     reference = torch.optim.AdamW(expected.parameters(), foreach=False)
-    engine = optimizer._live_engine()
-    begin, num_begun, second = engine._begin_pass, 0, threading.Event()
+    begin, num_begun, second = backward.begin_pass, 0, threading.Event()
 
     def slow(*arguments):
         nonlocal num_begun
@@ -330,7 +330,7 @@ def test_gradients_that_come_on_two_threads_open_one_pass(monkeypatch):
             second.set()
         return begin(*arguments)
 
-    monkeypatch.setattr(engine, "_begin_pass", slow)
+    monkeypatch.setattr(backward, "begin_pass", slow)
     for step in range(2):
         num_begun, first = 0, threading.Event()
         for parameter in expected:

@@ -477,8 +477,8 @@ def test_the_forward_is_looked_at_again(after: str) -> None:
 
 def stepped_chunks(optimizer: Any) -> None:
     """Wait until the pass has stepped the first chunk, which is the head's."""
-    engine = optimizer._engine
-    engine._running.wait_for(engine._running.state_pass.chunks[:1])
+    running = optimizer._engine.strategy._running
+    running.wait_for(running.state_pass.chunks[:1])
 
 
 SHARED: dict[str, Callable[[nn.Parameter], Any]] = {

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import offload
 from gds import StorageError
 from offload.errors import BrokenOptimizerError, SealError
-from offload.overlap.forward import ForwardEngine
+from offload.overlap.forward import BesideForward
 from offload.overlap.forward_hooks import _Inert
 from tests.eventually import TIMEOUT_S, eventually, is_freed
 from tests.numerics.delays import Held
@@ -104,20 +104,18 @@ def run() -> Iterator[Run]:
 
 def when_waiting(run: Run, action: Callable[[], object]) -> None:
     """Have something done on another thread as soon as one waits for the step that is running."""
-    running = run.optimizer._engine._running
+    running = run.optimizer._engine.strategy._running
     assert running is not None
     changed, wait = running._changed, running._changed.wait_until
+    threads = [threading.Thread(target=action)]
 
     def waiting(reached: Callable[[], bool]) -> bool:
-        threads = [threading.Thread(target=action)]
-
         def looked() -> bool:
-            found = reached()
+            found = reached()  # chunks that are not held may just have been updated
             if not found and threads:
                 threads.pop().start()
             return found
 
-        changed.wait_until = wait
         return wait(looked)
 
     changed.wait_until = waiting
@@ -284,14 +282,14 @@ def test_an_edit_after_checkpoint_is_not_sealed(name, when, monkeypatch):
     """The seal begins at the end of the step, and is of the moment at which it was asked for."""
     run = Run(WithFrozen)
     step_ended, edited = threading.Event(), threading.Event()
-    begin = ForwardEngine._seal_after
+    begin = BesideForward._seal_after
 
     def begin_late(*arguments: object) -> None:
         step_ended.set()
         assert edited.wait(TIMEOUT_S)
         begin(*arguments)
 
-    monkeypatch.setattr(ForwardEngine, "_seal_after", begin_late)
+    monkeypatch.setattr(BesideForward, "_seal_after", begin_late)
     run.step_held(2, LAST)
     handle = run.optimizer.checkpoint()
     parameter = run.live.get_parameter(name)
@@ -318,7 +316,7 @@ def test_gradients_are_freed_as_they_are_applied(run):
     memory = [StorageWeakRef(layer.weight.grad.untyped_storage()) for layer in run.live.layers]
     run.backend.hold(LAST)
     run.optimizer.step()
-    run.optimizer._engine._running.wait_for([LAST - 1])
+    run.optimizer._engine.strategy._running.wait_for([LAST - 1])
     assert [m.expired() for m in memory] == [True] * LAST + [False]
     run.backend.release()
 
@@ -447,7 +445,7 @@ def test_an_interrupted_start(run, begun, monkeypatch):
             start(thread)
         if thread.name == "offload-step":
             # A thread that has been started may not have come to the pass yet: it is given up then.
-            assert not begun or eventually(lambda: run.optimizer._engine._running._claimed)
+            assert not begun or eventually(lambda: run.optimizer._engine.strategy._running._claimed)
             raise KeyboardInterrupt
 
     run.backward(2)

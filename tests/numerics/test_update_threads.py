@@ -66,7 +66,7 @@ def test_compressed_state_is_slow_to_update(state_dtype, first, monkeypatch) -> 
     options = offload.Options(backend=MemoryBackend(), allow_volatile=True, state_dtype=state_dtype)
     parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     with offload.AdamW([parameter], directory="/store", options=options) as optimizer:
-        assert optimizer._live_engine()._pool.threads.num_threads == first
+        assert optimizer._live_engine().state.pool.threads.num_threads == first
 
 
 def test_it_follows_a_drive_that_becomes_slower_and_faster() -> None:
@@ -141,7 +141,7 @@ def test_a_step_tells_what_it_updated_and_how_long_it_waited(
         directory="run",
         options=offload.Options(backend=MemoryBackend(), chunk_bytes=4096, allow_volatile=True),
     )
-    threads = optimizer._live_engine()._pool.threads
+    threads = optimizer._live_engine().state.pool.threads
     monkeypatch.setattr(threads, "passed", lambda *seen: told.append(seen))
     for _ in range(3):
         weight.grad = with_gradient

@@ -289,7 +289,7 @@ def test_gradients_are_scaled_there(device, compute):
             gradient = torch.linspace(-1, 1, 3000)
             parameter = model[0]
             parameter.grad = upload(gradient) if make is on_device else gradient
-            optimizer._live_engine().gradient_factors = (1 / 3, 0.7)
+            optimizer._live_engine().state.gradient_factors = (1 / 3, 0.7)
             optimizer.step()
         results.append(values(parameter))
     assert_same_bits(*results, "parameter")

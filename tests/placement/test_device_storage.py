@@ -122,7 +122,11 @@ def test_kvikio_moves_state_between_drives_and_device(
     monkeypatch.setattr(KvikioBackend, "__init__", remember)
     pair = DevicePair(
         CASES["sgd-nesterov"],
-        Cut(3 * 4096, 3, settings={**ON_DEVICE, "shares": (1,) * num_drives}),
+        Cut(
+            3 * 4096,
+            3,
+            settings={**ON_DEVICE, "drives": offload.DriveTuning(shares=(1,) * num_drives)},
+        ),
         None,
         [f"{directory}{number}" for number in range(num_drives)],
         live=on_device(Mixed()),

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from offload import AdamW, Options
+from offload import AdamW, DriveTuning, Options
 from tests.stores.training import Model, backward, optimizer_for, options
 
 NUM_RANKS = 2
@@ -27,7 +27,7 @@ STEPS = 3
 
 
 def construct(directory: Path, model: torch.nn.Module | None, **changes: Any) -> AdamW:
-    settings = Options(allow_volatile=True, chunk_bytes=4096, calibrate=False)
+    settings = Options(allow_volatile=True, chunk_bytes=4096, drives=DriveTuning(calibrate=False))
     params = changes.pop("params", None) or model.parameters()
     return AdamW(params, directory=directory, model=model, options=settings, **changes)
 

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 import offload
-from offload.exchange.exporting import export_checkpoint
-from offload.exchange.foreign import open_foreign
-from offload.exchange.importing import import_checkpoint
+from offload import export_checkpoint, import_checkpoint
 from tests.numerics.conftest import one_thread
 from tests.numerics.reference import assert_same_bits, read_state
 from tests.stores.small import make_optimizer, step
@@ -130,7 +128,7 @@ def test_what_is_exported_and_imported_is_the_same(store: Path, tmp_path: Path, 
         for to in ("pt", "hf", "dcp"):
             with within():
                 imported = import_checkpoint(
-                    open_foreign(str(place / to)),
+                    place / to,
                     place / f"store of {to}",
                     options=offload.Options(chunk_bytes=4096, allow_volatile=True),
                     progress=progress,

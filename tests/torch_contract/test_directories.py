@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload import AdamW, open_checkpoint
+from offload import AdamW, DriveTuning, open_checkpoint
 from offload.errors import StoreError, UnsupportedParameterError
 from tests.crash import second_writers as second
 from tests.crash.children import Children
@@ -41,7 +41,7 @@ def construct(
 ) -> AdamW:
     """Construct an optimizer; with shares, so that no drive has to be measured first."""
     directories = [places] if isinstance(places, Path) else list(places)
-    settings = options(shares=(1,) * len(directories))
+    settings = options(drives=DriveTuning(shares=(1,) * len(directories)))
     return optimizer_for(model or Model(), list(map(str, directories)), settings, **changes)
 
 

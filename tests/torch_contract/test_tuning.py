@@ -44,7 +44,8 @@ def test_what_was_measured_is_applied(tmp_path: Path, known: Calibration) -> Non
 
 
 def test_options_go_before_what_was_measured(tmp_path: Path, known: Calibration) -> None:
-    options = offload.Options(threads=7, request_bytes=8192, ring_chunks=9)
+    drives = offload.DriveTuning(threads=7, request_bytes=8192)
+    options = offload.Options(drives=drives, ring_chunks=9)
     backend = PosixBackend()
     ring = tuning.apply_calibration(backend, options, known, FRAME_BYTES)
     assert settings_of(backend) == {"read_threads": 7, "write_threads": 7, "request_bytes": 8192}
@@ -71,7 +72,7 @@ def test_a_small_state_is_not_worth_measuring_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_large_state_is_measured_for_once(tmp_path: Path, wanted: bool) -> None:
-    options = offload.Options(calibrate=wanted)
+    options = offload.Options(drives=offload.DriveTuning(calibrate=wanted))
     backend = PosixBackend()
     first = tuning.find_calibration(backend, str(tmp_path), options, tuning.MIN_STATE_BYTES)
     path = tmp_path / tuning.CALIBRATION_NAME
@@ -99,12 +100,25 @@ def test_training_uses_and_reports_it(tmp_path: Path, known: Calibration) -> Non
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"threads": 0}, "threads must be at least 1, got 0"),
-        ({"request_bytes": 1000}, "request_bytes must be a multiple of 4096, got 1000"),
+        ({"drives": {"threads": 0}}, "threads must be at least 1, got 0"),
+        ({"drives": {"request_bytes": 1000}}, "request_bytes must be a multiple of 4096, got 1000"),
+        ({"drives": {"shares": (1, 0)}}, r"shares must be whole numbers .* got \(1, 0\)"),
         ({"ring_chunks": 1}, "ring_chunks must be at least 2"),
-        ({"threads": 2, "backend": MemoryBackend()}, "no effect on a backend that is passed in"),
+        (
+            {"drives": {"threads": 2}, "backend": MemoryBackend()},
+            "no effect on a backend that is passed in",
+        ),
+        (
+            {"drives": {"direct": True}, "backend": MemoryBackend()},
+            "direct has no effect on a backend that is passed in",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        offload.Options(**settings)
+        offload.Options(**{**settings, "drives": offload.DriveTuning(**settings.get("drives", {}))})
+
+
+def test_settings_of_drives_that_are_a_dict_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"got dict: write Options\(drives=offload\.DriveTuning"):
+        offload.Options(drives={"threads": 2})  # type: ignore[arg-type]

@@ -17,12 +17,12 @@ _THREADS = 256
 
 
 def workspace_bytes(num_bytes: int) -> int:
-    """Return the device memory, in bytes, for digesting so many bytes: 64 B for each KiB."""
+    """Return the bytes of workspace for digesting `num_bytes` bytes: 64 B for each KiB."""
     return -(-num_bytes // _BLOCK_BYTES) * _LANES * 8
 
 
 def num_leaves(num_bytes: int) -> int:
-    """Return the number of leaves of so many bytes."""
+    """Return the number of leaves in `num_bytes` bytes."""
     return -(-num_bytes // LEAF_BYTES)
 
 
@@ -54,7 +54,7 @@ def leaf_digests(
     source, sums, results = (np.uint64(t.data_ptr()) for t in (data, workspace, out))
     num_threads = -(-num_bytes // _BLOCK_BYTES) * _LANES
     blocks.launch(_grid(num_threads, _THREADS), _THREADS, (source, size, sums), stream=stream)
-    # The scan has few threads with long chains: small blocks spread them over the processors.
+    # The scan has few threads with long chains: small blocks spread them over multiprocessors.
     scan.launch(_grid(leaves * _LANES, 32), 32, (size, sums), stream=stream)
     merge.launch(_grid(leaves, 32), 32, (source, size, sums, results), stream=stream)
 

@@ -20,13 +20,13 @@ Arithmetic = Literal["foreach", "fused"]
 """Operations and their order: torch's foreach step or its fused kernel, both as on CUDA."""
 
 BLOCK_ELEMENTS = 32
-"""Elements of one group of lanes. Also the elements of a block of 8-bit state."""
+"""Number of elements that a group of lanes steps, and that a block of 8-bit state has."""
 
 _RULES = {"sgd": 0, "adam": 1, "adamw": 2}
 _ARITHMETICS = {"foreach": 0, "fused": 1}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 KERNEL_DTYPES = frozenset(_DTYPES)
-"""Dtypes of parameters and gradients that the kernel takes."""
+"""Dtypes of parameters and gradients that the kernel accepts."""
 
 _MASTERS = {"own": 0, "float32": 1, "split": 2}
 _STATES = {"float32": 0, "bfloat16": 1, "int8": 3}
@@ -85,7 +85,7 @@ class Form:
 
     @property
     def macros(self) -> dict[str, int]:
-        """Values of the macros that the source is compiled with."""
+        """Macros with which the source is compiled, and their values."""
         return {
             "RULE": _RULES[self.rule],
             "ARITHMETIC": _ARITHMETICS[self.arithmetic],
@@ -103,7 +103,7 @@ class Form:
 
     @property
     def traffic_bytes(self) -> float:
-        """Bytes of device memory read and written per element, once there is state."""
+        """Bytes of device memory read and written per element, in steps after the first."""
         master = {"own": 0, "float32": 4, "split": 2}[self.master]
         moment = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 2 / BLOCK_ELEMENTS}[self.state]
         both = self.live.itemsize + master + self.num_moments * moment
@@ -125,8 +125,9 @@ class DeviceBlock:
 
     arrays: Mapping[str, torch.Tensor]
     """Stored values by the array's name in the layout (``master``, ``exp_avg``, ``exp_avg_scale``,
-    ...); updated in place. Blocks of 32 of 8-bit state begin at the first element. They restart at
-    a parameter that does not end with a block, which therefore needs another call."""
+    ...); updated in place. Blocks of 32 elements of 8-bit state are counted from the first element
+    of the call. If a parameter ends inside a block, the next parameter begins a new block, and
+    therefore needs another call."""
 
     first_element: int = 0
     """Index of the first element: within `parameter`, or in element space. Stochastic rounding
@@ -137,7 +138,7 @@ class DeviceBlock:
     space, as in stores of version 2 of the format. Stochastic rounding depends on it."""
 
     is_new: bool = False
-    """Whether there is no state yet. The arrays may then hold anything, and are initialised."""
+    """Whether there is no state yet. The step then initialises the arrays, whatever they hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +153,8 @@ class DeviceScalars:
     1."""
 
     found_inf: torch.Tensor | None = None
-    """If it is not 0, the step is skipped. Nothing changes, except that the state of a new block
-    becomes masters and zeros."""
+    """Flag that skips the step unless it is 0. Then nothing changes, except that the state of a new
+    block is initialised, to masters and zeros."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +216,8 @@ def form_for(
         arrays: Dtype of the stored values, by the array's name in the layout.
 
     Raises:
-        ValueError: `why_not` gives a reason, or the dtypes do not fit together; says which.
+        ValueError: `why_not` gives a reason, or the dtypes do not fit together. The message says
+            which.
     """
     if reason := why_not(optimizer_class, group):
         raise ValueError(reason)
@@ -280,7 +282,7 @@ def launches(
     rounding_step: int | None = None,
     scalars: DeviceScalars | None = None,
 ) -> Iterator[Launch]:
-    """Yield the launches for a block: one, or two if the elements of a rounding key end inside it.
+    """Yield the launches for a block: one, or two if the rounding key changes inside the block.
 
     Args:
         optimizer_class: `torch.optim.Adam`, `AdamW` or `SGD`.
@@ -362,11 +364,11 @@ def _check(form: Form, block: DeviceBlock) -> None:
 
 
 def _set_pointers(record: Any, form: Form, block: DeviceBlock, start: int) -> bool:
-    """Set the pointers of a launch, from an element on; return whether all quads are aligned."""
+    """Set the pointers for the elements from `start` on; return whether all quads are aligned."""
     aligned = True
 
     def pointer(tensor: torch.Tensor) -> int:
-        """Return the address of the first element, and note whether its quads are aligned."""
+        """Return the address of element `start`, and note whether the quads are aligned."""
         nonlocal aligned
         at = tensor.data_ptr() + start * tensor.itemsize
         aligned &= at % (_QUAD * tensor.itemsize) == 0
@@ -407,7 +409,7 @@ def _hyper(form: Form, group: Mapping[str, Any], step: int) -> tuple[float, ...]
 def _rounding_key(
     array: str, seed: int, step: int, parameter: str | None, first_element: int
 ) -> rounding_keys.Key:
-    """Return the key that the CPU would use for an array, from an element on."""
+    """Return the key that the CPU would use for an array from `first_element` on."""
     stream, window = rounding_keys.stream_of(array), first_element >> rounding_keys.WINDOW_BITS
     if parameter is None:
         return rounding_keys.element_space_key(seed, stream, step, window)

@@ -19,8 +19,9 @@ from offload.device.kernels.sources import defines, update_source
 _THREADS = 256
 _LANES = 8
 _BLOCKS_PER_PROCESSOR = 32
-"""Maximal number of thread blocks per multiprocessor. It holds 5 or 6 at a time. Fewer blocks reuse
-the values that a thread computes once, such as the corrections of `fused`."""
+"""Maximal number of thread blocks to launch per multiprocessor, which runs 5 or 6 at a time. With
+fewer blocks, a thread steps more elements with the values that it computes once, such as the
+corrections of `fused`."""
 
 
 def update_block(
@@ -51,8 +52,8 @@ def update_block(
         scalars: Factors of the gradient, and whether to skip the step.
 
     Raises:
-        ValueError: There is no kernel for the group, with the reason; or the tensors do not fit
-            together.
+        ValueError: There is no kernel for the group, or the tensors do not fit together. The
+            message says why.
     """
     for launch in launches(
         optimizer_class,

@@ -1,25 +1,24 @@
-"""The optimizer that a training loop uses, with the interface of torch.optim."""
+"""The public optimizer: constructor, steps and state dicts, as torch defines them."""
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, NoReturn, SupportsFloat, TypeAlias, overload
+from functools import partial
+from typing import Any, overload
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from offload.ambient import neutral
-from offload.checkpoint.checkpoint import Checkpoint
+from offload.engine.engine import Engine
 from offload.engine.finalizer import close_left_open, close_quietly
 from offload.engine.reference import is_reference
-from offload.engine.seal import SealHandle
-from offload.engine.state_dict import ExchangingEngine
-from offload.engine.stats import Stats
+from offload.engine.state_dict import load_reference, load_tensors, materialize, refer
+from offload.engine.strategy import StepStrategy, WaitedFor
+from offload.engine.training_state import TrainingState
 from offload.errors import OffloadError
 from offload.exchange.torch_dicts import (
     MASTERS,
@@ -28,10 +27,9 @@ from offload.exchange.torch_dicts import (
     StateElsewhere,
     number_parameters,
 )
-from offload.format.metrics import take_metrics
-from offload.format.train_state import require_state
 from offload.model.parameters import check_given_once, check_iterable, describe_parameters
 from offload.model.process_groups import ProcessGroup, require_one_process
+from offload.optimizer.checkpointing import CheckpointingOptimizer
 from offload.options import Options, Overlap
 from offload.placement.choose import device_of
 from offload.retention.policy import Retention, as_retention
@@ -39,11 +37,8 @@ from offload.stream.drives import Directory, as_directories
 from offload.update.device_updater import require_steps
 from offload.update.rules import UpdateRule
 
-CheckpointName: TypeAlias = int | str | os.PathLike[str] | Checkpoint
-"""Designation of a checkpoint by the user: its step number, its path, or the object itself."""
 
-
-class OffloadedOptimizer(torch.optim.Optimizer):
+class OffloadedOptimizer(CheckpointingOptimizer):
     """A torch optimizer whose state lives on SSD, where it also is the checkpoint.
 
     ``step()`` gives the same bits as the wrapped class with FP32 masters in memory. The memory for
@@ -87,6 +82,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             why.
     """
 
+    warn_unsealed: bool = True
+    """Whether `state_dict` warns if the state that it names is not a checkpoint.
+
+    Set this to False if a program calls `checkpoint` each time before it saves a reference, as
+    ``offload.integrations.lightning`` does."""
+
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
@@ -114,7 +115,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"overlap={options.overlap!r} needs model=, the module that is called in training: "
                 "pass the one whose parameters() you gave"
             )
-        self._engine: ExchangingEngine | None = None
+        self._engine = None
         self._materialized: MaterializedState | None = None
         self._running = ""
         on_device = options.placement == "device"
@@ -122,7 +123,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(params, dict(rule.defaults))
         self.state = StateElsewhere()
         if options.overlap == "backward":
-            from offload.overlap.backward_hooks import require_no_ddp  # slow, see `_engine_class`
+            from offload.overlap.backward_hooks import require_no_ddp  # slow, see `_strategy_for`
 
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse unsupported formats before making a directory
@@ -132,7 +133,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if on_device:
             split = options.master == "split"
             require_steps(rule, self.param_groups, options.state_dtype, split=split)
-        engine = _engine_class(options.overlap)(
+        strategy = _strategy_for(options.overlap, model)
+        state = TrainingState(
             rule,
             as_directories(directory),
             model=model,
@@ -142,15 +144,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             device=device_of(self.param_groups),
         )
         try:
+            engine = Engine(state, strategy(state))
             engine.require_space(self.param_groups)
         except BaseException:
-            engine.close()
+            state.close()
             raise
         self._engine = engine
         # A garbage-collected optimizer releases its store, without reporting on its last seal.
         self._finalizer = weakref.finalize(self, close_quietly, engine)
         optimizer = weakref.ref(self)
-        engine.attach(lambda: getattr(optimizer(), "param_groups", None))
+        engine.strategy.attach(lambda: getattr(optimizer(), "param_groups", None))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -188,149 +191,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise OffloadError("step() is not possible within materialized(): leave it first")
         loss = None
         if closure is not None:
-            self._live_engine().require_closures()
+            self._live_engine().strategy.require_closures()
             with torch.enable_grad():
                 loss = closure()
         with self._exclusive("step") as engine:
             engine.step(self.param_groups)
             if self._optimizer_step_post_hooks or _global_optimizer_post_hooks:
-                engine.before_hooks()
+                engine.strategy.before_hooks()
         return loss
-
-    def checkpoint(
-        self, train_state: Any = None, *, metrics: Mapping[str, SupportsFloat] | None = None
-    ) -> SealHandle:
-        """Make the present state a checkpoint, in the background.
-
-        No optimizer state is read, copied or moved. The parameters are written beside it, and the
-        directory is renamed. The call returns at once. Parameters must not be edited before the
-        next `step` unless ``.result()`` of the handle has returned. If the present step has a
-        checkpoint already and nothing has changed, that checkpoint is kept. Then only its train
-        state is replaced, and its metrics if new ones are given.
-
-        Args:
-            train_state: Other values needed to continue (schedulers, random states, position in the
-                data), captured by value during the call: JSON-like values, numpy arrays, tensors.
-                A bare text, path or number is refused, since it may be meant as a file name or a
-                step number.
-            metrics: Measured values, such as ``{"val_loss": 1.2}``: at most 16 Python numbers or
-                tensors of one element. `BestBy` ranks by them, and ``offload ls`` shows them. A
-                value that is not finite is left out, with a `RuntimeWarning`.
-
-        Returns:
-            A handle; its ``result()`` returns when the checkpoint is durable.
-
-        Raises:
-            SealError: The checkpoint before this one could not be sealed.
-            MetricError: A metric is not a number. The message names it. Nothing has been done.
-            PinError: Another checkpoint of this step is pinned, and would be replaced.
-            SlotFullError: The disk is full, because of pins or checkpoints that are kept for good.
-                Make room as the message says, and call this again.
-            TrainStateTypeError: `train_state` cannot be stored losslessly, or is a bare text, path
-                or number. The class is that of `offload.format`.
-            TrainStateTooLargeError: `train_state` is larger than the space reserved for it. The
-                class is that of `offload.format`.
-            OverlapError: With ``overlap="backward"``, a backward has begun since the last step.
-        """
-        checked = None if metrics is None else take_metrics(metrics)
-        require_state(train_state)
-        with self._exclusive("checkpoint") as engine:
-            engine.store.keeping.warn_unranked(engine.num_steps, metrics or {})
-            if engine.frozen_space.is_due:
-                engine.frozen_space.warn(engine.lay_out(self.param_groups))
-            return engine.checkpoint(self.param_groups, train_state, checked)
-
-    def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:
-        """Keep a checkpoint until `unpin`, regardless of `keep`. The pin is durable on return.
-
-        A name that is in use moves: the checkpoint that had it is subject to `keep` again. From
-        the next step on, the disk holds one more slot.
-
-        Args:
-            name: Name of the pin, such as ``"best"``, of letters, digits, ``.``, ``_`` and ``-``.
-            checkpoint: Step number or path of a checkpoint, or a `Checkpoint`; None for the newest.
-                A checkpoint that is being sealed is waited for.
-
-        Raises:
-            SealError: The last checkpoint could not be sealed; nothing has been pinned.
-            CheckpointNotFoundError: The checkpoint does not exist, or not any more.
-            PinError: The name is not allowed.
-            gds.StorageError: The pin could not be written durably.
-        """
-        with self._exclusive("pin") as engine:
-            engine.pin(name, _which(checkpoint))
-
-    def unpin(self, name: str) -> None:
-        """Remove a pin, durably. If nothing else keeps its checkpoint, that is recycled later.
-
-        Raises:
-            CheckpointNotFoundError: There is no pin of this name. The message lists the pins.
-            gds.StorageError: The pin could not be removed durably.
-        """
-        with self._exclusive("unpin") as engine:
-            engine.store.keeping.unpin(name)
-
-    def restore(
-        self,
-        checkpoint: CheckpointName | None = None,
-        *,
-        discard_newer: bool = False,
-        verify: bool | None = None,
-    ) -> Checkpoint | None:
-        """Continue from a checkpoint of this store, by default the newest usable one.
-
-        This reads only the parameters and buffers, into the live tensors, and compares them with
-        their digests. The optimizer state is read and compared in the first step, or in this call
-        with `verify`. Hyper-parameters become those of the checkpoint. Parameters are matched by
-        name. A parameter that is frozen now keeps its state; a parameter that was frozen in the
-        checkpoint joins with the next step.
-
-        Data with a wrong digest is read a second time. A checkpoint that is found damaged is
-        quarantined: marked on the drive as unusable. If `checkpoint` is None, the previous one is
-        then taken, with a warning. If that one is damaged as well, it is not marked, and this
-        raises, since bad memory would condemn one checkpoint after another.
-
-        Args:
-            checkpoint: Step number or path of a checkpoint, or a `Checkpoint`; None for the newest.
-            discard_newer: Withdraw checkpoints that are newer than the chosen one. Without it,
-                choosing a checkpoint that is not the newest is refused.
-            verify: True reads all optimizer state in this call, before any training with it: 12
-                bytes per parameter with Adam, which takes as long as the drive needs. Damage of the
-                state is then treated like damage of parameters. False leaves the check to the first
-                step, which fails at damage. None follows `Options.verify`.
-
-        Returns:
-            The checkpoint, with ``.step``, ``.train_state`` and ``.path``. None if the store has
-            no checkpoint; training then starts from the beginning.
-
-        Raises:
-            MismatchError: Model or optimizer differ from those of the checkpoint, or there are
-                newer checkpoints. Nothing has been changed.
-            PinError: A newer checkpoint is pinned. Nothing has been changed.
-            CheckpointNotFoundError: The checkpoint does not exist.
-            DamagedError: The damaged checkpoint was asked for, or is the last one left, or is the
-                second damaged one in a row.
-            CheckpointError: No checkpoint in the store is usable.
-        """
-        which = _which(checkpoint)
-        with self._exclusive("restore") as engine:
-            return engine.restore(
-                self.param_groups, which, discard_newer=discard_newer, verify=verify
-            )
-
-    def synchronize(self) -> None:
-        """Wait for all transfers, and any step or seal in flight, and raise their errors."""
-        with self._exclusive("synchronize") as engine:
-            engine.synchronize()
-
-    @property
-    def num_steps(self) -> int:
-        """Number of optimizer steps that the present state has seen, including a running one."""
-        return self._live_engine().num_steps
-
-    def stats(self) -> Stats:
-        """Return the totals of transfers and waiting times so far."""
-        return self._live_engine().stats()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, also in the middle of training.
@@ -358,7 +226,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         The reference names the place of the state, and holds the hyper-parameters. This call makes
         nothing durable. If another process will load the reference, call `checkpoint` first. If
         steps have been taken since the last checkpoint, a `RuntimeWarning` says so, once for each
-        optimizer. Within `materialized` the result is the state itself; see `full_state_dict`.
+        optimizer, unless `warn_unsealed` is False. `offload.reference_of` returns the position that
+        a reference names. Within `materialized` the result is the state itself; see
+        `full_state_dict`.
         """
         engine = self._live_engine()
         with neutral():
@@ -371,7 +241,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             torch_dict[NUM_STEPS] = engine.num_steps
             return torch_dict
         with neutral():
-            return engine.refer(torch_dict)
+            return refer(engine, torch_dict, warn=self.warn_unsealed)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Read all state into memory, and return it as the state dict of the wrapped class.
@@ -418,17 +288,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         this; see `GradScaler`.
         """
         engine = self._live_engine()
-        engine.require_unscaled()
-        engine.gradient_factors = factors
+        engine.strategy.require_unscaled()
+        engine.state.gradient_factors = factors
         try:
             yield
         finally:
-            engine.gradient_factors = ()
+            engine.state.gradient_factors = ()
 
     def _materialize(self) -> None:
         with self._exclusive("materialized") as engine:
             engine.join()
-            self._materialized = engine.materialize(self.param_groups)
+            self._materialized = materialize(engine, self.param_groups)
         present = number_parameters(self.param_groups)
         self.state.clear()
         self.state.update({p: s for p, s in self._materialized.state.items() if p in present})
@@ -461,9 +331,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self._exclusive("load_state_dict") as engine:
             engine.join()
             if is_reference(state_dict):
-                engine.load_reference(self.param_groups, state_dict)
+                load_reference(engine, self.param_groups, state_dict)
             else:
-                engine.load_tensors(self.param_groups, state_dict)
+                load_tensors(engine, self.param_groups, state_dict)
         if self._materialized is not None:
             self._materialize()
         for loaded in self._optimizer_load_state_dict_post_hooks.values():
@@ -477,93 +347,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OverlapError: A pass beside backward has applied scaled gradients already.
             AttributeError: In all other cases, so that GradScaler unscales the gradients itself.
         """
-        self._live_engine().require_unscaled()
+        self._live_engine().strategy.require_unscaled()
         raise AttributeError("_step_supports_amp_scaling")
 
-    def close(self) -> None:
-        """Wait for all work in flight, and release the store. Idempotent.
 
-        Raises:
-            SealError: The last checkpoint could not be sealed.
-        """
-        if self._engine is not None:
-            with self._exclusive("close") as engine:
-                engine.close()
-            self._finalizer.detach()
-
-    def __repr__(self) -> str:
-        """Return one line with the place and size of the state, followed by torch's lines."""
-        if self._engine is None:
-            return super().__repr__()
-        return f"{type(self).__name__} in {self._engine.describe()}\n{super().__repr__()}"
-
-    def __enter__(self) -> OffloadedOptimizer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        elif self._engine is not None:
-            close_quietly(self._engine)  # the error that is being raised says more
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: its state is a directory that one "
-            "process owns. To move a run, copy the directory; to keep a point in time, call "
-            "checkpoint()"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self.__getstate__()
-
-    @contextmanager
-    def _exclusive(self, name: str) -> Iterator[ExchangingEngine]:
-        """Yield the engine, within `neutral`, and refuse a call during another call.
-
-        Signal handlers run between two instructions of a step, and a checkpoint made in one would
-        be of half a step.
-
-        Args:
-            name: Name of the public method.
-        """
-        if self._running:
-            raise OffloadError(
-                f"{name}() was called while {self._running}() of the same optimizer is running, "
-                "by a signal handler or another thread: the state is half way. Set a flag there, "
-                f"look at it after the step, and call {name}() then"
-            )
-        self._running = name
-        try:
-            with neutral(keep_denormals=name == "step"):
-                yield self._live_engine()
-        finally:
-            self._running = ""
-
-    def _live_engine(self) -> ExchangingEngine:
-        if self._engine is None:
-            raise RuntimeError("the optimizer has not been constructed")
-        return self._engine
-
-
-def _which(checkpoint: CheckpointName | None) -> int | str | None:
-    if isinstance(checkpoint, Checkpoint):
-        return checkpoint.path
-    return checkpoint if isinstance(checkpoint, int | None) else os.fspath(checkpoint)
-
-
-def _engine_class(overlap: Overlap | None) -> Callable[..., ExchangingEngine]:
+def _strategy_for(
+    overlap: Overlap | None, model: torch.nn.Module | None
+) -> Callable[[TrainingState], StepStrategy]:
+    if overlap is None or model is None:  # the latter with an overlap has been refused before
+        return WaitedFor
     # Imported only on demand: both modules import torch's compiler, which takes seconds.
     if overlap == "forward":
-        from offload.overlap.forward import ForwardEngine
+        from offload.overlap.forward import BesideForward
 
-        return ForwardEngine
-    if overlap == "backward":
-        from offload.overlap.backward import BackwardEngine
+        return partial(BesideForward, model=model)
+    from offload.overlap.backward import DuringBackward
 
-        return BackwardEngine
-    return ExchangingEngine
+    return partial(DuringBackward, model=model)

@@ -1,0 +1,40 @@
+"""The checkpoints and pins of an open store, described for users."""
+
+from __future__ import annotations
+
+from offload.checkpoint.listing import CheckpointInfo, info_of
+from offload.engine.reference import Position, find_sealed
+from offload.retention.pins import FoundPins
+from offload.store.opening import StoredCheckpoint
+from offload.store.store import Store
+
+
+def describe_checkpoints(store: Store) -> list[CheckpointInfo]:
+    """Return the usable checkpoints of a store; see `OffloadedOptimizer.checkpoints`."""
+    pins = store.keeping.pins()
+    return [_info(store, checkpoint, pins) for checkpoint in store.keeping.current]
+
+
+def pinned_paths(store: Store) -> dict[str, str]:
+    """Return the path of the checkpoint of each pin, by name; see `OffloadedOptimizer.pins`."""
+    return {pin.name: f"{store.directory}/{pin.checkpoint}" for pin in store.keeping.pins().pins}
+
+
+def find_checkpoint(store: Store, wanted: Position, present: Position) -> CheckpointInfo:
+    """Return the checkpoint that a reference names; see `OffloadedOptimizer.find`.
+
+    Args:
+        store: Store of the optimizer.
+        wanted: Position that the reference names.
+        present: Position of the optimizer.
+
+    Raises:
+        MismatchError: The store does not have the checkpoint.
+        gds.StorageError: The directory of pins, or the size of a file, could not be read.
+    """
+    return _info(store, find_sealed(store, wanted, present), store.keeping.pins())
+
+
+def _info(store: Store, checkpoint: StoredCheckpoint, pins: FoundPins) -> CheckpointInfo:
+    parts = store.directories[1:]
+    return info_of(store.backend, checkpoint.path, checkpoint.manifest, parts, pins)

@@ -1,0 +1,132 @@
+"""Passes of the state: how one begins, and what becomes of the state after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from offload.engine.chunk_pass import ChunkWork, StatePass
+from offload.engine.training_state import Groups, TrainingState
+from offload.errors import DamagedError
+from offload.model.watch import settle_all
+from offload.store.giving_up import give_up
+from offload.store.slot import Slot
+from offload.update.device_updater import DeviceUpdater
+from offload.update.rules import Scalars
+from offload.update.step_inputs import StepInputs
+from offload.update.updater import ChunkUpdater
+
+
+def step_chunks(
+    state: TrainingState, groups: Groups, gradients: Sequence[torch.Tensor | None]
+) -> None:
+    """Read, update and write every chunk that needs it, or all chunks if the state moves.
+
+    Args:
+        state: The state.
+        groups: ``param_groups`` of the optimizer.
+        gradients: Gradient of each parameter in element-space order; None if it has none.
+
+    Raises what `StatePass.run` does; the state is broken then.
+    """
+    run_pass(state, begin_pass(state, groups, gradients))
+
+
+def run_pass(state: TrainingState, state_pass: StatePass) -> None:
+    """Run a pass on the calling thread, and take note of its end."""
+    try:
+        pass_ended(state, state_pass, state_pass.run())
+    except BaseException as error:
+        failure = pass_failed(state, state_pass, error)
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def begin_pass(
+    state: TrainingState, groups: Groups, gradients: Sequence[torch.Tensor | None]
+) -> StatePass:
+    """Prepare a step over every chunk that needs it, or over all chunks if the state moves."""
+    table, traffic = state.table, state.meter.traffic
+    settle_all(t.tensor for t in table.trainables)
+    inputs = StepInputs(
+        layout=state.layout,
+        groups=groups,
+        parameters=[t.tensor for t in table.trainables],
+        gradients=gradients,
+        scalars=table.scalars,
+        step=state.num_steps + 1,
+        seed=state.options.rounding_seed,
+        factors=state.gradient_factors,
+    )
+    if state.compute is None:
+        updater = ChunkUpdater(state.rule, state.pool, inputs, traffic=traffic)
+    else:
+        updater = DeviceUpdater(
+            state.rule, state.pool, inputs, compute=state.compute, traffic=traffic
+        )
+    chunks = state.chunks()
+    if state.slots.is_working:
+        chunks = [c for c in chunks if updater.touched(c)]
+    return new_pass(
+        state, groups, updater, chunks, source=state.slots.present, lock=state.update_lock
+    )
+
+
+def new_pass(
+    state: TrainingState,
+    groups: Groups,
+    work: ChunkWork,
+    chunks: Sequence[int],
+    *,
+    source: Slot | None,
+    lock: AbstractContextManager[object] | None = None,
+) -> StatePass:
+    """Return a pass that writes the working slot, or a new slot if there is no working slot.
+
+    Raises what `StateSlots.target` does.
+    """
+    with state.meter.timed("wait_seal_s"):
+        target = state.slots.target(state.layout, len(groups))
+    return StatePass(
+        state.ring(),
+        work,
+        step=state.num_steps + 1,
+        source=source,
+        target=target,
+        chunks=chunks,
+        seal=state.seal,
+        meter=state.meter,
+        run=state.pool.map,
+        lock=lock,
+    )
+
+
+def pass_ended(state: TrainingState, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
+    """Record that a pass has succeeded, and read ahead for the next one."""
+    state.table.scalars = scalars
+    sealing = state.seal.slot if state.seal is not None else None
+    ring, left = state.ring(), state.slots.moved_to(state_pass.target, sealing)
+    if left is not None:
+        ring.synchronize()
+        state.store.release(left)
+    ring.begin(state.slots.present, state.chunks())
+
+
+def pass_failed(state: TrainingState, state_pass: StatePass, error: BaseException) -> BaseException:
+    """Record that a pass has failed half way, so that only a restore helps.
+
+    Returns:
+        The exception to raise.
+    """
+    state.lifecycle.broken = f"step {state_pass.step} failed half way ({error!r})"
+    state.num_steps = state_pass.step - 1
+    state.slots.torn(state_pass.target)
+    if not isinstance(error, DamagedError):
+        return error
+    refusal = ""
+    for checkpoint in [c for c in state.store.checkpoints if c.slot is state_pass.source]:
+        refusal = give_up(state.store, checkpoint, error)
+    return DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}")

@@ -1,0 +1,281 @@
+"""The state that is trained, and the store, ring and threads that it needs.
+
+The parts of an engine share one `TrainingState`, which knows none of them. The store manages
+`LOCK`, slots and checkpoints. `StateSlots` says which slot holds the state, the streamer moves
+chunks through memory, the updater does the arithmetic, and the seal makes checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+
+from offload.ambient import in_neutral
+from offload.device.boundary import HOST
+from offload.device.compute import Compute
+from offload.engine.lifecycle import Lifecycle
+from offload.engine.seal import Captured, Seal, SealHandle
+from offload.engine.working_slot import StateSlots
+from offload.errors import OffloadError
+from offload.format.layout import Layout
+from offload.model.model_file import BlockBuffers
+from offload.model.table import ParameterTable
+from offload.options import Options
+from offload.placement.choose import StateDevice
+from offload.retention.policy import Retention
+from offload.store.slot import Slot
+from offload.store.store import Store
+from offload.stream.drives import Drives
+from offload.stream.memory import WorkingMemory
+from offload.stream.meter import Meter
+from offload.stream.streamer import Streamer
+from offload.stream.trace import Trace
+from offload.update.pool import UpdatePool
+from offload.update.rules import UpdateRule
+
+Groups: TypeAlias = Sequence[dict[str, Any]]
+"""``param_groups`` of the optimizer, passed anew to each call because libraries replace the
+dicts."""
+
+
+class ChunkOrder:
+    """The order in which steps take the chunks; the step strategy sets it."""
+
+    def __init__(self) -> None:
+        self.learned: Sequence[int] = ()
+        """All chunks in the order of the last steps; not used if the layout has other chunks."""
+        self.is_backwards = False
+        """Whether steps take the last chunk first until an order has been learned."""
+
+    def of(self, layout: Layout) -> Sequence[int]:
+        """Return all chunks of a layout in the order of a step."""
+        if len(self.learned) == layout.num_chunks:
+            return self.learned
+        chunks = range(layout.num_chunks)
+        return chunks[::-1] if self.is_backwards else chunks
+
+
+class TrainingState:
+    """The state of one optimizer: its store, its ring, its threads and the seal in flight.
+
+    Args:
+        rule: Update rule that runs the wrapped optimizer's step.
+        directories: Directories of the store, one on each drive.
+        model: Model that gives names, buffers and frozen parameters; None for parameters only.
+        keep: Retention policy of the store.
+        fresh: Whether to start over although the store has checkpoints.
+        options: Settings of the machine.
+        device: Device that the parameters are on now; None for host memory.
+
+    Raises:
+        StoreError: The directories cannot be used; says why.
+    """
+
+    @in_neutral
+    def __init__(
+        self,
+        rule: UpdateRule,
+        directories: Sequence[str],
+        *,
+        model: torch.nn.Module | None,
+        keep: Retention,
+        fresh: bool,
+        options: Options,
+        device: torch.device | None = None,
+    ) -> None:
+        self.rule = rule
+        self.pool = UpdatePool(rule, slow=options.state_dtype != "float32")
+        self.options = options
+        self.table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
+        self.meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
+        self.drives = Drives(directories, options, self.meter.trace, device)
+        self.memory = WorkingMemory(self.drives, options, self.meter)
+        self._state_device = StateDevice(options, rule, self.pool, self.drives)
+        try:
+            backends = self.drives.backends
+            self.store = store = Store(
+                backends[0],
+                directories[0],
+                list(zip(backends, directories, strict=True))[1:],
+                keep=keep,
+                fresh=fresh,
+                train_state_bytes=options.train_state_bytes,
+                reader_timeout_s=options.reader_timeout_s,
+                allow_volatile=options.allow_volatile,
+                allow_remote=options.allow_remote,
+            )
+            newest = store.newest
+            self.table.shares = newest.manifest.layout.shares if newest else self.drives.shares()
+        except BaseException:
+            self.drives.close()
+            raise
+        decided = fresh or not (store.checkpoints or store.refused)
+        self.lifecycle = Lifecycle(store, self.memory, decided=decided)
+        self.slots = StateSlots(store)
+        self.compute: Compute | None = None
+        """Runs work on the device that state is updated on; None for the CPU."""
+        self.seal: Seal | None = None
+        """The seal that has begun, until `collect_seal` has taken note of its end."""
+        self.run_id = uuid.uuid4().hex
+        """Names this object among all that have used the store."""
+        self.num_steps = 0
+        """Optimizer steps taken."""
+        self.gradient_factors: tuple[float, ...] = ()
+        """Factors that gradients are multiplied by, one after the other, in steps that begin
+        now."""
+        self.order = ChunkOrder()
+        self.update_lock: AbstractContextManager[object] | None = None
+        """Held while torch's own step runs on a chunk; None if nothing else can disturb it."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the present state.
+
+        Raises:
+            RuntimeError: There is none yet.
+        """
+        if self.table.layout is None:
+            raise RuntimeError("the store has not been laid out")
+        return self.table.layout
+
+    def chunks(self) -> Sequence[int]:
+        """Return all chunks in the order in which a step takes them."""
+        return self.order.of(self.layout)
+
+    def ring(self) -> Streamer:
+        """Return the streamer, whose ring is made now if there is none."""
+        return self.memory.ring(self.layout, self.compute)
+
+    def block_buffers(self) -> BlockBuffers:
+        """Return the buffers of ``model.safetensors``, ready for the parameters' devices."""
+        blocks = self.memory.blocks(self.layout)
+        return blocks.serve({t.tensor.device for t in self.table.trainables} - {HOST})
+
+    def choose_device(
+        self, groups: Groups, layout: Layout, trainables: Sequence[Any]
+    ) -> Compute | None:
+        """Return what computes on the device that a state is to be updated on; None for the CPU."""
+        return self._state_device.choose(groups, layout, trainables)
+
+    def relayout(self, groups: Groups) -> bool:
+        """Update the layout for parameters and model tensors that are new since the last call.
+
+        Args:
+            groups: ``param_groups`` of the optimizer.
+
+        Returns:
+            Whether there was a layout before, and there is another one now.
+
+        Raises:
+            SlotFullError: There is no space. Nothing has changed.
+            gds.StorageError: Another failure.
+        """
+        layout, trainables = self.table.describe(groups)
+        before, present = self.table.layout, self.slots.present
+        if layout == before:
+            return False
+        compute = self.choose_device(groups, layout, trainables)
+        if before is not None and present is not None:
+            self.collect_seal(wait=True)
+            self.slots.reserve(layout, len(groups))
+        if self.memory.streamer is not None and present is not None:
+            flush = self.memory.streamer.flush()  # state only in memory belongs to the old slot
+            flush.start(present)
+            flush.wait()
+        self.memory.drop()
+        self.compute = compute
+        self.table.adopt(layout, trainables)
+        return before is not None
+
+    def begin_seal(self, slot: Slot, captured: Captured) -> SealHandle:
+        """Begin to seal the state, which is in `slot`."""
+        ring, buffers, seal = self.ring(), self.block_buffers(), None
+        try:
+            seal = Seal(self.store, slot, captured, buffers, ring.flush(), self.meter)
+            self.store.begin_seal(captured.manifest)
+            self.slots.froze()
+            self.lifecycle.steps_in_seal = self.meter.steps
+            self.seal = seal  # set before the seal begins, as the start may be interrupted
+            seal.start(self.meter.count_seal)
+        except BaseException:
+            if seal is None or seal.cancel():  # else it goes on
+                self.seal = None
+                ring.thaw()
+                self.store.end_seal()
+                self.slots.is_working = True
+            raise
+        return seal.handle
+
+    def collect_seal(self, *, wait: bool = False, errors: bool = True) -> None:
+        """Record the end of a seal, if one has ended.
+
+        Args:
+            wait: Whether to wait for a seal in flight.
+            errors: Whether to raise the seal's error, rather than warn. If the state is still in
+                the working slot, the slot stays the working slot, so that training may go on after
+                the error has been seen.
+
+        Raises:
+            SealError: The seal failed, and `errors` is set.
+        """
+        seal = self.seal
+        if seal is None or not (wait or seal.handle.done()):
+            return
+        with self.meter.timed("wait_seal_s"):
+            seal.handle.wait()  # an interrupt leaves `_seal` set, with the seal in flight
+        self.seal = None
+        lifecycle, slots = self.lifecycle, self.slots
+        try:
+            seal.handle.result()
+        except OffloadError as error:
+            if slots.present is not seal.slot:
+                self.store.release(seal.slot)
+            elif self.store.poisoned:
+                lifecycle.broken = f"the state of step {self.num_steps} could not be made durable"
+            else:  # if files of the slot were replaced, the state moves to another slot
+                slots.is_working = self.store.is_in_place(seal.slot)
+            if errors:
+                raise
+            warnings.warn(str(error), RuntimeWarning, stacklevel=4)
+        else:
+            lifecycle.steps_settled = lifecycle.steps_in_seal
+            if slots.present is seal.slot:
+                sealed = (c for c in self.store.checkpoints if c.slot is seal.slot)
+                slots.sealed = next(sealed, None)
+
+    def forget(self) -> None:
+        """Drop data that was read ahead, and the working slot, before a restore."""
+        self.memory.reset()
+        self.memory.drop()
+        self.slots.forget()
+        self.table.clear()
+
+    def close(self) -> None:
+        """Wait for the seal in flight and free everything.
+
+        After an interrupt of the wait nothing is freed, and this can be called again.
+
+        Raises:
+            SealError: The last seal failed.
+        """
+        if self.seal is not None:
+            self.seal.handle.wait()  # after an interrupt here, `close` can be called again
+        self.lifecycle.closed = True
+        try:
+            self.collect_seal(wait=True)
+        finally:
+            self.memory.reset()
+            self.slots.close()
+            self.pool.close()
+            self.store.close()
+            self.drives.close()
+            if self.meter.trace is not None:
+                self.meter.trace.write()
+        if self.meter.steps > self.lifecycle.steps_settled:
+            self.lifecycle.say_what_is_lost(self.meter.steps - self.lifecycle.steps_settled)

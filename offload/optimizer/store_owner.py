@@ -1,0 +1,98 @@
+"""Guards of an optimizer that owns a store: one call at a time, no copies, and an orderly end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+
+from offload.ambient import neutral
+from offload.engine.engine import Engine
+from offload.engine.finalizer import close_quietly
+from offload.errors import OffloadError
+
+
+class StoreOwner(torch.optim.Optimizer):
+    """A torch optimizer with an engine, which holds the store until `close`."""
+
+    _engine: Engine | None
+    """Engine of the optimizer; None while the constructor runs."""
+
+    _finalizer: weakref.finalize[..., Any]
+    """Closes the engine if the optimizer is garbage-collected."""
+
+    _running: str
+    """Name of the public method that is running; empty if none is."""
+
+    def close(self) -> None:
+        """Wait for all work in flight, and release the store. Idempotent.
+
+        Raises:
+            SealError: The last checkpoint could not be sealed.
+        """
+        if self._engine is not None:
+            with self._exclusive("close") as engine:
+                engine.close()
+            self._finalizer.detach()
+
+    def __repr__(self) -> str:
+        """Return one line with the place and size of the state, followed by torch's lines."""
+        if self._engine is None:
+            return super().__repr__()
+        return f"{type(self).__name__} in {self._engine.describe()}\n{super().__repr__()}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._engine is not None:
+            close_quietly(self._engine)  # the error that is being raised says more
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: its state is a directory that one "
+            "process owns. To move a run, copy the directory; to keep a point in time, call "
+            "checkpoint()"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__getstate__()
+
+    @contextmanager
+    def _exclusive(self, name: str) -> Iterator[Engine]:
+        """Yield the engine, within `neutral`, and refuse a call during another call.
+
+        Signal handlers run between two instructions of a step, and a checkpoint made in one would
+        be of half a step.
+
+        Args:
+            name: Name of the public method.
+        """
+        if self._running:
+            raise OffloadError(
+                f"{name}() was called while {self._running}() of the same optimizer is running, "
+                "by a signal handler or another thread: the state is half way. Set a flag there, "
+                f"look at it after the step, and call {name}() then"
+            )
+        self._running = name
+        try:
+            with neutral(keep_denormals=name == "step"):
+                yield self._live_engine()
+        finally:
+            self._running = ""
+
+    def _live_engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("the optimizer has not been constructed")
+        return self._engine

@@ -1,0 +1,53 @@
+"""The comparison of a chunk that was read with its digests."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from offload.checkpoint.second_look import look_again, unreliable
+from offload.format.digests import one_by_one
+from offload.store.slot import Slot
+from offload.stream.frame import Frame
+
+
+def check_read(frame: Frame, source: Slot) -> None:
+    """Compare a chunk that was read with its digests.
+
+    A chunk that differs is read a second time, into other memory of the host, which says whether
+    the drive has the right bytes. If it has, the frame is filled anew, and the caller goes on.
+
+    Args:
+        frame: Frame of the chunk; all its reads have ended.
+        source: Slot that the chunk was read from.
+
+    Raises:
+        DamagedError: The second read is wrong, too.
+        UnreliableReadError: The second read is right, and the bytes still do not arrive in the
+            frame.
+    """
+    if not frame.futures:
+        return  # nothing was read: the chunk has never been written
+    for name in source.layout.array_names:
+        expected = source.digests[name][frame.chunk]
+        if expected is None:
+            continue
+        found = _digest_of(frame, source, name)
+        if found != expected:
+            _look_again(frame, source, name, found, expected)
+
+
+def _look_again(frame: Frame, source: Slot, name: str, found: str, expected: str) -> None:
+    """Read a chunk of an array again, and fill the frame with it if it is what was written."""
+    chunk, file = frame.chunk, source.array(name, frame.chunk)
+    buffer, offset = frame.buffer(source.layout, name, chunk)
+    digest = partial(source.context.digest, name, chunk)
+    look_again(file, offset, buffer.nbytes, digest, found=found, expected=expected)
+    file.read_again(buffer, offset, direct=not file.direct).result()
+    if _digest_of(frame, source, name) != expected:
+        raise unreliable(file, offset, buffer.nbytes)
+
+
+def _digest_of(frame: Frame, source: Slot, name: str) -> str:
+    """Return the digest of what a frame holds of one state array, computed where the frame is."""
+    digests = frame.digests_of({name: frame.bytes_of(source.layout, name, frame.chunk)})
+    return digests.finish(source.context, frame.chunk, one_by_one)[name]
