@@ -16,7 +16,7 @@ import pytest
 from gds import PosixBackend
 from offload import open_checkpoint
 from tests.crash import killing
-from tests.crash.children import Children
+from tests.forking import Children
 from tests.stores.training import Reference, differences
 
 SEED = int(os.environ.get("KILL_SEED", "20260711"))

@@ -1,6 +1,6 @@
 """Programs that end, or fork, in every way that a training script might.
 
-    python -m tests.kernel.endings      # serves children, as tests.crash.children does
+    python -m tests.kernel.endings      # serves children, as tests.forking says
 
 A child reads ``overlap`` in its directory: what its optimizer's `Options(overlap=...)` is to be.
 """
@@ -25,7 +25,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from offload import AdamW, SealHandle
-from tests.crash.children import GatedBackend, serve
+from tests.crash.children import GatedBackend
+from tests.forking import serve
 from tests.stores.training import Model, backward, optimizer_for, options, train
 
 ALIVE_S = 0.05

@@ -12,8 +12,8 @@ import torch
 from offload import AdamW, DriveTuning, open_checkpoint
 from offload.errors import StoreError, UnsupportedParameterError
 from tests.crash import second_writers as second
-from tests.crash.children import Children
 from tests.eventually import eventually
+from tests.forking import Children
 from tests.stores.training import (
     Model,
     Reference,
