@@ -3,7 +3,7 @@
 Run by a server of children, because whoever forks them must be a process that is safe to fork: it
 has imported torch, uses one thread, and has opened no store.
 
-    python -m tests.crash.killing       # serves children, as tests.crash.children does
+    python -m tests.crash.killing       # serves children, as tests.forking says
 
 `kill_at_random_moments` reads what it is to do from ``killing.json`` in its directory, and prints
 one JSON object: how many children were killed, in which phase, and at which steps the survivors
@@ -29,8 +29,8 @@ from offload import DriveTuning
 from offload.engine.seal import SealHandle
 from offload.format.manifest import Manifest
 from offload.store.sealing import Sealing
-from tests.crash.children import serve
-from tests.crash.training import Model, backward, optimizer_for, options
+from tests.forking import serve
+from tests.stores.training import Model, backward, optimizer_for, options
 
 PLAN = "killing.json"
 """What is to be done: ``keep``, ``drives``, ``num_kills`` and ``seed``."""

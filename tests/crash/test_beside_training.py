@@ -29,9 +29,9 @@ from offload.errors import RecycledError
 from offload.exchange.checkpoint_stream import open_stream
 from tests.command_line import Run, runner
 from tests.crash import beside
-from tests.crash.children import Children
-from tests.crash.training import Model, backward, optimizer_for, options
 from tests.eventually import eventually
+from tests.forking import Children
+from tests.stores.training import Model, backward, optimizer_for, options
 
 RUNS = int(os.environ.get("VERIFY_RUNS", "52"))
 """Of ``offload verify`` beside training, in all four settings together."""

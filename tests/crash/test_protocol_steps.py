@@ -29,7 +29,7 @@ from offload.store.pruning import prune
 from offload.stream.passes import RingPass, ring_for_one_pass
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend, Kind
-from tests.crash.training import (
+from tests.stores.training import (
     HYPER,
     Model,
     Reference,
@@ -38,7 +38,7 @@ from tests.crash.training import (
     differences,
     optimizer_for,
 )
-from tests.crash.training import options as options_of
+from tests.stores.training import options as options_of
 
 STORE = "/run"
 BLOCK_BYTES = 4096

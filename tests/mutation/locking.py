@@ -27,7 +27,7 @@ _GROUPS = "tests/torch_contract/test_process_groups.py"
 _REMOTE = "tests/kernel/test_remote.py"
 _LINKS = "tests/crash/test_hard_links.py"
 _ERRORS = "tests/crash/test_environment_errors.py"
-_REFUSALS = "tests/torch_contract/test_refusals.py"
+_DAMAGE = "tests/torch_contract/test_damaged_checkpoints.py::TestDamage"
 _OVERLOOKED = "tests/crash/test_overlooked_steps.py"
 
 _EACH_TURN = (
@@ -412,7 +412,7 @@ LOCKING = (
                 "        pass\n",
             ),
         ),
-        (f"{_REFUSALS}::TestDamage::test_is_passed_over_with_the_reason",),
+        (f"{_DAMAGE}::test_is_passed_over_with_the_reason",),
     ),
     Mutation(
         "reader-warns-of-what-was-recycled",

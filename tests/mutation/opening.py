@@ -18,8 +18,7 @@ _READER_LOCK = "offload/checkpoint/reader_lock.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
 _DRIVES = "tests/crash/test_drives.py"
-_REFUSALS = "tests/torch_contract/test_refusals.py"
-_DAMAGE = f"{_REFUSALS}::TestDamage"
+_DAMAGE = "tests/torch_contract/test_damaged_checkpoints.py::TestDamage"
 _LOST = "tests/crash/test_lost_writes.py"
 _STARTED_OVER = power("started-over-keep=1", "started-over-keep=2")
 
@@ -326,6 +325,6 @@ OPENING = (
                 "        if False:\n",
             ),
         ),
-        (f"{_REFUSALS}::TestDirectories::test_in_memory",),
+        ("tests/torch_contract/test_unusable_directories.py::TestDirectories::test_in_memory",),
     ),
 )
