@@ -41,7 +41,9 @@ class FlatTensors:
                 if flat is None:
                     tensor = self._tensors[index]
                     if tensor is None:
-                        raise RuntimeError(f"tensor {index} is asked for, but there is none")
+                        raise RuntimeError(
+                            f"tensor {index} was requested, but this pass has no such tensor"
+                        )
                     # reshape returns a view if one exists, and a copy otherwise
                     flat = tensor.detach().reshape(-1)
                     if self._writable:
