@@ -12,7 +12,8 @@ from gds import File
 from offload.ambient import in_neutral
 from offload.errors import CheckpointNotFoundError
 from offload.format.arrays import MASTER
-from offload.format.layout import Piece, array_file_name
+from offload.format.chunk_plan import ChunkPlan, Span
+from offload.format.layout import array_file_name
 from offload.format.names import MODEL_NAME
 from offload.update.decoder import (
     StateDecoder,
@@ -76,13 +77,14 @@ def _read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
         decoder = StateDecoder(layout, manifest.scalars, live)
         has_state = manifest.scalars[index] is not None
         for chunk in layout.chunks_of(index):
-            for piece in cut_pieces(layout, chunk):
+            for span in cut_pieces(layout.plans[chunk]):
+                (piece,) = span.pieces
                 if piece.parameter != index:
                     continue
-                arrays = stored.read(chunk, piece) if has_state else {}
+                arrays = stored.read(layout.plans[chunk], span) if has_state else {}
                 _, start, values = decoder.block(piece, arrays)
                 if not has_master(spec):  # an FP32 parameter is its own master
-                    values[MASTER] = live.view(index, piece.start, piece.stop)
+                    values[MASTER] = live.read(index, piece.start, piece.stop)
                 for array, block in values.items():
                     out[array][start : start + len(block)] = block
     return {array: values.view(spec.shape) for array, values in out.items()}
@@ -111,21 +113,14 @@ class _StoredPieces:
             self._opened.callback(file.close)
         return self._files[path]
 
-    def read(self, chunk: int, piece: Piece) -> dict[str, torch.Tensor]:
-        """Return a piece's stored values in each state array of its parameter, as flat tensors."""
-        layout = self._layout
-        origin, _ = layout.chunk_range(chunk)
-        first = origin + piece.at
-        last = first + piece.stop - piece.start
-        place = self._places[layout.drives[chunk]]
+    def read(self, plan: ChunkPlan, span: Span) -> dict[str, torch.Tensor]:
+        """Return a span's stored values in each state array, as flat tensors."""
+        place = self._places[plan.drive]
         out = {}
-        for array in layout.parameters[piece.parameter].arrays:
-            form = layout.formats[array]
-            offset, _ = layout.byte_range(array, chunk)
-            before, _ = layout.array_range(array, origin, origin)
-            start, stop = layout.array_range(array, first, last)
+        for array, (start, stop) in span.values.items():
+            form = self._layout.formats[array]
             data = self.file(f"{place}/{array_file_name(array)}").read_bytes(
-                offset + (start - before) * form.nbytes, (stop - start) * form.nbytes
+                plan.arrays[array].offset + start * form.nbytes, (stop - start) * form.nbytes
             )
             out[array] = torch.frombuffer(bytearray(data), dtype=DTYPES[form.dtype])
         return out
