@@ -76,6 +76,7 @@ bench: $(VENV)/.bench
 	$(call measure,frozen,--frozen-mib 256)
 	$(call measure,resume,--parameters 64Mi)
 	$(call measure,hybrid,--file-mib 256 --hot-mib 128)
+	$(call measure,whole_files,--parameters 32Mi)
 	$(BIN)/python -m bench.report $(if $(QUICK),--results $(QUICK_RESULTS) \
 	  --page $(QUICK_RESULTS)/performance.md --figures $(QUICK_RESULTS))
 

@@ -29,6 +29,7 @@ _TITLES = {
     "frozen": "Checkpoints of a model of which little is trained",
     "resume": "Resuming",
     "hybrid": "Hybrid I/O, beside direct and buffered",
+    "whole_files": "Whole files with hybrid I/O, beside direct I/O",
     "peers": "Beside DeepSpeed ZeRO-Infinity",
     "finetune": "What smaller state does to a fine-tune",
     "kernel": "The kernels of a device, beside copies within its memory",
@@ -37,15 +38,16 @@ _TITLES = {
 _INTRODUCTION = """\
 # Performance
 
-What the project claims about time, each as a ratio to something that was measured in the same run,
-on the same drive, in turns. Smaller is better. A ratio is the median over pairs that are next to
-each other in time and in alternating order; behind it stands the 90 % interval of that median
-(bootstrap). A limit is *met* where the whole interval is within it, *met within noise* where only
-the interval's lower end is, and *NOT MET* where not even that. "-" means that nothing is promised.
+This page has the project's claims about time and written bytes. Each claim is a ratio to something
+that was measured in the same run, on the same drive, in turns. Smaller is better. A ratio is the
+median over pairs that were measured next to each other, in alternating order. The 90 % interval of
+that median follows it (bootstrap). A limit is *met* if the whole interval is within it, *met within
+noise* if only the interval's lower end is within it, and *NOT MET* if not even the lower end is.
+"-" means that nothing is promised.
 
 Absolute times are those of one machine, and a shared drive's speed can change by a factor of two
-within minutes: compare ratios, and measure on yours with `make bench`. Every row links to its file,
-which has all samples, the settings, the machine and the versions.
+within minutes: compare ratios, and measure on your own machine with `make bench`. Every row links
+to its file, which has all samples, the settings, the machine and the versions.
 """
 
 
@@ -132,8 +134,8 @@ def _summary(runs: list[Run]) -> str:
     unsure = [c for c in claims if c["met"] is None]
     noisy = [c for c in claims if c["verdict"] == "met within noise"]
     clear = len(claims) - len(missed) - len(unsure) - len(noisy)
-    words = f"{len(claims)} ratios have a limit: {clear} are within it, and {len(noisy)} within "
-    words += "noise."
+    words = f"{len(claims)} ratios have a limit: {clear} are within it, and {len(noisy)} are met "
+    words += "within noise."
     if unsure:
         words += f" {len(unsure)} were measured in too few pairs for a verdict."
     if missed:
@@ -156,7 +158,7 @@ def _claims_table(runs: list[Run], folder: Path) -> str:
                 verdict = "**NOT MET**"
             interval = f"{_number(low)} to {_number(high)}"
             rows.append((claim["claim"], _number(claim["median"]), interval, limit, verdict, link))
-    what = "bytes" if runs[0]["bench"] == "frozen" else "time of"
+    what = "bytes" if runs[0]["bench"] == "frozen" else "time"
     return _table((what, "ratio", "90 % interval", "limit", "met?", "run"), rows)
 
 
@@ -193,7 +195,14 @@ def _checkpoint_table(one: Run) -> str:
         stall, written = medians[f"{name}_stall_s"], one["facts"][key]
         cells = (f"{stall:.4f}", f"{durable:.2f}", f"{written:.2f}", f"{memory:.2f}")
         rows.append((label, way.replace("_", " "), *cells))
-    head = ("parameters", "way", "stops training, s", "durable, s", "B/param written", "... memory")
+    head = (
+        "parameters",
+        "way",
+        "stops training, s",
+        "durable, s",
+        "B/param written",
+        "B/param of memory",
+    )
     return _table(head, rows)
 
 
@@ -210,7 +219,14 @@ def _frozen_table(one: Run) -> str:
         times = (one["medians"][f"{phase}_seal_s"], max(samples[f"{phase}_seal_s"]))
         cells = (*map(size, moved), *(f"{seconds:.2f}" for seconds in times))
         rows.append((phase.replace("_", " "), str(len(samples[key])), *cells))
-    head = ("phase", "seals", "most written by one", "most read", "median time, s", "longest, s")
+    head = (
+        "phase",
+        "seals",
+        "most written by a seal",
+        "most read by a seal",
+        "median time, s",
+        "longest, s",
+    )
     trained, frozen = size(facts["trained_bytes"]), size(facts["frozen_bytes"])
     return f"{trained} is trained, {frozen} is frozen ({one['what']}).\n\n" + _table(head, rows)
 
@@ -226,7 +242,13 @@ def _peers_table(one: Run) -> str:
         first = facts[f"{name}_peak_with_first_step_bytes"]
         moved = (size(facts[f"{name}_read_bytes"]), size(facts[f"{name}_written_bytes"]))
         rows.append((name.replace("_", ", "), *moved, size(peak), size(first)))
-    head = ("system", "read an iteration", "written", "peak memory", "... with the first steps")
+    head = (
+        "system",
+        "read per iteration",
+        "written per iteration",
+        "peak memory",
+        "peak memory, first steps included",
+    )
     return _table(head, rows)
 
 
@@ -242,8 +264,8 @@ def _finetune_table(one: Run, folder: Path) -> str:
     head = ("state", "held-out loss before", "after", "largest difference of a training loss")
     link = f"[{one['what']}]({_link(one['path'], folder)})"
     text = (
-        f"The same data in the same order with each format ({link}). The last row has FP32 state "
-        "and another learning rate, to show what a difference means.\n\n"
+        f"Each format is trained with the same data in the same order ({link}). The last row has "
+        "FP32 state and another learning rate, as a measure for the other differences.\n\n"
     )
     return text + _table(head, rows)
 

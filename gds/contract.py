@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 ALIGNMENT = 4096
 """Alignment of every layout, in bytes. 4Kn disks, cuFile and KvikIO all accept it."""
@@ -223,6 +224,20 @@ class File(Protocol):
 
     def close(self) -> None:
         """Wait for transfers in flight, then release the file. Idempotent."""
+        ...
+
+    def __enter__(self) -> Self:
+        """Return this file; a ``with`` block closes it at its end, also after an error."""
+        ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None:
+        """Close this file."""
         ...
 
 
@@ -439,4 +454,18 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Wait for transfers in flight, then release threads, files and locks. Idempotent."""
+        ...
+
+    def __enter__(self) -> Self:
+        """Return this backend; a ``with`` block closes it at its end, also after an error."""
+        ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None:
+        """Close this backend."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 from gds.backends.hybrid import HybridPolicy
@@ -36,6 +37,14 @@ def open_backend(
     from gds.backends.kvikio import KvikioBackend  # only this backend loads GPU libraries
 
     return KvikioBackend(hybrid=hybrid, **settings)
+
+
+def given_or_local(backend: Backend | None) -> AbstractContextManager[Backend]:
+    """Return a context with the backend of a caller, or with a new one if that gave none.
+
+    Only the new one, which is that of the local file system, is closed at the end of the context.
+    """
+    return PosixBackend() if backend is None else nullcontext(backend)
 
 
 def open_path(name: PathName, threads: int, *, no_driver: str = "") -> Backend:

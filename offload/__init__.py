@@ -14,8 +14,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.checkpoint.checkpoint import Checkpoint, VerifyReport, open_checkpoint
+    from offload.checkpoint.checkpoint import Checkpoint, VerifyReport
     from offload.checkpoint.listing import CheckpointInfo, list_checkpoints
+    from offload.checkpoint.opening import open_checkpoint
     from offload.classes import SGD, Adam, AdamW
     from offload.engine.reference import Position, reference_of
     from offload.engine.seal import SealHandle
@@ -131,7 +132,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "offload.checkpoint.checkpoint": ("Checkpoint", "VerifyReport", "open_checkpoint"),
+    "offload.checkpoint.checkpoint": ("Checkpoint", "VerifyReport"),
+    "offload.checkpoint.opening": ("open_checkpoint",),
     "offload.classes": ("SGD", "Adam", "AdamW"),
     "offload.errors": (
         "BrokenOptimizerError",

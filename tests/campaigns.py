@@ -32,7 +32,6 @@ ONE_IN: Final = {
     "crash/test_io_errors.py::test_any_operation_may_fail": 4,
     "crash/test_sigkill.py::test_killed_at_random_moments": 4,
     "crash/test_state_machine.py": NEVER,
-    "exchange/test_cli_exchange.py": 3,
     "exchange/test_exchange_memory.py": NEVER,
     "fuzz/test_programs.py::test_faults_that_are_put_into_the_library_are_found": NEVER,
     "integrations/test_transformers_resume.py::test_killed_between_saves_and_within_a_save": NEVER,

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TypeAlias
 
+from gds.backends.closing import Closing
 from gds.backends.memory_files import DirectoryNode, MemoryFile, MemoryLock, RegularNode
 from gds.backends.threads import Meter
 from gds.backends.transfer import Direction
@@ -20,7 +21,7 @@ from gds.errors import LockHeldError, StorageError
 _Entry: TypeAlias = RegularNode | DirectoryNode
 
 
-class MemoryBackend:
+class MemoryBackend(Closing):
     """A backend for tests and demonstrations, whose files are lost with the process.
 
     It has the semantics of `PosixBackend`, down to the error numbers. A transfer is done before its

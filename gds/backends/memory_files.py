@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
+from gds.backends.closing import Closing
 from gds.backends.threads import Meter
 from gds.backends.transfer import Direction, check_request
 from gds.contract import ALIGNMENT, Buffer, File
@@ -59,7 +60,7 @@ class DirectoryNode(Node):
         )
 
 
-class MemoryFile:
+class MemoryFile(Closing):
     """An open file of a `MemoryBackend`; see `gds.File` for the contract of each method."""
 
     def __init__(

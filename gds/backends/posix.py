@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final
 
 from gds import probe
+from gds.backends.closing import Closing
 from gds.backends.hybrid import Hybrid, HybridFile, HybridPolicy
 from gds.backends.names import PosixNames, overwrite_in_place, reporting
 from gds.backends.posix_file import PosixFile
@@ -32,7 +33,7 @@ from gds.errors import StorageError
 _OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 
 
-class PosixBackend(PosixNames):
+class PosixBackend(Closing, PosixNames):
     """Backend that transfers by `preadv` and `pwritev` on two small pools of threads.
 
     Reads and writes have separate pools, so that the last writes of a step do not delay the reads

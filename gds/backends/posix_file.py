@@ -11,6 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from gds import libc, probe
+from gds.backends.closing import Closing
 from gds.backends.hybrid import Mode
 from gds.backends.names import reporting
 from gds.backends.threads import Meter, Part, Transfer
@@ -52,7 +53,7 @@ class Transfers(Protocol):
         ...
 
 
-class PosixFile:
+class PosixFile(Closing):
     """An open file of a `PosixBackend`; see `gds.File` for the contract of each method.
 
     If a file is collected without `close`, its descriptors are closed after the transfers in

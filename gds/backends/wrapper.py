@@ -6,6 +6,7 @@ subclass that changes them overrides `WrapperBackend.wrap_file` to return its ow
 
 from __future__ import annotations
 
+from gds.backends.closing import Closing
 from gds.contract import (
     Backend,
     Buffer,
@@ -19,7 +20,7 @@ from gds.contract import (
 )
 
 
-class WrapperFile:
+class WrapperFile(Closing):
     """A file that forwards all calls to `inner`; see `gds.File` for the contract of each method."""
 
     def __init__(self, inner: File) -> None:
@@ -90,7 +91,7 @@ class WrapperFile:
         self.inner.close()
 
 
-class WrapperBackend:
+class WrapperBackend(Closing):
     """A backend that forwards all calls to `inner`, and wraps the files with `wrap_file`.
 
     See `gds.Backend` for the contract of each method.

@@ -401,6 +401,14 @@ class NamesContract(Harness):
         assert backend.counters().bytes_written == 10 * FILE_BYTES
         assert contents(source) == self.raw(backend, f"{directory}/file")
 
+    def test_a_backend_is_closed_at_the_end_of_its_block(
+        self, backend: Backend, directory: str
+    ) -> None:
+        with pytest.raises(ZeroDivisionError, match="in the block"), backend:
+            raise ZeroDivisionError("in the block")
+        with fails_with("EBADF"):
+            backend.stat(directory)
+
     def test_a_closed_backend_refuses_everything(self, backend: Backend, directory: str) -> None:
         """After `Backend.close`, every operation raises `StorageError`."""
         file = new_file(backend, f"{directory}/file")

@@ -74,6 +74,32 @@ class TransferContract(Harness):
         assert contents(into) == bytes(FILE_BYTES)
         file.close()
 
+    def test_a_file_is_closed_at_the_end_of_its_block(
+        self, backend: Backend, directory: str
+    ) -> None:
+        with new_file(backend, f"{directory}/file", seed=3) as file:
+            assert isinstance(file, File)
+            inode, memory = file.inode, backend.allocate(FILE_BYTES)
+            future = file.read(memory, 0)
+        assert future.done()
+        assert contents(memory) == contents(filled(backend, FILE_BYTES, seed=3))
+        with fails_with("EBADF"):
+            file.sync()
+        assert file.inode == inode
+        with file:
+            pass  # closing is idempotent
+
+    def test_a_file_is_closed_after_an_error_which_is_raised_all_the_same(
+        self, backend: Backend, directory: str
+    ) -> None:
+        with (
+            pytest.raises(ZeroDivisionError, match="in the block"),
+            new_file(backend, f"{directory}/file") as file,
+        ):
+            raise ZeroDivisionError("in the block")
+        with fails_with("EBADF"):
+            file.sync()
+
     def test_an_empty_file_can_be_made_and_opened(self, backend: Backend, directory: str) -> None:
         """A file of 0 bytes can be made, opened, read, written and synced."""
         backend.create(f"{directory}/empty", 0).close()

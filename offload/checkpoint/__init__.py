@@ -4,8 +4,9 @@ This wing may know `format`, `retention`, and how `gds` reads and takes shared l
 a file for writing, and never imports torch when it is imported.
 """
 
-from offload.checkpoint.checkpoint import Checkpoint, open_checkpoint, open_for_parameters
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.listing import CheckpointInfo, list_checkpoints
+from offload.checkpoint.opening import open_checkpoint, open_for_parameters
 from offload.checkpoint.verify import VerifyReport
 
 __all__ = [

@@ -5,45 +5,38 @@ Importing this module does not import torch, so that looking at a checkpoint is 
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gds import Backend, PosixBackend, StorageError
+from gds import Backend, StorageError
 from offload.checkpoint.quarantine_mark import read_quarantine
-from offload.checkpoint.reader_lock import held, is_another, lock_for_reading, recycled
+from offload.checkpoint.reader_lock import held, is_another, recycled
 from offload.checkpoint.reading import (
-    Found,
     PartDirectories,
     are_only_recorded,
     check_name,
     check_parts,
-    checkpoint_paths,
-    find_checkpoint,
     part_paths,
-    read_in_store,
     read_manifest,
 )
+from offload.checkpoint.sealed_slot import SealedSlot
 from offload.checkpoint.train_state_reading import StoredTrainState, read_train_state_file
 from offload.checkpoint.train_state_reading import train_state_header as train_state_header
 from offload.checkpoint.verify import Findings, verify_tensors
 from offload.checkpoint.verify import VerifyReport as VerifyReport
 from offload.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     DamagedError,
-    StoreBusyError,
 )
 from offload.format.header import TensorEntry
 from offload.format.manifest import Manifest
-from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME, is_checkpoint_path
+from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import part_sizes
 from offload.format.train_state import TrainStateFormatError, TrainStateTagError, decode
 from offload.format.unreadable import reading
-from offload.units import seen_from
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -51,10 +44,6 @@ if TYPE_CHECKING:
     from gds.contract import Lock
 
 _UNREAD = object()
-
-_MOST_LOOKS = 100
-"""Largest number of looks at a store whose newest checkpoint is recycled each time before it is
-locked."""
 
 
 class Checkpoint:
@@ -74,11 +63,12 @@ class Checkpoint:
         parts: PartDirectories = None,
         *,
         lock: Lock | None = None,
-        owns_backend: bool = False,
+        resources: ExitStack | None = None,
     ) -> None:
         self._backend = backend
         self._lock = lock
-        self._owns_backend = owns_backend
+        self._resources = resources or ExitStack()
+        """What is closed with the checkpoint: the backend, unless it belongs to somebody else."""
         self._train_state: object = _UNREAD
         self._part_directories = parts
         self.manifest = manifest
@@ -203,6 +193,10 @@ class Checkpoint:
                 raise recycled(self.path) from error
             raise
 
+    def open_slot(self) -> SealedSlot:
+        """Return the tensor files, to be read in a ``with`` block; opened when they are needed."""
+        return SealedSlot(self._backend, self.path, self.parts, self.manifest)
+
     def held(self) -> AbstractContextManager[None]:
         """Keep the checkpoint from being recycled within a block, even if it was opened unlocked.
 
@@ -252,15 +246,10 @@ class Checkpoint:
                 check_parts(self._backend, self.path, self.manifest, self._part_directories)
             except (CheckpointError, StorageError) as error:
                 findings.add(error, marks=marks_parts)
-            checked = verify_tensors(
-                self._backend,
-                self.path,
-                self.parts,
-                self.manifest,
-                progress,
-                findings,
-                marks_parts=marks_parts,
-            )
+            with self.open_slot() as slot:
+                checked = verify_tensors(
+                    self._backend, slot, progress, findings, marks_parts=marks_parts
+                )
             return VerifyReport(
                 tuple(findings.problems),
                 checked,
@@ -274,8 +263,7 @@ class Checkpoint:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-        if self._owns_backend:
-            self._backend.close()
+        self._resources.close()
 
     def __del__(self) -> None:
         # The lock and its backend refer to each other. Without this method the lock would be held
@@ -306,146 +294,3 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint(step={self.step}, path={self.path!r})"
-
-
-def open_checkpoint(
-    path: str | os.PathLike[str],
-    *,
-    parts: PartDirectories = None,
-    even_quarantined: bool = False,
-    backend: Backend | None = None,
-) -> Checkpoint:
-    """Open a checkpoint for reading, safely beside a process that is training.
-
-    If the newest checkpoint of a store is damaged, the one before it is opened, with a warning.
-
-    Args:
-        path: Directory of a checkpoint, or of a store, which means its newest usable checkpoint.
-        parts: Directories of the state on several drives, if they have moved: all but the first, in
-            the store's order.
-        even_quarantined: Whether to open a checkpoint that is marked as damaged, or whose directory
-            is named for another step than its own. This serves `Checkpoint.verify`, and a look at
-            what can be saved. In a store such checkpoints are passed over in any case.
-        backend: Storage backend of the checkpoint; the local file system by default.
-
-    Raises:
-        CheckpointNotFoundError: Nothing exists at `path`.
-        CheckpointError: There is no usable checkpoint. The message says why.
-        RecycledError: A training process recycled the checkpoint while it was being opened. Open
-            the store's newest one instead.
-        StoreBusyError: A writer is recycling or replacing the checkpoint at this moment.
-        UnreadableError: Something could not be read, which says nothing about its content.
-    """
-    return _open(
-        os.fspath(path), parts, backend, need_parts=True, even_quarantined=even_quarantined
-    )
-
-
-def open_for_parameters(
-    path: str | os.PathLike[str], *, backend: Backend | None = None
-) -> Checkpoint:
-    """Open a checkpoint as `open_checkpoint` does, but look at the first drive only."""
-    return _open(os.fspath(path), None, backend, need_parts=False)
-
-
-def _open(
-    path: str,
-    parts: PartDirectories,
-    backend: Backend | None,
-    *,
-    need_parts: bool,
-    even_quarantined: bool = False,
-) -> Checkpoint:
-    owns_backend = backend is None
-    backend = backend or PosixBackend()
-    looks_left = _MOST_LOOKS
-    try:
-        while True:
-            present = _checkpoints_at(backend, path)
-            looks_left -= 1
-            try:
-                found, manifest, lock = _open_found(
-                    backend, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
-                )
-                break
-            except (
-                CheckpointError,
-                CheckpointNotFoundError,
-                StoreBusyError,
-                StorageError,
-            ) as error:
-                # A store in training always has a newest checkpoint. If it was recycled during the
-                # search, another one has taken its place, and the search starts again.
-                now = _checkpoints_at(backend, path)
-                if not looks_left or present == now:
-                    raise
-                if is_checkpoint_path(path) and not now:
-                    raise recycled(os.path.abspath(path)) from error
-    except BaseException:
-        if owns_backend:
-            backend.close()
-        raise
-    opened = Checkpoint(backend, found.path, manifest, parts, lock=lock, owns_backend=owns_backend)
-    try:
-        _warn_passed_over(backend, found, parts, need_parts=need_parts)
-    except BaseException:  # filters may turn warnings into errors
-        opened.close()
-        raise
-    return opened
-
-
-def _warn_passed_over(
-    backend: Backend, found: Found, parts: PartDirectories, *, need_parts: bool
-) -> None:
-    """Warn about each checkpoint that may be newer, still exists and is not usable.
-
-    A checkpoint that has just been recycled gets no warning.
-    """
-    for one in found.passed_over:
-        try:
-            read_in_store(backend, one.path, parts, need_parts=need_parts)
-        except CheckpointError:
-            now = backend.stat(one.path)
-            if now is not None and now.inode == one.inode:
-                reason = seen_from(one.path, one.reason)
-                warnings.warn(f"not using {one.path}: {reason}", RuntimeWarning, stacklevel=4)
-
-
-def _checkpoints_at(backend: Backend, path: str) -> dict[str, int]:
-    """Return the inode of each checkpoint that a path may mean, by the checkpoint's path.
-
-    The path may be that of one checkpoint, or of a store. The result is empty if it cannot be read.
-    """
-    stats: dict[str, int] = {}
-    path = os.path.abspath(path)
-    try:
-        named = [path] if is_checkpoint_path(path) else checkpoint_paths(backend, path)
-        for checkpoint in named:
-            if (stat := backend.stat(checkpoint)) is not None:
-                stats[checkpoint] = stat.inode
-    except StorageError:
-        return {}
-    return stats
-
-
-def _open_found(
-    backend: Backend,
-    path: str,
-    parts: PartDirectories,
-    *,
-    need_parts: bool,
-    even_quarantined: bool,
-) -> tuple[Found, Manifest, Lock]:
-    with reading():
-        found = find_checkpoint(backend, path, parts, need_parts=need_parts)
-        lock = lock_for_reading(backend, found.path)
-    try:
-        manifest = read_manifest(
-            backend, found.path, parts, need_parts=need_parts, even_quarantined=even_quarantined
-        )
-        if not even_quarantined:
-            check_name(found.path, manifest)
-    except BaseException:
-        lock.release()
-        raise
-    return found, manifest, lock

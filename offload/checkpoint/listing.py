@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gds import Backend, PosixBackend
+from gds import Backend
+from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.nearby import stores_below
 from offload.checkpoint.reading import (
@@ -94,25 +95,20 @@ def list_checkpoints(
         CheckpointError: `store` is not a store.
         UnreadableError: Something could not be read, which says nothing about its content.
     """
-    owns_backend = backend is None
-    backend = backend or PosixBackend()
     directory = os.path.abspath(os.fspath(store))
-    try:
+    with given_or_local(backend) as storage:
         looks_left = _MOST_LOOKS
         while True:
-            paths = checkpoints_of(backend, directory)
+            paths = checkpoints_of(storage, directory)
             with reading():
-                pins = read_pins(backend, directory)
+                pins = read_pins(storage, directory)
             if pins.failures:
                 raise unreadable(pins.failures[0])
-            found = [_describe_unchanged(backend, path, parts, pins) for path in paths]
+            found = [_describe_unchanged(storage, path, parts, pins) for path in paths]
             looks_left -= 1
             # A checkpoint that has taken the place of a recycled one has not been looked at yet.
             if None not in found or not looks_left:
                 return _in_order([info for info in found if info is not None])
-    finally:
-        if owns_backend:
-            backend.close()
 
 
 def checkpoints_of(backend: Backend, directory: str) -> list[str]:

@@ -26,11 +26,8 @@ def read_quarantine(backend: Backend, path: str) -> str | None:
         return None
     if stat.kind != "file":
         return f"{mark} is a {stat.kind}"
-    file = backend.open(mark)
-    try:
+    with backend.open(mark) as file:
         data = file.read_bytes(0, min(file.size_bytes, MAX_REASON_BYTES))
-    finally:
-        file.close()
     text = data.decode(errors="replace").strip("\0 \n")
     # The text is not trusted, and is shown on terminals.
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

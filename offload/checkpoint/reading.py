@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from gds import Backend
 from gds.contract import Stat
-from offload.checkpoint.nearby import other_checkpoints, stores_below
 from offload.checkpoint.quarantine_mark import read_quarantine
 from offload.checkpoint.second_look import read_document
 from offload.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     DamagedError,
     ManifestError,
 )
@@ -23,7 +19,6 @@ from offload.format.header import Header, TensorFileError, header_length, parse_
 from offload.format.layout import array_file_name
 from offload.format.manifest import MAX_CONTENT_BYTES, MAX_MANIFEST_BYTES, Manifest, decode
 from offload.format.names import (
-    LOCK_NAME,
     MANIFEST_NAME,
     MODEL_NAME,
     PART_FILE_NAME,
@@ -34,7 +29,7 @@ from offload.format.names import (
 )
 from offload.format.part_file import PART_FILE_BYTES, SealedPart, decode_part
 from offload.format.unreadable import reading
-from offload.units import said_once, seen_from
+from offload.units import seen_from
 
 PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
 """Directories on the drives other than the first, in the store's order; None for those in the
@@ -93,7 +88,7 @@ def decode_manifest(backend: Backend, path: str) -> Manifest:
 
 def _decode_manifest(backend: Backend, path: str) -> Manifest:
     manifest_path = f"{path}/{MANIFEST_NAME}"
-    _refuse_link(backend, path)
+    refuse_link(backend, path)
     stat = backend.stat(manifest_path)
     if stat is None:
         raise ManifestError(f"{path}: no {MANIFEST_NAME}: not a complete checkpoint")
@@ -102,8 +97,7 @@ def _decode_manifest(backend: Backend, path: str) -> Manifest:
             f"{manifest_path}: {kind_of(stat)} of {stat.size_bytes} bytes, expected a file of at "
             f"most {MAX_MANIFEST_BYTES}"
         )
-    file = backend.open(manifest_path)
-    try:
+    with backend.open(manifest_path) as file:
         read_document(
             file,
             min(_FIRST_BYTES, file.size_bytes),
@@ -116,8 +110,6 @@ def _decode_manifest(backend: Backend, path: str) -> Manifest:
             lambda data: decode(_without_padding(data, manifest_path), manifest_path),
             ManifestError,
         )
-    finally:
-        file.close()
 
 
 def _without_padding(data: bytes, path: str) -> bytes:
@@ -168,7 +160,12 @@ def check_name(path: str, manifest: Manifest) -> None:
         )
 
 
-def _refuse_link(backend: Backend, path: str) -> None:
+def refuse_link(backend: Backend, path: str) -> None:
+    """Refuse a link in the place of a checkpoint's directory.
+
+    Raises:
+        ManifestError: `path` is a link, a pipe or a device.
+    """
     own = backend.stat(path)
     if own is not None and own.kind == "other":
         raise ManifestError(
@@ -284,13 +281,10 @@ def _read_part(backend: Backend, path: str) -> SealedPart:
     if stat is None or stat.kind != "file" or stat.size_bytes != PART_FILE_BYTES:
         found = f"{kind_of(stat)} of {stat.size_bytes} bytes" if stat else "nothing"
         raise CheckpointError(f"{own}: {found}, expected a file of {PART_FILE_BYTES} bytes")
-    file = backend.open(own)
-    try:
+    with backend.open(own) as file:
         return read_document(
             file, PART_FILE_BYTES, lambda data: decode_part(data, own), CheckpointError
         )
-    finally:
-        file.close()
 
 
 def _check_part(
@@ -339,16 +333,13 @@ def check_header(backend: Backend, path: str, expected: Header) -> None:
             f"{path}: {kind_of(stat)} of {stat.size_bytes} bytes, expected a file of "
             f"{expected.file_bytes}"
         )
-    file = backend.open(path)
-    try:
+    with backend.open(path) as file:
         read_document(
             file,
             expected.data_start,
             lambda found: _compare_header(found, file.size_bytes, expected, path),
             CheckpointError,
         )
-    finally:
-        file.close()
 
 
 def _compare_header(found: bytes, file_bytes: int, expected: Header, path: str) -> None:
@@ -371,93 +362,6 @@ def _compare_header(found: bytes, file_bytes: int, expected: Header, path: str) 
     ):
         raise CheckpointError(f"{path}: its header lists other tensors than the manifest")
     raise CheckpointError(f"{path}: its header is not laid out as the manifest says")
-
-
-@dataclass(frozen=True, slots=True)
-class PassedOver:
-    """A directory of a store that is named like a checkpoint and is not usable."""
-
-    path: str
-    inode: int
-    """Inode of the directory, by which it is recognized later."""
-
-    generation: int | None
-    """Generation of the checkpoint; None if its manifest cannot be read or its directory has a
-    wrong name."""
-
-    reason: str
-    """Reason why the checkpoint is not usable."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The checkpoint that a path means."""
-
-    path: str
-    """Directory of the checkpoint."""
-
-    passed_over: tuple[PassedOver, ...] = ()
-    """Checkpoints that may be newer, and are not usable."""
-
-
-def find_checkpoint(
-    backend: Backend, path: str, parts: PartDirectories = None, *, need_parts: bool = True
-) -> Found:
-    """Return the checkpoint that a path means: the directory itself, or the newest in a store.
-
-    Args:
-        backend: Storage backend of the checkpoint.
-        path: Directory of a checkpoint or of a store.
-        parts: Directories of the parts on other drives.
-        need_parts: Whether the parts on other drives are checked.
-
-    Raises:
-        CheckpointNotFoundError: Nothing exists at `path`.
-        CheckpointError: `path` is neither a checkpoint nor a store that has a usable one.
-        UnreadableError: Something could not be read, so it is not known which checkpoint is the
-            newest.
-    """
-    path = os.path.abspath(path)
-    stat = given_directory(backend, path)
-    if stat is None:
-        others = other_checkpoints(backend, path)
-        raise CheckpointNotFoundError(
-            errno.ENOENT, f"there is no checkpoint or store here{others}", path
-        )
-    if stat.kind != "directory":
-        raise CheckpointError(f"{path}: {kind_of(stat)}, expected a checkpoint or store directory")
-    if backend.stat(f"{path}/{MANIFEST_NAME}") is not None:
-        _refuse_link(backend, path)
-        return Found(path)
-    newest: tuple[int, str] | None = None
-    refused: list[PassedOver] = []
-    for checkpoint in checkpoint_paths(backend, path):
-        own = backend.stat(checkpoint)
-        if own is None:
-            continue  # recycled since the directory was listed
-        generation = None
-        try:
-            manifest = decode_manifest(backend, checkpoint)
-            check_name(checkpoint, manifest)
-            generation = manifest.generation
-            check_files(backend, checkpoint, manifest, parts, need_parts=need_parts)
-        except CheckpointError as error:
-            refused.append(PassedOver(checkpoint, own.inode, generation, str(error)))
-        else:
-            newest = max(newest or (-1, ""), (generation, checkpoint))
-    if newest is None:
-        reasons = said_once([one.reason for one in refused])
-        why = "; ".join(reasons) or _without_any(backend, path)
-        raise CheckpointError(f"{path}: no usable checkpoint here: {why}")
-    passed_over = (r for r in refused if r.generation is None or r.generation > newest[0])
-    return Found(newest[1], tuple(passed_over))
-
-
-def _without_any(backend: Backend, path: str) -> str:
-    """Return what is missing in a directory that has no checkpoint, for a message."""
-    missing = "it has no step-<N> directory"
-    is_store = backend.stat(f"{path}/{LOCK_NAME}") is not None
-    return missing if is_store else f"{missing}; {stores_below(backend, path)}"
 
 
 def given_directory(backend: Backend, path: str) -> Stat | None:

@@ -41,8 +41,7 @@ def read_train_state_file(backend: Backend, path: str, manifest: Manifest) -> St
         DamagedError: The train state is damaged, or belongs to another checkpoint.
         gds.StorageError: The file cannot be read.
     """
-    file = backend.open(path)
-    try:
+    with backend.open(path) as file:
         size_bytes = file.size_bytes
         if size_bytes > MAX_CAPACITY_BYTES:
             raise DamagedError(f"{path}: {size_bytes} bytes, expected at most {MAX_CAPACITY_BYTES}")
@@ -51,8 +50,6 @@ def read_train_state_file(backend: Backend, path: str, manifest: Manifest) -> St
         state = read_document(
             file, size_bytes, lambda data: _unpack(data, path, manifest), DamagedError
         )
-    finally:
-        file.close()
     return StoredTrainState(state, size_bytes)
 
 

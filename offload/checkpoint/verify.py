@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from gds import ALIGNMENT, Backend, StorageError
+from gds import ALIGNMENT, Backend, Buffer, StorageError
+from offload.checkpoint.sealed_slot import SealedRange, SealedSlot
 from offload.checkpoint.second_look import look_again
 from offload.errors import CheckpointError, DamagedError
-from offload.format.digests import DigestContext
-from offload.format.layout import array_file_name
-from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
-from offload.format.names import MODEL_NAME
 from offload.format.unreadable import is_of_content
-
-_Range = tuple[int, str, str, int, int, int, str]
-"""Drive, path of the file, array in the digest, index in the digest, offset and length in bytes,
-and expected digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +65,7 @@ class Findings:
 
 def verify_tensors(
     backend: Backend,
-    path: str,
-    parts: Sequence[str],
-    manifest: Manifest,
+    slot: SealedSlot,
     progress: Callable[[int, int], None] | None,
     findings: Findings,
     *,
@@ -86,9 +77,7 @@ def verify_tensors(
 
     Args:
         backend: Storage backend of the checkpoint.
-        path: Directory of the checkpoint.
-        parts: Paths of the checkpoint's parts on other drives.
-        manifest: Manifest of the checkpoint.
+        slot: Files of the checkpoint.
         progress: Function that is called with the bytes checked so far and the total; None if
             progress is not reported.
         findings: Object to which faults are added.
@@ -97,46 +86,31 @@ def verify_tensors(
     Returns:
         Size in bytes of the ranges that were checked, including those that could not be read.
     """
-    context = DigestContext(manifest.store_id, manifest.generation)
-    ranges = _ranges([path, *parts], manifest)
-    total = sum(nbytes for *_, nbytes, _ in ranges)
-    buffer = backend.allocate(max((nbytes for *_, nbytes, _ in ranges), default=0) + ALIGNMENT)
+    ranges = list(slot.ranges())
+    total = sum(sealed.nbytes for sealed in ranges)
+    buffer = backend.allocate(max((r.nbytes for r in ranges), default=0) + ALIGNMENT)
     checked = 0
-    for drive, file_path, array, index, offset, nbytes, expected in ranges:
-        target = buffer.slice(offset % ALIGNMENT, nbytes)
+    for sealed in ranges:
         try:
-            file = backend.open(file_path)
-            try:
-                file.read(target, offset).result()
-                digest = partial(context.digest, array, index)
-                found = digest(target.memoryview())
-                if found != expected:
-                    look_again(file, offset, nbytes, digest, found=found, expected=expected)
-            finally:
-                file.close()
+            _verify(slot, sealed, buffer.slice(sealed.offset % ALIGNMENT, sealed.nbytes))
         except (StorageError, DamagedError) as error:
-            findings.add(error, marks=marks_parts or not drive)
-        checked += nbytes
+            findings.add(error, marks=marks_parts or not sealed.drive)
+        checked += sealed.nbytes
         if progress is not None:
             progress(checked, total)
     return checked
 
 
-def _ranges(places: Sequence[str], manifest: Manifest) -> list[_Range]:
-    layout = manifest.layout
-    ranges: list[_Range] = []
-    data_start = layout.model_header.data_start
-    data_bytes = layout.model_header.file_bytes - data_start
-    for block, expected in enumerate(manifest.model_digests):
-        start = block * MODEL_BLOCK_BYTES
-        nbytes = min(MODEL_BLOCK_BYTES, data_bytes - start)
-        path = f"{places[0]}/{MODEL_NAME}"
-        ranges.append((0, path, "model", block, data_start + start, nbytes, expected))
-    for name, digests in manifest.digests.items():
-        for chunk, digest in enumerate(digests):
-            offset, nbytes = layout.byte_range(name, chunk)
-            if digest is not None and nbytes:
-                drive = layout.drives[chunk]
-                path = f"{places[drive]}/{array_file_name(name)}"
-                ranges.append((drive, path, name, chunk, offset, nbytes, digest))
-    return ranges
+def _verify(slot: SealedSlot, sealed: SealedRange, into: Buffer) -> None:
+    """Read a range and compare it with its digest.
+
+    Raises:
+        DamagedError: The bytes are not as they were written.
+        gds.StorageError: The range cannot be read.
+    """
+    file = slot.file(sealed)
+    file.read(into, sealed.offset).result()
+    digest = partial(slot.context.digest, sealed.array, sealed.index)
+    found = digest(into.memoryview())
+    if found != sealed.digest:
+        look_again(file, sealed.offset, sealed.nbytes, digest, found=found, expected=sealed.digest)

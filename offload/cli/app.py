@@ -145,7 +145,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Describe a checkpoint: its optimizer, files and tensors."""
-    from offload.checkpoint.checkpoint import open_checkpoint
+    from offload.checkpoint.opening import open_checkpoint
 
     with open_checkpoint(checkpoint, parts=part or None) as opened:
         description = _describe(opened)

@@ -138,10 +138,9 @@ def show_lost_pins(store: str, found: Sequence[CheckpointInfo]) -> None:
     from gds import PosixBackend
     from offload.retention.pins import read_pins
 
-    backend = PosixBackend()
     directory = os.path.abspath(store)
     shown = {name for info in found for name in info.pins}
-    try:
+    with PosixBackend() as backend:
         pins = read_pins(backend, directory)
         # A pin may belong to a checkpoint that was sealed after the store was listed.
         lost_pins = [
@@ -149,8 +148,6 @@ def show_lost_pins(store: str, found: Sequence[CheckpointInfo]) -> None:
             for pin in pins.pins
             if pin.name not in shown and not _is_there(backend, directory, pin)
         ]
-    finally:
-        backend.close()
     for reason in pins.unreadable:
         typer.secho(reason, fg="red", err=True)
     for lost in lost_pins:

@@ -229,7 +229,7 @@ class _Work:
 
     def _open(self, name: str) -> Checkpoint:
         """Open a checkpoint. Wait if a writer is about to recycle or to replace it."""
-        from offload.checkpoint.checkpoint import open_checkpoint
+        from offload.checkpoint.opening import open_checkpoint
 
         deadline = time.monotonic() + _BUSY_S
         while True:
@@ -247,11 +247,8 @@ def _checkpoints_of(store: str) -> list[str]:
     from gds import PosixBackend
     from offload.checkpoint.listing import checkpoints_of
 
-    backend = PosixBackend()
-    try:
+    with PosixBackend() as backend:
         return checkpoints_of(backend, os.path.abspath(store))
-    finally:
-        backend.close()
 
 
 def _stores_below(directory: str, unlisted: list[OSError]) -> Iterator[str]:

@@ -154,7 +154,7 @@ class Engine:
         ):
             return replace_train_state(store, sealed, encoded, metrics)
         store.warn_of_lost()  # `is_usable` may just have found a loss
-        store.keeping.require_replaceable(store.path_of(state.num_steps))
+        store.keeping.require_replaceable(store.sealing.path_of(state.num_steps))
         if state.slots.present is None:
             slot = state.slots.begin(state.layout, len(groups))
         else:
@@ -238,7 +238,7 @@ class Engine:
             state.meter.restore_bytes = load_checkpoint(
                 found, slot, stored, state.block_buffers(), groups
             )
-        slot.unchecked = True  # the first pass checks the state, even if this process wrote it
+        slot.distrust()  # the first pass checks the state, even if this process wrote it
         if state.options.verify == "at_restore" if verify is None else verify:
             state.meter.restore_bytes += check_state(
                 state.ring(), slot, state.chunks(), state.meter

@@ -13,8 +13,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -22,23 +21,22 @@ import torch
 from gds import StorageError
 from gds.waiting import Monitor, Pending, start
 from offload.ambient import in_neutral
-from offload.checkpoint.checkpoint import Checkpoint, train_state_header
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.device.boundary import Marks, marks_of
 from offload.errors import SealError, reason_of
 from offload.format._manifest_fields import NOT_HYPERPARAMETERS
 from offload.format.layout import Layout
-from offload.format.manifest import Manifest, num_model_blocks
-from offload.format.train_state import EncodedState, pack_encoded
+from offload.format.manifest import Manifest
+from offload.format.train_state import EncodedState
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.model.model_writing import CloneSource, TensorRanges, write_model
 from offload.model.parameters import Stored
 from offload.model.table import ParameterTable
+from offload.store.sealing import Composition, compose
 from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.stream.meter import Meter
 from offload.stream.streamer import Flush
-
-_NO_DIGEST = "0" * 16
 
 SEAL_THREAD = "offload-seal"
 """Name of the threads that seal."""
@@ -124,7 +122,7 @@ class Seal:
     """One seal in flight.
 
     Args:
-        store: Store of the slot. `Store.begin_seal` must be called before `start`.
+        store: Store of the slot. `Sealing.begin` must be called before `start`.
         slot: Working slot that holds the state.
         captured: Content of the checkpoint.
         buffers: Memory for copying tensors.
@@ -146,7 +144,7 @@ class Seal:
         self._store = store
         self.slot = slot
         self._manifest = manifest = captured.manifest
-        self._train_state = captured.train_state
+        self._composition = Composition(captured.manifest, captured.train_state)
         self._buffers = buffers
         self._flush = flush
         self._progress = Monitor()
@@ -243,7 +241,7 @@ class Seal:
             self._progress.wait_until(lambda: self._copied >= nbytes)
 
     def _seal(self) -> Checkpoint:
-        slot, manifest = self.slot, self._manifest
+        slot = self.slot
         self._store.expire()
         self._flush.start(slot)
         written = write_model(
@@ -258,19 +256,10 @@ class Seal:
         )
         self._model_bytes = written.written_bytes
         self._flush.wait()
-        slot.train_state.write_bytes(self._train_state, 0)
-        digests: Mapping[str, tuple[str | None, ...]] = {
-            name: tuple(values) for name, values in slot.digests.items()
-        }
-        manifest = replace(
-            manifest,
-            digests=digests,
-            model_digests=tuple(written.digests),
-            parts=slot.part_references,
-        )
-        encoded = manifest.encode(slot.manifest.size_bytes)
-        stored = self._store.commit(slot, manifest, encoded)
-        return Checkpoint(self._store.backend, stored.path, manifest, self._store.directories[1:])
+        with self._store.sealing.prepare(slot, self._composition, written.digests) as prepared:
+            stored = self._store.sealing.publish(prepared)
+        parts = self._store.directories[1:]
+        return Checkpoint(self._store.backend, stored.path, stored.manifest, parts)
 
     def _publish(self, copied: int) -> None:
         while self._versions and self._versions[-1][3] <= copied:
@@ -286,7 +275,7 @@ class Seal:
             self._progress.notify_all()
 
     def _finish(self) -> None:
-        self._store.end_seal()
+        self._store.sealing.end()
         with self._progress:
             self._copied = 1 << 62  # no thread needs to wait any longer, whatever the outcome
             self._progress.notify_all()
@@ -339,11 +328,19 @@ def capture(
         TypeError: A hyper-parameter cannot be stored. The message names it.
         offload.format.train_state.TrainStateTooLargeError: The train state does not fit.
     """
-    manifest = _describe(groups, table, stored, slot, step, metrics)
-    packed = pack_encoded(
+    manifest, packed = compose(
+        slot,
         train_state,
-        capacity_bytes=slot.train_state.size_bytes,
-        header=train_state_header(manifest),
+        step=step,
+        torch_version=torch.__version__,
+        optimizer=table.rule.class_name,
+        groups=[
+            {k: copy.deepcopy(v) for k, v in group.items() if k not in NOT_HYPERPARAMETERS}
+            for group in groups
+        ],
+        scalars=table.scalars,
+        order=_parameter_order(groups, stored, slot.layout),
+        metrics=metrics,
     )
     captured = [item.captured() for item in stored]
     marks = marks_of(item.tensor for item in captured)
@@ -363,39 +360,6 @@ def versions_of(stored: Iterable[Stored]) -> dict[str, int]:
             for item in stored
             if not item.by_value and not item.tensor.is_inference()
         }
-
-
-def _describe(
-    groups: Sequence[Mapping[str, Any]],
-    table: ParameterTable,
-    stored: Sequence[Stored],
-    slot: Slot,
-    step: int,
-    metrics: Mapping[str, float],
-) -> Manifest:
-    """Return the manifest of a seal, with placeholders for its digests."""
-    layout = slot.layout
-    manifest = Manifest(
-        store_id=slot.context.store_id,
-        generation=slot.context.generation,
-        step=step,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        torch_version=torch.__version__,
-        optimizer=table.rule.class_name,
-        groups=tuple(
-            {k: copy.deepcopy(v) for k, v in group.items() if k not in NOT_HYPERPARAMETERS}
-            for group in groups
-        ),
-        layout=layout,
-        scalars=tuple(table.scalars),
-        digests=dict.fromkeys(layout.array_names, (_NO_DIGEST,) * layout.num_chunks),
-        model_digests=(_NO_DIGEST,) * num_model_blocks(layout),
-        parts=slot.part_references,
-        metrics=metrics,
-        order=_parameter_order(groups, stored, layout),
-    )
-    manifest.encode(slot.manifest.size_bytes)
-    return manifest
 
 
 def _parameter_order(

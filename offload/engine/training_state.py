@@ -198,8 +198,8 @@ class TrainingState:
         ring, buffers, seal = self.ring(), self.block_buffers(), None
         try:
             seal = Seal(self.store, slot, captured, buffers, ring.flush(), self.meter)
-            self.store.begin_seal(captured.manifest)
-            self.slots.froze()
+            self.store.sealing.begin(captured.manifest)
+            self.slots.sealed_now()
             self.lifecycle.steps_in_seal = self.meter.steps
             self.seal = seal  # set before the seal begins, as the start may be interrupted
             seal.start(self.meter.count_seal)
@@ -207,7 +207,7 @@ class TrainingState:
             if seal is None or seal.cancel():  # else it goes on
                 self.seal = None
                 ring.thaw()
-                self.store.end_seal()
+                self.store.sealing.end()
                 self.slots.is_working = True
             raise
         return seal.handle

@@ -85,7 +85,7 @@ class StateSlots:
         if target is not self.present:
             self._reserved = target
 
-    def froze(self) -> None:
+    def sealed_now(self) -> None:
         """Record that the present slot is being sealed, so that no step writes it any more."""
         self.is_working, self.sealed = False, None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,14 +10,10 @@ from typing import Any, TypeAlias
 import torch
 
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.sealed_slot import SealedSlot
 from offload.checkpoint.second_look import look_again
 from offload.format.arrays import MASTER
-from offload.format.digests import DigestContext
 from offload.format.layout import Layout
-from offload.format.manifest import MODEL_BLOCK_BYTES
-from offload.model.model_file import MODEL_ARRAY
-from offload.store.part import open_part
-from offload.store.slot import Slot, open_slot
 from offload.stream.passes import RingPass, ring_for_one_pass
 from offload.update.decoder import (
     Block,
@@ -42,7 +37,7 @@ class CheckpointStream:
         progress: Function that is called after each block; None for no reports.
     """
 
-    def __init__(self, checkpoint: Checkpoint, slot: Slot, progress: Progress | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, slot: SealedSlot, progress: Progress | None) -> None:
         self.checkpoint = checkpoint
         self.manifest = checkpoint.manifest
         self.layout: Layout = checkpoint.manifest.layout
@@ -121,24 +116,23 @@ class CheckpointStream:
         Raises:
             DamagedError: The data that was read differs from the data that was written.
         """
-        data_start = self.layout.model_header.data_start
-        for index, start in enumerate(range(0, self._model_bytes, MODEL_BLOCK_BYTES)):
-            stop = min(start + MODEL_BLOCK_BYTES, self._model_bytes)
-            data = self._slot.model.read_bytes(data_start + start, stop - start)
-            digest = partial(self._slot.context.digest, MODEL_ARRAY, index)
-            found, expected = digest(memoryview(data)), self.manifest.model_digests[index]
-            if found != expected:
+        file, data_start = self._slot.model, self.layout.model_header.data_start
+        for block in self._slot.model_ranges():
+            data = file.read_bytes(block.offset, block.nbytes)
+            digest = partial(self._slot.context.digest, block.array, block.index)
+            found = digest(memoryview(data))
+            if found != block.digest:
                 again = look_again(
-                    self._slot.model,
-                    data_start + start,
-                    stop - start,
+                    file,
+                    block.offset,
+                    block.nbytes,
                     digest,
                     found=found,
-                    expected=expected,
-                    direct=True,  # bypass the page cache, which served the first read
+                    expected=block.digest,
+                    direct=True,  # the first read went through the page cache
                 )
                 data = bytes(again.memoryview())
-            yield start, data
+            yield block.offset - data_start, data
             self._advance(len(data))
 
     def read_model(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -176,28 +170,12 @@ def open_stream(
 
 @contextmanager
 def _open_stream(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[CheckpointStream]:
-    backend, manifest = checkpoint.backend, checkpoint.manifest
-    slot = open_slot(backend, checkpoint.path, manifest.layout, writable=False)
-    try:
-        slot.parts = tuple(
-            open_part(
-                backend,
-                os.path.dirname(path),
-                os.path.basename(path),
-                manifest.layout,
-                drive,
-                writable=False,
-            )
-            for drive, path in enumerate(checkpoint.parts, 1)
-        )
-        slot.begin_generation(DigestContext(manifest.store_id, manifest.generation))
-        slot.digests = {name: list(digests) for name, digests in manifest.digests.items()}
+    with checkpoint.open_slot() as slot:
+        slot.open_all()
         yield CheckpointStream(checkpoint, slot, progress)
-    finally:
-        slot.close()
 
 
-def _bytes_of(slot: Slot, offset: int, nbytes: int) -> torch.Tensor:
+def _bytes_of(slot: SealedSlot, offset: int, nbytes: int) -> torch.Tensor:
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(slot.model.read_bytes(offset, nbytes)), dtype=torch.uint8)

@@ -10,14 +10,14 @@ import errno
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
 from offload.ambient import called_as_user, in_neutral
-from offload.checkpoint.checkpoint import Checkpoint, train_state_header
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import MismatchError, StoreError
 from offload.exchange.foreign import Foreign, open_foreign
 from offload.exchange.foreign_checks import check_model, count_of_steps, hyperparameters
@@ -32,12 +32,12 @@ from offload.format.layout import (
     element_space_order,
     model_order,
 )
-from offload.format.manifest import Manifest
-from offload.format.train_state import encode, pack_encoded
+from offload.format.train_state import encode
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.model.model_writing import write_model
 from offload.options import Options
 from offload.retention.policy import Retention, as_retention
+from offload.store.sealing import compose
 from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.stream.drives import Directory, Drives, as_directories
@@ -155,73 +155,77 @@ def import_checkpoint(
         for name, (code, shape) in tensors.items()
     ]
     directories = as_directories(directory)
-    drives = Drives(directories, options, None)
-    try:
-        backends = drives.backends
-        store = Store(
-            backends[0],
-            directories[0],
-            list(zip(backends, directories, strict=True))[1:],
-            keep=as_retention(keep),
-            fresh=fresh,
-            train_state_bytes=options.train_state_bytes,
-            reader_timeout_s=options.reader_timeout_s,
-            allow_volatile=options.allow_volatile,
-            allow_remote=options.allow_remote,
+    with (
+        closing(Drives(directories, options, None)) as drives,
+        closing(_open_store(drives, directories, options, keep, fresh=fresh)) as store,
+    ):
+        layout = Layout(
+            tuple(specs),
+            model_order(listed[: len(specs)], listed[len(specs) :]),
+            options.chunk_elements,
+            options.state_dtype,
+            drives.shares(),
         )
+        store.require_space(layout, len(groups))
+        positions = {tensor.name: i for i, tensor in enumerate(layout.model)}
+        slot = store.acquire(layout, len(groups))
         try:
-            if (store.checkpoints or store.refused) and not fresh:
-                raise StoreError(
-                    errno.EEXIST,
-                    "this store has checkpoints already: import into another directory, or pass "
-                    "--fresh (fresh=True in Python) to replace them",
-                    directories[0],
-                )
-            layout = Layout(
-                tuple(specs),
-                model_order(listed[: len(specs)], listed[len(specs) :]),
-                options.chunk_elements,
-                options.state_dtype,
-                drives.shares(),
+            composition = compose(
+                slot,
+                encode(train_state),
+                step=steps,
+                torch_version=torch.__version__,
+                optimizer=rule.class_name,
+                groups=groups,
+                scalars=_fill(drives, slot, parameters, steps, options, progress),
+                order=[[positions[name] for name in group] for group in order],
             )
-            store.require_space(layout, len(groups))
-            positions = {tensor.name: i for i, tensor in enumerate(layout.model)}
-            slot = store.acquire(layout, len(groups))
-            try:
-                scalars = _fill(drives, slot, parameters, steps, options, progress)
-                manifest = Manifest(
-                    store_id=store.store_id,
-                    generation=slot.context.generation,
-                    step=steps,
-                    created=datetime.now(UTC).isoformat(timespec="seconds"),
-                    torch_version=torch.__version__,
-                    optimizer=rule.class_name,
-                    groups=tuple(groups),
-                    layout=layout,
-                    scalars=tuple(scalars),
-                    digests={name: tuple(values) for name, values in slot.digests.items()},
-                    model_digests=_write_model(drives, slot, foreign, parameters),
-                    parts=slot.part_references,
-                    order=tuple(tuple(positions[name] for name in group) for group in order),
-                )
-                packed = pack_encoded(
-                    encode(train_state),
-                    capacity_bytes=slot.train_state.size_bytes,
-                    header=train_state_header(manifest),
-                )
-                slot.train_state.write_bytes(packed, 0)
-                encoded = manifest.encode(slot.manifest.size_bytes)
-                store.begin_seal(manifest)
-                stored = store.commit(slot, manifest, encoded)
-            except BaseException:
-                store.end_seal()
-                store.release(slot)
-                raise
-            return Checkpoint(backends[0], stored.path, manifest, store.directories[1:])
-        finally:
-            store.close()
-    finally:
-        drives.close()
+            model_digests = _write_model(drives, slot, foreign, parameters)
+            store.sealing.begin(composition.manifest)
+            with store.sealing.prepare(slot, composition, model_digests) as prepared:
+                stored = store.sealing.publish(prepared)
+        except BaseException:
+            store.sealing.end()
+            store.release(slot)
+            raise
+        parts = store.directories[1:]
+        return Checkpoint(store.backend, stored.path, stored.manifest, parts)
+
+
+def _open_store(
+    drives: Drives,
+    directories: Sequence[str],
+    options: Options,
+    keep: int | Retention,
+    *,
+    fresh: bool,
+) -> Store:
+    """Open the store that a checkpoint is imported into.
+
+    Raises:
+        StoreError: The store has checkpoints already, and `fresh` is False.
+    """
+    backends = drives.backends
+    store = Store(
+        backends[0],
+        directories[0],
+        list(zip(backends, directories, strict=True))[1:],
+        keep=as_retention(keep),
+        fresh=fresh,
+        train_state_bytes=options.train_state_bytes,
+        reader_timeout_s=options.reader_timeout_s,
+        allow_volatile=options.allow_volatile,
+        allow_remote=options.allow_remote,
+    )
+    if (store.checkpoints or store.refused) and not fresh:
+        store.close()
+        raise StoreError(
+            errno.EEXIST,
+            "this store has checkpoints already: import into another directory, or pass "
+            "--fresh (fresh=True in Python) to replace them",
+            directories[0],
+        )
+    return store
 
 
 def _with_ties(foreign: Foreign, tied: Mapping[str, str]) -> Foreign:

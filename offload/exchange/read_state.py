@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import errno
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
 
-from gds import File
 from offload.ambient import in_neutral
+from offload.checkpoint.sealed_slot import SealedSlot
 from offload.errors import CheckpointNotFoundError
 from offload.format.arrays import MASTER
-from offload.format.chunk_plan import ChunkPlan, Span
-from offload.format.layout import array_file_name
-from offload.format.names import MODEL_NAME
+from offload.format.chunk_plan import Span
 from offload.update.decoder import (
     StateDecoder,
     StoredParameters,
@@ -72,8 +69,8 @@ def _read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
         array: torch.zeros(spec.num_elements, dtype=torch.float32, device="cpu")
         for array in (MASTER, *kept_arrays(spec, layout))
     }
-    with _StoredPieces(checkpoint) as stored:
-        live = StoredParameters(stored.file(f"{checkpoint.path}/{MODEL_NAME}"), layout)
+    with checkpoint.open_slot() as slot:
+        live = StoredParameters(slot.model, layout)
         decoder = StateDecoder(layout, manifest.scalars, live)
         has_state = manifest.scalars[index] is not None
         for chunk in layout.chunks_of(index):
@@ -81,7 +78,7 @@ def _read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
                 (piece,) = span.pieces
                 if piece.parameter != index:
                     continue
-                arrays = stored.read(layout.plans[chunk], span) if has_state else {}
+                arrays = _read_span(slot, chunk, span) if has_state else {}
                 _, start, values = decoder.block(piece, arrays)
                 if not has_master(spec):  # an FP32 parameter is its own master
                     values[MASTER] = live.read(index, piece.start, piece.stop)
@@ -90,37 +87,14 @@ def _read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
     return {array: values.view(spec.shape) for array, values in out.items()}
 
 
-class _StoredPieces:
-    """Reader of single pieces of chunks. It reads the stored bytes of a piece, and no others."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._layout = checkpoint.manifest.layout
-        self._places = [checkpoint.path, *checkpoint.parts]
-        self._files: dict[str, File] = {}
-        self._opened = ExitStack()
-
-    def __enter__(self) -> _StoredPieces:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-    def file(self, path: str) -> File:
-        """Return a file of the checkpoint, which stays open until the context ends."""
-        if path not in self._files:
-            self._files[path] = file = self._checkpoint.backend.open(path)
-            self._opened.callback(file.close)
-        return self._files[path]
-
-    def read(self, plan: ChunkPlan, span: Span) -> dict[str, torch.Tensor]:
-        """Return a span's stored values in each state array, as flat tensors."""
-        place = self._places[plan.drive]
-        out = {}
-        for array, (start, stop) in span.values.items():
-            form = self._layout.formats[array]
-            data = self.file(f"{place}/{array_file_name(array)}").read_bytes(
-                plan.arrays[array].offset + start * form.nbytes, (stop - start) * form.nbytes
-            )
-            out[array] = torch.frombuffer(bytearray(data), dtype=DTYPES[form.dtype])
-        return out
+def _read_span(slot: SealedSlot, chunk: int, span: Span) -> dict[str, torch.Tensor]:
+    """Return the stored values of a span of a chunk, by state array."""
+    layout = slot.layout
+    out = {}
+    for array, (start, stop) in span.values.items():
+        form, share = layout.formats[array], layout.plans[chunk].arrays[array]
+        data = slot.array(array, chunk).read_bytes(
+            share.offset + start * form.nbytes, (stop - start) * form.nbytes
+        )
+        out[array] = torch.frombuffer(bytearray(data), dtype=DTYPES[form.dtype])
+    return out

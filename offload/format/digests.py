@@ -15,6 +15,9 @@ from typing import Protocol, TypeAlias
 
 import xxhash
 
+MODEL_ARRAY = "model"
+"""Name that stands for ``model.safetensors`` in the digests of its blocks."""
+
 LEAF_BYTES = 1 << 20
 """Size of a leaf in bytes; the last leaf of a chunk may be shorter."""
 

@@ -10,11 +10,9 @@ import torch
 
 from gds import Backend
 from offload.ambient import in_neutral
-from offload.checkpoint.checkpoint import open_for_parameters
+from offload.checkpoint.opening import open_for_parameters
 from offload.errors import MismatchError
-from offload.format.digests import DigestContext
 from offload.format.layout import ModelTensor
-from offload.format.names import MODEL_NAME
 from offload.format.unreadable import reading
 from offload.model.model_file import BlockBuffers, ModelImage, read_model
 from offload.model.parameters import Stored, describe_model
@@ -64,15 +62,9 @@ def load_parameters(
         instead = "or name a checkpoint of this model"
         check_same(wanted, live, opened.path, call="load_parameters()", instead=instead)
         image = ModelImage(header, {n: tensor for n, (tensor, _) in tensors.items()})
-        source = opened.backend
-        with reading(opened.path):
-            file = source.open(f"{opened.path}/{MODEL_NAME}")
-            try:
-                buffers = BlockBuffers(source, image.data_bytes)
-                context = DigestContext(manifest.store_id, manifest.generation)
-                read_model(image, file, buffers, context, manifest.model_digests)
-            finally:
-                file.close()
+        with reading(opened.path), opened.open_slot() as slot:
+            buffers = BlockBuffers(opened.backend, image.data_bytes)
+            read_model(image, slot.model, buffers, slot.context, manifest.model_digests)
         return manifest.step
 
 

@@ -24,13 +24,10 @@ from offload.device.boundary import (
     marks_of,
 )
 from offload.device.staging import Traffic
-from offload.format.digests import DigestContext, leaf_digests
+from offload.format.digests import MODEL_ARRAY, DigestContext, leaf_digests
 from offload.format.header import Header
 from offload.format.known_leaves import KnownLeaves
 from offload.format.manifest import MODEL_BLOCK_BYTES
-
-MODEL_ARRAY = "model"
-"""Name of the array under which ``model.safetensors`` is digested."""
 
 
 class BlockBuffers:

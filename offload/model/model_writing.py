@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from gds import ALIGNMENT, Buffer, File, IOFuture, StorageError
 from gds.contract import CLONE_REACH_BYTES
-from offload.format.digests import LEAF_BYTES, DigestContext, leaf_digests
+from offload.format.digests import LEAF_BYTES, MODEL_ARRAY, DigestContext, leaf_digests
 from offload.format.header import Header
 from offload.format.known_leaves import KnownLeaves
-from offload.model.model_file import MODEL_ARRAY, BlockBuffers, ModelImage
+from offload.model.model_file import BlockBuffers, ModelImage
 
 _DIGEST_BYTES = 8
 

@@ -189,21 +189,19 @@ def _write_pin(backend: Backend, store: str, pin: Pin, guard: AbstractContextMan
         "store_id": pin.store_id,
         "generation": pin.generation,
     }
-    file = backend.create(new, _BYTES)
-    try:
-        file.write_bytes(document.padded(document.signed(_FORMAT, body), _BYTES), 0)
-        with guard:
-            file.sync()
-            backend.rename(new, f"{directory}/{pin.name}")
-            backend.sync_dir(directory)
-            backend.sync_dir(store)
-    except BaseException:
-        with suppress(StorageError):
-            if backend.stat(new) is not None:
-                backend.remove(new)
-        raise
-    finally:
-        file.close()
+    with backend.create(new, _BYTES) as file:
+        try:
+            file.write_bytes(document.padded(document.signed(_FORMAT, body), _BYTES), 0)
+            with guard:
+                file.sync()
+                backend.rename(new, f"{directory}/{pin.name}")
+                backend.sync_dir(directory)
+                backend.sync_dir(store)
+        except BaseException:
+            with suppress(StorageError):
+                if backend.stat(new) is not None:
+                    backend.remove(new)
+            raise
 
 
 def remove_pin(
@@ -262,10 +260,8 @@ def _read_pin(backend: Backend, path: str, name: str) -> Pin | None:
         if error.errno == errno.ENOENT:
             return None
         raise
-    try:
+    with file:
         _, body = document.read(file.read_bytes(0, _BYTES), "a pin", (_FORMAT,))
-    finally:
-        file.close()
     generation = body["generation"]
     if type(generation) is not int or not 0 <= generation < 1 << 63:
         raise ValueError(f"generation {generation!r:.30}")

@@ -20,10 +20,8 @@ from offload.checkpoint.quarantine_mark import is_quarantined
 from offload.checkpoint.reading import check_files, check_name, decode_manifest
 from offload.errors import CheckpointError
 from offload.format.manifest import Manifest
-from offload.store.opening import StoredCheckpoint, ids_at
-from offload.store.part_pool import PartPool
+from offload.store.opening import OpenedDirectory, StoredCheckpoint, ids_at
 from offload.store.slot import Slot
-from offload.store.writer_lock import WriterLock
 from offload.units import seen_from
 
 
@@ -34,27 +32,21 @@ class Census:
 
     Args:
         backend: Backend of the checkpoints.
-        checkpoints: The store's own list of checkpoints. Unusable ones are removed from it.
-        refused: The store's own list of unusable checkpoints and the reasons. Checkpoints that were
-            replaced or damaged are added to it.
-        parts: Parts on the store's further drives.
-        lock: Right to write to the store. As long as it is not held, no checkpoint is removed from
-            the list.
+        opened: Content of the store. Unusable checkpoints are removed from its list, and those that
+            were replaced or damaged are listed as refused. As long as the store's lock is not held,
+            no checkpoint is removed from the list.
     """
 
     def __init__(
         self,
         backend: Backend,
-        checkpoints: list[StoredCheckpoint],
-        refused: list[tuple[str, str]],
-        parts: PartPool,
-        lock: WriterLock,
+        opened: OpenedDirectory,
     ) -> None:
         self._backend = backend
-        self._checkpoints = checkpoints
-        self._refused = refused
-        self._parts = parts
-        self._lock = lock
+        self._checkpoints = opened.checkpoints
+        self._refused = opened.refused
+        self._parts = opened.parts
+        self._lock = opened.lock
         self._left: list[tuple[Slot, Manifest | None]] = []
         """Old files of removed or changed checkpoints, as slots that state may still be read from.
         Each has the manifest whose parts are free after that, or None."""
@@ -103,7 +95,7 @@ class Census:
             if path not in spoken_of:
                 warnings.warn(message, RuntimeWarning, stacklevel=5)
 
-    def let_go(self, slot: Slot) -> bool:
+    def release(self, slot: Slot) -> bool:
         """Close the old files of a removed or changed checkpoint, once no state is read from them.
 
         Returns:
@@ -170,7 +162,7 @@ class Census:
         slot, checkpoint.slot, checkpoint.model_leaves = checkpoint.slot, None, None
         newest = max(self._checkpoints, key=lambda c: c.manifest.generation)
         if slot is not None and checkpoint is newest:
-            slot.unchecked = True  # the next step reads files that others may have changed
+            slot.distrust()  # the next step reads files that others may have changed
             self._left.append((slot, free))
         else:
             self._close(slot, free)

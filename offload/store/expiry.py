@@ -21,10 +21,9 @@ from offload.retention.policy import (
     num_wanted,
 )
 from offload.store.census import Census
-from offload.store.opening import StoredCheckpoint, find_stored
+from offload.store.opening import OpenedDirectory, StoredCheckpoint, find_stored
 from offload.store.places import NOTHING_CHANGED
 from offload.store.poison import Poison
-from offload.store.writer_lock import WriterLock
 
 
 class Keeping:
@@ -37,11 +36,11 @@ class Keeping:
         backend: Backend of the store's first directory.
         directory: The store's first directory.
         policy: Policy that selects the checkpoints to keep, besides pinned ones.
-        checkpoints: The store's own list of its checkpoints, oldest first.
-        changed: Monitor that is held while `checkpoints` changes, and while a pin is made.
+        opened: Content of the store.
+        changed: Monitor that is held while the list of checkpoints changes, and while a pin is
+            made.
         poison: Poison of the store; set if making, removing or syncing a pin fails.
-        lock: Right to write to the store.
-        census: Updates `checkpoints` to match the drives.
+        census: Updates the list of checkpoints to match the drives.
     """
 
     def __init__(
@@ -49,19 +48,18 @@ class Keeping:
         backend: Backend,
         directory: str,
         policy: Retention,
-        checkpoints: Sequence[StoredCheckpoint],
+        opened: OpenedDirectory,
         changed: Monitor,
         poison: Poison,
-        lock: WriterLock,
         census: Census,
     ) -> None:
         self._backend = backend
         self._directory = directory
         self._policy = policy
-        self._checkpoints = checkpoints
+        self._checkpoints = opened.checkpoints
         self._changed = changed
         self._poison = poison
-        self._lock = lock
+        self._lock = opened.lock
         self._census = census
         self._ranked: set[str] = set()
         """Metrics of the policy that some checkpoint has had, or that a warning has been given
@@ -73,6 +71,11 @@ class Keeping:
     def current(self) -> list[StoredCheckpoint]:
         """All checkpoints except superseded ones, oldest first."""
         return [c for c in self._checkpoints if not c.superseded]
+
+    @property
+    def newest(self) -> StoredCheckpoint | None:
+        """The checkpoint of the highest generation, or None; superseded ones do not count."""
+        return max(self.current, key=lambda c: c.manifest.generation, default=None)
 
     def pins(self) -> FoundPins:
         """Read the pins of the store.
@@ -169,7 +172,7 @@ class Keeping:
         Raises:
             gds.StorageError: The pins could not be synced or read.
         """
-        with self._poison.on_error("the pins could not be made durable"):
+        with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         found = self.pins()
         return bool(found.unreadable or found.of(checkpoint.path, checkpoint.manifest))
@@ -198,7 +201,7 @@ class Keeping:
                 raise CheckpointNotFoundError(
                     errno.ENOENT, "there is no checkpoint in this store yet", self._directory
                 )
-            guard = self._poison.on_error("a pin could not be made durable")
+            guard = self._poison.fatal("a pin could not be made durable")
             pin = pin_of(name, checkpoint.path, checkpoint.manifest)
             write_pin(self._backend, self._directory, pin, guard)
 
@@ -213,7 +216,7 @@ class Keeping:
         """
         with self._changed:
             self._lock.require()
-            guard = self._poison.on_error("a pin could not be removed")
+            guard = self._poison.fatal("a pin could not be removed")
             remove_pin(self._backend, self._directory, name, guard)
 
     def require_none(self, what: str) -> None:
@@ -254,7 +257,7 @@ class Keeping:
         """
         if self._backend.stat(path) is None:
             return
-        with self._poison.on_error("the pins could not be made durable"):
+        with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         found = self.pins()
         if names := found.at(path):

@@ -18,7 +18,7 @@ from offload.format.names import slot_name
 from offload.store.full_disk import FULL, saying_what_is_free
 from offload.store.part_pool import PartPool
 from offload.store.poison import Poison
-from offload.store.slot import Slot, adopt_slot, create_slot, directories_in, remove_slot
+from offload.store.slot import Slot, SlotState, adopt_slot, create_slot, directories_in, remove_slot
 from offload.store.space import Room, has_room
 
 _log = logging.getLogger("offload")
@@ -107,7 +107,7 @@ class FreeSlots:
                 self._slots.remove(candidate)
                 if candidate.layout == layout and candidate.sizes == sizes and in_place:
                     return candidate
-                with self._poison.on_error(_NOT_READY):
+                with self._poison.fatal(_NOT_READY):
                     self.discard(candidate)
                 continue
             if self.backend.stat(candidate) is None:
@@ -122,7 +122,7 @@ class FreeSlots:
                 self._slots.remove(candidate)
                 adopted = None
                 try:
-                    with self._poison.on_error(_NOT_READY):
+                    with self._poison.fatal(_NOT_READY):
                         adopted = adopt_slot(self.backend, candidate, layout, sizes)
                         if adopted is None:
                             remove_slot(self.backend, candidate)
@@ -130,7 +130,7 @@ class FreeSlots:
                     if adopted is None:
                         self._parts.put_back(parts)
                 if adopted is not None:
-                    adopted.parts = parts
+                    adopted.add_parts(parts)
                     return adopted
         return None
 
@@ -153,7 +153,7 @@ class FreeSlots:
         except BaseException:
             self._parts.remove(parts)
             raise
-        slot.parts = parts
+        slot.add_parts(parts)
         return slot
 
     def create_spare(
@@ -228,7 +228,7 @@ class FreeSlots:
         if not at_path:
             self._parts.put_back(slot.parts)
             return
-        if not slot.in_doubt:
+        if slot.state is not SlotState.IN_DOUBT:
             remove_slot(self.backend, slot.path)
             self._parts.remove(slot.parts)
 

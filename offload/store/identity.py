@@ -37,13 +37,10 @@ def read_store_id(backend: Backend, directory: str, *, durable: bool) -> str | N
     stat = backend.stat(path)
     if stat is None or stat.kind != "file" or stat.size_bytes != _BYTES:
         return None
-    file = backend.open(path, writable=durable)
-    try:
+    with backend.open(path, writable=durable) as file:
         store_id = _read(file)
         if durable:
             file.sync()
-    finally:
-        file.close()
     return store_id
 
 
@@ -78,11 +75,8 @@ def write_store_id(backend: Backend, directory: str, store_id: str, poison: Pois
     text = json.dumps({"format": _FORMAT, "store_id": store_id})
     if backend.stat(path) is not None:
         backend.remove(path)  # damaged, or left by a store whose checkpoints are all gone
-    file = backend.create(path, _BYTES)
-    try:
+    with backend.create(path, _BYTES) as file:
         file.write_bytes(text.encode().ljust(_BYTES - 1) + b"\n", 0)
-        with poison.on_error("a store's identity could not be made durable"):
+        with poison.fatal("a store's identity could not be made durable"):
             file.sync()
             backend.sync_dir(directory)
-    finally:
-        file.close()

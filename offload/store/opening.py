@@ -24,7 +24,6 @@ from offload.checkpoint.reading import (
     kind_of,
 )
 from offload.errors import CheckpointError, CheckpointNotFoundError
-from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME, is_slot_name
@@ -203,16 +202,11 @@ def open_stored(
     manifest = checkpoint.manifest
     slot = open_slot(backend, checkpoint.path, manifest.layout, writable=writable)
     try:
-        slot.parts = parts.open(manifest, writable=writable)
+        slot.add_parts(parts.open(manifest, writable=writable))
     except BaseException:
         slot.close()
         raise
-    slot.begin_generation(DigestContext(manifest.store_id, manifest.generation))
-    slot.unchecked = True
-    slot.digests = {name: list(digests) for name, digests in manifest.digests.items()}
-    known = checkpoint.model_leaves
-    if known is not None and known.inode == slot.model_leaves.inode != 0:
-        slot.model_leaves = known
+    slot.opened_sealed(manifest, checkpoint.model_leaves)
     checkpoint.slot = slot
     return slot
 

@@ -48,6 +48,11 @@ class Part:
         """Path of the part's directory."""
         return f"{self.directory}/{self.name}"
 
+    @property
+    def files(self) -> Mapping[str, File]:
+        """Open files of the part, by name."""
+        return self._files
+
     def array(self, name: str) -> File:
         """Return the open file with the part's share of a state array."""
         return self._files[array_file_name(name)]

@@ -159,7 +159,7 @@ class PartPool:
                 name = part_name(number)
                 part = None
                 if number in free[drive - 1]:
-                    with self._poison.on_error("a free part could not be made ready"):
+                    with self._poison.fatal("a free part could not be made ready"):
                         part = adopt_part(backend, directory, name, layout, drive)
                         if part is None:  # it does not fit the layout, or has another hard link
                             remove_part(backend, f"{directory}/{name}")

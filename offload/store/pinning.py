@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import os
 
-from gds import Backend, PosixBackend
-from offload.checkpoint.checkpoint import Checkpoint, open_for_parameters
+from gds import Backend
+from gds.opening import given_or_local
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.opening import open_for_parameters
 from offload.errors import CheckpointNotFoundError, PinError
 from offload.format.names import LOCK_NAME, step_of
 from offload.retention.pins import check_pin_name, remove_pin, write_pin
@@ -84,15 +86,11 @@ def unpin(store: str | os.PathLike[str], name: str, *, backend: Backend | None =
         gds.StorageError: The pin could not be removed durably.
     """
     directory = os.path.abspath(store)
-    inner = backend or PosixBackend()
-    try:
-        if inner.stat(directory) is None:
+    with given_or_local(backend) as storage:
+        if storage.stat(directory) is None:
             raise CheckpointNotFoundError(
                 errno.ENOENT,
                 "there is no store here; give the directory= that the training was given",
                 directory,
             )
-        remove_pin(inner, directory, name)
-    finally:
-        if backend is None:
-            inner.close()
+        remove_pin(storage, directory, name)

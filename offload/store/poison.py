@@ -40,7 +40,7 @@ class Poison:
                 stacklevel=3,
             )
 
-    def require_none(self, path: str) -> None:
+    def require_healthy(self, path: str) -> None:
         """Refuse to withdraw a checkpoint if the store is poisoned.
 
         Args:
@@ -58,7 +58,7 @@ class Poison:
             )
 
     @contextmanager
-    def on_error(self, what: str) -> Iterator[None]:
+    def fatal(self, what: str) -> Iterator[None]:
         """Poison the store if the block raises any error.
 
         Args:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
-from gds import Backend, PosixBackend
-from offload.checkpoint.checkpoint import open_checkpoint
+from gds import Backend
+from gds.opening import given_or_local
 from offload.checkpoint.listing import checkpoints_of
+from offload.checkpoint.opening import open_checkpoint
 from offload.checkpoint.reading import (
     PartDirectories,
     are_only_recorded,
@@ -135,20 +137,13 @@ def prune(
             withdrawn.
     """
     directory = os.path.abspath(store)
-    inner = backend or PosixBackend()
-    try:
-        others, newest = _others(inner, directory, parts)
-        opened = _open(inner, directory, others, policy or _Everything())
-        try:
+    with given_or_local(backend) as storage:
+        others, newest = _others(storage, directory, parts)
+        with closing(_open(storage, directory, others, policy or _Everything())) as opened:
             _require_metrics(opened, policy)
             if verify:
-                _require_whole(inner, opened, others, progress)
-            return _prune(inner, opened, others, newest, dry_run=dry_run, verified=verify)
-        finally:
-            opened.close()
-    finally:
-        if backend is None:
-            inner.close()
+                _require_whole(storage, opened, others, progress)
+            return _prune(storage, opened, others, newest, dry_run=dry_run, verified=verify)
 
 
 def _others(

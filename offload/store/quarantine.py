@@ -44,13 +44,11 @@ def write_quarantine(backend: Backend, path: str, reason: str, poison: Poison) -
         data = reason.encode(errors="replace")[:MAX_REASON_BYTES] + b"\n"
         file = _created(backend, mark, len(data))
         if file is not None:
-            try:
+            with file:
                 file.write_bytes(data, 0)
-                with poison.on_error(_NOT_MARKED):
+                with poison.fatal(_NOT_MARKED):
                     file.sync()
-            finally:
-                file.close()
-    with poison.on_error(_NOT_MARKED):
+    with poison.fatal(_NOT_MARKED):
         backend.sync_dir(path)
 
 

@@ -3,20 +3,23 @@
 On a store of several drives, a slot has parts on the other drives; see `Slot.parts`.
 
 The files of a slot have their final size and valid headers as soon as the slot exists. After that,
-only their content changes. The store decides on the role of a slot (working, free, a checkpoint).
+only their content changes. `SlotState` names the stages of a slot's life, and only the methods of
+`Slot` lead from one to the next.
 """
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Mapping
+from enum import Enum
 
 from gds import Backend, File
+from offload.checkpoint.sealed_slot import SlotFiles
 from offload.errors import StoreError
 from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout, array_file_name
-from offload.format.manifest import invalid_manifest, reserved_bytes
+from offload.format.manifest import Manifest, invalid_manifest, reserved_bytes
 from offload.format.names import MANIFEST_NAME, MODEL_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import PartReference, SealedPart, content_digest
 from offload.store.full_disk import saying_what_is_free
@@ -25,8 +28,28 @@ from offload.store.in_place import FileIds, ids_in, ids_of
 from offload.store.part import Part
 
 
-class Slot:
+class SlotState(Enum):
+    """Stage of a slot's life."""
+
+    FREE = "free"
+    """Nobody needs the content. The next stage is WORKING."""
+
+    WORKING = "working"
+    """Steps write the content of one generation; it may be torn. The next stage is IN_DOUBT, or
+    WORKING with another generation."""
+
+    IN_DOUBT = "in doubt"
+    """A rename that makes the slot a checkpoint has begun and is not known to be durable. The next
+    stage is SEALED; if the rename fails, the slot stays in doubt."""
+
+    SEALED = "sealed"
+    """The slot is a checkpoint. The next stage is FREE."""
+
+
+class Slot(SlotFiles):
     """Open files of one slot, and what this process knows about their content.
+
+    Every slot begins as FREE.
 
     Args:
         backend: Backend of the slot's directory.
@@ -47,24 +70,34 @@ class Slot:
         *,
         writable: bool = True,
     ) -> None:
+        super().__init__(layout, files)
         self._backend = backend
         self._path = path
         self._files = files
-        self.parts: tuple[Part, ...] = ()
-        """The slot's part on each drive but the first, in order. The code that opens the slot sets
-        them."""
-        self.layout = layout
-        self.writable = writable
-        self.context = DigestContext("", 0)
-        self.digests: dict[str, list[str | None]] = {}
-        self.model_leaves = model_leaves
+        self._parts: tuple[Part, ...] = ()
+        self._writable = writable
+        self._model_leaves = model_leaves
+        self._state = SlotState.FREE
+
+    @property
+    def state(self) -> SlotState:
+        """Stage of the slot's life."""
+        return self._state
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The slot's part on each drive but the first, in order."""
+        return self._parts
+
+    @property
+    def writable(self) -> bool:
+        """Whether the files are open for writing."""
+        return self._writable
+
+    @property
+    def model_leaves(self) -> KnownLeaves:
         """Known content of ``model.safetensors``."""
-        self.unchecked = False
-        """Whether state must be compared with its digests when it is read. Set for state that an
-        earlier process wrote, that was restored, or whose files others may have changed."""
-        self.in_doubt = False
-        """Whether the slot may be a checkpoint: a rename has begun and is not known to be
-        durable."""
+        return self._model_leaves
 
     @property
     def path(self) -> str:
@@ -75,6 +108,11 @@ class Slot:
     def sizes(self) -> dict[str, int]:
         """Size in bytes of every file, by name."""
         return {name: file.size_bytes for name, file in self._files.items()}
+
+    def add_parts(self, parts: tuple[Part, ...]) -> None:
+        """Add the parts of a slot that was created or opened without them."""
+        self._parts = parts
+        self._places = (self._files, *(part.files for part in parts))
 
     def renamed(self, path: str) -> None:
         """Record that the directory has a new path."""
@@ -88,14 +126,33 @@ class Slot:
         Args:
             context: Store and generation that digests of the new content are bound to.
         """
-        self.context = context
-        self.unchecked = False
-        self.digests = {name: [None] * self.layout.num_chunks for name in self.layout.array_names}
+        self._state = SlotState.WORKING
+        self._context = context
+        self._digests = {name: [None] * self.layout.num_chunks for name in self.layout.array_names}
+        self.trust()
 
-    def array(self, name: str, chunk: int) -> File:
-        """Return the file that holds a chunk of a state array."""
-        drive = self.layout.drives[chunk]
-        return self.parts[drive - 1].array(name) if drive else self._files[array_file_name(name)]
+    def begin_publication(self) -> None:
+        """Record that a rename begins, after which the slot may be a checkpoint."""
+        self._state = SlotState.IN_DOUBT
+
+    def published(self) -> None:
+        """Record that the rename is durable: the slot is a checkpoint."""
+        self._state = SlotState.SEALED
+
+    def opened_sealed(self, manifest: Manifest, known: KnownLeaves | None) -> None:
+        """Record that the slot, which has just been opened, is a checkpoint.
+
+        Its state is compared with its digests when it is read.
+
+        Args:
+            manifest: Manifest of the checkpoint.
+            known: Known content of the model file from an earlier opening; it is used if the file
+                is still the same.
+        """
+        self._state = SlotState.SEALED
+        self._take_digests(manifest)
+        if known is not None and known.inode == self._model_leaves.inode != 0:
+            self._model_leaves = known
 
     @property
     def part_references(self) -> tuple[PartReference, ...]:
@@ -116,11 +173,6 @@ class Slot:
             )
             for part in self.parts
         ]
-
-    @property
-    def model(self) -> File:
-        """The file ``model.safetensors``."""
-        return self._files[MODEL_NAME]
 
     @property
     def manifest(self) -> File:
@@ -230,11 +282,12 @@ class Slot:
     def invalidate(self) -> None:
         """Durably overwrite the manifest, so that nobody takes this slot for a checkpoint.
 
-        The parts are durably invalidated after that.
+        The parts are durably invalidated after that. From now on the slot is free.
 
         Raises:
             gds.StorageError: A write or a sync failed.
         """
+        self._state = SlotState.FREE
         self.manifest.write_bytes(invalid_manifest(self.manifest.size_bytes), 0)
         self.manifest.sync()
         for part in self.parts:

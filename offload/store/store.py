@@ -4,14 +4,15 @@ The wing `store` is the only code that gives slots, parts and checkpoints their 
 with what is durable after each step:
 
 - The steps write a slot ``.slot-<k>``. No resume ever reads it, so it may be torn.
-- `Store.commit` makes the slot's data durable, then its manifest, then the names of its files. Then
-  it renames the slot to ``step-<N>`` and makes that name durable. The rename is the commit.
+- `Sealing.prepare` makes the slot's data durable, then its manifest, then the names of its files.
+- `Sealing.publish` renames the slot to ``step-<N>`` and makes that name durable. The rename is the
+  commit.
 - `Withdrawal` takes a checkpoint back for rewriting. It holds an exclusive lock, which no reader
   shares. It renames the directory away, makes that durable, overwrites the manifest, and makes that
   durable. Only then may data be written. At least one durable checkpoint always remains.
-- On a store of several drives, a slot has a part on each of the other drives. `Store.commit` seals
-  the parts first, and `Withdrawal` overwrites their ``part.json`` last. Thus the directory's name
-  on the first drive alone decides, and a part that was rewritten is recognized as such.
+- On a store of several drives, a slot has a part on each of the other drives. `Sealing.prepare`
+  seals the parts first, and `Withdrawal` overwrites their ``part.json`` last. Thus the directory's
+  name on the first drive alone decides, and a part that was rewritten is recognized as such.
 
 After a failed rename or sync the content of the drives is unknown, so the process recycles nothing
 more.
@@ -23,42 +24,26 @@ import errno
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from typing import Final
 
 from gds import Backend, StorageError
 from gds.waiting import Monitor
-from offload.errors import StoreBusyError, StoreError
-from offload.format.digests import DigestContext
+from offload.errors import StoreBusyError
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
-from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME, checkpoint_name
-from offload.format.unwritable import writing
+from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
 from offload.retention.pins import drop_unfinished
-from offload.retention.policy import Record, Retention
+from offload.retention.policy import Retention
 from offload.store.census import Census
-from offload.store.expiry import Keeping, record_of
-from offload.store.free_slots import FreeSlots, Patience, lock_existing
-from offload.store.full_disk import FULL
-from offload.store.identity import write_store_id
+from offload.store.expiry import Keeping
+from offload.store.free_slots import FreeSlots
 from offload.store.opening import StoredCheckpoint, find_stored, open_directories, open_stored
-from offload.store.part_pool import PartLeftovers, part_bytes
+from offload.store.part_pool import PartLeftovers
 from offload.store.poison import Poison
 from offload.store.quarantine import Quarantine
-from offload.store.slot import Slot, slot_sizes
-from offload.store.space import Room, no_room, require_room
+from offload.store.sealing import Sealing
+from offload.store.slot import Slot
+from offload.store.slot_supply import SlotSupply
 from offload.store.withdrawal import Withdrawal
-
-# A checkpoint that could not be read may have any generation. New generations start this far above
-# the highest readable one, so that this checkpoint stays older even if it becomes readable again.
-_UNREADABLE_GAP = 1 << 20
-
-_READERS: Final = "readers hold every expired checkpoint"
-
-_MAX_OPEN = 3
-"""Number of checkpoints whose files are kept open. With a small keep=, a recycled checkpoint is
-then ready for writing."""
 
 
 class Store:
@@ -100,24 +85,20 @@ class Store:
     ) -> None:
         self.backend = backend
         self.directory = os.path.abspath(directory)
-        self._train_state_bytes = train_state_bytes
-        self._reader_timeout_s = reader_timeout_s
         self._changed = Monitor()
-        self._incoming: Record | None = None
-        """Record of the checkpoint that is being sealed; None if no seal is in flight."""
         self._poison = Poison(self.directory)
-        self._others = [(other, os.path.abspath(path)) for other, path in others]
-        drives = [(backend, self.directory), *self._others]
+        further = [(other, os.path.abspath(path)) for other, path in others]
         opened = open_directories(
-            drives,
+            [(backend, self.directory), *further],
             self._poison,
             fresh=fresh,
             allow_volatile=allow_volatile,
             allow_remote=allow_remote,
         )
+        for checkpoint in opened.checkpoints:
+            checkpoint.superseded = fresh
         self._lock = opened.lock
         self.store_id = opened.store_id
-        self._is_identified = opened.is_identified
         self._parts = opened.parts
         self._free = FreeSlots(backend, self.directory, opened.leftover, self._parts, self._poison)
         self.checkpoints = opened.checkpoints
@@ -125,20 +106,23 @@ class Store:
         self.refused = opened.refused
         """Paths of directories that look like checkpoints but are not usable, each with the
         reason."""
-        self._census = Census(backend, self.checkpoints, self.refused, self._parts, self._lock)
+        self._census = Census(backend, opened)
         self.keeping = Keeping(
-            backend, self.directory, keep, self.checkpoints, self._changed, self._poison,
-            self._lock, self._census,
-        )  # fmt: skip
-        """Retention policy and pins, which decide which checkpoints are kept."""
-        self._withdrawal = Withdrawal(
-            self.checkpoints, self.keeping, self._free, self._parts, self._lock, self._poison
+            backend, self.directory, keep, opened, self._changed, self._poison, self._census
         )
+        """Retention policy and pins, which decide which checkpoints are kept."""
+        self._withdrawal = Withdrawal(opened, self.keeping, self._census, self._free, self._poison)
+        self.sealing = Sealing(
+            opened, self.keeping, self._withdrawal, self._free, self._poison, self._changed,
+            reader_timeout_s=reader_timeout_s,
+        )  # fmt: skip
+        """The way in which a written slot becomes a checkpoint."""
+        self._supply = SlotSupply(
+            opened, further, self._free, self.keeping, self._withdrawal, self.sealing,
+            self._poison, self._changed,
+            train_state_bytes=train_state_bytes, reader_timeout_s=reader_timeout_s,
+        )  # fmt: skip
         self._quarantine = Quarantine(backend, self._poison)
-        for checkpoint in self.checkpoints:
-            checkpoint.superseded = fresh
-        generations = [c.manifest.generation for c in self.checkpoints]
-        self._generation = max(generations, default=0) + _UNREADABLE_GAP * bool(self.refused)
         if fresh:
             self.refused.clear()  # a fresh run does not continue from them
             try:
@@ -155,16 +139,12 @@ class Store:
     @property
     def newest(self) -> StoredCheckpoint | None:
         """Usable checkpoint of the highest generation, or None; superseded ones do not count."""
-        return max(self.keeping.current, key=lambda c: c.manifest.generation, default=None)
+        return self.keeping.newest
 
     @property
     def poisoned(self) -> bool:
         """Whether a rename or sync has failed, so that this process recycles nothing more."""
         return bool(self._poison)
-
-    def path_of(self, step: int) -> str:
-        """Return the path that the checkpoint of a step has, or would have."""
-        return f"{self.directory}/{checkpoint_name(step)}"
 
     def find(self, which: int | str) -> StoredCheckpoint:
         """Return the checkpoint with a step number, or with a path or directory name.
@@ -218,7 +198,7 @@ class Store:
         Raises:
             StoreFullError: There is no room. The message says how much space is missing.
         """
-        require_room(self._rooms(layout, num_groups), self.keeping, self.checkpoints)
+        self._supply.require_space(layout, num_groups)
 
     def acquire(self, layout: Layout, num_groups: int) -> Slot:
         """Return a slot to write the next generation into.
@@ -240,12 +220,7 @@ class Store:
             StoreError: This process may not write to the store any more, or not at this moment.
             gds.StorageError: Another operation on a file failed.
         """
-        patience = Patience(self.directory, self._reader_timeout_s)
-        look = partial(self._next_slot, layout, num_groups, patience)
-        with writing(self.directory):
-            while not isinstance(slot := self._changed.wait_until(look), Slot):
-                patience.wait()
-        return slot
+        return self._supply.acquire(layout, num_groups)
 
     def release(self, slot: Slot) -> None:
         """Take back a slot that was acquired and will not be sealed."""
@@ -255,22 +230,13 @@ class Store:
             if self._quarantine.has(slot) or not self._lock.is_held():
                 slot.close()  # the slot is evidence of damage, or the store may be another one
                 return
-            if self._census.let_go(slot):
+            if self._census.release(slot):
                 return
             if self._poison:
                 self._free.discard(slot)
             else:
                 self._free.add(slot)
             self._changed.notify_all()
-
-    def begin_seal(self, manifest: Manifest) -> None:
-        """Announce a seal: from now until it ends, `acquire` may wait for it.
-
-        Args:
-            manifest: Manifest of the checkpoint that is being sealed.
-        """
-        with self._changed:
-            self._incoming = record_of(manifest)
 
     def expire(self) -> None:
         """Free a slot for the next step if none is free: withdraw an expired checkpoint.
@@ -279,63 +245,8 @@ class Store:
         """
         with self._changed:
             if not self._free:
-                self._withdraw_expired()
+                self._withdrawal.withdraw_expired(self.sealing.incoming)
             self._changed.notify_all()
-
-    def end_seal(self) -> None:
-        """Announce that the seal has ended, with success or with an error."""
-        with self._changed:
-            self._incoming = None
-            self._changed.notify_all()
-
-    def commit(self, slot: Slot, manifest: Manifest, manifest_data: bytes) -> StoredCheckpoint:
-        """Make a written slot the newest checkpoint; durable on return.
-
-        Args:
-            slot: Slot to which all data has been written.
-            manifest: Manifest of the checkpoint.
-            manifest_data: The manifest, encoded and padded to the size of its file.
-
-        Raises:
-            StoreBusyError: Readers hold an older checkpoint of the same step.
-            StoreError: Files of the slot have been replaced, or this process may not write to the
-                store.
-            PinError: An older checkpoint of the same step is pinned.
-            gds.StorageError: The checkpoint could not be made durable. If only the last sync
-                failed, a later process may find the checkpoint all the same.
-        """
-        self._lock.require()
-        if self.backend.stat(slot.path) is None:
-            slot.require_in_place()  # said before a sync fails, which would poison the store
-        path = self.path_of(manifest.step)
-        replaced = lock_existing(self.backend, path, self._reader_timeout_s)
-        try:
-            if replaced is not None:
-                self.keeping.require_replaceable(path)
-            with self._poison.on_error("a checkpoint could not be made durable"):
-                slot.sync()
-                slot.manifest.write_bytes(manifest_data, 0)
-                slot.manifest.sync()
-                self.backend.sync_dir(slot.path)
-            with self._changed:
-                self._lock.require()
-                slot.require_in_place()
-                with self._poison.on_error("a checkpoint could not be made durable"):
-                    in_the_way = self.backend.stat(path) is not None
-                    self._rename_into_place(slot, path, exchange=in_the_way)
-        finally:
-            if replaced is not None:
-                replaced.release()
-        checkpoint = StoredCheckpoint(path, manifest, slot)
-        with self._changed:
-            self.checkpoints.append(checkpoint)
-            self._incoming = None
-            for old in self.checkpoints[:-_MAX_OPEN]:
-                old.close()  # a large keep= must not exhaust the file descriptors
-            # The checkpoint is durable. Failures from here on only concern the cleanup after it.
-            with suppress(StorageError, StoreError):
-                self._trim()
-        return checkpoint
 
     def replace_train_state(self, checkpoint: StoredCheckpoint, data: bytes) -> None:
         """Replace a checkpoint's train state atomically; durable on return.
@@ -376,7 +287,7 @@ class Store:
         except BaseException:
             file.close()
             raise
-        with self._poison.on_error(f"{name} could not be replaced"):
+        with self._poison.fatal(f"{name} could not be replaced"):
             slot.replace(name, file)
 
     def leftovers(self) -> tuple[list[str], PartLeftovers]:
@@ -395,7 +306,7 @@ class Store:
         """
         with self._changed:
             self._lock.require()
-            while self._withdraw_expired():
+            while self._withdrawal.withdraw_expired(self.sealing.incoming):
                 pass
             self._free.note_withdrawn()  # those included that have just been withdrawn
             self._parts.remove_leftovers()  # before the slots, whose manifests identify some parts
@@ -442,7 +353,7 @@ class Store:
             newest_first = sorted(self.checkpoints, key=lambda c: -c.manifest.generation)
             self.keeping.require_none_after(checkpoint)
             for newer in newest_first[: newest_first.index(checkpoint)]:
-                self._poison.require_none(newer.path)
+                self._poison.require_healthy(newer.path)
                 if not self._withdrawal.withdraw(newer):
                     raise StoreBusyError(
                         errno.EBUSY,
@@ -450,7 +361,7 @@ class Store:
                         newer.path,
                     )
             with suppress(StorageError):
-                self._drop_spare_slots()
+                self._withdrawal.drop_spare_slots()
 
     def close(self) -> None:
         """Close all files and release the locks. Idempotent."""
@@ -462,144 +373,3 @@ class Store:
                 if checkpoint.slot is not None:
                     checkpoint.slot.close()
             self._lock.release()
-
-    # All methods below are called with `_changed` held.
-
-    def _next_slot(self, layout: Layout, num_groups: int, patience: Patience) -> Slot | str | None:
-        """Return a slot that is ready to be written, or what to wait for.
-
-        The result is `_READERS` if only readers can free a slot, and None if a seal in flight may
-        free one. Raises the errors of `acquire`.
-        """
-        self._lock.require()  # in each turn: the directory may be moved during a wait
-        self._lock.warn_once()
-        self._poison.warn_once()
-        slot = self._free_slot(layout, num_groups)
-        while slot is None and self._incoming is None:
-            if self._withdraw_expired():
-                slot = self._free_slot(layout, num_groups)
-                continue
-            if patience.is_tried:
-                slot = self._spare_slot(layout, num_groups)
-            break
-        if slot is None:
-            return _READERS if self._incoming is None else None
-        self._require_place_of(slot)
-        self._generation += 1
-        slot.begin_generation(DigestContext(self.store_id, self._generation))
-        return slot
-
-    def _require_place_of(self, slot: Slot) -> None:
-        """Check that a slot, which was opened by its path, is in the locked directory.
-
-        If the slot may be in another directory, it is closed and left. From here on the slot is
-        written through its file descriptors, wherever its directory is moved.
-        """
-        try:
-            self._lock.require()
-        except BaseException:
-            slot.close()
-            self._parts.put_back(slot.parts)
-            raise
-
-    def _free_slot(self, layout: Layout, num_groups: int) -> Slot | None:
-        sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
-        try:
-            if not self._poison:
-                self._identify()
-                slot = self._free.take(layout, sizes)
-                if slot is not None:
-                    return slot
-                if self.keeping.expired(self._incoming):
-                    return None  # an expired checkpoint is the next slot, once withdrawn
-            return self._free.create(layout, sizes)
-        except StorageError as error:
-            if error.errno not in FULL:
-                raise
-            raise no_room(error, self._rooms(layout, num_groups), self.keeping) from error
-
-    def _spare_slot(self, layout: Layout, num_groups: int) -> Slot | None:
-        """Create one slot more than retention needs.
-
-        Returns:
-            The slot; None if the store has such a slot already, or if there is no room.
-        """
-        if len(self.checkpoints) + len(self._free) > self.keeping.num_slots():
-            return None
-        sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
-        return self._free.create_spare(layout, sizes, self._rooms(layout, num_groups))
-
-    def _rooms(self, layout: Layout, num_groups: int) -> list[Room]:
-        sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
-        rooms = [Room(self.backend, self.directory, len(self._free), sum(sizes.values()))]
-        for drive, (backend, directory) in enumerate(self._others, 1):
-            num_free = self._parts.num_free(drive)
-            rooms.append(Room(backend, directory, num_free, part_bytes(layout, drive)))
-        return rooms
-
-    def _identify(self) -> None:
-        """Make the store's identity durable before the first part of it is written."""
-        if not self._is_identified:
-            write_store_id(self.backend, self.directory, self.store_id, self._poison)
-            self._is_identified = True
-
-    def _withdraw_expired(self) -> bool:
-        """Withdraw the oldest expired checkpoint without readers; return whether there was one."""
-        # The newest durable checkpoint always stays, also while its successor is being sealed. The
-        # successor displaces no checkpoint by its metrics before it is durable.
-        incoming = self._incoming and replace(self._incoming, metrics={})
-        if not self.keeping.expired(incoming):
-            return False
-        self._census.take()  # so that only checkpoints that still exist make others expire
-        newest = self.newest
-        return any(
-            self._withdrawal.withdraw(c) for c in self.keeping.expired(incoming) if c is not newest
-        )
-
-    def _trim(self) -> None:
-        """After a commit, withdraw superseded and expired checkpoints, and remove spare slots."""
-        for checkpoint in [c for c in self.checkpoints if c.superseded]:
-            self._withdrawal.withdraw(checkpoint)
-        while self._withdraw_expired():
-            pass
-        self._drop_spare_slots()
-
-    def _drop_spare_slots(self) -> None:
-        """Remove free slots that retention has no room for, but keep one for the next step."""
-        if not self._lock.is_held():
-            return  # by their paths they may be somebody else's
-        most = self.keeping.num_slots()
-        self._free.drop(min(len(self._free) + len(self.checkpoints) - most, len(self._free) - 1))
-        self._parts.trim(most)
-
-    def _rename_into_place(self, slot: Slot, path: str, *, exchange: bool) -> None:
-        """Rename a sealed slot to its name as a checkpoint, durably.
-
-        Args:
-            slot: Slot to rename.
-            path: New path of the slot.
-            exchange: Whether another checkpoint has this path. Its directory becomes a free slot.
-        """
-        working = slot.path
-        slot.in_doubt = True
-        if not exchange:
-            self.backend.rename(working, path)
-            slot.renamed(path)
-            self.backend.sync_dir(self.directory)
-            slot.in_doubt = False
-            return
-        # A checkpoint of the same step exists: it belongs to an abandoned history, has an older
-        # layout, or is damaged. Exchanging the two names leaves no instant without a checkpoint.
-        self.backend.exchange(working, path)
-        slot.renamed(path)
-        replaced = [c for c in self.checkpoints if c.path == path]
-        for old in replaced:
-            old.path = working
-        self.backend.sync_dir(self.directory)
-        slot.in_doubt = False
-        for old in replaced:
-            self.checkpoints.remove(old)
-            self._withdrawal.gone(old)
-        self._parts.release_claim(path)
-        self.refused[:] = [(p, reason) for p, reason in self.refused if p != path]
-        self._free.add(working)

@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gds import StorageError
+from offload.retention.policy import Record
+from offload.store.census import Census
 from offload.store.expiry import Keeping
 from offload.store.free_slots import FreeSlots, try_lock
-from offload.store.opening import StoredCheckpoint, open_stored
-from offload.store.part_pool import PartPool
+from offload.store.opening import OpenedDirectory, StoredCheckpoint, open_stored
 from offload.store.poison import Poison
 from offload.store.quarantine import lift_quarantine
 from offload.store.slot import Slot
-from offload.store.writer_lock import WriterLock
 
 
 class Withdrawal:
@@ -22,31 +24,30 @@ class Withdrawal:
     Not thread-safe: the store holds its own lock around every call.
 
     Args:
-        checkpoints: The store's own list of checkpoints. Withdrawn ones are removed from it.
+        opened: Content of the store. Withdrawn checkpoints are removed from its list.
         keeping: Retention policy and pins of the store.
+        census: Look at the checkpoints, so that only those that still exist make others expire.
         free: Free slots of the store. Withdrawn checkpoints are added to them.
-        parts: Parts on the store's further drives.
-        lock: Right to write to the store.
         poison: Poison of the store. It is set if a withdrawal fails half way. Once it is set,
             nothing is withdrawn.
     """
 
     def __init__(
         self,
-        checkpoints: list[StoredCheckpoint],
+        opened: OpenedDirectory,
         keeping: Keeping,
+        census: Census,
         free: FreeSlots,
-        parts: PartPool,
-        lock: WriterLock,
         poison: Poison,
     ) -> None:
         self._backend = free.backend
         self._directory = free.directory
-        self._checkpoints = checkpoints
+        self._checkpoints = opened.checkpoints
+        self._parts = opened.parts
+        self._lock = opened.lock
         self._keeping = keeping
+        self._census = census
         self._free = free
-        self._parts = parts
-        self._lock = lock
         self._poison = poison
 
     def withdraw(self, checkpoint: StoredCheckpoint) -> bool:
@@ -76,7 +77,7 @@ class Withdrawal:
             if self._parts.are_there(checkpoint.manifest):  # else removed by hand
                 slot = open_stored(self._backend, checkpoint, self._parts, writable=True)
             name = self._free.unused_path()
-            with self._poison.on_error("a checkpoint could not be withdrawn"):
+            with self._poison.fatal("a checkpoint could not be withdrawn"):
                 self._backend.rename(checkpoint.path, name)
                 self._checkpoints.remove(checkpoint)
                 if slot is not None:
@@ -94,6 +95,39 @@ class Withdrawal:
         finally:
             lock.release()
         return True
+
+    def withdraw_expired(self, sealing: Record | None = None) -> bool:
+        """Withdraw the oldest expired checkpoint without readers; return whether there was one.
+
+        The newest checkpoint is never withdrawn.
+
+        Args:
+            sealing: Record of the checkpoint that is being sealed; None if no seal is in flight.
+        """
+        # The newest durable checkpoint always stays, also while its successor is being sealed. The
+        # successor displaces no checkpoint by its metrics before it is durable.
+        incoming = sealing and replace(sealing, metrics={})
+        if not self._keeping.expired(incoming):
+            return False
+        self._census.take()  # so that only checkpoints that still exist make others expire
+        newest = self._keeping.newest
+        return any(self.withdraw(c) for c in self._keeping.expired(incoming) if c is not newest)
+
+    def trim(self) -> None:
+        """After a commit, withdraw superseded and expired checkpoints, and remove spare slots."""
+        for checkpoint in [c for c in self._checkpoints if c.superseded]:
+            self.withdraw(checkpoint)
+        while self.withdraw_expired():
+            pass
+        self.drop_spare_slots()
+
+    def drop_spare_slots(self) -> None:
+        """Remove free slots that retention has no room for, but keep one for the next step."""
+        if not self._lock.is_held():
+            return  # by their paths they may be somebody else's
+        most = self._keeping.num_slots()
+        self._free.drop(min(len(self._free) + len(self._checkpoints) - most, len(self._free) - 1))
+        self._parts.trim(most)
 
     def gone(self, checkpoint: StoredCheckpoint) -> None:
         """Close the files of a former checkpoint, and mark its parts as free."""

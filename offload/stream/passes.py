@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from gds import Backend
+from offload.checkpoint.sealed_slot import SlotFiles
 from offload.format.digests import Run, one_by_one
 from offload.format.layout import Layout
 from offload.store.slot import Slot
@@ -37,7 +38,7 @@ class RingPass:
         self,
         streamer: Streamer,
         *,
-        source: Slot | None,
+        source: SlotFiles | None,
         target: Slot | None = None,
         run: Run = one_by_one,
     ) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from offload.checkpoint.sealed_slot import SlotFiles
 from offload.checkpoint.second_look import look_again, unreliable
 from offload.format.digests import one_by_one
-from offload.store.slot import Slot
 from offload.stream.frame import Frame
 
 
-def check_read(frame: Frame, source: Slot) -> None:
+def check_read(frame: Frame, source: SlotFiles) -> None:
     """Compare a chunk that was read with its digests.
 
     A chunk that differs is read a second time, into other memory of the host, which says whether
@@ -18,7 +18,7 @@ def check_read(frame: Frame, source: Slot) -> None:
 
     Args:
         frame: Frame of the chunk; all its reads have ended.
-        source: Slot that the chunk was read from.
+        source: SlotFiles that the chunk was read from.
 
     Raises:
         DamagedError: The second read is wrong, too.
@@ -36,7 +36,7 @@ def check_read(frame: Frame, source: Slot) -> None:
             _look_again(frame, source, name, found, expected)
 
 
-def _look_again(frame: Frame, source: Slot, name: str, found: str, expected: str) -> None:
+def _look_again(frame: Frame, source: SlotFiles, name: str, found: str, expected: str) -> None:
     """Read a chunk of an array again, and fill the frame with it if it is what was written."""
     chunk, file = frame.chunk, source.array(name, frame.chunk)
     buffer, offset = frame.buffer(source.layout.plans[chunk], name)
@@ -47,7 +47,7 @@ def _look_again(frame: Frame, source: Slot, name: str, found: str, expected: str
         raise unreliable(file, offset, buffer.nbytes)
 
 
-def _digest_of(frame: Frame, source: Slot, name: str) -> str:
+def _digest_of(frame: Frame, source: SlotFiles, name: str) -> str:
     """Return the digest of what a frame holds of one state array, computed where the frame is."""
     plan = source.layout.plans[frame.chunk]
     digests = frame.digests_of({name: frame.bytes_of(plan, name)})

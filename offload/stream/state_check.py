@@ -33,14 +33,14 @@ def check_state(streamer: Streamer, slot: Slot, chunks: Sequence[int], meter: Me
     """
     started = time.perf_counter()
     waited_s = meter.wait_read_s, meter.wait_write_s
-    slot.unchecked = True
+    slot.distrust()
     streamer.begin(slot, chunks)
     try:
         for chunk in chunks:
             streamer.keep(streamer.take(chunk))
     finally:
         meter.wait_read_s, meter.wait_write_s = waited_s
-    slot.unchecked = False
+    slot.trust()
     num_bytes = slot.layout.state_bytes
     _log.info(
         "%s: all %.1f MiB of state are as they were written; checking them took %.1f s",

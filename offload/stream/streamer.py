@@ -27,6 +27,7 @@ from functools import partial
 
 from gds import IOFuture
 from gds.waiting import Monitor
+from offload.checkpoint.sealed_slot import SlotFiles
 from offload.format.digests import Run, one_by_one
 from offload.format.layout import Layout
 from offload.store.slot import Slot
@@ -76,7 +77,7 @@ class Streamer:
         self._flushing: set[int] = set()
         """Held chunks that a seal is about to write; they must not change."""
         self._changed = Monitor()
-        self._source: Slot | None = None
+        self._source: SlotFiles | None = None
         self._queue: deque[int] = deque()
         self._loading: dict[int, Frame] = {}
         self._writing: dict[int, Frame] = {}
@@ -86,7 +87,7 @@ class Streamer:
         """First error of a transfer since the last `reset`; the working slot is then torn."""
         self._meter = meter
 
-    def begin(self, source: Slot | None, chunks: Sequence[int]) -> None:
+    def begin(self, source: SlotFiles | None, chunks: Sequence[int]) -> None:
         """Set the chunks that will be taken next, in order, and the slot that they are read from.
 
         Chunks that have been read ahead from the same source are kept if they are among the next to

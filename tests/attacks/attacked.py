@@ -22,7 +22,6 @@ import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from tests.attacks.attack import Attack
 from tests.attacks.good import STORE_ID, WIDTHS
 from tests.attacks.make import all_attacks
 from tests.command_line import built_once
+from tests.stores.small import make_model, make_optimizer, step, train
 
 TIMEOUT_S = 120
 """Seconds for one attack; a handful of steps on a tiny model takes a fraction of one."""
@@ -46,28 +46,10 @@ ADDRESS_SPACE_BYTES = 2 << 30
 """More than this process may map: one that asks for terabytes dies of it, and no one else."""
 
 
-def make_model() -> torch.nn.Sequential:
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(a, b) for a, b in pairwise(WIDTHS)]
-    return torch.nn.Sequential(*layers).bfloat16()
-
-
-def make_optimizer(model: torch.nn.Module, directories: list[Path]) -> offload.AdamW:
-    options = offload.Options(
-        allow_volatile=True,
-        chunk_bytes=4096,
-        train_state_bytes=8192,
-        drives=offload.DriveTuning(shares=(1,) * len(directories)),
-    )
-    return offload.AdamW(
-        model.named_parameters(), directory=directories, model=model, keep=2, options=options
-    )
-
-
-def step(model: torch.nn.Module, optimizer: offload.AdamW) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.25)
-    optimizer.step()
+def open_store(model: torch.nn.Module, directories: list[Path]) -> offload.OffloadedOptimizer:
+    """Construct the optimizer of the store, which no drive has to be measured for."""
+    settings = {"drives": offload.DriveTuning(shares=(1,) * len(directories))}
+    return make_optimizer(model, directory=directories, keep=2, settings=settings)
 
 
 def make_store(directories: list[Path]) -> None:
@@ -76,15 +58,12 @@ def make_store(directories: list[Path]) -> None:
     The store has the id that the attack files name: they are to be refused for what is wrong with
     them, not because they belong elsewhere.
     """
-    model = make_model()
     with (
         unittest.mock.patch("uuid.uuid4", return_value=uuid.UUID(STORE_ID)),
-        make_optimizer(model, directories) as optimizer,
+        open_store(make_model(*WIDTHS), directories) as optimizer,
     ):
-        for number in (1, 2):
-            step(model, optimizer)
-            optimizer.checkpoint({"number": number}).result()
-        step(model, optimizer)
+        train(optimizer, 2)
+        step(optimizer)
 
 
 @dataclass
@@ -225,13 +204,13 @@ def read_only(attacked: Attacked) -> None:
 def take_over(attacked: Attacked) -> None:
     """Restore, and train on: the older checkpoint is of use, and nothing else is touched."""
     attack, stage = attacked.attack, attacked.attack.stage
-    model = make_model()
+    model = make_model(*WIDTHS)
     if stage in ("store", "writer"):
-        attacked.refused("construction", lambda: make_optimizer(model, attacked.directories))
+        attacked.refused("construction", lambda: open_store(model, attacked.directories))
         return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer = make_optimizer(model, attacked.directories)
+        optimizer = open_store(model, attacked.directories)
     with optimizer:
         expected = 2 if stage in ("left", "ignored") else 1
         with warnings.catch_warnings(record=True) as later:
@@ -250,13 +229,13 @@ def take_over(attacked: Attacked) -> None:
             if attacked.thorough:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # what cannot be a slot is left alone
-                    train_on(attacked, model, optimizer)
+                    train_on(attacked, optimizer)
 
 
-def train_on(attacked: Attacked, model: torch.nn.Module, optimizer: offload.AdamW) -> None:
+def train_on(attacked: Attacked, optimizer: offload.OffloadedOptimizer) -> None:
     """Take steps with checkpoints, so that every free slot is used."""
     for _ in range(3):
-        step(model, optimizer)
+        step(optimizer)
         checkpoint = optimizer.checkpoint({"more": 1}).result()
         attacked.expect("sealed one is damaged", checkpoint.verify().ok)
 

@@ -21,8 +21,10 @@ import torch
 import offload
 from gds.calibration.calibration import load_calibration
 from tests.attacks.attack import Attack
-from tests.attacks.attacked import Attacked, make_model, make_optimizer, make_store
+from tests.attacks.attacked import Attacked, make_store, open_store
+from tests.attacks.good import WIDTHS
 from tests.attacks.make import all_attacks
+from tests.stores.small import make_model
 
 NAMES_CODE = re.compile(rb"system|eval|__\w+__|_dynamo|module|import|load|object|PWNED|PK\x03")
 """Attacks whose content has this are those to be looked at."""
@@ -57,7 +59,7 @@ def read_everything(attack: Attack, template: Path, scratch: Path) -> None:
     directories = [scratch / f"drive-{index}" for index in range(attack.num_directories)]
     attacked = Attacked(attack, directories, scratch / "outside", thorough=False)
     attacked.inflict()
-    checkpoint, parts, model = attacked.checkpoint, attacked.parts, make_model()
+    checkpoint, parts, model = attacked.checkpoint, attacked.parts, make_model(*WIDTHS)
 
     def open_it() -> None:
         with offload.open_checkpoint(checkpoint, parts=parts) as opened:
@@ -70,7 +72,7 @@ def read_everything(attack: Attack, template: Path, scratch: Path) -> None:
                     use()
 
     def restore() -> None:
-        with make_optimizer(model, directories) as optimizer:
+        with open_store(model, directories) as optimizer:
             try:
                 optimizer.restore()
             except offload.OffloadError:

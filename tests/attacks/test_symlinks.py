@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import gds
 import offload
 from gds import PosixBackend, StorageError
 from offload.errors import CheckpointError, ManifestError
+from tests.stores.small import make_model, make_optimizer, train
 
 
 @pytest.fixture
@@ -77,23 +77,12 @@ def test_a_pipe_that_takes_the_name_between_the_look_and_the_opening_does_not_bl
 
 
 def make_store(directory: Path) -> None:
-    model = torch.nn.Linear(4, 4)
-    options = offload.Options(allow_volatile=True)
-    with offload.AdamW(
-        model.parameters(), directory=directory, model=model, options=options
-    ) as optimizer:
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        optimizer.checkpoint().result()
+    with make_optimizer(make_model(), directory=directory) as optimizer:
+        train(optimizer, 1)
 
 
 def restored_step(directory: Path) -> int:
-    model = torch.nn.Linear(4, 4)
-    options = offload.Options(allow_volatile=True)
-    with offload.AdamW(
-        model.parameters(), directory=directory, model=model, options=options
-    ) as optimizer:
+    with make_optimizer(make_model(), directory=directory) as optimizer:
         found = optimizer.restore()
         assert found is not None
         return found.step

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
-import offload
 from gds.calibration.calibration import Calibration, save_calibration
-from offload.options import DriveTuning, Options
+from offload import DriveTuning
+from tests.stores.small import make_model, make_optimizer, step
 
 
 @contextmanager
@@ -53,18 +52,13 @@ def a_calibration() -> Calibration:
 @pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o027, 0o077], ids=oct)
 def test_everything_in_a_store_has_the_umask(mask: int, tmp_path: Path) -> None:
     directories = [tmp_path / "new" / "first", tmp_path / "new" / "second"]
-    model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 4)).bfloat16()
-    drives = DriveTuning(shares=(1, 1))
-    options = Options(allow_volatile=True, chunk_bytes=4096, train_state_bytes=8192, drives=drives)
     seen: dict[str, tuple[int, bool]] = {}
     with umask(mask):
-        with offload.AdamW(
-            model.named_parameters(), directory=directories, model=model, options=options
+        with make_optimizer(
+            make_model(), directory=directories, settings={"drives": DriveTuning(shares=(1, 1))}
         ) as optimizer:
             for number in range(3):
-                for parameter in model.parameters():
-                    parameter.grad = torch.ones_like(parameter)
-                optimizer.step()
+                step(optimizer)
                 seen |= modes(tmp_path / "new")
                 optimizer.checkpoint({"number": number}).result()
                 optimizer.checkpoint({"number": -number - 1}).result()  # replaces the train state

@@ -18,7 +18,18 @@ import pytest
 import torch
 
 import offload.format.digests
-from bench import checkpoint, digests, frozen, hybrid, overlap, peers, report, resume, step
+from bench import (
+    checkpoint,
+    digests,
+    frozen,
+    hybrid,
+    overlap,
+    peers,
+    report,
+    resume,
+    step,
+    whole_files,
+)
 from bench._fio import Fio, FioMissingError
 from bench._harness import BenchError, Result, scratch
 from bench._model import Stack
@@ -165,6 +176,13 @@ def test_hybrid(measured: Measured) -> None:
         assert claim["denominator"] == claim["numerator"].replace("hybrid", better)
     with pytest.raises(BenchError, match="stream-read"):
         hybrid.main(["--quick", "--scenarios", "nothing"])
+
+
+def test_whole_files(measured: Measured) -> None:
+    found = measured(whole_files.main, "--rounds", "3")
+    check(found, rounds=3, claims=4)
+    operations = [claim["numerator"].partition("_")[0] for claim in found["claims"]]
+    assert operations == ["seal", "restore", "export", "import"]
 
 
 def test_checkpoint(measured: Measured) -> None:

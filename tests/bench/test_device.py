@@ -18,9 +18,9 @@ from bench._harness import BenchError, Result
 from bench.replay import Plan, Replay
 from gds import probe
 from gds.kvikio import KvikioBackend, Used
-from tests.contract.fake_gpu import FakeGpu, installed
-from tests.placement import fake_device
-from tests.placement.fake_device import FakeDevice
+from tests.fake_gpu import device as fake_device
+from tests.fake_gpu.device import FakeDevice
+from tests.fake_gpu.machine import FakeGpu, installed
 
 PARAMETERS = 128 << 10
 STATE_BYTES = 12 * PARAMETERS

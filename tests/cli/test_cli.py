@@ -8,43 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import offload
 from offload.format.document import digest_of
 from tests.command_line import Run
+from tests.stores.files import flip_on_disk
+from tests.stores.small import make_model, make_optimizer, train
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with the checkpoints of steps 2 and 4."""
     store = tmp_path_factory.mktemp("trained") / "store"
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 8)).bfloat16()
-    options = offload.Options(allow_volatile=True, chunk_bytes=16384)
-    with offload.AdamW(
-        model.named_parameters(),
-        directory=store,
-        model=model,
-        keep=2,
-        options=options,
-        lr=1e-3,
-    ) as optimizer:
-        for step in range(1, 5):
-            model(torch.randn(4, 64).bfloat16()).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step % 2 == 0:
-                optimizer.checkpoint(train_state={"epoch": step}).result()
+    model = make_model(64, 128, 8)
+    with make_optimizer(model, directory=store, keep=2) as optimizer:
+        train(optimizer, 4, seal_at=(2, 4))
     return store
-
-
-def flip_a_bit(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_ls_json_has_one_object_for_each_checkpoint_oldest_first(run: Run, trained: Path) -> None:
@@ -69,7 +48,7 @@ def test_ls_table_names_every_checkpoint(run: Run, trained: Path) -> None:
 
 
 def test_ls_says_that_it_has_not_read_the_content(run: Run, store: Path) -> None:
-    flip_a_bit(store / "step-00000004" / "exp_avg.safetensors", 5000)
+    flip_on_disk(store / "step-00000004" / "exp_avg.safetensors", 5000)
     _, out, _ = run("ls", store)
     assert out.count("complete") == 3, "twice, and what it means"
     assert f"its content is not read (offload verify {store})" in out
@@ -97,7 +76,7 @@ def test_the_table_of_ls_has_80_columns_at_most(
 
 def test_ls_says_why_a_checkpoint_is_not_usable(run: Run, store: Path) -> None:
     manifest = store / "step-00000004" / "manifest.json"
-    flip_a_bit(manifest, 100)
+    flip_on_disk(manifest, 100)
     code, out, _ = run("ls", store, "--json")
     good, bad = json.loads(out)
     assert code == 0
@@ -146,7 +125,7 @@ def test_verify_of_a_store_reads_all_of_its_checkpoints(run: Run, trained: Path)
 @pytest.mark.parametrize("name", ["model", "master", "exp_avg", "exp_avg_sq", "train_state"])
 def test_verify_finds_one_flipped_bit_in_any_file(run: Run, store: Path, name: str) -> None:
     damaged = store / "step-00000004" / f"{name}.safetensors"
-    flip_a_bit(damaged, 4096 + 8 if name != "train_state" else 40)
+    flip_on_disk(damaged, 4096 + 8 if name != "train_state" else 40)
     code, out, _ = run("verify", store, "--json")
     good, bad = json.loads(out)["checkpoints"]
     assert code == 1
@@ -158,7 +137,7 @@ def test_verify_of_a_damaged_checkpoint_names_the_file_on_standard_error(
     run: Run, store: Path
 ) -> None:
     damaged = store / "step-00000002" / "exp_avg.safetensors"
-    flip_a_bit(damaged, 5000)
+    flip_on_disk(damaged, 5000)
     code, out, err = run("verify", damaged.parent)
     assert code == 1
     assert str(damaged) in err
@@ -176,7 +155,7 @@ def test_verify_counts_a_checkpoint_without_a_manifest_as_damaged(run: Run, stor
 def test_verify_all_finds_every_store_below(run: Run, store: Path, tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "runs" / "b" / "store")
     damaged = shutil.copytree(store, tmp_path / "runs" / "a") / "step-00000002"
-    flip_a_bit(damaged / "exp_avg.safetensors", 5000)
+    flip_on_disk(damaged / "exp_avg.safetensors", 5000)
     (tmp_path / "runs" / "empty").mkdir()
     (tmp_path / "runs" / "empty" / "LOCK").touch()
     code, out, _ = run("verify", "--all", tmp_path / "runs", "--json")
@@ -191,7 +170,7 @@ def test_verify_all_finds_every_store_below(run: Run, store: Path, tmp_path: Pat
 
 def test_verify_marks_what_is_damaged_only_if_it_is_told_to(run: Run, store: Path) -> None:
     newest = store / "step-00000004"
-    flip_a_bit(newest / "exp_avg.safetensors", 5000)
+    flip_on_disk(newest / "exp_avg.safetensors", 5000)
     assert run("verify", store)[0] == 1
     assert json.loads(run("show", store, "--json")[1])["step"] == 4
     assert run("verify", store, "--quarantine")[0] == 1
@@ -205,7 +184,7 @@ def test_verify_marks_what_is_damaged_only_if_it_is_told_to(run: Run, store: Pat
     assert "quarantined" in err
     assert run("verify", store)[0] == 1
     (newest / "damaged.txt").unlink()
-    flip_a_bit(newest / "exp_avg.safetensors", 5000)
+    flip_on_disk(newest / "exp_avg.safetensors", 5000)
     assert run("verify", store)[0] == 0
 
 
@@ -224,7 +203,7 @@ def test_a_path_that_is_not_there_is_one_line_and_status_1(
 
 def test_show_of_a_damaged_manifest_is_one_line_and_status_1(run: Run, store: Path) -> None:
     manifest = store / "step-00000004" / "manifest.json"
-    flip_a_bit(manifest, 100)
+    flip_on_disk(manifest, 100)
     code, _, err = run("show", manifest.parent)
     assert code == 1
     assert err.startswith("error: ")

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import offload
 from gds import StorageError
@@ -20,21 +19,13 @@ from offload.store.pinning import pin
 from tests.command_line import Run
 from tests.kernel import loop_devices
 from tests.kernel.loop_devices import mounted
+from tests.stores.small import make_model, make_optimizer, step, train
 
 NOBODY = 65534
-OPTIONS = offload.Options(allow_volatile=True, drives=offload.DriveTuning(calibrate=False))
 
 
 def optimizer_in(directory: Path) -> offload.AdamW:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(64, 40).bfloat16()
-    return offload.AdamW(model.parameters(), directory=directory, model=model, options=OPTIONS)
-
-
-def step(optimizer: offload.AdamW) -> None:
-    for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    return make_optimizer(make_model(64, 40), directory=directory)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with the checkpoints of steps 1 and 2, and a pin."""
     store = tmp_path_factory.mktemp("trained") / "store"
     with optimizer_in(store) as optimizer:
-        for _ in range(2):
-            step(optimizer)
-            optimizer.checkpoint({"epoch": 1}).result()
+        train(optimizer, 2)
         optimizer.pin("mine")
     return store
 

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 import offload
 from gds import File, PosixBackend, StorageError, WrapperBackend
@@ -15,28 +14,17 @@ from offload.errors import StoreLockedError, UnreadableError
 from offload.retention.policy import LastK
 from offload.store.pruning import prune
 from tests.command_line import Run
+from tests.stores.files import flip_on_disk, steps, tree
+from tests.stores.small import make_model, make_optimizer, step, train
 
-OPTIONS = offload.Options(
-    allow_volatile=True, chunk_bytes=16384, drives=offload.DriveTuning(calibrate=False)
-)
 SIX = [f"step-{number:08d}" for number in range(1, 7)]
-LOSSES = [3.0, 1.0, 2.0, 5.0, 4.0, 6.0]
+LOSSES = dict(enumerate([3.0, 1.0, 2.0, 5.0, 4.0, 6.0], 1))
 
 
-def optimizer_in(directory: Path | list[Path], **changes: object) -> offload.AdamW:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(64, 40).bfloat16()
-    arguments = {"model": model, "options": OPTIONS, "keep": 6, **changes}
-    return offload.AdamW(model.parameters(), directory=directory, **arguments)
-
-
-def train(optimizer: offload.AdamW, num_steps: int) -> None:
-    for _ in range(num_steps):
-        step = optimizer.num_steps
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = torch.full_like(parameter, step + 1)
-        optimizer.step()
-        optimizer.checkpoint(metrics={"loss": LOSSES[step]}).result()
+def optimizer_in(directory: Path | list[Path], **changes: object) -> offload.OffloadedOptimizer:
+    settings = {"drives": offload.DriveTuning(calibrate=False)}
+    arguments = {"directory": directory, "keep": 6, **changes}
+    return make_optimizer(make_model(64, 40), settings=settings, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +32,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with the checkpoints of steps 1 to 6; the third is pinned as `mine`."""
     store = tmp_path_factory.mktemp("trained") / "store"
     with optimizer_in(store) as optimizer:
-        train(optimizer, 6)
+        train(optimizer, 6, losses=LOSSES)
         optimizer.pin("mine", 3)
     return store
-
-
-def steps(store: Path) -> list[int]:
-    return [int(path.name[5:]) for path in sorted(store.glob("step-*"))]
-
-
-def tree(*stores: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for s in stores for p in s.rglob("*") if p.is_file()}
 
 
 def disk_bytes(store: Path) -> int:
@@ -82,8 +62,8 @@ def test_prune_leaves_what_the_options_keep_the_pinned_and_the_newest(
     assert code == 0
     assert tree(store) == before, "a dry run changes nothing"
     gone = sorted(set(range(1, 7)) - set(left))
-    for step in gone:
-        assert f"{store}/step-{step:08d}: would be removed" in out
+    for number in gone:
+        assert f"{store}/step-{number:08d}: would be removed" in out
     size, blocks = sum(map(len, before.values())), disk_bytes(store)
     code, out, err = run("prune", store, *options, "--json")
     assert (code, err) == (0, "")
@@ -93,8 +73,8 @@ def test_prune_leaves_what_the_options_keep_the_pinned_and_the_newest(
     assert [Path(path).name for path in report["kept"]] == [SIX[s - 1] for s in left]
     assert report["bytes"] == size - sum(map(len, tree(store).values()))
     assert disk_bytes(store) <= blocks - report["bytes"], "the drive has the space back"
-    for step in left:
-        with offload.open_checkpoint(store / f"step-{step:08d}") as checkpoint:
+    for number in left:
+        with offload.open_checkpoint(store / f"step-{number:08d}") as checkpoint:
             assert checkpoint.verify().ok
     with optimizer_in(store) as optimizer:
         assert optimizer.restore().step == 6
@@ -115,9 +95,7 @@ def test_prune_by_a_metric_that_no_checkpoint_has_is_refused_and_names_those_the
 def test_prune_by_a_metric_is_refused_if_no_checkpoint_has_any(run: Run, tmp_path: Path) -> None:
     store = tmp_path / "store"
     with optimizer_in(store) as optimizer:
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+        step(optimizer)
         optimizer.checkpoint().result()
     before = tree(store)
     code, _, err = run("prune", store, "--best", "loss")
@@ -129,9 +107,7 @@ def test_prune_by_a_metric_is_refused_if_no_checkpoint_has_any(run: Run, tmp_pat
 def test_prune_by_a_metric_of_some_checkpoints_ranks_those(run: Run, store: Path) -> None:
     with optimizer_in(store) as optimizer:
         optimizer.restore()
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+        step(optimizer)
         optimizer.checkpoint(metrics={"accuracy": 1.0}).result()
     assert run("prune", store, "--best", "loss")[0] == 0
     assert steps(store) == [2, 3, 7]
@@ -142,20 +118,10 @@ def test_prune_by_a_metric_of_a_store_without_checkpoints_removes_leftovers(
 ) -> None:
     store = tmp_path / "store"
     with optimizer_in(store) as optimizer:
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+        step(optimizer)
     assert list(store.glob(".slot-*"))
     assert run("prune", store, "--best", "loss")[0] == 0
     assert not list(store.glob(".slot-*"))
-
-
-def flip_a_bit(path: Path, offset: int = 5000) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["really", "dry-run"])
@@ -163,7 +129,7 @@ def flip_a_bit(path: Path, offset: int = 5000) -> None:
 def test_prune_verify_refuses_before_anything_is_removed_if_what_is_kept_is_damaged(
     run: Run, store: Path, damaged: int, dry: list[str]
 ) -> None:
-    flip_a_bit(store / SIX[damaged - 1] / "exp_avg.safetensors")
+    flip_on_disk(store / SIX[damaged - 1] / "exp_avg.safetensors")
     before = tree(store)
     code, out, err = run("prune", store, "--keep", "1", "--verify", *dry)
     assert (code, out) == (1, "")
@@ -177,7 +143,7 @@ def test_prune_verify_refuses_before_anything_is_removed_if_what_is_kept_is_dama
 def test_after_the_step_that_prune_verify_names_a_whole_checkpoint_is_kept_instead(
     run: Run, store: Path
 ) -> None:
-    flip_a_bit(store / SIX[5] / "exp_avg.safetensors")
+    flip_on_disk(store / SIX[5] / "exp_avg.safetensors")
     assert run("prune", store, "--keep", "1", "--verify")[0] == 1
     assert run("verify", "--quarantine", store)[0] == 1
     code, out, _ = run("prune", store, "--keep", "1", "--verify")
@@ -189,7 +155,7 @@ def test_after_the_step_that_prune_verify_names_a_whole_checkpoint_is_kept_inste
 
 
 def test_prune_verify_does_not_read_what_is_to_go(run: Run, store: Path) -> None:
-    flip_a_bit(store / SIX[0] / "exp_avg.safetensors")
+    flip_on_disk(store / SIX[0] / "exp_avg.safetensors")
     code, out, err = run("prune", store, "--keep", "1", "--verify")
     assert (code, err) == (0, "")
     assert steps(store) == [3, 6]
@@ -279,7 +245,7 @@ def test_prune_leaves_what_somebody_reads(run: Run, store: Path) -> None:
 def test_prune_of_several_drives(run: Run, tmp_path: Path) -> None:
     places = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
     with optimizer_in(places) as optimizer:
-        train(optimizer, 4)
+        train(optimizer, 4, losses=LOSSES)
     (places[1] / "part-9").mkdir()
     (places[1] / "part-9" / "part.json").write_bytes(b" " * 4096)
     size = sum(map(len, tree(*places).values()))
@@ -353,7 +319,7 @@ def test_pin_and_unpin(run: Run, store: Path) -> None:
     listed = json.loads(run("ls", store, "--json")[1])
     pins = {info["step"]: info["pins"] for info in listed if info["pins"]}
     assert pins == {2: ["lowest"], 4: ["mine"], 6: ["last"]}
-    assert [info["metrics"]["loss"] for info in listed] == LOSSES
+    assert [info["metrics"]["loss"] for info in listed] == [*LOSSES.values()]
     run("prune", store, "--keep", "1")
     assert steps(store) == [2, 4, 6]
     assert run("unpin", store, "mine")[0] == 0
@@ -368,9 +334,7 @@ def test_pin_beside_a_process_that_trains(run: Run, store: Path) -> None:
     with optimizer_in(store, keep=1) as optimizer:
         optimizer.restore()
         assert run("pin", store, "here")[0] == 0
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+        step(optimizer)
         optimizer.checkpoint().result()
         assert steps(store) == [3, 6, 7]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import offload
 from gds import PosixBackend
@@ -20,31 +19,23 @@ from offload.errors import CheckpointError, DamagedError, StoreError
 from offload.retention.policy import LastK
 from offload.store.pruning import prune
 from tests.command_line import Run
-from tests.crash.training import same_bits
+from tests.stores.files import flip_on_disk, steps, tree
+from tests.stores.small import make_model, make_optimizer, train
+from tests.stores.training import same_bits
 
-OPTIONS = offload.Options(
-    allow_volatile=True, chunk_bytes=16384, drives=offload.DriveTuning(calibrate=False)
-)
 Places = list[Path]
 
 
-def optimizer_in(places: Places, keep: int = 2) -> offload.AdamW:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(64, 200).bfloat16()
-    return offload.AdamW(
-        model.parameters(), lr=1e-3, model=model, directory=places, options=OPTIONS, keep=keep
-    )
+def optimizer_in(places: Places, keep: int = 2) -> offload.OffloadedOptimizer:
+    settings = {"drives": offload.DriveTuning(calibrate=False)}
+    return make_optimizer(make_model(64, 200), directory=places, keep=keep, settings=settings)
 
 
-def train(places: Places, num_steps: int, keep: int = 2) -> None:
+def go_on(places: Places, num_steps: int, keep: int = 2) -> None:
     """Go on for some steps, and seal after each of them."""
     with optimizer_in(places, keep) as optimizer:
         optimizer.restore()
-        for _ in range(num_steps):
-            for parameter in optimizer.param_groups[0]["params"]:
-                parameter.grad = torch.full_like(parameter, optimizer.num_steps + 1)
-            optimizer.step()
-            optimizer.checkpoint({"step": optimizer.num_steps}).result()
+        train(optimizer, num_steps)
 
 
 def newest_of(places: Places) -> int:
@@ -54,14 +45,6 @@ def newest_of(places: Places) -> int:
 
 def copy_of(places: Places, into: Path) -> Places:
     return [Path(shutil.copytree(place, into / place.parent.name)) for place in places]
-
-
-def tree(*places: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for place in places for p in place.rglob("*") if p.is_file()}
-
-
-def steps(place: Path) -> list[int]:
-    return [int(path.name[5:]) for path in sorted(place.glob("step-*"))]
 
 
 def parts_of(place: Path) -> list[str]:
@@ -76,12 +59,6 @@ def part_of(place: Path, step: int) -> str:
         backend.close()
 
 
-def flip(path: Path, offset: int = 9000) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
 def verified(run: Run, *arguments: str | Path) -> tuple[int, list[dict[str, Any]]]:
     code, out, _ = run("verify", *arguments, "--json")
     return code, json.loads(out)["checkpoints"]
@@ -91,7 +68,7 @@ def verified(run: Run, *arguments: str | Path) -> tuple[int, list[dict[str, Any]
 def original(tmp_path: Path) -> Places:
     """A store on two drives, with the checkpoints of steps 1 to 3."""
     places = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
-    train(places, 3, keep=3)
+    go_on(places, 3, keep=3)
     return places
 
 
@@ -106,7 +83,7 @@ class TestPrune:
     def test_prune_of_a_copy_touches_nothing_before_it_is_told_where_its_drives_are(
         self, run: Run, original: Places, copy: Places, options: list[str]
     ) -> None:
-        train(original, 3, keep=3)  # the original goes on
+        go_on(original, 3, keep=3)  # the original goes on
         os.remove(original[1] / "LOCK")  # not even this is made anew
         before = tree(*original, *copy)
         code, out, err = run("prune", copy[0], *options)
@@ -120,7 +97,7 @@ class TestPrune:
     def test_prune_of_a_copy_that_is_told_works_in_the_copy_only(
         self, run: Run, original: Places, copy: Places
     ) -> None:
-        train(original, 3, keep=3)
+        go_on(original, 3, keep=3)
         before = tree(*original)
         code, _, err = run("prune", copy[0], "--keep", "1", "--part", copy[1])
         assert (code, err) == (0, "")
@@ -134,7 +111,7 @@ class TestPrune:
         self, run: Run, original: Places, copy: Places, kept: int
     ) -> None:
         """Whoever copies the line of the error, and has a copy, names the wrong directories."""
-        train(original, 1, keep=kept)
+        go_on(original, 1, keep=kept)
         before = tree(*original, *copy)
         for dry in ([], ["--dry-run"]):
             code, out, err = run("prune", copy[0], "--keep", "1", "--part", original[1], *dry)
@@ -230,7 +207,7 @@ class TestVerify:
         self, run: Run, original: Places, copy: Places
     ) -> None:
         damaged = original[1] / part_of(original[0], 3) / "exp_avg.safetensors"
-        flip(damaged)
+        flip_on_disk(damaged)
         code, out, err = run("verify", copy[0], "--quarantine")
         assert code == 1
         assert f"{damaged}: " in err
@@ -244,7 +221,7 @@ class TestVerify:
     def test_damage_in_the_drives_that_were_given_is_marked(
         self, run: Run, original: Places
     ) -> None:
-        flip(original[1] / part_of(original[0], 3) / "exp_avg.safetensors")
+        flip_on_disk(original[1] / part_of(original[0], 3) / "exp_avg.safetensors")
         code, _ = verified(run, original[0], "--quarantine", "--part", original[1])
         assert code == 1
         assert [p.parent.name for p in original[0].rglob("damaged.txt")] == ["step-00000003"]
@@ -254,9 +231,9 @@ class TestVerify:
     def test_damage_beside_the_manifest_is_marked_wherever_the_parts_are(
         self, run: Run, original: Places, copy: Places
     ) -> None:
-        flip(original[1] / part_of(original[0], 3) / "exp_avg.safetensors")
-        flip(copy[0] / "step-00000003" / "model.safetensors", 5000)
-        flip(copy[0] / "step-00000002" / "model.safetensors", 5000)
+        flip_on_disk(original[1] / part_of(original[0], 3) / "exp_avg.safetensors")
+        flip_on_disk(copy[0] / "step-00000003" / "model.safetensors", 5000)
+        flip_on_disk(copy[0] / "step-00000002" / "model.safetensors", 5000)
         assert run("verify", copy[0], "--quarantine")[0] == 1
         marks = {p.parent.name: p.read_text() for p in copy[0].rglob("damaged.txt")}
         assert sorted(marks) == ["step-00000002", "step-00000003"]
@@ -267,7 +244,7 @@ class TestVerify:
         self, run: Run, original: Places, copy: Places
     ) -> None:
         own = copy[1] / part_of(copy[0], 3) / "exp_avg.safetensors"
-        flip(own)
+        flip_on_disk(own)
         assert run("verify", copy[0], "--quarantine", "--part", copy[1])[0] == 1
         mark = copy[0] / "step-00000003" / "damaged.txt"
         before = mark.read_bytes()
@@ -276,7 +253,7 @@ class TestVerify:
         assert "quarantined" in out
         assert "--part" in out
         assert mark.read_bytes() == before
-        flip(own)
+        flip_on_disk(own)
         assert run("verify", copy[0], "--quarantine", "--part", copy[1])[0] == 0
         assert not mark.exists()
 
@@ -289,7 +266,7 @@ class TestVerify:
         assert str(original[1]) not in out
 
     def test_in_python_the_same(self, original: Places, copy: Places) -> None:
-        flip(original[1] / part_of(original[0], 3) / "exp_avg.safetensors")
+        flip_on_disk(original[1] / part_of(original[0], 3) / "exp_avg.safetensors")
         newest = copy[0] / "step-00000003"
         with offload.open_checkpoint(newest) as opened:
             report = offload.verify_and_mark(opened)
@@ -322,22 +299,22 @@ def test_no_command_writes_where_only_a_manifest_says_that_a_drive_is(
 
 def test_nor_does_python(original: Places, copy: Places) -> None:
     before = tree(*original)
-    model = torch.nn.Linear(64, 200).bfloat16()
+    model = make_model(64, 200, seed=1)
     assert offload.load_parameters(model, copy[0]) == 3
     assert [info.valid for info in offload.list_checkpoints(copy[0])] == [True] * 3
     with offload.open_checkpoint(copy[0]) as opened:
-        state = offload.read_state(opened, "weight")
+        state = offload.read_state(opened, "0.weight")
         assert opened.verify().ok
     offload.pin(copy[0], "mine")
     offload.unpin(copy[0], "mine")
     assert tree(*original) == before
     with offload.open_checkpoint(copy[0], parts=[copy[1]]) as opened:
-        assert same_bits(state, offload.read_state(opened, "weight"))
+        assert same_bits(state, offload.read_state(opened, "0.weight"))
 
 
 def test_training_a_copy_leaves_the_original_as_it_is(original: Places, copy: Places) -> None:
     before = tree(*original)
-    train(copy, 4, keep=1)
+    go_on(copy, 4, keep=1)
     assert tree(*original) == before
     assert (newest_of(original), newest_of(copy)) == (3, 7)
     with pytest.raises(StoreError, match=r"spread over 2 directories"):
@@ -363,7 +340,7 @@ class TestName:
     @pytest.fixture
     def renamed(self, tmp_path: Path) -> Path:
         store = tmp_path / "run"
-        train([store], 2)
+        go_on([store], 2)
         return (store / "step-00000002").rename(store / "step-00000005")
 
     @pytest.mark.parametrize("of", ["store", "checkpoint"])
@@ -384,7 +361,7 @@ class TestName:
         assert newest_of([renamed.parent]) == 2
 
     def test_a_reader_that_names_the_step_gets_no_other(self, run: Run, renamed: Path) -> None:
-        model = torch.nn.Linear(64, 200).bfloat16()
+        model = make_model(64, 200, seed=1)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises(CheckpointError, match="expected 5"):
             offload.load_parameters(model, renamed)
@@ -407,7 +384,7 @@ class TestName:
 def test_what_is_to_be_run_names_all_drives(original: Places) -> None:
     """Two damaged in a row: a person has to look at them, and copies the command."""
     for step in (2, 3):
-        flip(original[0] / f"step-{step:08d}" / "model.safetensors", 5000)
+        flip_on_disk(original[0] / f"step-{step:08d}" / "model.safetensors", 5000)
     with (
         optimizer_in(original) as optimizer,
         pytest.warns(RuntimeWarning),

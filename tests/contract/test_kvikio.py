@@ -31,7 +31,7 @@ from gds.probe import direct_io
 from gds.testing import BackendContract, TransferContract
 from gds.testing._harness import FILE_BYTES, contents, filled, new_file, put
 from tests.contract.conftest import wait_for_release
-from tests.contract.fake_gpu import FakeGpu, installed
+from tests.fake_gpu.machine import FakeGpu, installed
 
 MIB = 1 << 20
 GDS = {"read": Used("gds", ""), "write": Used("gds", "")}
@@ -242,14 +242,14 @@ def test_threads_of_transfers_stay_on_the_device(
     # who goes back to the device that a thread begins with makes a context there
     monkeypatch.setattr(type(gpu.current), "number", 1)
     current = []
-    launch = gpu.launch
+    launch = gpu.streams.launch
 
     def noted(stream: int, work: Callable[[], None]) -> None:
         if threading.current_thread() is not threading.main_thread():
             current.append(gpu.current.number)
         launch(stream, work)
 
-    monkeypatch.setattr(gpu, "launch", noted)
+    monkeypatch.setattr(gpu.streams, "launch", noted)
     backend = make(path="bounce", device=0)
     file = backend.create(f"{directory}/file", ALIGNMENT)
     file.write(backend.allocate(ALIGNMENT), 0).result()
@@ -685,10 +685,10 @@ def test_a_write_waits_for_the_kernel_before_it(
     def kernel(value: int) -> Callable[[], None]:
         return lambda: ctypes.memset(buffer.address + ALIGNMENT, value, 100) and None
 
-    gpu.launch(stream, kernel(1))
+    gpu.streams.launch(stream, kernel(1))
     buffer.slice(ALIGNMENT, 100).after(stream)
-    gpu.launch(stream, kernel(2))  # not waited for: it was queued afterwards
-    gpu.launch(other, kernel(3))  # nor this, of which nobody spoke
+    gpu.streams.launch(stream, kernel(2))  # not waited for: it was queued afterwards
+    gpu.streams.launch(other, kernel(3))  # nor this, of which nobody spoke
     file.write(buffer, 0).result()
     expected = bytes(ALIGNMENT) + b"\1" * 100 + bytes(ALIGNMENT - 100)
     assert Path(f"{directory}/file").read_bytes() == expected
@@ -708,7 +708,7 @@ def test_a_read_waits_for_the_kernel_that_still_needs_the_memory(
     assert isinstance(buffer, DeviceBuffer)
     seen: list[bytes] = []
     stream = gpu.new_stream()
-    gpu.launch(stream, lambda: seen.append(ctypes.string_at(buffer.address, ALIGNMENT)))
+    gpu.streams.launch(stream, lambda: seen.append(ctypes.string_at(buffer.address, ALIGNMENT)))
     buffer.after(stream)
     file.read(buffer, 0).result()
     assert seen == [contents(filled(backend, ALIGNMENT, 2))]
@@ -724,7 +724,7 @@ def test_only_the_memory_that_is_moved_is_waited_for(
     assert isinstance(buffer, DeviceBuffer)
     ran: list[bool] = []
     stream = gpu.new_stream()
-    gpu.launch(stream, lambda: ran.append(True))
+    gpu.streams.launch(stream, lambda: ran.append(True))
     buffer.slice(ALIGNMENT, ALIGNMENT).after(stream)
     file.write(buffer.slice(0, ALIGNMENT), 0).result()
     assert ran == []

@@ -1,6 +1,6 @@
 """A process that trains as fast as it can, for whoever reads its store meanwhile.
 
-python -m tests.crash.beside        # serves children, as tests.crash.children does
+python -m tests.crash.beside        # serves children, as tests.forking says
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 
 from offload import DriveTuning
-from tests.crash.children import serve
-from tests.crash.training import Model, backward, optimizer_for, options
+from tests.forking import serve
+from tests.stores.training import Model, backward, optimizer_for, options
 
 PLAN = "beside.json"
 """What is to be done: ``keep`` and ``drives``."""

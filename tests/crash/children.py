@@ -1,28 +1,15 @@
-"""Child processes for the tests: what they do, and a server that forks them.
-
-Importing torch and making its first optimizer takes seconds, so one process does it once and forks
-a child for every request. A child is a process like any other: it ends as Python ends, with its
-exit handlers, or by a signal.
-
-    python -m tests.crash.children      # reads requests from standard input, a JSON list each
-"""
+"""What child processes of the crash tests do; see `tests.forking`."""
 
 from __future__ import annotations
 
 import atexit
 import gc
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
-import time
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 import torch
 
@@ -32,12 +19,8 @@ from gds.backends.wrapper import WrapperFile
 from gds.contract import File
 from offload import AdamW
 from offload.format.digests import DigestContext
-from tests.crash.training import ARRAYS, Model, Reference, backward, optimizer_for, options
-
-POLL_S: Final = 0.01
-
-TIMEOUT_S: Final = 200.0
-"""For a child, which takes a second: what takes so long hangs."""
+from tests.forking import serve
+from tests.stores.training import ARRAYS, Model, backward, optimizer_for, options, train
 
 
 class GatedBackend(WrapperBackend):
@@ -78,9 +61,7 @@ def trained(
     model = Model()
     settings = options(backend, **changes)
     optimizer = optimizer_for(model, f"{directory}/run", settings)
-    for step in (1, 2):
-        backward(model, step)
-        optimizer.step()
+    train(model, optimizer, 1, 2, seal=False)
     return model, optimizer
 
 
@@ -325,9 +306,7 @@ def close_with_one_thread_for_all_transfers(directory: str) -> None:
     backend = OneThreadBackend()
     model = Model()
     optimizer = optimizer_for(model, f"{directory}/run", options(backend))
-    for step in (1, 2):
-        backward(model, step)
-        optimizer.step()
+    train(model, optimizer, 1, 2, seal=False)
     optimizer.synchronize()
     backward(model, 3)
     # The last write of the step waits until it is being closed, and so do the reads behind it.
@@ -379,98 +358,6 @@ class _OneThreadFile(WrapperFile):
 
 def _announce(directory: str, text: str) -> None:
     Path(f"{directory}/announcements").write_text(text)  # a fifo: waits for its reader
-
-
-@dataclass
-class Ended:
-    """How a child ended, and what it said."""
-
-    status: int | None
-    """As `os.waitpid` gives it; None if it had to be killed because it did not end."""
-
-    output: str
-
-
-class Children:
-    """The tests' side: starts the server, and asks it for children.
-
-    Args:
-        module: Defines what they can do, and calls `serve`.
-    """
-
-    def __init__(self, module: str = "tests.crash.children") -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", module],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def start(self, work: Callable[[str], None], directory: Path) -> int:
-        """Fork a child that does `work` in a directory; returns its process number."""
-        return int(self._ask("start", work.__name__, str(directory)))
-
-    def wait(self, pid: int, directory: Path, timeout_s: float = TIMEOUT_S) -> Ended:
-        """Wait for a child to end; kills it if it has not after the timeout."""
-        answer = self._ask("wait", pid, timeout_s)
-        output = (directory / f"output-{pid}").read_text()
-        return Ended(None if answer == "None" else int(answer), output)
-
-    def run(self, work: Callable[[str], None], directory: Path) -> Ended:
-        """Fork a child that does `work`, and wait for it."""
-        return self.wait(self.start(work, directory), directory)
-
-    def close(self) -> None:
-        """End the server."""
-        self._server.communicate()
-
-    def _ask(self, *request: object) -> str:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return self._server.stdout.readline().strip()
-
-
-def serve(works: Mapping[str, Callable[[str], None]]) -> None:
-    """Fork children on request. A child returns from here as well, and ends like any program.
-
-    Args:
-        works: What a child can be asked to do, by name.
-    """
-    torch.set_num_threads(1)
-    Reference().after(1)  # the first optimizer of a process imports a second's worth of modules
-    # The collection with which Python ends looks only at what a child has made itself. All that
-    # was imported before would be a second of it.
-    gc.collect()
-    gc.freeze()
-    for line in sys.stdin:
-        match json.loads(line):
-            case ["start", name, directory]:
-                pid = os.fork()
-                if pid == 0:
-                    output = os.open(f"{directory}/output-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
-                    os.dup2(output, 1)
-                    os.dup2(output, 2)
-                    warnings.simplefilter("error")
-                    works[name](directory)
-                    return
-                print(pid, flush=True)
-            case ["wait", pid, timeout_s]:
-                print(_status(pid, timeout_s), flush=True)
-
-
-def _status(pid: int, timeout_s: float) -> int | None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return status
-        time.sleep(POLL_S)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
 
 
 if __name__ == "__main__":

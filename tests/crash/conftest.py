@@ -1,16 +1,5 @@
 """One thread: these tensors are too small to share out, and runs must be the same to the bit."""
 
-from __future__ import annotations
+from tests.threads import one_thread
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]

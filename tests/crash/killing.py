@@ -3,7 +3,7 @@
 Run by a server of children, because whoever forks them must be a process that is safe to fork: it
 has imported torch, uses one thread, and has opened no store.
 
-    python -m tests.crash.killing       # serves children, as tests.crash.children does
+    python -m tests.crash.killing       # serves children, as tests.forking says
 
 `kill_at_random_moments` reads what it is to do from ``killing.json`` in its directory, and prints
 one JSON object: how many children were killed, in which phase, and at which steps the survivors
@@ -28,9 +28,9 @@ from typing import NoReturn
 from offload import DriveTuning
 from offload.engine.seal import SealHandle
 from offload.format.manifest import Manifest
-from offload.store.store import Store
-from tests.crash.children import serve
-from tests.crash.training import Model, backward, optimizer_for, options
+from offload.store.sealing import Sealing
+from tests.forking import serve
+from tests.stores.training import Model, backward, optimizer_for, options
 
 PLAN = "killing.json"
 """What is to be done: ``keep``, ``drives``, ``num_kills`` and ``seed``."""
@@ -96,17 +96,17 @@ class Child:
         optimizer.close()
 
     def _watch_seals(self) -> None:
-        begin, end, shared = Store.begin_seal, Store.end_seal, self.shared
+        begin, end, shared = Sealing.begin, Sealing.end, self.shared
 
-        def begun(store: Store, manifest: Manifest) -> None:
+        def begun(sealing: Sealing, manifest: Manifest) -> None:
             shared[1] = 1
-            begin(store, manifest)
+            begin(sealing, manifest)
 
-        def ended(store: Store) -> None:
-            end(store)
+        def ended(sealing: Sealing) -> None:
+            end(sealing)
             shared[1] = 0
 
-        Store.begin_seal, Store.end_seal = begun, ended  # type: ignore[method-assign]
+        Sealing.begin, Sealing.end = begun, ended  # type: ignore[method-assign]
 
     def _tell(self, what: bytes, step: int) -> None:
         os.write(self.pipe, _MESSAGE.pack(what, step))

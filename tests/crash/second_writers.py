@@ -1,6 +1,6 @@
 """Processes that want to write to a store in which another one trains.
 
-python -m tests.crash.second_writers      # serves them, as tests.crash.children does
+python -m tests.crash.second_writers      # serves them, as tests.forking says
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Final
 
 from offload import DriveTuning
 from offload.errors import OffloadError
-from tests.crash.children import serve
-from tests.crash.training import Model, backward, optimizer_for, options
+from tests.forking import serve
+from tests.stores.training import Model, backward, optimizer_for, options
 
 SHARES: Final = (1, 1)
 STEPS: Final = 4

@@ -17,7 +17,7 @@ import torch
 import offload
 from gds import Backend, MemoryBackend
 from offload import AdamW, Checkpoint
-from tests.crash.training import (
+from tests.stores.training import (
     FEATURES,
     HEAD_HYPER,
     HYPER,

@@ -19,8 +19,6 @@ import torch
 
 import gds
 import offload
-import offload.checkpoint.checkpoint
-import offload.checkpoint.listing
 import offload.checkpoint.reader_lock
 import offload.cli.verify
 from gds import LockHeldError, MemoryBackend, PosixBackend, StorageError, WrapperBackend
@@ -31,9 +29,9 @@ from offload.errors import RecycledError
 from offload.exchange.checkpoint_stream import open_stream
 from tests.command_line import Run, runner
 from tests.crash import beside
-from tests.crash.children import Children
-from tests.crash.training import Model, backward, optimizer_for, options
 from tests.eventually import eventually
+from tests.forking import Children
+from tests.stores.training import Model, backward, optimizer_for, options
 
 RUNS = int(os.environ.get("VERIFY_RUNS", "52"))
 """Of ``offload verify`` beside training, in all four settings together."""
@@ -219,7 +217,7 @@ def test_training_goes_on_before_any_operation_of_verify(
             made.append(MeanwhileBackend(inner, left, recycle))
             return made[-1]
 
-        for module in (gds, offload.checkpoint.checkpoint, offload.checkpoint.listing):
+        for module in (gds, gds.opening):
             monkeypatch.setattr(module, "PosixBackend", backend)
         status, out, err = run("verify", directories[0], "--json")
         said = json.loads(out)
@@ -314,7 +312,7 @@ def test_verify_of_all_stores_goes_on_after_one_that_cannot_be_looked_at(
                 raise StorageError(5, "list", path)
             return super().list_dir(path)
 
-    for module in (gds, offload.checkpoint.checkpoint, offload.checkpoint.listing):
+    for module in (gds, gds.opening):
         monkeypatch.setattr(module, "PosixBackend", lambda: Unreadable(PosixBackend()))
     status, out, _ = run("verify", "--all", tmp_path, "--json")
     said = json.loads(out)

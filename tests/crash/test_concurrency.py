@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import offload.checkpoint.verify
+import offload.checkpoint.sealed_slot
 import offload.format.manifest
 import offload.model.model_file
 import offload.store.free_slots
@@ -28,7 +28,9 @@ from offload.format.layout import Layout
 from offload.store.slot import Slot
 from tests.crash import children as child
 from tests.crash.fault_backend import FaultBackend, Kind
-from tests.crash.training import (
+from tests.forking import Children
+from tests.stores.files import contents
+from tests.stores.training import (
     HYPER,
     Model,
     Reference,
@@ -74,8 +76,8 @@ class Training:
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[child.Children]:
-    server = child.Children()
+def children() -> Iterator[Children]:
+    server = Children("tests.crash.children")
     yield server
     server.close()
 
@@ -92,7 +94,7 @@ class TestProcesses:
         optimizer_for(Model(), store, options()).close()
 
     def test_a_second_process_is_refused_until_the_first_is_killed(
-        self, children: child.Children, tmp_path: Path
+        self, children: Children, tmp_path: Path
     ) -> None:
         os.mkfifo(tmp_path / "announcements")
         holder = children.start(child.hold_the_store, tmp_path)
@@ -106,7 +108,7 @@ class TestProcesses:
         assert children.run(child.refused, tmp_path).output == "opened\n"
 
     def test_a_forked_worker_does_not_keep_the_store_locked(
-        self, children: child.Children, tmp_path: Path
+        self, children: Children, tmp_path: Path
     ) -> None:
         os.mkfifo(tmp_path / "announcements")
         holder = children.start(child.hold_the_store_and_fork, tmp_path)
@@ -121,7 +123,7 @@ class TestProcesses:
             os.kill(worker, signal.SIGKILL)
 
     def test_use_after_a_fork_is_refused_and_does_no_harm(
-        self, children: child.Children, tmp_path: Path
+        self, children: Children, tmp_path: Path
     ) -> None:
         ended = children.run(child.use_after_fork, tmp_path)
         lines = ended.output.splitlines()
@@ -144,7 +146,7 @@ class TestProcesses:
         self,
         work: Callable[[str], None],
         status: int,
-        children: child.Children,
+        children: Children,
         tmp_path: Path,
     ) -> None:
         ended = children.run(work, tmp_path)
@@ -155,7 +157,7 @@ class TestProcesses:
             assert differences(found, PosixBackend(), Reference().after(2)) == []
 
     def test_a_checkpoint_in_an_exit_handler_is_made(
-        self, children: child.Children, tmp_path: Path
+        self, children: Children, tmp_path: Path
     ) -> None:
         ended = children.run(child.checkpoint_in_an_exit_handler, tmp_path)
         assert ended.status == 0, ended
@@ -164,21 +166,19 @@ class TestProcesses:
             assert differences(found, PosixBackend(), Reference().after(2)) == []
 
     def test_collection_on_the_seals_own_thread_does_not_deadlock(
-        self, children: child.Children, tmp_path: Path
+        self, children: Children, tmp_path: Path
     ) -> None:
         ended = children.run(child.collected_on_the_seals_thread, tmp_path)
         assert ended.status == 0, ended
         assert ended.output == "2\n"
 
-    def test_an_interrupted_step_can_be_closed(
-        self, children: child.Children, tmp_path: Path
-    ) -> None:
+    def test_an_interrupted_step_can_be_closed(self, children: Children, tmp_path: Path) -> None:
         ended = children.run(child.interrupted_in_a_step, tmp_path)
         assert ended.status == 0, ended
         assert printed(ended.output) == ["interrupted", "closed"]
 
     def test_one_thread_for_all_transfers_is_enough(
-        self, children: child.Children, tmp_path: Path
+        self, children: Children, tmp_path: Path
     ) -> None:
         ended = children.run(child.close_with_one_thread_for_all_transfers, tmp_path)
         assert ended.status == 0, ended
@@ -190,7 +190,7 @@ class TestProcesses:
         ids=["checkpoint", "restore", "step"],
     )
     def test_a_signal_handler_that_finds_half_a_step_is_refused(
-        self, work: Callable[[str], None], children: child.Children, tmp_path: Path
+        self, work: Callable[[str], None], children: Children, tmp_path: Path
     ) -> None:
         ended = children.run(work, tmp_path)
         assert ended.status == 0, ended
@@ -552,7 +552,7 @@ class TestSealBehindTraining:
         for module in (
             offload.format.manifest,
             offload.model.model_file,
-            offload.checkpoint.verify,
+            offload.checkpoint.sealed_slot,
         ):
             monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", 4096)
 
@@ -805,13 +805,3 @@ class TestFailedSeal:
         names = [n for n in training.backend.list_dir(STORE) if n != "LOCK"]
         assert len(names) <= 2, names
         training.optimizer.close()
-
-
-def contents(backend: Backend, directory: str) -> dict[str, bytes]:
-    """Read every file of a directory."""
-    found = {}
-    for name in backend.list_dir(directory):
-        file = backend.open(f"{directory}/{name}")
-        found[name] = file.read_bytes(0, file.size_bytes)
-        file.close()
-    return found

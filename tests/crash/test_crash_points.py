@@ -29,7 +29,7 @@ from offload import (
     open_checkpoint,
 )
 from tests.crash.crash_backend import CrashBackend, Disk, Image, Operation
-from tests.crash.training import (
+from tests.stores.training import (
     Model,
     Reference,
     Snapshot,

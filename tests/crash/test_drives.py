@@ -26,7 +26,8 @@ from offload.errors import (
 from offload.stream.drives import Drives
 from tests.crash.crash_backend import CrashBackend
 from tests.crash.fault_backend import FaultBackend
-from tests.crash.training import (
+from tests.stores.files import contents, everything, overwrite, read, remove_tree
+from tests.stores.training import (
     Model,
     Reference,
     backward,
@@ -34,6 +35,7 @@ from tests.crash.training import (
     optimizer_for,
     options,
     same_bits,
+    train,
 )
 
 ONE, TWO = "/first/run", "/second/run"
@@ -44,14 +46,6 @@ def optimizer_in(
     backend: Backend, model: Model, directories: Sequence[str] = BOTH, **changes: object
 ) -> AdamW:
     return optimizer_for(model, directories, options(backend), **changes)
-
-
-def train(model: Model, optimizer: AdamW, *steps: int, seal: bool = True) -> None:
-    for step in steps:
-        backward(model, step)
-        optimizer.step()
-        if seal:
-            optimizer.checkpoint({"step": step}).result()
 
 
 def store_of_two(keep: int = 2, backend: Backend | None = None) -> MemoryBackend:
@@ -68,42 +62,6 @@ def part_of(backend: Backend, step: int) -> str:
 
 def manifest_of(backend: Backend, step: int) -> dict:
     return json.loads(read(backend, f"{ONE}/step-{step:08d}/manifest.json"))["body"]
-
-
-def read(backend: Backend, path: str) -> bytes:
-    file = backend.open(path)
-    try:
-        return file.read_bytes(0, file.size_bytes)
-    finally:
-        file.close()
-
-
-def overwrite(backend: Backend, path: str, data: bytes, offset: int = 0) -> None:
-    file = backend.open(path, writable=True)
-    file.write_bytes(data, offset)
-    file.close()
-
-
-def contents(backend: Backend, directory: str) -> dict[str, bytes]:
-    return {name: read(backend, f"{directory}/{name}") for name in backend.list_dir(directory)}
-
-
-def everything(backend: Backend, directory: str = "/") -> dict[str, bytes | None]:
-    """Return every file below a directory with its bytes, and every directory that is empty."""
-    found: dict[str, bytes | None] = {}
-    for name in backend.list_dir(directory):
-        path = f"{directory.rstrip('/')}/{name}"
-        if backend.stat(path).kind == "file":
-            found[path] = read(backend, path)
-        else:
-            found |= everything(backend, path) or {path: None}
-    return found
-
-
-def remove(backend: Backend, directory: str) -> None:
-    for name in backend.list_dir(directory):
-        backend.remove(f"{directory}/{name}")
-    backend.remove_dir(directory)
 
 
 def parts_in(backend: Backend, directory: str = TWO) -> list[str]:
@@ -130,7 +88,7 @@ def assert_goes_on(backend: Backend, found: int, directories: Sequence[str] = BO
 
 
 def damage_delete(backend: Backend, part: str) -> None:
-    remove(backend, part)
+    remove_tree(backend, part)
 
 
 def damage_stale(backend: Backend, part: str) -> None:
@@ -477,7 +435,7 @@ class TestOrder:
         backend, model = CrashBackend(), Model()
         with optimizer_in(backend, model, keep=2) as optimizer:
             train(model, optimizer, 1, 2)
-        remove(backend, f"{ONE}/step-00000001")
+        remove_tree(backend, f"{ONE}/step-00000001")
         free = f"{TWO}/part-1"
         before = len(backend.log)
         with optimizer_in(backend, model, keep=2) as optimizer:
@@ -548,7 +506,7 @@ class TestUnreadableManifest:
 
     def test_it_is_free_when_the_directory_has_gone(self) -> None:
         backend = store_of_two(keep=2)
-        remove(backend, f"{ONE}/step-00000002")
+        remove_tree(backend, f"{ONE}/step-00000002")
         assert_goes_on(backend, 1)
         assert len(parts_in(backend)) == len(slots_in(backend)) <= 3
 
@@ -581,7 +539,7 @@ class TestByHand:
         backend, model = MemoryBackend(), Model()
         with optimizer_in(backend, model, keep=2) as optimizer:
             train(model, optimizer, 1, 2)
-            remove(backend, f"{TWO}/{part_of(backend, 1)}")
+            remove_tree(backend, f"{TWO}/{part_of(backend, 1)}")
             with pytest.warns(RuntimeWarning, match="a part of its state is missing"):
                 train(model, optimizer, 3, 4, 5)
         with open_checkpoint(ONE, backend=backend) as newest:
@@ -594,7 +552,7 @@ class TestByHand:
         with optimizer_in(backend, model, keep=1) as optimizer:
             train(model, optimizer, 1, 2)
             (free,) = set(parts_in(backend)) - {part_of(backend, 2)}
-            remove(backend, f"{TWO}/{free}")
+            remove_tree(backend, f"{TWO}/{free}")
             train(model, optimizer, 3, 4)
         with open_checkpoint(ONE, backend=backend) as newest:
             assert differences(newest, backend, Reference().after(4)) == []

@@ -22,18 +22,13 @@ import pytest
 
 from gds import MemoryBackend, StorageError, WrapperBackend
 from gds.contract import Stat
-from offload import (
-    AdamW,
-    OffloadError,
-    list_checkpoints,
-    load_parameters,
-    open_checkpoint,
-)
+from offload import AdamW, OffloadError, list_checkpoints, load_parameters, open_checkpoint
 from offload.errors import CheckpointError, SealError, StoreError, UnreadableError
 from offload.store.pruning import prune
 from tests.campaigns import FULL
 from tests.crash.fault_backend import FaultBackend, Kind
-from tests.crash.training import (
+from tests.stores.files import everything, write
+from tests.stores.training import (
     Model,
     Reference,
     backward,
@@ -41,6 +36,7 @@ from tests.crash.training import (
     optimizer_for,
     options,
     same_bits,
+    train,
 )
 
 STORE, OTHER = "/data/run", "/fast/run"
@@ -66,35 +62,15 @@ def template(num_drives: int) -> tuple[tuple[str, bytes | None], ...]:
     backend = MemoryBackend()
     model = Model()
     with optimizer_for(model, directories(num_drives), options(backend), keep=SEALED) as optimizer:
-        for step in range(1, SEALED + 1):
-            backward(model, step)
-            optimizer.step()
-            optimizer.checkpoint({"step": step}).result()
+        train(model, optimizer, *range(1, SEALED + 1))
         optimizer.pin("first", 1)
         backward(model, SEALED + 1)
         optimizer.step()
-    return tuple(contents(backend.reopened()).items())
+    return tuple(everything(backend.reopened()).items())
 
 
 def directories(num_drives: int) -> list[str]:
     return [STORE, OTHER][:num_drives]
-
-
-def contents(backend: MemoryBackend, directory: str = "/") -> dict[str, bytes | None]:
-    """Return all files with their bytes, and directories with None before what is in them."""
-    found: dict[str, bytes | None] = {}
-    for name in backend.list_dir(directory):
-        path = f"{directory.rstrip('/')}/{name}"
-        stat = backend.stat(path)
-        assert stat is not None
-        if stat.kind == "directory":
-            found[path] = None
-            found |= contents(backend, path)
-            continue
-        file = backend.open(path)
-        found[path] = file.read_bytes(0, file.size_bytes)
-        file.close()
-    return found
 
 
 def store_of(num_drives: int) -> MemoryBackend:
@@ -103,11 +79,8 @@ def store_of(num_drives: int) -> MemoryBackend:
     for path, data in template(num_drives):
         if data is None:
             backend.make_dir(path)
-            continue
-        file = backend.create(path, len(data))
-        if data:
-            file.write_bytes(data, 0)
-        file.close()
+        else:
+            write(backend, path, data)
     return backend
 
 
@@ -164,7 +137,7 @@ class Run:
         """Return everything with such a path; nothing for None."""
         if part_of_path is None:
             return {}
-        return {p: d for p, d in contents(self.inner).items() if part_of_path in p}
+        return {p: d for p, d in everything(self.inner).items() if part_of_path in p}
 
     def close(self) -> None:
         """Let go of the store, whatever has failed."""
@@ -186,9 +159,7 @@ class Run:
             assert found is not None
             assert found.step >= self.acknowledged, "an acknowledged checkpoint is lost"
             last = found.step + 2
-            for step in range(found.step + 1, last + 1):
-                backward(model, step)
-                optimizer.step()
+            train(model, optimizer, *range(found.step + 1, last + 1), seal=False)
             optimizer.checkpoint({"step": last}).result()
         assert same_bits(dict(model.state_dict()), reference().after(last).model)
         with open_checkpoint(STORE, backend=successor) as newest:

@@ -20,7 +20,16 @@ from gds import MemoryBackend
 from offload import DriveTuning, open_checkpoint
 from offload.errors import CheckpointError
 from tests.crash.crash_backend import Image
-from tests.crash.training import Model, Reference, backward, optimizer_for, options, same_bits
+from tests.stores.files import flip
+from tests.stores.training import (
+    Model,
+    Reference,
+    backward,
+    optimizer_for,
+    options,
+    same_bits,
+    train,
+)
 
 EVERY = int(os.environ.get("FLIPS_EVERY", "97"))
 """Try one of so many bytes of each file."""
@@ -46,13 +55,9 @@ NUM_FILES = {
 def sealed() -> Image:
     """Return a store on two drives with two checkpoints."""
     backend, model = MemoryBackend(), Model()
-    with optimizer_for(
-        model, DRIVES, options(backend, drives=DriveTuning(shares=(1, 1))), keep=2
-    ) as optimizer:
-        for step in (1, 2):
-            backward(model, step)
-            optimizer.step()
-            optimizer.checkpoint({"step": step}).result()
+    settings = options(backend, drives=DriveTuning(shares=(1, 1)))
+    with optimizer_for(model, DRIVES, settings, keep=2) as optimizer:
+        train(model, optimizer, 1, 2)
     directories, files = [], {}
     pending = ["/first", "/second"]
     while pending:
@@ -73,13 +78,6 @@ def files_of_the_newest(backend: MemoryBackend, name: str) -> list[str]:
         directories = [NEWEST, *checkpoint.parts]
     paths = [f"{directory}/{f}" for directory in directories for f in backend.list_dir(directory)]
     return [path for path in paths if os.path.basename(path).split(".")[0] == name]
-
-
-def flip(backend: MemoryBackend, path: str, offset: int, bit: int) -> None:
-    file = backend.open(path, writable=True)
-    (byte,) = file.read_bytes(offset, 1)
-    file.write_bytes(bytes([byte ^ (1 << bit)]), offset)
-    file.close()
 
 
 def complete_read(backend: MemoryBackend) -> str:
@@ -125,12 +123,12 @@ def test_a_bit_that_flips_anywhere_is_found(
         for start in range(0, size_bytes, EVERY):
             offset = min(start + rng.randrange(EVERY), size_bytes - 1)
             bit = rng.randrange(8)
-            flip(backend, path, offset, bit)
+            flip(backend, path, offset, 1 << bit)
             assert path in complete_read(backend), f"bit {bit} of byte {offset}"
-            flip(backend, path, offset, bit)
+            flip(backend, path, offset, 1 << bit)
             if num_flips % PROCESS_EVERY == 0:
                 damaged = sealed().backend()
-                flip(damaged, path, offset, bit)
+                flip(damaged, path, offset, 1 << bit)
                 go_on(damaged)
             num_flips += 1
     assert complete_read(backend) == ""
@@ -151,5 +149,5 @@ def test_a_train_state_is_given_up_whatever_part_of_its_text_is_hit() -> None:
     ]
     for offset in [0, *values, *rng.sample(range(8, len(text)), 20)]:
         damaged = sealed().backend()
-        flip(damaged, path, offset, rng.randrange(8))
+        flip(damaged, path, offset, 1 << rng.randrange(8))
         go_on(damaged)

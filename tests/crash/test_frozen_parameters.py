@@ -27,7 +27,14 @@ from offload.model.model_file import BlockBuffers, ModelImage
 from offload.model.model_writing import write_model
 from tests.crash.crash_backend import CrashBackend, Disk, Image, Operation
 from tests.crash.fault_backend import FaultBackend
-from tests.frozen_model import BLOCK, STORE, Process, Reference, differences, make_units_small
+from tests.stores.frozen_model import (
+    BLOCK,
+    STORE,
+    Process,
+    Reference,
+    differences,
+    make_units_small,
+)
 
 SEED = int(os.environ.get("CRASH_SEED", "20260711"))
 KEEP = 2

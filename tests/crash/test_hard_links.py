@@ -13,7 +13,8 @@ from gds import Backend, MemoryBackend, PosixBackend, StorageError, WrapperBacke
 from gds.contract import Stat
 from offload import AdamW, open_checkpoint
 from tests.crash.crash_backend import CrashBackend, Disk
-from tests.crash.training import (
+from tests.stores.files import everything
+from tests.stores.training import (
     Model,
     Reference,
     backward,
@@ -21,6 +22,7 @@ from tests.crash.training import (
     optimizer_for,
     options,
     same_bits,
+    train,
 )
 
 STORE, OTHER, BACKUP = "/run", "/other", "/backup"
@@ -30,13 +32,6 @@ def start(backend: Backend, num_drives: int = 1, keep: int = 2) -> tuple[Model, 
     model = Model()
     directories = [STORE, OTHER][:num_drives]
     return model, optimizer_for(model, directories, options(backend), keep=keep)
-
-
-def train(model: Model, optimizer: AdamW, *steps: int) -> None:
-    for step in steps:
-        backward(model, step)
-        optimizer.step()
-        optimizer.checkpoint({"step": step}).result()
 
 
 def link_tree(backend: MemoryBackend | CrashBackend, source: str, target: str) -> None:
@@ -50,22 +45,6 @@ def link_tree(backend: MemoryBackend | CrashBackend, source: str, target: str) -
         else:
             backend.link(f"{source}/{name}", f"{target}/{name}")
     backend.sync_dir(target)
-
-
-def files(backend: Backend, directory: str) -> dict[str, bytes]:
-    """Return the files below a directory with their bytes."""
-    found = {}
-    for name in backend.list_dir(directory):
-        path = f"{directory}/{name}"
-        stat = backend.stat(path)
-        assert stat is not None
-        if stat.kind == "directory":
-            found |= files(backend, path)
-        else:
-            file = backend.open(path)
-            found[path] = file.read_bytes(0, file.size_bytes)
-            file.close()
-    return found
 
 
 def assert_at_step(backend: Backend, step: int) -> None:
@@ -94,7 +73,7 @@ def test_a_linked_checkpoint_stays_what_it_was(drives: int, what: str, new_proce
         backend.link(f"{STORE}/step-00000002/exp_avg.safetensors", f"{BACKUP}/exp_avg")
     else:
         link_tree(backend, part[0], f"{BACKUP}/part")
-    before = files(backend, BACKUP)
+    before = everything(backend, BACKUP)
     if new_process:
         optimizer.close()
         backend = backend.reopened()
@@ -102,7 +81,7 @@ def test_a_linked_checkpoint_stays_what_it_was(drives: int, what: str, new_proce
         optimizer.restore()
     train(model, optimizer, 3, 4, 5, 6, 7)
     optimizer.close()
-    assert files(backend, BACKUP) == before
+    assert everything(backend, BACKUP) == before
     assert_at_step(backend, 7)
     if what == "all" and drives == 1:
         with open_checkpoint(f"{BACKUP}/step-00000002", backend=backend) as backup:
@@ -125,13 +104,13 @@ def test_a_leftover_slot_that_is_linked_is_made_anew() -> None:
     optimizer.checkpoint({"step": 3}).result()
     optimizer.close()
     backend = backend.reopened()
-    before = files(backend, STORE)
+    before = everything(backend, STORE)
     backend.remove(f"{BACKUP}/LOCK")  # else it is that of the store itself
     copy = Model()
     with optimizer_for(copy, BACKUP, options(backend)) as optimizer:
         assert optimizer.restore().step == 2
         train(copy, optimizer, 3, 4, 5)
-    assert files(backend, STORE) == before
+    assert everything(backend, STORE) == before
     assert_at_step(backend, 3)
     assert same_bits(dict(copy.state_dict()), Reference().after(5).model)
 
@@ -142,15 +121,15 @@ def test_small_files_that_are_replaced_are_replaced_in_the_store_only() -> None:
     train(model, optimizer, 1)
     optimizer.pin("mine")
     link_tree(backend, STORE, BACKUP)
-    before = files(backend, BACKUP)
+    before = everything(backend, BACKUP)
     checkpoint = f"{STORE}/step-00000001"
     optimizer.checkpoint({"another": "train state"}, metrics={"loss": 1.0}).result()
     train(model, optimizer, 2)
     optimizer.pin("mine")  # moves it
-    assert {p: d for p, d in files(backend, BACKUP).items() if "/.slot-" not in p} == {
+    assert {p: d for p, d in everything(backend, BACKUP).items() if "/.slot-" not in p} == {
         p: d for p, d in before.items() if "/.slot-" not in p
     }
-    assert files(backend, checkpoint) != {
+    assert everything(backend, checkpoint) != {
         p.replace(BACKUP, STORE): d for p, d in before.items() if "/step-" in p
     }
     optimizer.close()
@@ -191,7 +170,7 @@ def test_power_lost_at_any_moment(keep: int) -> None:
     train(model, optimizer, 1, 2)
     link_tree(backend, f"{STORE}/step-00000002", BACKUP)
     backend.sync_dir("/")
-    linked, expected = len(backend.log), files(backend, BACKUP)
+    linked, expected = len(backend.log), everything(backend, BACKUP)
     train(model, optimizer, 3, 4, 5)
     optimizer.close()
     rng, disk = random.Random(f"links {keep}"), Disk(backend.log[:linked])
@@ -200,7 +179,7 @@ def test_power_lost_at_any_moment(keep: int) -> None:
         disk.apply(operation)
         for _ in range(2):
             survivor = disk.power_cut(rng).backend()
-            assert files(survivor, BACKUP) == expected, operation
+            assert everything(survivor, BACKUP) == expected, operation
             num_states += 1
     assert num_states > 100
 

@@ -13,7 +13,7 @@ from gds.backends.wrapper import WrapperBackend, WrapperFile
 from gds.contract import File
 from offload import open_checkpoint
 from offload.errors import BrokenOptimizerError, CheckpointError
-from tests.crash.training import Model, Reference, backward, differences, optimizer_for, options
+from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
 
 
 class _GatedSync(WrapperBackend):

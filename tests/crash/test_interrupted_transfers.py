@@ -16,7 +16,15 @@ import pytest
 from gds import Buffer, File, IOFuture, MemoryBackend, WrapperBackend
 from gds.backends.wrapper import WrapperFile
 from offload.errors import BrokenOptimizerError
-from tests.crash.training import Model, Reference, backward, differences, optimizer_for, options
+from tests.stores.training import (
+    Model,
+    Reference,
+    backward,
+    differences,
+    optimizer_for,
+    options,
+    train,
+)
 
 LAST = 6
 
@@ -113,9 +121,7 @@ def test_an_interrupt_is_raised_where_it_comes_and_never_later(
         assert "a transfer of state failed" not in said
         found = optimizer.restore()
         assert found is not None
-        for step in range(found.step + 1, LAST):
-            backward(model, step)
-            optimizer.step()
+        train(model, optimizer, *range(found.step + 1, LAST), seal=False)
         sealed = optimizer.checkpoint().result()
         assert differences(sealed, backend, Reference().after(LAST - 1)) == []
         optimizer.close()

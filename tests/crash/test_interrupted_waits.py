@@ -22,9 +22,17 @@ import pytest
 from gds import PosixBackend
 from offload import AdamW, open_checkpoint
 from offload.errors import OffloadError
-from tests.crash.training import Model, Reference, backward, differences, optimizer_for, options
 from tests.eventually import TIMEOUT_S
 from tests.fuzz.interrupts import interrupted
+from tests.stores.training import (
+    Model,
+    Reference,
+    backward,
+    differences,
+    optimizer_for,
+    options,
+    train,
+)
 
 STRIDE = int(os.environ.get("INTERRUPT_STRIDE", "211"))
 """One of so many moments is tried; 1 tries all."""
@@ -145,9 +153,7 @@ def test_a_seal_that_was_interrupted_while_it_began_is_begun_or_not(
             optimizer.checkpoint()
 
         def goes_on(model: Model = model, optimizer: AdamW = optimizer) -> None:
-            for step in (2, 3):
-                backward(model, step)
-                optimizer.step()
+            train(model, optimizer, 2, 3, seal=False)
             optimizer.checkpoint().result()
             optimizer.close()
 

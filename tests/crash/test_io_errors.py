@@ -21,7 +21,7 @@ from gds import MemoryBackend, StorageError
 from offload import AdamW, Checkpoint, OffloadError, SealHandle, open_checkpoint
 from offload.errors import BrokenOptimizerError, SealError
 from tests.crash.fault_backend import KINDS, FaultBackend, Kind, When
-from tests.crash.training import (
+from tests.stores.training import (
     Model,
     Reference,
     backward,

@@ -17,7 +17,7 @@ from gds import MemoryBackend
 from offload import open_checkpoint
 from offload.errors import CheckpointError
 from tests.crash.crash_backend import PAGE_BYTES, SECTOR_BYTES, Image
-from tests.crash.training import Model, backward, optimizer_for, options
+from tests.stores.training import Model, backward, optimizer_for, options
 
 STORE = "/run"
 OLDER, NEWEST = 2, 4

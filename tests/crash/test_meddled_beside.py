@@ -22,8 +22,8 @@ from offload.errors import CheckpointNotFoundError, DamagedError, SealError
 from offload.format.names import QUARANTINE_NAME
 from offload.retention.policy import Retention
 from offload.store.quarantine import verify_and_mark
-from tests.crash.test_quarantine import flip
-from tests.crash.training import (
+from tests.stores.files import flip, read, remove_tree, write
+from tests.stores.training import (
     Model,
     Reference,
     backward,
@@ -31,6 +31,7 @@ from tests.crash.training import (
     optimizer_for,
     options,
     same_bits,
+    train,
 )
 
 STORE, OTHER, AWAY = "/run", "/other", "/away"
@@ -48,33 +49,15 @@ def start(
     return model, optimizer_for(model, directories, options(backend, **changes), keep=keep)
 
 
-def train(model: Model, optimizer: AdamW, *steps: int) -> None:
-    for step in steps:
-        backward(model, step)
-        optimizer.step()
-        optimizer.checkpoint({"step": step}).result()
-
-
 def copy_file(backend: Backend, source: str, target: str) -> None:
     """Do what ``cp`` does: the same bytes, in another file."""
-    file = backend.open(source)
-    data = file.read_bytes(0, file.size_bytes)
-    file.close()
-    copy = backend.create(target, len(data))
-    copy.write_bytes(data, 0)
-    copy.close()
+    write(backend, target, read(backend, source))
 
 
 def copy_tree(backend: Backend, source: str, target: str) -> None:
     backend.make_dir(target)
     for name in backend.list_dir(source):
         copy_file(backend, f"{source}/{name}", f"{target}/{name}")
-
-
-def remove_tree(backend: Backend, path: str) -> None:
-    for name in backend.list_dir(path):
-        backend.remove(f"{path}/{name}")
-    backend.remove_dir(path)
 
 
 def replace_files(backend: Backend, path: str, *names: str) -> None:
@@ -477,11 +460,8 @@ def test_another_checkpoint_in_its_place_is_left_alone(drives: int) -> None:
     remove_tree(backend, step_path(2))
     backend.make_dir(step_path(2))
     for name in foreign.list_dir(step_path(2)):
-        file = foreign.open(f"{step_path(2)}/{name}")
-        copy = backend.create(f"{step_path(2)}/{name}", file.size_bytes)
-        copy.write_bytes(file.read_bytes(0, file.size_bytes), 0)
-        copy.close()
-        file.close()
+        path = f"{step_path(2)}/{name}"
+        write(backend, path, read(foreign, path))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train(model, optimizer, 4, 5, 6, 7)

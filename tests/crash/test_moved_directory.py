@@ -19,8 +19,9 @@ from offload.engine.seal import SEAL_THREAD
 from offload.errors import SealError, StoreError
 from offload.format.names import MANIFEST_NAME
 from offload.store.free_slots import Patience
-from tests.crash.test_overlooked_steps import contents, copy
-from tests.crash.training import Model, Reference, backward, differences, optimizer_for, options
+from tests.crash.test_overlooked_steps import copy
+from tests.stores.files import contents
+from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
 
 STORE, MOVED = "/run", "/run2"
 STALE = "this is not the directory that was opened"

@@ -15,8 +15,8 @@ import pytest
 
 from gds import PosixBackend
 from offload import AdamW, open_checkpoint
-from tests.crash.training import Model, add_head, backward, optimizer_for, options
 from tests.eventually import eventually
+from tests.stores.training import Model, add_head, optimizer_for, options, take_step, train
 
 
 @pytest.fixture
@@ -39,56 +39,44 @@ def open_below(directory: Path) -> list[str]:
     return found
 
 
-def train(model: Model, optimizer: AdamW, *steps: int) -> None:
-    for step in steps:
-        backward(model, step)
-        optimizer.step()
-
-
-def seal(model: Model, optimizer: AdamW, *steps: int) -> None:
-    for step in steps:
-        train(model, optimizer, step)
-        optimizer.checkpoint({"step": step}).result()
-
-
 def nothing_yet(model: Model, optimizer: AdamW) -> None:
     """A store that has been opened only."""
 
 
 def a_working_slot(model: Model, optimizer: AdamW) -> None:
-    train(model, optimizer, 1)
+    take_step(model, optimizer, 1)
 
 
 def more_checkpoints_than_are_kept_open(model: Model, optimizer: AdamW) -> None:
-    seal(model, optimizer, 1, 2, 3, 4, 5, 6)
+    train(model, optimizer, 1, 2, 3, 4, 5, 6)
 
 
 def a_slot_that_was_got_for_a_new_layout(model: Model, optimizer: AdamW) -> None:
-    seal(model, optimizer, 1)
+    train(model, optimizer, 1)
     add_head(model, optimizer)
 
 
 def a_new_layout(model: Model, optimizer: AdamW) -> None:
-    seal(model, optimizer, 1, 2)
+    train(model, optimizer, 1, 2)
     add_head(model, optimizer)
-    seal(model, optimizer, 3)
-    train(model, optimizer, 4)
+    train(model, optimizer, 3)
+    take_step(model, optimizer, 4)
 
 
 def a_free_slot(model: Model, optimizer: AdamW) -> None:
-    seal(model, optimizer, 1, 2, 3)
-    train(model, optimizer, 4)
+    train(model, optimizer, 1, 2, 3)
+    take_step(model, optimizer, 4)
     optimizer.restore()
 
 
 def a_train_state_sealed_again(model: Model, optimizer: AdamW) -> None:
-    seal(model, optimizer, 1)
+    train(model, optimizer, 1)
     for value in (2, 3):
         optimizer.checkpoint({"step": value}, metrics={"loss": float(value)}).result()
 
 
 def a_checkpoint_given_up(model: Model, optimizer: AdamW) -> None:
-    seal(model, optimizer, 1, 2)
+    train(model, optimizer, 1, 2)
     optimizer.restore(1, discard_newer=True)
 
 
@@ -132,9 +120,9 @@ def test_a_long_row_of_checkpoints_does_not_take_more_and_more_descriptors(
 ) -> None:
     model = Model()
     with optimizer_for(model, str(tmp_path / "run"), options(backend), keep=20) as optimizer:
-        seal(model, optimizer, 1, 2, 3, 4, 5)
+        train(model, optimizer, 1, 2, 3, 4, 5)
         before = len(open_below(tmp_path))
-        seal(model, optimizer, 6, 7, 8, 9)
+        train(model, optimizer, 6, 7, 8, 9)
         assert len(open_below(tmp_path)) == before
 
 
@@ -145,7 +133,7 @@ def test_a_reader_that_is_closed_has_no_file_open(
     directories = [str(tmp_path / f"{drive}") for drive in range(drives)]
     model = Model()
     with optimizer_for(model, directories, options(backend)) as optimizer:
-        seal(model, optimizer, 1)
+        train(model, optimizer, 1)
     with open_checkpoint(directories[0], backend=backend) as found:
         assert found.verify().ok
         assert found.train_state == {"step": 1}

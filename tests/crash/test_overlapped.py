@@ -12,12 +12,13 @@ import pytest
 from gds import PosixBackend
 from offload import open_checkpoint
 from tests.crash import children as child
-from tests.crash.training import Reference, differences
+from tests.forking import Children
+from tests.stores.training import Reference, differences
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[child.Children]:
-    server = child.Children()
+def children() -> Iterator[Children]:
+    server = Children("tests.crash.children")
     yield server
     server.close()
 
@@ -37,7 +38,7 @@ def test_what_was_asked_for_is_there(
     work: Callable[[str], None],
     status: int,
     step: int,
-    children: child.Children,
+    children: Children,
     tmp_path: Path,
 ) -> None:
     ended = children.run(work, tmp_path)

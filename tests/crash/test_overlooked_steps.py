@@ -13,7 +13,8 @@ from offload import AdamW, load_parameters, open_checkpoint
 from offload.errors import DamagedError, SealError, StoreError
 from offload.format.manifest import MODEL_BLOCK_BYTES
 from tests.crash.fault_backend import FaultBackend
-from tests.crash.training import (
+from tests.stores.files import contents, write
+from tests.stores.training import (
     Model,
     Reference,
     backward,
@@ -60,21 +61,10 @@ def assert_newest(backend: Backend, step: int, history: int = 0) -> None:
         assert differences(newest, backend, Reference(history).after(step)) == []
 
 
-def contents(backend: Backend, directory: str) -> dict[str, bytes]:
-    found = {}
-    for name in backend.list_dir(directory):
-        file = backend.open(f"{directory}/{name}")
-        found[name] = file.read_bytes(0, file.size_bytes)
-        file.close()
-    return found
-
-
 def copy(backend: Backend, files: dict[str, bytes], directory: str) -> None:
     backend.make_dir(directory)
     for name, data in files.items():
-        file = backend.create(f"{directory}/{name}", len(data))
-        file.write_bytes(data, 0)
-        file.close()
+        write(backend, f"{directory}/{name}", data)
 
 
 @pytest.mark.parametrize("block", [0, 1, 2])

@@ -13,7 +13,7 @@ import offload
 from gds import MemoryBackend, StorageError
 from offload import OffloadError, list_checkpoints, open_checkpoint
 from tests.crash.fault_backend import KINDS, FaultBackend, Kind
-from tests.crash.training import Model, Reference, backward, differences, optimizer_for, options
+from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
 
 STORE = "/run"
 LAST_STEP = 5

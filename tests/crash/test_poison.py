@@ -13,7 +13,7 @@ from offload.store.poison import Poison
 def poisoned(*reasons: str) -> Poison:
     poison = Poison("/run")
     for reason in reasons:
-        with pytest.raises(OSError, match="the drive"), poison.on_error(reason):
+        with pytest.raises(OSError, match="the drive"), poison.fatal(reason):
             raise OSError("the drive")
     return poison
 
@@ -23,7 +23,7 @@ def test_nothing_is_said_or_refused_before_anything_has_failed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         poison.warn_once()
-    poison.require_none("/run/step-00000001")
+    poison.require_healthy("/run/step-00000001")
     assert not poison
 
 
@@ -49,13 +49,13 @@ def test_it_is_said_once_also_where_warnings_are_errors() -> None:
 def test_the_first_failure_is_the_one_that_is_named() -> None:
     poison = poisoned("a sync failed", "then a rename failed")
     with pytest.raises(StoreError, match=r"a sync failed \(the drive\)") as refused:
-        poison.require_none("/run/step-00000001")
+        poison.require_healthy("/run/step-00000001")
     assert refused.value.filename == "/run/step-00000001"
     assert "rename" not in f"{refused.value}"
 
 
 def test_any_error_counts() -> None:
     poison = Poison("/run")
-    with pytest.raises(KeyboardInterrupt), poison.on_error("a sync failed"):
+    with pytest.raises(KeyboardInterrupt), poison.fatal("a sync failed"):
         raise KeyboardInterrupt
     assert poison

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-import offload.checkpoint.verify
+import offload.checkpoint.sealed_slot
 import offload.format.manifest
 import offload.model.model_file
 from gds import Backend, Buffer, File, IOFuture, MemoryBackend, StorageError, WrapperBackend
@@ -29,7 +29,7 @@ from offload.store.pruning import prune
 from offload.stream.passes import RingPass, ring_for_one_pass
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend, Kind
-from tests.crash.training import (
+from tests.stores.training import (
     HYPER,
     Model,
     Reference,
@@ -38,7 +38,7 @@ from tests.crash.training import (
     differences,
     optimizer_for,
 )
-from tests.crash.training import options as options_of
+from tests.stores.training import options as options_of
 
 STORE = "/run"
 BLOCK_BYTES = 4096
@@ -47,7 +47,11 @@ REUSES_NOTHING = "this process reuses no slot any more"
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (offload.format.manifest, offload.model.model_file, offload.checkpoint.verify):
+    for module in (
+        offload.format.manifest,
+        offload.model.model_file,
+        offload.checkpoint.sealed_slot,
+    ):
         monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", BLOCK_BYTES)
 
 

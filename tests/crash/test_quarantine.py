@@ -20,14 +20,16 @@ from offload.store.quarantine import remove_quarantine, verify_and_mark, write_q
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.flipping import FlippingBackend
-from tests.crash.training import (
+from tests.stores.files import flip, read
+from tests.stores.training import (
     Model,
     Reference,
-    backward,
     differences,
     optimizer_for,
     options,
     same_bits,
+    take_step,
+    train,
 )
 
 STORE = "/run"
@@ -39,32 +41,15 @@ STATE = ["master", "exp_avg", "exp_avg_sq"]
 READ_AT_ONCE = ["model", "train_state"]
 
 
-def flip(backend: Backend, path: str, offset: int = -9) -> None:
-    """Change one bit of a file, durably."""
-    file = backend.open(path, writable=True)
-    try:
-        offset %= file.size_bytes
-        (byte,) = file.read_bytes(offset, 1)
-        file.write_bytes(bytes([byte ^ 0x10]), offset)
-        file.sync()
-    finally:
-        file.close()
-
-
 def damage(backend: Backend, name: str, checkpoint: str = NEWEST) -> str:
     path = f"{checkpoint}/{name}.safetensors"
     flip(backend, path, 40 if name == "train_state" else -9)
     return path
 
 
-def train(model: Model, optimizer: AdamW, step: int) -> None:
-    backward(model, step)
-    optimizer.step()
-
-
 def train_through(model: Model, optimizer: AdamW, step: int) -> None:
     """Take a step, and wait for it where it runs beside the model."""
-    train(model, optimizer, step)
+    take_step(model, optimizer, step)
     optimizer.synchronize()
 
 
@@ -72,9 +57,7 @@ def store_with(backend: Backend, directory: str | list[str] = STORE, keep: int =
     """Make checkpoints of steps 1 and 2."""
     model = Model()
     with optimizer_for(model, directory, options(backend), keep=keep) as optimizer:
-        for step in (1, 2):
-            train(model, optimizer, step)
-            optimizer.checkpoint({"step": step}).result()
+        train(model, optimizer, 1, 2)
 
 
 @contextmanager
@@ -95,7 +78,7 @@ def goes_on_from(checkpoint: Checkpoint | None, model: Model, optimizer: AdamW, 
     reference = Reference()
     assert same_bits(dict(model.state_dict()), reference.after(step).model)
     for number in (step + 1, step + 2):
-        train(model, optimizer, number)
+        take_step(model, optimizer, number)
         sealed = optimizer.checkpoint({"step": number}).result()
         assert differences(sealed, sealed.backend, reference.after(number)) == []
 
@@ -156,7 +139,7 @@ def test_later_processes_do_not_try_it_again(name: str) -> None:
     else:
         optimizer.restore()
         with pytest.raises(DamagedError):
-            train(model, optimizer, 3)
+            take_step(model, optimizer, 3)
     optimizer.close()
     damage(backend, name)  # the same bit: it is whole again
 
@@ -193,7 +176,7 @@ def test_when_none_is_left() -> None:
     assert "no usable checkpoint left" in str(error.value)
     assert "fresh=True" in str(error.value)
     with pytest.raises(BrokenOptimizerError):
-        train(model, optimizer, 3)
+        take_step(model, optimizer, 3)
     with warned("not using", NEWEST), pytest.raises(CheckpointError, match="none of its"):
         optimizer.restore()
     optimizer.close()
@@ -213,7 +196,7 @@ def until_it_fails(model: Model, optimizer: AdamW) -> None:
     for _ in range(2):
         found = optimizer.restore()
         try:
-            train(model, optimizer, found.step + 1)
+            take_step(model, optimizer, found.step + 1)
         except DamagedError as error:
             if "call restore()" not in str(error):
                 raise
@@ -225,9 +208,7 @@ def test_a_second_one_in_a_row_is_not_marked_before_a_person_has_looked(name: st
     backend = MemoryBackend()
     model = Model()
     with optimizer_for(model, STORE, options(backend), keep=4) as optimizer:
-        for step in (1, 2, 3, 4):
-            train(model, optimizer, step)
-            optimizer.checkpoint({"step": step}).result()
+        train(model, optimizer, 1, 2, 3, 4)
     bad = FlippingBackend(backend)
     bad.flips = f"/{name}.safetensors"
     bad.ways = ("read_bytes" if name == "train_state" else "read", "read_again")
@@ -261,9 +242,7 @@ def test_what_a_person_has_marked_is_passed_over() -> None:
     backend = MemoryBackend()
     model = Model()
     with optimizer_for(model, STORE, options(backend), keep=3) as optimizer:
-        for step in (1, 2, 3):
-            train(model, optimizer, step)
-            optimizer.checkpoint({"step": step}).result()
+        train(model, optimizer, 1, 2, 3)
     for step in (2, 3):
         damage(backend, "model", f"{STORE}/step-0000000{step}")
     optimizer = optimizer_for(Model(), STORE, options(backend), keep=3)
@@ -405,14 +384,12 @@ def test_one_that_this_process_wrote_is_checked_when_it_goes_back_to_it() -> Non
     backend = MemoryBackend()
     model = Model()
     optimizer = optimizer_for(model, STORE, options(backend))
-    for step in (1, 2):
-        train(model, optimizer, step)
-        optimizer.checkpoint({"step": step}).result()
-    train(model, optimizer, 3)
+    train(model, optimizer, 1, 2)
+    take_step(model, optimizer, 3)
     damage(backend, "exp_avg")
     optimizer.restore()
     with pytest.raises(DamagedError, match="exp_avg"):
-        train(model, optimizer, 3)
+        take_step(model, optimizer, 3)
     with warned("not using"):
         found = optimizer.restore()
     goes_on_from(found, model, optimizer, 1)
@@ -478,7 +455,7 @@ def test_after_a_mark_that_could_not_be_made_durable_nothing_is_reused(kind: str
     with warned("could not be marked"):
         optimizer.restore()
     with warned("this process reuses no slot any more"):
-        train(model, optimizer, 2)
+        take_step(model, optimizer, 2)
     optimizer.close()
 
 
@@ -528,13 +505,11 @@ def test_its_files_stay_as_they_are(directories: int) -> None:
     assert optimizer.restore().step == 2
     before = contents(backend, paths)
     with pytest.raises(DamagedError):
-        train(model, optimizer, 3)
+        take_step(model, optimizer, 3)
     with warned("not using", NEWEST):
         optimizer.restore()
-    train(model, optimizer, 2)
-    for step in (3, 4, 5, 6):
-        train(model, optimizer, step)
-        optimizer.checkpoint({"step": step}).result()
+    take_step(model, optimizer, 2)
+    train(model, optimizer, 3, 4, 5, 6)
     after = contents(backend, paths)
     assert after.pop(f"{NEWEST}/{QUARANTINE_NAME}")
     assert after == before
@@ -543,12 +518,8 @@ def test_its_files_stay_as_they_are(directories: int) -> None:
 
 def contents(backend: Backend, directories: list[str]) -> dict[str, bytes]:
     """Return the files in some directories, by path."""
-    found = {}
-    for path in (f"{d}/{name}" for d in directories for name in backend.list_dir(d)):
-        file = backend.open(path)
-        found[path] = file.read_bytes(0, file.size_bytes)
-        file.close()
-    return found
+    paths = [f"{d}/{name}" for d in directories for name in backend.list_dir(d)]
+    return {path: read(backend, path) for path in paths}
 
 
 def test_a_mark_made_beside_the_training_does_not_outlive_its_checkpoint() -> None:
@@ -560,7 +531,7 @@ def test_a_mark_made_beside_the_training_does_not_outlive_its_checkpoint() -> No
     for step in (1, 2):
         write_quarantine(backend, f"{STORE}/step-{step:08d}", "damaged", Poison(STORE))
     for step in (1, 2, 3, 4):
-        train(model, optimizer, step)
+        take_step(model, optimizer, step)
         optimizer.checkpoint({"step": step}).result()
         with open_checkpoint(STORE, backend=backend) as newest:
             assert newest.step == step
@@ -581,7 +552,7 @@ def test_what_was_marked_before_training_starts_over_stays(directories: int) -> 
     model = Model()
     with optimizer_for(model, where, options(backend), keep=1, fresh=True) as optimizer:
         for step in (1, 2, 3, 4):
-            train(model, optimizer, step)
+            take_step(model, optimizer, step)
             if step != 2:  # which would take its place
                 optimizer.checkpoint({"step": step}).result()
     assert contents(backend, [NEWEST, *parts]) == before
@@ -595,7 +566,7 @@ def test_what_is_marked_beside_the_training_is_left_alone() -> None:
     model = Model()
     optimizer = optimizer_for(model, STORE, options(backend), keep=1)
     for step in (1, 2, 3, 4):
-        train(model, optimizer, step)
+        take_step(model, optimizer, step)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             sealed = optimizer.checkpoint({"step": step}).result()
@@ -621,7 +592,7 @@ def test_power_lost_while_it_is_quarantined(name: str) -> None:
         found = optimizer.restore()
         if name == "exp_avg":
             with pytest.raises(DamagedError):
-                train(model, optimizer, 3)
+                take_step(model, optimizer, 3)
             found = optimizer.restore()
     after = len(backend.log)
     goes_on_from(found, model, optimizer, 1)
@@ -644,7 +615,7 @@ def test_power_lost_while_it_is_quarantined(name: str) -> None:
                 if found is not None and found.step == 2:
                     assert name == "exp_avg", "damaged parameters must not be restored"
                     with pytest.raises(DamagedError):
-                        train(model, optimizer, 3)
+                        take_step(model, optimizer, 3)
                     found = optimizer.restore()
                 goes_on_from(found, model, optimizer, 1)
                 optimizer.close()
@@ -659,13 +630,13 @@ class TestVerifyAlways:
         backend = FlippingBackend(MemoryBackend())
         model = Model()
         optimizer = optimizer_for(model, STORE, options(backend, verify="always"))
-        train(model, optimizer, 1)
+        take_step(model, optimizer, 1)
         optimizer.checkpoint({"step": 1}).result()
-        train(model, optimizer, 2)
+        take_step(model, optimizer, 2)
         backend.flips, backend.ways = f"/{name}.safetensors", ("read", "read_again")
-        train(model, optimizer, 3)  # reads ahead for the next one
+        take_step(model, optimizer, 3)  # reads ahead for the next one
         with pytest.raises(DamagedError) as error:
-            train(model, optimizer, 4)
+            take_step(model, optimizer, 4)
         assert f"/.slot-1/{name}.safetensors: bytes " in str(error.value)
         assert "call restore() to go on from /run/step-00000001" in str(error.value)
         backend.flips = ""
@@ -680,7 +651,7 @@ class TestVerifyAlways:
         model = Model()
         with optimizer_for(model, STORE, options(backend, verify="always", **changes)) as optimizer:
             for step in (1, 2, 3, 4):
-                train(model, optimizer, step)
+                take_step(model, optimizer, step)
                 if step == 2:
                     optimizer.checkpoint({"step": 2})
             sealed = optimizer.checkpoint({"step": 4}).result()

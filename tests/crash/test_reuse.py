@@ -11,25 +11,19 @@ import errno
 import pytest
 
 from gds import MemoryBackend, StorageError
-from offload import AdamW, open_checkpoint
+from offload import open_checkpoint
 from tests.crash.fault_backend import FaultBackend
-from tests.crash.training import (
+from tests.stores.training import (
     Model,
     Reference,
     backward,
     differences,
     optimizer_for,
     options,
+    train,
 )
 
 ONE, TWO = "/first/run", "/second/run"
-
-
-def seal(model: Model, optimizer: AdamW, *steps: int) -> None:
-    for step in steps:
-        backward(model, step)
-        optimizer.step()
-        optimizer.checkpoint({"step": step}).result()
 
 
 @pytest.mark.parametrize("keep", [1, 2], ids=["keep=1", "keep=2"])
@@ -37,9 +31,9 @@ def seal(model: Model, optimizer: AdamW, *steps: int) -> None:
 def test_a_store_that_is_full_grown_makes_no_new_files(directories: list[str], keep: int) -> None:
     backend, model = FaultBackend(MemoryBackend()), Model()
     with optimizer_for(model, directories, options(backend), keep=keep) as optimizer:
-        seal(model, optimizer, *range(1, keep + 2))
+        train(model, optimizer, *range(1, keep + 2))
         before = backend.num_done["create"], backend.num_done["make_dir"]
-        seal(model, optimizer, *range(keep + 2, keep + 5))
+        train(model, optimizer, *range(keep + 2, keep + 5))
         assert (backend.num_done["create"], backend.num_done["make_dir"]) == before
     backend.close()
 
@@ -48,13 +42,13 @@ def test_a_store_that_is_full_grown_makes_no_new_files(directories: list[str], k
 def test_what_an_earlier_process_left_is_overwritten(directories: list[str]) -> None:
     files, model = MemoryBackend(), Model()
     with optimizer_for(model, directories, options(files), keep=2) as optimizer:
-        seal(model, optimizer, 1, 2, 3)
+        train(model, optimizer, 1, 2, 3)
         backward(model, 4)
         optimizer.step()  # into a slot that stays behind
     backend, model = FaultBackend(files.reopened()), Model(history=5)
     with optimizer_for(model, directories, options(backend), keep=2) as optimizer:
         assert optimizer.restore().step == 3
-        seal(model, optimizer, 4, 5)
+        train(model, optimizer, 4, 5)
         assert (backend.num_done["create"], backend.num_done["make_dir"]) == (0, 0)
     with open_checkpoint(ONE, backend=backend.inner) as found:
         assert differences(found, backend.inner, Reference().after(5)) == []
@@ -65,7 +59,7 @@ def store_with_a_free_slot(backend: MemoryBackend) -> MemoryBackend:
     """Return files of a process that has ended between two checkpoints."""
     model = Model()
     with optimizer_for(model, [ONE, TWO], options(backend), keep=1) as optimizer:
-        seal(model, optimizer, 1, 2)
+        train(model, optimizer, 1, 2)
         backward(model, 3)
         optimizer.step()
     return backend.reopened()
@@ -98,14 +92,14 @@ def test_a_leftover_that_does_not_fit_is_made_anew(change: str, place: int) -> N
         optimizer.restore()
         if change == "a directory" and place == 0:
             with pytest.warns(RuntimeWarning, match="left alone: it holds the directory"):
-                seal(model, optimizer, 3)
+                train(model, optimizer, 3)
         else:
-            seal(model, optimizer, 3)
+            train(model, optimizer, 3)
         with open_checkpoint(ONE, backend=backend) as found:
             assert differences(found, backend, Reference().after(3)) == []
             places = (found.path, *found.parts)
         assert sorted(backend.list_dir(places[place])) == expected
-        seal(model, optimizer, 4)
+        train(model, optimizer, 4)
     with open_checkpoint(ONE, backend=backend) as found:
         assert differences(found, backend, Reference().after(4)) == []
 
@@ -125,4 +119,4 @@ def test_after_a_part_could_not_be_made_ready_nothing_is_reused() -> None:
         assert backend.num_failed == 1
         optimizer.restore()
         with pytest.warns(RuntimeWarning, match="a free part could not be made ready.*no slot"):
-            seal(model, optimizer, 3)
+            train(model, optimizer, 3)

@@ -32,10 +32,17 @@ from tests.crash.test_quarantine import (
     STORE,
     goes_on_from,
     store_with,
-    train,
     train_through,
 )
-from tests.crash.training import Model, Reference, differences, optimizer_for, options, same_bits
+from tests.stores.training import (
+    Model,
+    Reference,
+    differences,
+    optimizer_for,
+    options,
+    same_bits,
+    take_step,
+)
 
 STATE = ("master", "exp_avg", "exp_avg_sq")
 FILES = (
@@ -251,7 +258,7 @@ def test_state_in_training_that_is_read_wrong_once_goes_on(
     model = Model()
     with optimizer_for(model, STORE, options(backend, verify="always")) as optimizer:
         for step in (1, 2, 3, 4):
-            train(model, optimizer, step)
+            take_step(model, optimizer, step)
             if step == 2:
                 backend.flips, backend.left = "/master.safetensors", 2
         sealed = optimizer.checkpoint({"step": 4}).result()

@@ -16,8 +16,8 @@ import pytest
 from gds import PosixBackend
 from offload import open_checkpoint
 from tests.crash import killing
-from tests.crash.children import Children
-from tests.crash.training import Reference, differences
+from tests.forking import Children
+from tests.stores.training import Reference, differences
 
 SEED = int(os.environ.get("KILL_SEED", "20260711"))
 NUM_KILLS = int(os.environ.get("NUM_KILLS", "48"))

@@ -76,7 +76,7 @@ from tests.crash.state_model import (
     set_gradients,
 )
 from tests.crash.state_policy import METRIC, Kept, Policy
-from tests.crash.training import Model, add_head, optimizer_for, options, same_bits
+from tests.stores.training import Model, add_head, optimizer_for, options, same_bits
 
 SEED = int(os.environ.get("STATE_MACHINE_SEED", "20261121"))
 MINUTES = float(os.environ.get("STATE_MACHINE_MINUTES", "0"))

@@ -18,7 +18,7 @@ from offload import open_checkpoint
 from offload.errors import StoreBusyError
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.test_beside_training import Training
-from tests.crash.training import Reference, differences, same_bits
+from tests.stores.training import Reference, differences, same_bits
 
 STORE = "/run"
 HELD = "every expired checkpoint is being read by someone, and the store can have no slot more"

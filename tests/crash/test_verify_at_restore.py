@@ -22,10 +22,9 @@ from tests.crash.test_quarantine import (
     damage,
     goes_on_from,
     store_with,
-    train,
     warned,
 )
-from tests.crash.training import Model, optimizer_for, options
+from tests.stores.training import Model, optimizer_for, options, take_step, train
 
 HOW = ["argument", "setting"]
 
@@ -91,11 +90,11 @@ def test_the_bits_are_the_same_and_the_first_step_does_not_check_again(
     assert optimizer.stats().restore_bytes > state_bytes
     assert optimizer.stats().wait_read_s == 0, "no part of a step"
     checks.clear()
-    train(model, optimizer, 3)
+    take_step(model, optimizer, 3)
     optimizer.synchronize()
     assert checks == []
     optimizer.restore()  # and once more, without
-    train(model, optimizer, 3)
+    take_step(model, optimizer, 3)
     optimizer.synchronize()
     assert len(checks) >= 3
     optimizer.checkpoint({"step": 3}).result()
@@ -110,7 +109,7 @@ def test_state_that_stays_in_memory_is_read_once() -> None:
     model, optimizer = restoring("argument", backend, host_memory="1GiB")
     optimizer.restore(verify=True)
     before = backend.counters().bytes_read
-    train(model, optimizer, 3)
+    take_step(model, optimizer, 3)
     assert backend.counters().bytes_read == before
     optimizer.close()
 
@@ -122,7 +121,7 @@ def test_the_argument_comes_before_the_setting() -> None:
     model, optimizer = restoring("setting", backend)
     assert optimizer.restore(verify=False).step == 2
     with pytest.raises(DamagedError):
-        train(model, optimizer, 3)
+        take_step(model, optimizer, 3)
     optimizer.close()
 
 
@@ -170,9 +169,7 @@ def test_a_reference_is_checked_where_it_is_loaded(damaged: bool) -> None:
     backend = MemoryBackend()
     model = Model()
     with optimizer_for(model, STORE, options(backend)) as optimizer:
-        for step in (1, 2):
-            train(model, optimizer, step)
-            optimizer.checkpoint({"step": step}).result()
+        train(model, optimizer, 1, 2)
         reference, weights = optimizer.state_dict(), dict(model.state_dict())
         weights = {name: value.clone() for name, value in weights.items()}
     if damaged:
@@ -185,7 +182,7 @@ def test_a_reference_is_checked_where_it_is_loaded(damaged: bool) -> None:
         assert "exp_avg_sq" in str(read_quarantine(backend, NEWEST))
     else:
         optimizer.load_state_dict(reference)
-        train(model, optimizer, 3)
+        take_step(model, optimizer, 3)
         optimizer.checkpoint({"step": 3}).result()
         goes_on_from(optimizer.restore(), model, optimizer, 3)
     optimizer.close()

@@ -18,8 +18,8 @@ from gds import MemoryBackend, PosixBackend, WrapperBackend
 from offload import AdamW, DriveTuning, open_checkpoint
 from offload.errors import SealError, StoreError, StoreLockedError
 from tests.crash import second_writers as second
-from tests.crash.children import Children
-from tests.crash.training import (
+from tests.forking import Children
+from tests.stores.training import (
     Model,
     Reference,
     backward,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,20 +18,9 @@ import torch
 import offload
 from offload.cli import main
 from tests.command_line import runner
-from tests.exchange.test_reference import give_and_step, make_model
+from tests.exchange.commands import Commands, commands_in
 from tests.numerics.reference import assert_same_bits
-
-TRAIN = """
-import sys, torch, offload
-from tests.exchange.test_reference import give_and_step, make_model
-torch.set_num_threads(1)
-model = make_model()
-settings = {"lr": 0.01, "directory": sys.argv[1], "model": model}
-with offload.AdamW(model.named_parameters(), **settings) as optimizer:
-    for step in range(3):
-        give_and_step(model, optimizer, step)
-    optimizer.checkpoint().result()
-"""
+from tests.stores.small import make_mixed_model, step
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,21 +30,24 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("trained") / "run"
-    done = run("-c", TRAIN, str(directory))
-    assert done.returncode == 0, done.stderr
-    return directory
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    with commands_in(tmp_path_factory.mktemp("commands")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def store(commands: Commands) -> Path:
+    return commands.train()
 
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[torch.nn.Module, list[torch.Tensor], torch.optim.Optimizer]:
     """The same training by torch, with FP32 masters in memory."""
-    model = make_model()
+    model = make_mixed_model()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     plain = torch.optim.AdamW(masters, lr=0.01)
-    for step in range(3):
-        train_plain(model, masters, plain, step)
+    for number in range(3):
+        train_plain(model, masters, plain, number)
     return model, masters, plain
 
 
@@ -70,17 +63,14 @@ def train_plain(model, masters, plain, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["pt", "hf", "dcp"])
 def test_moments_step_count_and_weights_survive_every_way_through_fresh_processes(
-    store, expected, tmp_path, kind
+    store, commands, expected, tmp_path, kind
 ) -> None:
     model, masters, plain = expected
     out, again = tmp_path / "out", tmp_path / "again"
-    done = run("-m", "offload.cli", "export", str(store), str(out), "--to", kind, "--quiet")
-    assert done.returncode == 0, done.stderr
-    done = run("-m", "offload.cli", "import", str(out), str(again), "--quiet")
-    assert done.returncode == 0, done.stderr
-    assert "step 3" in done.stdout
+    commands.offload("export", store, out, "--to", kind, "--quiet")
+    assert "step 3" in commands.offload("import", out, again, "--quiet")
     for directory in (store, again):
-        mine = make_model(seed=5)
+        mine = make_mixed_model(seed=5)
         with offload.AdamW(mine.parameters(), directory=directory, model=mine) as optimizer:
             assert optimizer.restore().step == 3
             full = optimizer.full_state_dict()
@@ -113,19 +103,20 @@ def test_errors_are_one_line(store, tmp_path, monkeypatch, capsys) -> None:
 
 
 def test_a_fresh_process_trains_on_with_the_bits_of_torch(store, expected, tmp_path) -> None:
+    """Its commands are started by themselves, not forked by a process that has imported torch."""
     done = run("-m", "offload.cli", "export", str(store), str(tmp_path / "out"), "--to", "pt")
     assert done.returncode == 0, done.stderr
     done = run("-m", "offload.cli", "import", str(tmp_path / "out"), str(tmp_path / "again"))
     assert done.returncode == 0, done.stderr
-    plain_model = make_model()
+    plain_model = make_mixed_model()
     masters = [m.detach().clone().requires_grad_() for m in expected[1]]
     plain = torch.optim.AdamW(masters, lr=0.01)
     plain.load_state_dict(expected[2].state_dict())
-    mine = make_model(seed=5)
+    mine = make_mixed_model(seed=5)
     with offload.AdamW(mine.parameters(), directory=tmp_path / "again", model=mine) as optimizer:
         optimizer.restore()
-        for step in range(3, 6):
-            give_and_step(mine, optimizer, step)
-            train_plain(plain_model, masters, plain, step)
+        for number in range(3, 6):
+            step(optimizer, number)
+            train_plain(plain_model, masters, plain, number)
     for found, wanted in zip(mine.parameters(), plain_model.parameters(), strict=True):
         assert_same_bits(found.detach(), wanted.detach(), "parameter")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import offload
 from gds import Backend, PosixBackend, WrapperBackend
@@ -17,6 +16,7 @@ from offload.errors import StoreError, StoreFullError
 from tests.command_line import runner
 from tests.kernel import loop_devices
 from tests.kernel.loop_devices import Mounted, mounted
+from tests.stores.small import make_model, make_optimizer, train
 
 KINDS = ("pt", "hf", "safetensors", "dcp")
 NEEDED = "2.1 MiB"  # 14 bytes for each of the weights and biases: model, master and two moments
@@ -25,15 +25,8 @@ NEEDED = "2.1 MiB"  # 14 bytes for each of the weights and biases: model, master
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("trained") / "run"
-    model = torch.nn.Linear(400, 400).bfloat16()
-    options = offload.Options(allow_volatile=True)
-    with offload.AdamW(
-        model.parameters(), directory=directory, model=model, options=options
-    ) as optimizer:
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        optimizer.checkpoint().result()
+    with make_optimizer(make_model(400, 400), directory=directory) as optimizer:
+        train(optimizer, 1)
     return directory
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 import offload
 from offload.cli import main
 from tests.command_line import runner
-from tests.exchange.test_reference import give_and_step, make_model
 from tests.numerics.reference import assert_same_bits
+from tests.stores.small import make_mixed_model, step
 
 STEPS = 3
 
@@ -21,11 +21,11 @@ STEPS = 3
 @pytest.fixture
 def plain() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model and its FP32 state, trained by torch with masters in memory."""
-    model = make_model()
+    model = make_mixed_model()
     masters = {name: p.detach().float().requires_grad_() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(list(masters.items()), lr=0.01)
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step)
+    for number in range(STEPS):
+        generator = torch.Generator().manual_seed(number)
         for name, p in model.named_parameters():
             masters[name].grad = torch.randn(p.shape, generator=generator).to(p.dtype).float()
         optimizer.step()
@@ -37,12 +37,12 @@ def plain() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    model = make_model()
+    model = make_mixed_model()
     with offload.AdamW(
         model.named_parameters(), lr=0.01, directory=tmp_path / "run", model=model
     ) as optimizer:
-        for step in range(STEPS):
-            give_and_step(model, optimizer, step)
+        for number in range(STEPS):
+            step(optimizer, number)
         optimizer.checkpoint().result()
     return tmp_path / "run"
 
@@ -109,7 +109,7 @@ def test_a_model_in_a_file_of_its_own_is_imported_and_gone_on_from(plain, tmp_pa
     assert made.step == manifest["body"]["step"] == STEPS
     with offload.open_checkpoint(made.path) as opened:
         assert opened.verify().ok
-    mine = make_model(seed=5)
+    mine = make_mixed_model(seed=5)
     with offload.AdamW(mine.parameters(), directory=tmp_path / "again", model=mine) as resumed:
         assert resumed.restore().train_state == {"epoch": 7}
         full = resumed.full_state_dict()

@@ -23,6 +23,7 @@ from offload.exchange.torch_reading import read_structure
 from tests.exchange.test_export import SETTINGS, export, sealed
 from tests.numerics.pairs import CASES
 from tests.numerics.reference import assert_same_bits, assert_same_parameters
+from tests.stores.small import give_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -53,19 +54,13 @@ def groups(model: torch.nn.Module, *, named: bool) -> list[dict[str, Any]]:
     return out if named else [{**g, "params": [p for _, p in g["params"]]} for g in out]
 
 
-def give(model: torch.nn.Module, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-
-
 def trained(
     dtype: torch.dtype = torch.float32, *, named: bool = True, steps: int = 3, **hyper: Any
 ) -> tuple[Net, torch.optim.Optimizer]:
     model = Net(dtype)
     optimizer = torch.optim.AdamW(groups(model, named=named), lr=0.01, **hyper)
     for step in range(steps):
-        give(model, step)
+        give_gradients(model.parameters(), step)
         optimizer.step()
     return model, optimizer
 
@@ -104,7 +99,7 @@ def assert_goes_on(
 ) -> None:
     for step in range(3, 7):
         for model, optimizer in ((plain, theirs), (mine, own)):
-            give(model, step)
+            give_gradients(model.parameters(), step)
             optimizer.step()
     assert_same_parameters(mine.named_parameters(), plain.named_parameters())
     assert_same_bits(mine.table, plain.table, "buffer")
@@ -147,7 +142,7 @@ def test_fp32_parameters_become_the_masters_of_16_bit_ones(tmp_path, master) -> 
     for number, parameter in enumerate(numbers):
         assert_same_bits(full["master"][number], parameter.detach(), "master")
     for step in range(3, 6):
-        give(mine, step)
+        give_gradients(mine.parameters(), step)
         for p, q in zip(model.parameters(), mine.parameters(), strict=True):
             p.grad = q.grad.float()
         optimizer.step()
@@ -229,7 +224,7 @@ def test_numbers_alone_with_a_list_of_names(tmp_path) -> None:
 def test_a_plain_checkpoint_of_one_group_needs_no_names(tmp_path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 9))
     optimizer = torch.optim.Adam(model.parameters())
-    give(model, 1)
+    give_gradients(model.parameters(), 1)
     optimizer.step()
     state = {"model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict()}
     torch.save(state, tmp_path / "theirs.pt")
@@ -237,8 +232,8 @@ def test_a_plain_checkpoint_of_one_group_needs_no_names(tmp_path) -> None:
     other = copy.deepcopy(model)
     own = offload.Adam(other.parameters(), model=other, directory=tmp_path / "s", options=OPTIONS)
     own.restore()
-    give(model, 2)
-    give(other, 2)
+    give_gradients(model.parameters(), 2)
+    give_gradients(other.parameters(), 2)
     optimizer.step()
     own.step()
     assert_same_parameters(other.named_parameters(), model.named_parameters())

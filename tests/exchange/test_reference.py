@@ -11,40 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-import offload
 from gds import MemoryBackend
 from offload.errors import MismatchError, NotRestoredError
 from tests.numerics.reference import bits
+from tests.stores.small import make_mixed_model, make_optimizer, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:the reference that state_dict")  # said once
 
 BUILTINS = (str, int, float, bool, type(None))
-
-
-def make_model(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(40, 33), torch.nn.Linear(33, 7)).bfloat16()
-    return model.append(torch.nn.Linear(7, 3))
-
-
-def make_optimizer(
-    model: torch.nn.Module, backend: MemoryBackend, **settings: Any
-) -> offload.OffloadedOptimizer:
-    return offload.AdamW(
-        model.parameters(),
-        lr=settings.pop("lr", 0.01),
-        directory=settings.pop("directory", "/store"),
-        model=model,
-        options=offload.Options(chunk_bytes=4096, backend=backend, allow_volatile=True),
-        **settings,
-    )
-
-
-def give_and_step(model: torch.nn.Module, optimizer: offload.OffloadedOptimizer, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-    optimizer.step()
 
 
 def values(value: Any) -> Iterator[Any]:
@@ -77,9 +51,9 @@ def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
 def test_it_is_builtins_only_and_by_value(lr) -> None:
-    model, backend = make_model(), MemoryBackend()
+    model, backend = make_mixed_model(), MemoryBackend()
     with make_optimizer(model, backend, lr=lr) as optimizer:
-        give_and_step(model, optimizer, 1)
+        step(optimizer, 1)
         reference = optimizer.state_dict()
         assert all(type(value) in BUILTINS for value in values(reference))
         assert len(str(reference)) < 2000
@@ -87,12 +61,12 @@ def test_it_is_builtins_only_and_by_value(lr) -> None:
         optimizer.param_groups[0]["betas"] = (0.5, 0.5)
         if isinstance(lr, torch.Tensor):
             optimizer.param_groups[0]["lr"].fill_(7.0)
-        give_and_step(model, optimizer, 2)
+        step(optimizer, 2)
         assert reference == before
 
 
 def test_loading_it_where_it_was_made_reads_and_writes_nothing_any_number_of_times() -> None:
-    model, backend = make_model(), MemoryBackend()
+    model, backend = make_mixed_model(), MemoryBackend()
     with make_optimizer(model, backend) as optimizer:
         for number in range(3):
             reference = saved(optimizer.state_dict())
@@ -105,21 +79,21 @@ def test_loading_it_where_it_was_made_reads_and_writes_nothing_any_number_of_tim
                 before.bytes_read,
                 before.bytes_written,
             )
-            give_and_step(model, optimizer, number)
+            step(optimizer, number)
         assert optimizer.state_dict()["step"] == 3
 
 
 def test_making_one_makes_no_checkpoint() -> None:
-    model, backend = make_model(), MemoryBackend()
+    model, backend = make_mixed_model(), MemoryBackend()
     with make_optimizer(model, backend) as optimizer:
-        give_and_step(model, optimizer, 1)
+        step(optimizer, 1)
         optimizer.state_dict()
         optimizer.synchronize()
-        assert not [n for n in backend.list_dir("/store") if n.startswith("step-")]
+        assert not [n for n in backend.list_dir("/run") if n.startswith("step-")]
 
 
 def test_hyper_parameters_come_with_it_also_a_tensor() -> None:
-    model, backend = make_model(), MemoryBackend()
+    model, backend = make_mixed_model(), MemoryBackend()
     with make_optimizer(model, backend, lr=torch.tensor(0.25)) as optimizer:
         reference = saved(optimizer.state_dict())
         optimizer.param_groups[0].update(lr=3.0, betas=(0.1, 0.2))
@@ -132,17 +106,17 @@ def test_hyper_parameters_come_with_it_also_a_tensor() -> None:
 
 def test_another_process_goes_on_from_the_sealed_checkpoint_that_it_names() -> None:
     """As a library does that saves and loads the model itself: the state alone is adopted."""
-    model, backend = make_model(), MemoryBackend()
-    with make_optimizer(model, backend) as optimizer:
+    model, backend = make_mixed_model(), MemoryBackend()
+    with make_optimizer(model, backend, lr=0.01) as optimizer:
         for number in range(3):
-            give_and_step(model, optimizer, number)
+            step(optimizer, number)
         optimizer.checkpoint()
         reference = saved(optimizer.state_dict())
         weights = copy.deepcopy(model.state_dict())
-        give_and_step(model, optimizer, 3)
-        give_and_step(model, optimizer, 4)
+        step(optimizer, 3)
+        step(optimizer, 4)
         expected = parameters(model)
-    other, reopened = make_model(seed=9), backend.reopened()
+    other, reopened = make_mixed_model(seed=9), backend.reopened()
     with make_optimizer(other, reopened, lr=5.0) as optimizer:
         before = parameters(other)
         optimizer.load_state_dict(reference)
@@ -152,32 +126,32 @@ def test_another_process_goes_on_from_the_sealed_checkpoint_that_it_names() -> N
         other.load_state_dict(weights)
         optimizer.load_state_dict(reference)  # where it is now
         assert optimizer.param_groups[0]["lr"] == 0.01
-        give_and_step(other, optimizer, 3)
-        give_and_step(other, optimizer, 4)
+        step(optimizer, 3)
+        step(optimizer, 4)
         assert_same(parameters(other), expected)
 
 
 def test_what_is_loaded_at_construction_time_decides_nothing() -> None:
     """accelerate's `prepare()` loads what `state_dict()` gave it, before anybody restores."""
-    model, backend = make_model(), MemoryBackend()
+    model, backend = make_mixed_model(), MemoryBackend()
     with make_optimizer(model, backend) as optimizer:
-        give_and_step(model, optimizer, 1)
+        step(optimizer, 1)
         optimizer.checkpoint()
     with make_optimizer(model, backend.reopened()) as optimizer:
         optimizer.load_state_dict(optimizer.state_dict())
         with pytest.raises(NotRestoredError):
-            give_and_step(model, optimizer, 2)
+            step(optimizer, 2)
         optimizer.restore()
-        give_and_step(model, optimizer, 2)
+        step(optimizer, 2)
 
 
 class TestRefusals:
     def test_a_state_that_has_moved_on(self) -> None:
-        model, backend = make_model(), MemoryBackend()
+        model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
-            give_and_step(model, optimizer, 1)
+            step(optimizer, 1)
             stale = optimizer.state_dict()
-            give_and_step(model, optimizer, 2)
+            step(optimizer, 2)
             with pytest.raises(
                 MismatchError,
                 match=r"was never sealed.* at step 1, and the optimizer is at step 2 now",
@@ -185,12 +159,12 @@ class TestRefusals:
                 optimizer.load_state_dict(stale)
 
     def test_another_store(self) -> None:
-        model, backend = make_model(), MemoryBackend()
+        model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
-            give_and_step(model, optimizer, 1)
+            step(optimizer, 1)
             optimizer.checkpoint()
             reference = optimizer.state_dict()
-        other = make_model()
+        other = make_mixed_model()
         with (
             make_optimizer(other, MemoryBackend(), directory="/other") as optimizer,
             pytest.raises(MismatchError, match="/other"),
@@ -198,11 +172,11 @@ class TestRefusals:
             optimizer.load_state_dict(reference)
 
     def test_a_checkpoint_that_is_not_the_newest_or_is_gone(self) -> None:
-        model, backend = make_model(), MemoryBackend()
+        model, backend = make_mixed_model(), MemoryBackend()
         references = []
         with make_optimizer(model, backend, keep=2) as optimizer:
             for number in range(3):
-                give_and_step(model, optimizer, number)
+                step(optimizer, number)
                 optimizer.checkpoint().result()
                 references.append(optimizer.state_dict())
         with make_optimizer(model, backend.reopened()) as optimizer:
@@ -214,32 +188,30 @@ class TestRefusals:
             assert optimizer.state_dict()["step"] == 3
 
     def test_the_same_step_of_a_history_that_was_given_up(self) -> None:
-        model, backend = make_model(), MemoryBackend()
+        model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
-            give_and_step(model, optimizer, 1)
+            step(optimizer, 1)
             optimizer.checkpoint().result()
-            give_and_step(model, optimizer, 2)
+            step(optimizer, 2)
             optimizer.checkpoint().result()
             given_up = optimizer.state_dict()
             optimizer.restore(1, discard_newer=True)
-            give_and_step(model, optimizer, 99)
+            step(optimizer, 99)
             optimizer.checkpoint().result()
             assert optimizer.state_dict()["step"] == given_up["step"] == 2
             with pytest.raises(MismatchError, match="generation"):
                 optimizer.load_state_dict(given_up)
 
     def test_one_that_was_made_before_the_checkpoint(self) -> None:
-        model, backend = make_model(), MemoryBackend()
+        model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
-            give_and_step(model, optimizer, 1)
+            step(optimizer, 1)
             early = optimizer.state_dict()
             optimizer.checkpoint().result()
             optimizer.load_state_dict(early)  # this process knows that it is the same state
         with (
             make_optimizer(model, backend.reopened()) as optimizer,
-            pytest.raises(
-                MismatchError, match=r"never sealed.*cannot be told whether /store/step-0"
-            ),
+            pytest.raises(MismatchError, match=r"never sealed.*cannot be told whether /run/step-0"),
         ):
             optimizer.load_state_dict(early)
 
@@ -249,14 +221,14 @@ class TestRefusals:
         ids=str,
     )
     def test_another_format(self, change) -> None:
-        model, backend = make_model(), MemoryBackend()
+        model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
             reference = {**optimizer.state_dict(), **change}
             with pytest.raises(MismatchError, match=r"load_state_dict\(\) got a reference"):
                 optimizer.load_state_dict(reference)
 
     def test_other_parameter_groups(self) -> None:
-        model, backend = make_model(), MemoryBackend()
+        model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
             reference = optimizer.state_dict()
             two = {**reference, "param_groups": reference["param_groups"] * 2}
@@ -269,7 +241,7 @@ class TestRefusals:
 
 
 def test_hooks_see_what_is_saved_and_loaded() -> None:
-    model, backend = make_model(), MemoryBackend()
+    model, backend = make_mixed_model(), MemoryBackend()
     seen = []
     with make_optimizer(model, backend) as optimizer:
         optimizer.register_state_dict_post_hook(lambda _, sd: {**sd, "note": 5})
@@ -286,29 +258,27 @@ def unsealed(message: str = "the reference that state_dict") -> Any:
 @pytest.mark.filterwarnings("error")
 class TestAStateThatNobodyHasSealed:
     def test_a_reference_to_it_is_warned_of_once_where_it_is_taken(self) -> None:
-        model, backend = make_model(), MemoryBackend()
+        model, backend = make_mixed_model(), MemoryBackend()
         optimizer = make_optimizer(model, backend)
         optimizer.load_state_dict(optimizer.state_dict())  # as accelerate.prepare() does: no step
-        give_and_step(model, optimizer, 1)
-        with unsealed(
-            r"cannot be resumed from: the state of step 1 in /store .*checkpoint\(\)"
-        ) as w:
+        step(optimizer, 1)
+        with unsealed(r"cannot be resumed from: the state of step 1 in /run .*checkpoint\(\)") as w:
             optimizer.state_dict()
         assert [os.path.basename(each.filename) for each in w] == [os.path.basename(__file__)]
-        give_and_step(model, optimizer, 2)
+        step(optimizer, 2)
         optimizer.state_dict()  # every save would say the same
         optimizer.close()
 
     def test_a_reference_to_another_state_is_not_warned_of(self) -> None:
-        model, backend = make_model(), MemoryBackend()
+        model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
-            give_and_step(model, optimizer, 1)
+            step(optimizer, 1)
             optimizer.full_state_dict()
             with optimizer.materialized():
                 optimizer.state_dict()
             optimizer.checkpoint()  # in flight is enough
             optimizer.state_dict()
-            give_and_step(model, optimizer, 2)
+            step(optimizer, 2)
             optimizer.checkpoint().result()
             optimizer.state_dict()
         with make_optimizer(model, backend.reopened()) as optimizer:
@@ -318,16 +288,16 @@ class TestAStateThatNobodyHasSealed:
 
     @pytest.mark.parametrize("has_checkpoint", [False, True])
     def test_what_plain_loops_save_says_so_when_it_is_resumed_from(self, has_checkpoint) -> None:
-        model, backend = make_model(), MemoryBackend()
+        model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
-            for step in range(3):
-                give_and_step(model, optimizer, step)
-                if has_checkpoint and not step:
+            for number in range(3):
+                step(optimizer, number)
+                if has_checkpoint and not number:
                     optimizer.checkpoint().result()
             with unsealed():
                 kept = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         with (
-            make_optimizer(make_model(), backend.reopened()) as optimizer,
+            make_optimizer(make_mixed_model(), backend.reopened()) as optimizer,
             pytest.raises(MismatchError) as raised,
         ):
             optimizer.load_state_dict(kept["optimizer"])
@@ -336,20 +306,20 @@ class TestAStateThatNobodyHasSealed:
             "load_state_dict() got a reference to a state that was never sealed: checkpoint() had "
             "not been called when state_dict() was taken at step 3, and the state ended with"
         )
-        assert ("/store/step-00000001, call restore()" in said) == has_checkpoint
-        assert ("/store has no checkpoint to continue from" in said) != has_checkpoint
+        assert ("/run/step-00000001, call restore()" in said) == has_checkpoint
+        assert ("/run has no checkpoint to continue from" in said) != has_checkpoint
         assert "directory=" not in said  # it is the right one
 
     def test_a_seal_that_did_not_end_is_not_blamed_on_the_directory_alone(self) -> None:
-        model, backend = make_model(), MemoryBackend()
+        model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
-            give_and_step(model, optimizer, 1)
+            step(optimizer, 1)
             optimizer.checkpoint()
             reference = optimizer.state_dict()
         with (
-            make_optimizer(make_model(), MemoryBackend()) as optimizer,  # as after a power cut
-            pytest.raises(
-                MismatchError, match=r"/store has no checkpoint: either .* sealing did n"
-            ),
+            make_optimizer(
+                make_mixed_model(), MemoryBackend()
+            ) as optimizer,  # as after a power cut
+            pytest.raises(MismatchError, match=r"/run has no checkpoint: either .* sealing did n"),
         ):
             optimizer.load_state_dict(reference)

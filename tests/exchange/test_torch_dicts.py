@@ -20,6 +20,7 @@ from offload.errors import MismatchError, OffloadError
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Cut, Pair, memory_pair
 from tests.numerics.reference import assert_same_bits, assert_same_parameters
+from tests.stores.small import give_gradients
 
 CUT = Cut(3 * 4096, 3)
 FORMATS = {
@@ -208,17 +209,11 @@ def small(**settings: Any) -> tuple[torch.nn.Module, offload.OffloadedOptimizer]
     return model, optimizer
 
 
-def give(model: torch.nn.Module, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-
-
 def plain_dict(**hyper: Any) -> dict[str, Any]:
     model, optimizer = small()
     optimizer.close()
     plain = torch.optim.AdamW(model.float().parameters(), **hyper)
-    give(model)
+    give_gradients(model.parameters(), 0)
     plain.step()
     return plain.state_dict()
 
@@ -254,7 +249,7 @@ def test_steps_count_from_what_the_dict_has_seen() -> None:
     for state in plain["state"].values():
         state["step"].fill_(41.0)
     optimizer.load_state_dict(plain)
-    give(model)
+    give_gradients(model.parameters(), 0)
     optimizer.step()
     assert optimizer.checkpoint().result().step == 42
     optimizer.close()
@@ -342,7 +337,7 @@ class TestNumberOfSteps:
             found = get_optimizer_state_dict(model, optimizer, options=options)
         assert not any("num_steps" in key for key in found)
         other, again = self.trained()
-        give(other)
+        give_gradients(other.parameters(), 0)
         again.step()
         again.zero_grad()
         with again.materialized():
@@ -378,10 +373,10 @@ def test_state_of_a_parameter_that_is_in_no_group_is_left_out() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)).bfloat16()
     options = offload.Options(backend=MemoryBackend(), allow_volatile=True)
     optimizer = offload.AdamW(model.parameters(), model=model, directory="/s", options=options)
-    give(model)
+    give_gradients(model.parameters(), 0)
     optimizer.step()
     optimizer.param_groups[0]["params"] = list(model[1].parameters())
-    give(model)
+    give_gradients(model.parameters(), 0)
     optimizer.step()
     full = optimizer.full_state_dict()
     assert full["state"].keys() == full["master"].keys() == {0, 1}
@@ -428,7 +423,7 @@ class TestRefusals:
         plain = plain_dict()
         self.change(plain, kind)
         model, optimizer = small()
-        give(model)
+        give_gradients(model.parameters(), 0)
         optimizer.step()
         before = optimizer.full_state_dict()
         with pytest.raises(MismatchError, match=message):
@@ -442,7 +437,7 @@ class TestRefusals:
     def test_another_class(self) -> None:
         model, optimizer = small()
         plain = torch.optim.SGD(model.parameters(), momentum=0.9)
-        give(model)
+        give_gradients(model.parameters(), 0)
         plain.step()
         with pytest.raises(MismatchError, match="another class"):
             optimizer.load_state_dict(plain.state_dict())
@@ -450,7 +445,7 @@ class TestRefusals:
 
     def test_other_flags_in_the_middle_of_a_run(self) -> None:
         model, optimizer = small()
-        give(model)
+        give_gradients(model.parameters(), 0)
         optimizer.step()
         with pytest.raises(MismatchError, match="amsgrad"):
             optimizer.load_state_dict(plain_dict(amsgrad=True))
@@ -461,7 +456,7 @@ class TestRefusals:
         model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 10))
         names = list(model.named_parameters())
         plain = torch.optim.AdamW([names[0], names[1], names[3], names[2]])
-        give(model)
+        give_gradients(model.parameters(), 0)
         plain.step()
         _, optimizer = small(params=model.named_parameters())
         with pytest.raises(MismatchError, match=r"parameter 2 .* '1.bias' .* '1.weight'"):
@@ -487,7 +482,7 @@ class TestRefusals:
 
     def test_a_step_while_the_state_is_materialized(self) -> None:
         model, optimizer = small()
-        give(model)
+        give_gradients(model.parameters(), 0)
         optimizer.step()
         with optimizer.materialized():
             with pytest.raises(OffloadError, match="materialized"):
@@ -506,7 +501,7 @@ def test_distributed_checkpoints_own_functions_find_the_state() -> None:
 
     model, optimizer = small()
     for step in range(3):
-        give(model, step)
+        give_gradients(model.parameters(), step)
         optimizer.step()
     with optimizer.materialized():
         found = get_optimizer_state_dict(model, optimizer)

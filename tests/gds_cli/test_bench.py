@@ -19,7 +19,7 @@ from gds.bench.workload import Workload
 from gds.check import System
 from gds.errors import RefusedError
 from gds.opening import open_path
-from tests.contract.fake_gpu import FakeGpu
+from tests.fake_gpu.machine import FakeGpu
 
 SMALL = ("--file-size", "1M", "--size", "64K", "--allow-small")
 SIZE = 64 << 10

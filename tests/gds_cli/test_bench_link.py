@@ -23,7 +23,7 @@ from gds.bench.run import Plan
 from gds.bench.run import run as run_plan
 from gds.bench.workload import Workload
 from gds.kvikio import KvikioBackend
-from tests.contract.fake_gpu import FakeGpu, installed
+from tests.fake_gpu.machine import FakeGpu, installed
 from tests.gds_cli.machines import Machine
 
 HANDLE = 0x7F00_1234_5678

@@ -1,4 +1,8 @@
-"""Small trainings with the real Trainer, to be compared with one another to the bit."""
+"""Small trainings with the real Trainer, to be compared with one another to the bit.
+
+The Trainer makes its own loop, and wants a model of its library: no builder of `tests.stores` has
+either.
+"""
 
 from __future__ import annotations
 

@@ -8,18 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.kernel import loop_devices, tracing
 from tests.kernel.trainee import Trainees
+from tests.threads import one_thread
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]  # a fixture: small tensors on many threads are slow
 
 
 @pytest.fixture(scope="session")

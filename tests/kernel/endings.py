@@ -1,6 +1,6 @@
 """Programs that end, or fork, in every way that a training script might.
 
-    python -m tests.kernel.endings      # serves children, as tests.crash.children does
+    python -m tests.kernel.endings      # serves children, as tests.forking says
 
 A child reads ``overlap`` in its directory: what its optimizer's `Options(overlap=...)` is to be.
 """
@@ -25,8 +25,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from offload import AdamW, SealHandle
-from tests.crash.children import GatedBackend, serve
-from tests.crash.training import Model, backward, optimizer_for, options
+from tests.crash.children import GatedBackend
+from tests.forking import serve
+from tests.stores.training import Model, backward, optimizer_for, options, train
 
 ALIVE_S = 0.05
 """Seconds for which a gate stays closed: not measured, only long enough to be in the way."""
@@ -266,9 +267,7 @@ def _trained(directory: str, backend: GatedBackend | None = None) -> tuple[Model
     settings = options(backend, overlap=_overlap(directory))
     optimizer = optimizer_for(model, f"{directory}/run", settings)
     _kept.append(optimizer)
-    for step in (1, 2):
-        backward(model, step)
-        optimizer.step()
+    train(model, optimizer, 1, 2, seal=False)
     return model, optimizer
 
 

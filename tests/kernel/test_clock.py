@@ -21,7 +21,7 @@ YEAR_S: Final = 365 * 86400
 PROGRAM: Final = """
 import ctypes, json, sys, time
 import torch
-from tests.crash.training import Model, backward, optimizer_for, options
+from tests.stores.training import Model, backward, optimizer_for, options
 from offload import open_checkpoint
 
 torch.set_num_threads(1)

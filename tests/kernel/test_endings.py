@@ -13,9 +13,9 @@ import pytest
 
 from gds import PosixBackend
 from offload import open_checkpoint
-from tests.crash.children import Children, Ended
-from tests.crash.training import Model, Reference, differences, optimizer_for, options
+from tests.forking import Children, Ended
 from tests.kernel import endings
+from tests.stores.training import Model, Reference, differences, optimizer_for, options
 
 TIMEOUT_S = 240.0
 

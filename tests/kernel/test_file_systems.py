@@ -21,7 +21,11 @@ from gds import PosixBackend, StorageError
 from gds.probe import DirectIOUnavailable
 from offload import AdamW, open_checkpoint
 from offload.errors import StoreFullError
-from tests.crash.training import (
+from tests.kernel import loop_devices
+from tests.kernel.loop_devices import Mounted, mounted, unmount
+from tests.kernel.tracing import has_ended
+from tests.kernel.trainee import LAST_STEP, Plan, Report, Trainees, let_go, wait_until_it_waits
+from tests.stores.training import (
     Model,
     Reference,
     add_head,
@@ -30,10 +34,6 @@ from tests.crash.training import (
     optimizer_for,
     options,
 )
-from tests.kernel import loop_devices
-from tests.kernel.loop_devices import Mounted, mounted, unmount
-from tests.kernel.tracing import has_ended
-from tests.kernel.trainee import LAST_STEP, Plan, Report, Trainees, let_go, wait_until_it_waits
 
 SEED: Final = int(os.environ.get("KERNEL_SEED", "20260711"))
 NUM_KILLS: Final = 4

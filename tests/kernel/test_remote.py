@@ -16,8 +16,8 @@ from gds.contract import Capabilities
 from gds.probe import DirectIOUnavailable
 from offload import open_checkpoint
 from offload.errors import RemoteStoreError, StoreError
-from tests.crash.training import Model, Reference, backward, differences, optimizer_for, options
 from tests.kernel import fuse
+from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
 
 ROOT = Path(__file__).parents[2]
 

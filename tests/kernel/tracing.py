@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
-from tests.crash.training import ARRAYS
+from tests.stores.training import ARRAYS
 
 ERRORS: Final = {
     "openat": "EIO",

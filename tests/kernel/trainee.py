@@ -1,6 +1,6 @@
 """A child that trains on real files, and writes down what it was promised; its tests trouble it.
 
-python -m tests.kernel.trainee      # serves children, as tests.crash.children does
+python -m tests.kernel.trainee      # serves children, as tests.forking says
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from gds import PosixBackend, StorageError
 from gds.probe import DirectIOUnavailable
 from offload import AdamW, DriveTuning, OffloadError, SealHandle, open_checkpoint
-from tests.crash.children import TIMEOUT_S, Children, Ended, serve
-from tests.crash.training import Model, Reference, backward, differences, optimizer_for, options
+from tests.forking import TIMEOUT_S, Children, Ended, serve
 from tests.kernel.tracing import has_ended
+from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
 
 LAST_STEP: Final = 5
 REPLACED: Final = 4

@@ -8,9 +8,7 @@ _WRITING = "offload/model/model_writing.py"
 _MODEL = "offload/model/model_file.py"
 _SLOT = "offload/store/slot.py"
 _SEAL = "offload/engine/seal.py"
-_STORE = "offload/store/store.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
-_OPENING = "offload/store/opening.py"
 _POSIX = "gds/backends/posix_file.py"
 _FROZEN = "tests/numerics/test_frozen.py"
 _IN_ONE = f"{_FROZEN}::TestInOneProcess"
@@ -173,9 +171,9 @@ FROZEN = (
         "a model file that was put in the place of the one that is known is another one",
         (
             Edit(
-                _OPENING,
-                "    if known is not None and known.inode == slot.model_leaves.inode != 0:\n",
-                "    if known is not None:\n",
+                _SLOT,
+                "        if known is not None and known.inode == self._model_leaves.inode != 0:\n",
+                "        if known is not None:\n",
             ),
         ),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone, killed, power
 
+_SEALING = "offload/store/sealing.py"
 _KEEPING = "offload/store/expiry.py"
 _RETENTION = "offload/retention/policy.py"
 _PINS = "offload/retention/pins.py"
@@ -14,11 +15,11 @@ _WITHDRAWAL = "offload/store/withdrawal.py"
 _ENGINE = "offload/engine/engine.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CLI = "tests/cli/test_cli_retention.py"
-_TESTS = "tests/torch_contract/test_retention.py"
-_POLICIES = f"{_TESTS}::TestPolicies"
-_OF_PINS = f"{_TESTS}::TestPins"
-_RACES = f"{_TESTS}::TestRaces"
-_FULL = f"{_TESTS}::TestFullDisk"
+_CONTRACT = "tests/torch_contract"
+_POLICIES = f"{_CONTRACT}/test_retention.py::TestPolicies"
+_OF_PINS = f"{_CONTRACT}/test_pins.py::TestPins"
+_RACES = f"{_CONTRACT}/test_pin_races.py::TestRaces"
+_FULL = f"{_CONTRACT}/test_retention_full_disk.py::TestFullDisk"
 _PIN_FAULTS = "tests/crash/test_pin_faults.py::test_any_operation_of_pinning_may_fail"
 _REPLACED = f"{_OF_PINS}::test_what_replaces_or_withdraws_a_pinned_one_is_refused"
 _UNREADABLE = f"{_OF_PINS}::test_one_that_cannot_be_read_keeps_everything"
@@ -32,21 +33,21 @@ _PINNED = power("pinned-keep=1")
 _PINNED_KILLED = killed("pinned-keep=1", "pinned-keep=2")
 _ALWAYS = " | pinned | newest"
 _WITHDRAWAL_SYNC = """\
-        with self._poison.on_error("the pins could not be made durable"):
+        with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         found = self.pins()
         return bool("""
 _REPLACEMENT_SYNC = """\
-        with self._poison.on_error("the pins could not be made durable"):
+        with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         found = self.pins()
         if names := found.at(path)"""
 _WRITTEN = """\
-        with guard:
-            file.sync()
-            backend.rename(new, f"{directory}/{pin.name}")
-            backend.sync_dir(directory)
-            backend.sync_dir(store)
+            with guard:
+                file.sync()
+                backend.rename(new, f"{directory}/{pin.name}")
+                backend.sync_dir(directory)
+                backend.sync_dir(store)
 """
 _REMOVED = """\
     with writing(store), guard or nullcontext():
@@ -93,9 +94,9 @@ KEEPING = (
         "what is sealed displaces nobody by its metrics before it is durable",
         (
             Edit(
-                _STORE,
-                "        incoming = self._incoming and replace(self._incoming, metrics={})\n",
-                "        incoming = self._incoming\n",
+                _WITHDRAWAL,
+                "        incoming = sealing and replace(sealing, metrics={})\n",
+                "        incoming = sealing\n",
             ),
         ),
         (f"{_POLICIES}::test_the_best_stays_until_a_better_one_is_durable",),
@@ -132,9 +133,9 @@ KEEPING = (
         "slots that retention has no room for are removed",
         (
             Edit(
-                _STORE,
-                "        most = self.keeping.num_slots()\n",
-                "        most = self.keeping.num_slots() + 1\n",
+                _WITHDRAWAL,
+                "        most = self._keeping.num_slots()\n",
+                "        most = self._keeping.num_slots() + 1\n",
             ),
         ),
         (f"{_POLICIES}::test_a_narrower_policy_gives_slots_back",),
@@ -142,19 +143,25 @@ KEEPING = (
     Mutation(
         "pin-no-sync",
         "sync of a pin before it takes its name",
-        (Edit(_PINS, _WRITTEN, _WRITTEN.replace("            file.sync()\n", "")),),
+        (Edit(_PINS, _WRITTEN, _WRITTEN.replace("                file.sync()\n", "")),),
         _PINNED,
     ),
     Mutation(
         "pin-no-dir-sync",
         "sync of the name of a pin",
-        (Edit(_PINS, _WRITTEN, _WRITTEN.replace("            backend.sync_dir(directory)\n", "")),),
+        (
+            Edit(
+                _PINS,
+                _WRITTEN,
+                _WRITTEN.replace("                backend.sync_dir(directory)\n", ""),
+            ),
+        ),
         _PINNED,
     ),
     Mutation(
         "pin-no-store-sync",
         "sync of the name of the directory of pins",
-        (Edit(_PINS, _WRITTEN, _WRITTEN.replace("            backend.sync_dir(store)\n", "")),),
+        (Edit(_PINS, _WRITTEN, _WRITTEN.replace("                backend.sync_dir(store)\n", "")),),
         _PINNED,
     ),
     Mutation(
@@ -165,10 +172,10 @@ KEEPING = (
                 _PINS,
                 _WRITTEN,
                 _WRITTEN.replace(
-                    "            backend.rename(new",
-                    '            if backend.stat(f"{directory}/{pin.name}") is not None:\n'
-                    '                backend.remove(f"{directory}/{pin.name}")\n'
-                    "            backend.rename(new",
+                    "                backend.rename(new",
+                    '                if backend.stat(f"{directory}/{pin.name}") is not None:\n'
+                    '                    backend.remove(f"{directory}/{pin.name}")\n'
+                    "                backend.rename(new",
                 ),
             ),
         ),
@@ -204,9 +211,9 @@ KEEPING = (
         (
             Edit(
                 _PINS,
-                "            if backend.stat(new) is not None:\n"
-                "                backend.remove(new)\n        raise\n",
-                "            pass\n        raise\n",
+                "                if backend.stat(new) is not None:\n"
+                "                    backend.remove(new)\n            raise\n",
+                "                pass\n            raise\n",
             ),
         ),
         (f"{_PIN_FAULTS}[moved]",),
@@ -237,7 +244,7 @@ KEEPING = (
                 _KEEPING,
                 _WITHDRAWAL_SYNC,
                 _WITHDRAWAL_SYNC.replace(
-                    'with self._poison.on_error("the pins could not be made durable"):', "if True:"
+                    'with self._poison.fatal("the pins could not be made durable"):', "if True:"
                 ),
             ),
         ),
@@ -251,7 +258,7 @@ KEEPING = (
                 _KEEPING,
                 _REPLACEMENT_SYNC,
                 _REPLACEMENT_SYNC.replace(
-                    'with self._poison.on_error("the pins could not be made durable"):', "if True:"
+                    'with self._poison.fatal("the pins could not be made durable"):', "if True:"
                 ),
             ),
         ),
@@ -416,9 +423,9 @@ KEEPING = (
         "a pinned checkpoint is not replaced by another of its step",
         (
             gone(
-                _STORE,
+                _SEALING,
                 "            if replaced is not None:\n"
-                "                self.keeping.require_replaceable(path)\n",
+                "                self._keeping.require_replaceable(path)\n",
             ),
         ),
         (f"{_RACES}::test_while_a_seal_wants_its_place",),
@@ -429,7 +436,8 @@ KEEPING = (
         (
             gone(
                 _ENGINE,
-                "        store.keeping.require_replaceable(store.path_of(state.num_steps))\n",
+                "        store.keeping.require_replaceable("
+                "store.sealing.path_of(state.num_steps))\n",
             ),
         ),
         (_REPLACED, f"{_OF_PINS}::test_an_unusable_one_is_not_replaced_either"),
@@ -502,13 +510,13 @@ KEEPING = (
                 _PRUNING,
                 """\
             if verify:
-                _require_whole(inner, opened, others, progress)
-            return _prune(inner, opened, others, newest, dry_run=dry_run, verified=verify)
+                _require_whole(storage, opened, others, progress)
+            return _prune(storage, opened, others, newest, dry_run=dry_run, verified=verify)
 """,
                 """\
-            report = _prune(inner, opened, others, dry_run=dry_run, verified=verify)
+            report = _prune(storage, opened, others, newest, dry_run=dry_run, verified=verify)
             if verify:
-                _require_whole(inner, opened, others, progress)
+                _require_whole(storage, opened, others, progress)
             return report
 """,
             ),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
+_READER_OPENING = "offload/checkpoint/opening.py"
+_SUPPLY = "offload/store/slot_supply.py"
+_SEALING = "offload/store/sealing.py"
 _LOCK = "offload/store/writer_lock.py"
 _STORE = "offload/store/store.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
 _OPENING = "offload/store/opening.py"
 _PLACES = "offload/store/places.py"
-_READING = "offload/checkpoint/reading.py"
-_CHECKPOINT = "offload/checkpoint/checkpoint.py"
 _UNREADABLE = "offload/format/unreadable.py"
 _VERIFY = "offload/checkpoint/verify.py"
 _SLOT = "offload/store/slot.py"
@@ -26,7 +27,7 @@ _GROUPS = "tests/torch_contract/test_process_groups.py"
 _REMOTE = "tests/kernel/test_remote.py"
 _LINKS = "tests/crash/test_hard_links.py"
 _ERRORS = "tests/crash/test_environment_errors.py"
-_REFUSALS = "tests/torch_contract/test_refusals.py"
+_DAMAGE = "tests/torch_contract/test_damaged_checkpoints.py::TestDamage"
 _OVERLOOKED = "tests/crash/test_overlooked_steps.py"
 
 _EACH_TURN = (
@@ -101,7 +102,7 @@ LOCKING = (
         "the lock is looked at before a slot is made or taken",
         (
             gone(
-                _STORE,
+                _SUPPLY,
                 _EACH_TURN,
             ),
         ),
@@ -112,13 +113,13 @@ LOCKING = (
         "the lock is looked at again when a slot has been waited for",
         (
             Edit(
-                _STORE,
+                _SUPPLY,
                 "        look = partial(self._next_slot, layout, num_groups, patience)\n",
                 "        self._lock.require()\n"
                 "        look = partial(self._next_slot, layout, num_groups, patience)\n",
             ),
             gone(
-                _STORE,
+                _SUPPLY,
                 _EACH_TURN,
             ),
         ),
@@ -127,7 +128,7 @@ LOCKING = (
     Mutation(
         "lock-not-looked-at-behind-a-slot",
         "a slot that was made by its path is used only if the path still is the store's",
-        (gone(_STORE, "        self._require_place_of(slot)\n"),),
+        (gone(_SUPPLY, "        self._require_place_of(slot)\n"),),
         (f"{_MOVED}::test_a_slot_that_came_to_lie_in_another_directory_is_not_written_to",),
     ),
     Mutation(
@@ -135,7 +136,7 @@ LOCKING = (
         "spare slots are not removed by paths that may be another store's by now",
         (
             gone(
-                _STORE,
+                _WITHDRAWAL,
                 "        if not self._lock.is_held():\n"
                 "            return  # by their paths they may be somebody else's\n",
             ),
@@ -162,7 +163,7 @@ LOCKING = (
         "the lock is looked at again just before the rename that commits",
         (
             gone(
-                _STORE,
+                _SEALING,
                 "                self._lock.require()\n",
             ),
         ),
@@ -362,7 +363,7 @@ LOCKING = (
         "what could not be read stops a reader from taking an older checkpoint",
         (
             Edit(
-                _READING,
+                _READER_OPENING,
                 "        except CheckpointError as error:\n            refused.append(",
                 "        except (CheckpointError, OSError) as error:\n            refused.append(",
             ),
@@ -406,19 +407,19 @@ LOCKING = (
         "a reader says that it takes an older checkpoint",
         (
             Edit(
-                _CHECKPOINT,
-                "        _warn_passed_over(backend, found, parts, need_parts=need_parts)\n",
+                _READER_OPENING,
+                "        _warn_passed_over(storage, passed_over, parts, need_parts=need_parts)\n",
                 "        pass\n",
             ),
         ),
-        (f"{_REFUSALS}::TestDamage::test_is_passed_over_with_the_reason",),
+        (f"{_DAMAGE}::test_is_passed_over_with_the_reason",),
     ),
     Mutation(
         "reader-warns-of-what-was-recycled",
         "a checkpoint that was recycled while it was looked at is no damaged one",
         (
             Edit(
-                _CHECKPOINT,
+                _READER_OPENING,
                 "            if now is not None and now.inode == one.inode:\n",
                 "            if True:\n",
             ),

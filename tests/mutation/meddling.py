@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
+_SEALING = "offload/store/sealing.py"
 _STORE = "offload/store/store.py"
 _CENSUS = "offload/store/census.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
@@ -30,7 +31,7 @@ MEDDLING = (
         "before a seal syncs anything its slot is the one at its path: else no slot is used again",
         (
             Edit(
-                _STORE,
+                _SEALING,
                 "            slot.require_in_place()  # said before",
                 "            pass  # said before",
             ),
@@ -42,10 +43,10 @@ MEDDLING = (
         "what is renamed to be a checkpoint is what was written",
         (
             Edit(
-                _STORE,
+                _SEALING,
                 "                slot.require_in_place()\n"
-                '                with self._poison.on_error("a checkpoint could not be made',
-                '                with self._poison.on_error("a checkpoint could not be made',
+                "                with self._poison.fatal(_NOT_DURABLE):\n",
+                "                with self._poison.fatal(_NOT_DURABLE):\n",
             ),
         ),
         (f"{_SEALED}[replace_state]",),
@@ -83,7 +84,7 @@ MEDDLING = (
     Mutation(
         "expiry-counts-what-is-gone",
         "before a checkpoint is withdrawn all others are looked at",
-        (Edit(_STORE, "        self._census.take()  # so that", "        # so that"),),
+        (Edit(_WITHDRAWAL, "        self._census.take()  # so that", "        # so that"),),
         (f"{_TESTS}::test_what_is_marked_after_checkpoint_has_looked_does_not_count_either",),
     ),
     Mutation(
@@ -156,7 +157,7 @@ MEDDLING = (
     Mutation(
         "marked-state-trained-on",
         "state of a checkpoint that others marked is compared with its digests when it is read",
-        (Edit(_CENSUS, "slot.unchecked = True  # the next", "pass  # the next"),),
+        (Edit(_CENSUS, "slot.distrust()  # the next", "pass  # the next"),),
         (_DAMAGED,),
     ),
     Mutation(
@@ -187,7 +188,7 @@ MEDDLING = (
     Mutation(
         "lost-slot-never-let-go",
         "the slot of a lost checkpoint is closed, and not used again, when the state has moved",
-        (gone(_STORE, "            if self._census.let_go(slot):\n                return\n"),),
+        (gone(_STORE, "            if self._census.release(slot):\n                return\n"),),
         (f"{_BEHIND}[mark-1]", f"{_PINNED}[replace_files-2]"),
     ),
     Mutation(

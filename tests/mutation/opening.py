@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone, killed, power
 
+_READER_OPENING = "offload/checkpoint/opening.py"
+_SUPPLY = "offload/store/slot_supply.py"
+_EXPIRY = "offload/store/expiry.py"
 _STORE = "offload/store/store.py"
 _OPENING = "offload/store/opening.py"
 _PLACES = "offload/store/places.py"
 _LOCK = "offload/store/writer_lock.py"
 _IDENTITY = "offload/store/identity.py"
 _READING = "offload/checkpoint/reading.py"
-_MANIFEST = "offload/format/manifest.py"
-_PART_FILE = "offload/format/part_file.py"
 _DOCUMENT = "offload/format/document.py"
-_CHECKPOINT = "offload/checkpoint/checkpoint.py"
 _READER_LOCK = "offload/checkpoint/reader_lock.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
 _DRIVES = "tests/crash/test_drives.py"
-_REFUSALS = "tests/torch_contract/test_refusals.py"
-_DAMAGE = f"{_REFUSALS}::TestDamage"
+_DAMAGE = "tests/torch_contract/test_damaged_checkpoints.py::TestDamage"
 _LOST = "tests/crash/test_lost_writes.py"
 _STARTED_OVER = power("started-over-keep=1", "started-over-keep=2")
 
@@ -121,7 +120,7 @@ OPENING = (
         "order: the newest checkpoint is that of the highest generation",
         (
             Edit(
-                _STORE,
+                _EXPIRY,
                 "key=lambda c: c.manifest.generation, default=None)",
                 "key=lambda c: c.manifest.step, default=None)",
             ),
@@ -145,7 +144,7 @@ OPENING = (
         "order: a reader's newest checkpoint is that of the highest generation",
         (
             Edit(
-                _READING,
+                _READER_OPENING,
                 "(generation, checkpoint))",
                 "(manifest.step, checkpoint))",
             ),
@@ -175,9 +174,9 @@ OPENING = (
         "a store on several drives is named before a part of it is written",
         (
             gone(
-                _STORE,
+                _SUPPLY,
                 "            write_store_id("
-                "self.backend, self.directory, self.store_id, self._poison)\n",
+                "self._backend, self._directory, self._store_id, self._poison)\n",
             ),
         ),
         (f"{_DRIVES}::TestOrder",),
@@ -206,7 +205,7 @@ OPENING = (
         (
             Edit(
                 _IDENTITY,
-                '        with poison.on_error("a store\'s identity could not be made durable"):\n',
+                '        with poison.fatal("a store\'s identity could not be made durable"):\n',
                 "        if poison is not None:\n",
             ),
         ),
@@ -307,8 +306,8 @@ OPENING = (
         "a reader keeps what it reads from being recycled",
         (
             Edit(
-                _CHECKPOINT,
-                "        lock = lock_for_reading(backend, found.path)\n",
+                _READER_OPENING,
+                "        lock = lock_for_reading(backend, found)\n",
                 "        from contextlib import ExitStack\n"
                 "        lock = ExitStack()\n"
                 "        lock.release = lock.close\n",
@@ -326,6 +325,6 @@ OPENING = (
                 "        if False:\n",
             ),
         ),
-        (f"{_REFUSALS}::TestDirectories::test_in_memory",),
+        ("tests/torch_contract/test_unusable_directories.py::TestDirectories::test_in_memory",),
     ),
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
-_STORE = "offload/store/store.py"
+_SUPPLY = "offload/store/slot_supply.py"
+_SEALING = "offload/store/sealing.py"
 _MODEL = "offload/model/model_file.py"
 _POOL = "offload/store/part_pool.py"
 _SLOT = "offload/store/slot.py"
@@ -30,11 +31,10 @@ OVERLOOKED = (
         "generations go on where a store starts over",
         (
             Edit(
-                _STORE,
-                "        self._generation = max(generations, default=0) + _UNREADABLE_GAP"
-                " * bool(self.refused)\n",
-                "        self._generation = 0 if fresh else max(generations, default=0)"
-                " + _UNREADABLE_GAP * bool(self.refused)\n",
+                _SUPPLY,
+                "        generations = [c.manifest.generation for c in opened.checkpoints]\n",
+                "        generations = [c.manifest.generation for c in opened.checkpoints"
+                " if not c.superseded]\n",
             ),
         ),
         (f"{_TESTS}::test_a_history_that_starts_over_is_newer_than_the_one_that_was_given_up",),
@@ -86,7 +86,7 @@ OVERLOOKED = (
         "what fails behind the commit does not fail the seal",
         (
             Edit(
-                _STORE,
+                _SEALING,
                 "            with suppress(StorageError, StoreError):\n",
                 "            with suppress():\n",
             ),
@@ -122,7 +122,7 @@ OVERLOOKED = (
     Mutation(
         "gap-of-one",
         "generations begin far above all that could not be read",
-        (Edit(_STORE, "_UNREADABLE_GAP = 1 << 20\n", "_UNREADABLE_GAP = 1\n"),),
+        (Edit(_SUPPLY, "_UNREADABLE_GAP = 1 << 20\n", "_UNREADABLE_GAP = 1\n"),),
         (f"{_TESTS}::test_several_that_cannot_be_used_now_are_never_the_newest_again",),
     ),
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
+_SEALED_SLOT = "offload/checkpoint/sealed_slot.py"
+_SEALING = "offload/store/sealing.py"
 _QUARANTINE = "offload/store/quarantine.py"
 _STORE = "offload/store/store.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
@@ -14,7 +16,7 @@ _PASSES = "offload/engine/state_passes.py"
 _RESUME = "offload/engine/resume.py"
 _STREAMER = "offload/stream/streamer.py"
 _SYNCED = """\
-                with poison.on_error(_NOT_MARKED):
+                with poison.fatal(_NOT_MARKED):
                     file.sync()
 """
 _TESTS = "tests/crash/test_quarantine.py"
@@ -37,7 +39,7 @@ QUARANTINING = (
         (
             gone(
                 _QUARANTINE,
-                "    with poison.on_error(_NOT_MARKED):\n        backend.sync_dir(path)\n",
+                "    with poison.fatal(_NOT_MARKED):\n        backend.sync_dir(path)\n",
             ),
         ),
         (_DURABLE,),
@@ -73,7 +75,7 @@ QUARANTINING = (
         (
             Edit(
                 _QUARANTINE,
-                "    with poison.on_error(_NOT_MARKED):\n        backend.sync_dir(path)\n",
+                "    with poison.fatal(_NOT_MARKED):\n        backend.sync_dir(path)\n",
                 "    backend.sync_dir(path)\n",
             ),
         ),
@@ -155,7 +157,7 @@ QUARANTINING = (
     Mutation(
         "quarantine-claim-never-released",
         "parts of a damaged checkpoint are free when its place has been taken",
-        (gone(_STORE, "        self._parts.release_claim(path)\n"),),
+        (gone(_SEALING, "        self._parts.release_claim(path)\n"),),
         (
             f"{_TESTS}::test_its_place_is_taken_when_training_comes_to_its_step_again",
             "tests/crash/test_drives.py::TestUnreadableManifest",
@@ -213,13 +215,13 @@ QUARANTINING = (
     Mutation(
         "restored-state-believed",
         "what this process wrote is not believed either when it goes back to it",
-        (Edit(_ENGINE, "        slot.unchecked = True  #", "        #"),),
+        (Edit(_ENGINE, "        slot.distrust()  #", "        #"),),
         (f"{_TESTS}::test_one_that_this_process_wrote_is_checked_when_it_goes_back_to_it",),
     ),
     Mutation(
         "stored-state-believed",
         "what is opened is marked as not checked",
-        (Edit(_OPENING, "    slot.unchecked = True\n", "    slot.unchecked = False\n"),),
+        (Edit(_SEALED_SLOT, "        self.distrust()\n", ""),),
         ("tests/crash/test_interrupted.py::test_damaged_state_is_not_trained_on",),
         redundant="state is read from a slot that was opened only after a restore, which marks it",
     ),

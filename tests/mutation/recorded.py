@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
+_READER_OPENING = "offload/checkpoint/opening.py"
 _PRUNING = "offload/store/pruning.py"
 _STORE = "offload/store/store.py"
 _FREE = "offload/store/free_slots.py"
@@ -81,7 +82,7 @@ RECORDED = (
     Mutation(
         "marked-for-another-store",
         "nothing is marked as damaged because of a directory that only its manifest names",
-        (Edit(_VERIFY, "marks=marks_parts or not drive", "marks=True"),),
+        (Edit(_VERIFY, "marks=marks_parts or not sealed.drive", "marks=True"),),
         (f"{_VERIFIED}::test_damage_of_the_original_marks_nothing_in_the_copy",),
     ),
     Mutation(
@@ -113,8 +114,8 @@ RECORDED = (
         "a reader refuses a checkpoint that is named for another step",
         (
             gone(
-                _CHECKPOINT,
-                "        if not even_quarantined:\n            check_name(found.path, manifest)\n",
+                _READER_OPENING,
+                "        if not even_quarantined:\n            check_name(found, manifest)\n",
             ),
         ),
         (f"{_NAME}::test_a_reader_that_names_the_step_gets_no_other",),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, faults, gone, killed, power
 
+_SUPPLY = "offload/store/slot_supply.py"
+_SEALING = "offload/store/sealing.py"
 _STORE = "offload/store/store.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
 _RETENTION = "offload/retention/policy.py"
@@ -106,7 +108,7 @@ RECYCLING = (
         (
             Edit(
                 _WITHDRAWAL,
-                'with self._poison.on_error("a checkpoint could not be withdrawn"):',
+                'with self._poison.fatal("a checkpoint could not be withdrawn"):',
                 "if True:",
             ),
         ),
@@ -117,9 +119,9 @@ RECYCLING = (
         "the newest durable checkpoint stays while its successor is sealed",
         (
             Edit(
-                _STORE,
-                "for c in self.keeping.expired(incoming) if c is not newest\n",
-                "for c in self.keeping.expired(incoming)\n",
+                _WITHDRAWAL,
+                "for c in self._keeping.expired(incoming) if c is not newest)\n",
+                "for c in self._keeping.expired(incoming))\n",
             ),
         ),
         _THREE,
@@ -149,7 +151,7 @@ RECYCLING = (
     Mutation(
         "one-slot-too-many",
         "no slot is made beyond those that retention has room for",
-        (Edit(_STORE, "if self.keeping.expired(self._incoming):", "if False:"),),
+        (Edit(_SUPPLY, "if self._keeping.expired(self._sealing.incoming):", "if False:"),),
         (
             f"{_CONCURRENCY}::test_there_is_never_more_than_one_slot_to_work_in",
             *power("sealed-behind-training-keep=1"),
@@ -160,8 +162,8 @@ RECYCLING = (
         "the history that was given up is withdrawn when the new one is durable",
         (
             Edit(
-                _STORE,
-                "for checkpoint in [c for c in self.checkpoints if c.superseded]:",
+                _WITHDRAWAL,
+                "for checkpoint in [c for c in self._checkpoints if c.superseded]:",
                 "for checkpoint in list[StoredCheckpoint]():",
             ),
         ),
@@ -184,7 +186,7 @@ RECYCLING = (
         "no free slot is used any more when a sync or rename has failed",
         (
             Edit(
-                _STORE,
+                _SUPPLY,
                 "            if not self._poison:\n                self._identify()\n",
                 "            if True:\n                self._identify()\n",
             ),
@@ -313,7 +315,7 @@ RECYCLING = (
     Mutation(
         "doubtful-slot-removed",
         "a slot that may be a checkpoint by now is not removed",
-        (Edit(_FREE, "        if not slot.in_doubt:\n", "        if True:\n"),),
+        (Edit(_FREE, "        if slot.state is not SlotState.IN_DOUBT:\n", "        if True:\n"),),
         faults("sync_dir-once-keep=1", "sync_dir-for-ever-keep=1"),
     ),
     Mutation(
@@ -322,7 +324,7 @@ RECYCLING = (
         (
             Edit(
                 _FREE,
-                "                    with self._poison.on_error(_NOT_READY):\n"
+                "                    with self._poison.fatal(_NOT_READY):\n"
                 "                        adopted = adopt_slot(",
                 "                    if True:\n                        adopted = adopt_slot(",
             ),
@@ -403,7 +405,7 @@ RECYCLING = (
                 "        for name",
             ),
             Edit(
-                _STORE,
+                _SEALING,
                 "                    self._rename_into_place(slot, path, exchange=in_the_way)\n",
                 "                    self._rename_into_place("
                 "slot, path, exchange=in_the_way)\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, faults, gone, power
 
+_SEALED_SLOT = "offload/checkpoint/sealed_slot.py"
 _SLOT = "offload/store/slot.py"
-_OPENING = "offload/store/opening.py"
 _RESUME = "offload/engine/resume.py"
 _MODEL = "offload/model/model_file.py"
 _STREAMER = "offload/stream/streamer.py"
@@ -14,9 +14,8 @@ _STATE = "offload/engine/training_state.py"
 _PASSES = "offload/engine/state_passes.py"
 _USABLE = "offload/engine/lifecycle.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
-_REFUSALS = "tests/torch_contract/test_refusals.py"
-_DAMAGE = f"{_REFUSALS}::TestDamage"
-_RESUMING = f"{_REFUSALS}::TestResuming"
+_DAMAGE = "tests/torch_contract/test_damaged_checkpoints.py::TestDamage"
+_RESUMING = "tests/torch_contract/test_refused_restores.py::TestResuming"
 _LOST = "tests/crash/test_lost_writes.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _OVERLAP = "tests/numerics/test_overlap.py"
@@ -41,8 +40,8 @@ RESTORING = (
         "first-pass-believed",
         "what an earlier process wrote is not believed",
         (
-            Edit(_OPENING, "    slot.unchecked = True\n", "    slot.unchecked = False\n"),
-            Edit(_ENGINE, "        slot.unchecked = True  #", "        #"),
+            Edit(_SEALED_SLOT, "        self.distrust()\n", ""),
+            Edit(_ENGINE, "        slot.distrust()  #", "        #"),
         ),
         (f"{_INTERRUPTED}::test_damaged_state_is_not_trained_on",),
     ),
@@ -242,7 +241,7 @@ RESTORING = (
         (
             gone(
                 _SLOT,
-                "        self.digests = {name: [None] * self.layout.num_chunks"
+                "        self._digests = {name: [None] * self.layout.num_chunks"
                 " for name in self.layout.array_names}\n",
             ),
         ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, faults, gone, power
 
+_SUPPLY = "offload/store/slot_supply.py"
+_SEALING = "offload/store/sealing.py"
 _STORE = "offload/store/store.py"
 _SLOT = "offload/store/slot.py"
 _SEAL = "offload/engine/seal.py"
@@ -23,34 +25,29 @@ _FROZEN = "tests/numerics/test_frozen.py"
 _THREE = power("three-checkpoints-keep=1")
 _COMMIT = """\
                 slot.sync()
-                slot.manifest.write_bytes(manifest_data, 0)
+                slot.manifest.write_bytes(encoded, 0)
                 slot.manifest.sync()
-                self.backend.sync_dir(slot.path)
-            with self._changed:
-                self._lock.require()
-                slot.require_in_place()
-                with self._poison.on_error("a checkpoint could not be made durable"):
-                    in_the_way = self.backend.stat(path) is not None
-                    self._rename_into_place(slot, path, exchange=in_the_way)
+                self._backend.sync_dir(slot.path)
 """
+_PUBLISH = "                    self._rename_into_place(slot, path, exchange=in_the_way)\n"
 
 SEALING = (
     Mutation(
         "seal-no-data-sync",
         "sync of a slot's files before its manifest",
-        (gone(_STORE, "                slot.sync()\n"),),
+        (gone(_SEALING, "                slot.sync()\n"),),
         _THREE,
     ),
     Mutation(
         "seal-no-manifest-sync",
         "sync of the manifest before the rename",
-        (gone(_STORE, "                slot.manifest.sync()\n"),),
+        (gone(_SEALING, "                slot.manifest.sync()\n"),),
         _THREE,
     ),
     Mutation(
         "seal-no-slot-dir-sync",
         "sync of a slot's names before the rename",
-        (gone(_STORE, "                self.backend.sync_dir(slot.path)\n"),),
+        (gone(_SEALING, "                self._backend.sync_dir(slot.path)\n"),),
         _THREE,
     ),
     Mutation(
@@ -58,14 +55,14 @@ SEALING = (
         "order: the manifest is written when the data is durable",
         (
             Edit(
-                _STORE,
+                _SEALING,
                 """\
                 slot.sync()
-                slot.manifest.write_bytes(manifest_data, 0)
+                slot.manifest.write_bytes(encoded, 0)
                 slot.manifest.sync()
 """,
                 """\
-                slot.manifest.write_bytes(manifest_data, 0)
+                slot.manifest.write_bytes(encoded, 0)
                 slot.manifest.sync()
                 slot.sync()
 """,
@@ -77,17 +74,15 @@ SEALING = (
         "seal-rename-before-syncs",
         "order: the rename comes last",
         (
+            Edit(_SEALING, _COMMIT, "                slot.manifest.write_bytes(encoded, 0)\n"),
             Edit(
-                _STORE,
-                _COMMIT,
+                _SEALING,
+                _PUBLISH,
                 """\
-                slot.manifest.write_bytes(manifest_data, 0)
-                with self._changed:
-                    in_the_way = self.backend.stat(path) is not None
                     self._rename_into_place(slot, path, exchange=in_the_way)
-                slot.sync()
-                slot.manifest.sync()
-                self.backend.sync_dir(slot.path)
+                    slot.sync()
+                    slot.manifest.sync()
+                    self._backend.sync_dir(slot.path)
 """,
             ),
         ),
@@ -98,15 +93,15 @@ SEALING = (
         "sync of the store after the rename: the commit",
         (
             Edit(
-                _STORE,
+                _SEALING,
                 """\
             slot.renamed(path)
-            self.backend.sync_dir(self.directory)
-            slot.in_doubt = False
+            self._backend.sync_dir(self._directory)
+            slot.published()
 """,
                 """\
             slot.renamed(path)
-            slot.in_doubt = False
+            slot.published()
 """,
             ),
         ),
@@ -117,10 +112,10 @@ SEALING = (
         "sync of the store after two names have been exchanged",
         (
             Edit(
-                _STORE,
+                _SEALING,
                 """\
             old.path = working
-        self.backend.sync_dir(self.directory)
+        self._backend.sync_dir(self._directory)
 """,
                 """\
             old.path = working
@@ -134,12 +129,12 @@ SEALING = (
         "atomicity: an older checkpoint of the same step is there until its successor is",
         (
             Edit(
-                _STORE,
-                "        self.backend.exchange(working, path)\n",
+                _SEALING,
+                "        self._backend.exchange(working, path)\n",
                 """\
-        self.backend.rename(path, f"{working}9")
-        self.backend.rename(working, path)
-        self.backend.rename(f"{working}9", working)
+        self._backend.rename(path, f"{working}9")
+        self._backend.rename(working, path)
+        self._backend.rename(f"{working}9", working)
 """,
             ),
         ),
@@ -148,7 +143,7 @@ SEALING = (
     Mutation(
         "seal-not-in-doubt",
         "a slot whose rename may have happened is not removed",
-        (gone(_STORE, "        slot.in_doubt = True\n"),),
+        (gone(_SEALING, "        slot.begin_publication()\n"),),
         faults("sync_dir-once-keep=1", "sync_dir-for-ever-keep=1"),
     ),
     Mutation(
@@ -156,15 +151,13 @@ SEALING = (
         "poison after a sync or rename of a seal has failed",
         (
             Edit(
-                _STORE,
-                'with self._poison.on_error("a checkpoint could not be made durable"):\n'
-                "                slot.sync()\n",
+                _SEALING,
+                "with self._poison.fatal(_NOT_DURABLE):\n                slot.sync()\n",
                 "if True:\n                slot.sync()\n",
             ),
             Edit(
-                _STORE,
-                'with self._poison.on_error("a checkpoint could not be made durable"):\n'
-                "                    in_the_way",
+                _SEALING,
+                "with self._poison.fatal(_NOT_DURABLE):\n                    in_the_way",
                 "if True:\n                    in_the_way",
             ),
         ),
@@ -175,10 +168,10 @@ SEALING = (
         "a checkpoint of the same step is not replaced while it is read",
         (
             Edit(
-                _STORE,
-                "replaced = lock_existing(self.backend, path, self._reader_timeout_s)",
-                "replaced = self.backend.lock(path, shared=True)"
-                " if self.backend.stat(path) else None",
+                _SEALING,
+                "replaced = lock_existing(self._backend, path, self._reader_timeout_s)",
+                "replaced = self._backend.lock(path, shared=True)"
+                " if self._backend.stat(path) else None",
             ),
         ),
         (f"{_CONCURRENCY}::TestReaders",),
@@ -279,7 +272,7 @@ SEALING = (
         (
             Edit(
                 _STORE,
-                'with self._poison.on_error(f"{name} could not be replaced"):',
+                'with self._poison.fatal(f"{name} could not be replaced"):',
                 "if True:",
             ),
         ),
@@ -288,7 +281,7 @@ SEALING = (
     Mutation(
         "seal-no-train-state",
         "the train state is written",
-        (gone(_SEAL, "        slot.train_state.write_bytes(self._train_state, 0)\n"),),
+        (gone(_SEALING, "        slot.train_state.write_bytes(composition.train_state, 0)\n"),),
         _THREE,
     ),
     Mutation(
@@ -431,19 +424,19 @@ SEALING = (
     Mutation(
         "seal-same-generation",
         "every slot that is written gets a generation of its own",
-        (gone(_STORE, "        self._generation += 1\n"),),
+        (gone(_SUPPLY, "        self._generation += 1\n"),),
         (*_THREE, *power("started-over-keep=1")),
     ),
     Mutation(
         "seal-generations-start-anew",
         "generations go on from the highest that is there",
-        (Edit(_STORE, "max(generations, default=0) + _UNREADABLE_GAP", "0 + _UNREADABLE_GAP"),),
+        (Edit(_SUPPLY, "max(generations, default=0) + _UNREADABLE_GAP", "0 + _UNREADABLE_GAP"),),
         power("two-processes-keep=2"),
     ),
     Mutation(
         "seal-no-gap-after-unreadable",
         "new generations are above those that cannot be read now",
-        (Edit(_STORE, " + _UNREADABLE_GAP * bool(self.refused)\n", "\n"),),
+        (Edit(_SUPPLY, " + _UNREADABLE_GAP * bool(opened.refused)\n", "\n"),),
         (f"{_STEPS}::test_what_cannot_be_read_now_is_never_the_newest_again",),
     ),
     Mutation(
@@ -492,8 +485,8 @@ SEALING = (
         "a step that needs a slot waits for the seal in flight",
         (
             Edit(
-                _STORE,
-                "            self._incoming = record_of(manifest)\n",
+                _SEALING,
+                "            self.incoming = record_of(manifest)\n",
                 "            del manifest\n",
             ),
         ),

@@ -44,7 +44,9 @@ _PAUSE_S: Final = 5.0
 _MEMORY_BYTES: Final = 8 << 30
 """Of address space, besides what is taken already: a loop that never ends must not take all."""
 
-_IMPORT: Final = re.compile(r"^from (tests\.[\w.]+) import", re.MULTILINE)
+_IMPORT: Final = re.compile(
+    r"^from (tests\.[\w.]+) import (?:\(\s*([\w\s,]+)\)|([\w ,]+))", re.MULTILINE
+)
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", re.MULTILINE)
 _NOT_COLLECTED: Final = re.compile(r"^ERROR (\S+\.py)(?: - |$)", re.MULTILINE)
 _TIMED_OUT: Final = re.compile(r"Timeout \(\d+:\d\d:\d\d")
@@ -285,7 +287,10 @@ def with_imports(files: set[Path]) -> set[Path]:
     while new:
         found |= new
         modules = {ROOT / "tests/crash/children.py"} if new == files else set[Path]()
-        for module in {name for file in new for name in _IMPORT.findall(file.read_text())}:
-            modules.add(ROOT / f"{module.replace('.', '/')}.py")
+        found_in = {match for file in new for match in _IMPORT.findall(file.read_text())}
+        for module, *names in found_in:
+            path = ROOT / module.replace(".", "/")
+            modules.add(path.with_suffix(".py"))
+            modules |= {path / f"{name}.py" for name in re.findall(r"\w+", " ".join(names))}
         new = {module for module in modules if module.exists()} - found
     return found

@@ -1,9 +1,11 @@
 """Measurements that need a process of their own; each prints one JSON document.
 
-``python -m tests.numerics.measure bytes <directory>`` asks the kernel what steps, checkpoints and
-restores read and write; ``... frozen <directory> <frozen MiB> <seals>`` what checkpoints do of a
-model that is mostly frozen, from where the process before has ended; ``... memory <directory>
-<parameters>`` asks for the peak of memory.
+``python -m tests.numerics.measure`` serves children, as tests.forking says: `count_bytes` asks the
+kernel what steps, checkpoints and restores read and write, and `count_frozen` what checkpoints do
+of a model that is mostly frozen, from where the process before has ended.
+
+``python -m tests.numerics.measure <directory> <parameters>`` asks for the peak of memory. That
+process is not forked, so that no memory of another process counts.
 """
 
 from __future__ import annotations
@@ -19,9 +21,14 @@ import torch
 import offload
 from bench._frozen_child import train
 from gds import PosixBackend, StorageError
+from tests.forking import serve
 
 MIB = 1 << 20
 REPEATS = 4
+
+FROZEN_MIB = 64
+NUM_SLOTS = 3
+"""Number of slots of a store that keeps two checkpoints."""
 
 NUM_FULL = 100_003
 """Elements of an FP32 parameter: it has no master, so that nothing in that file is aligned."""
@@ -150,10 +157,12 @@ def measure_bytes(directory: str) -> dict[str, Any]:
     }
 
 
-def measure_frozen(directory: str, frozen_mib: int, num_seals: int) -> dict[str, Any]:
+def measure_frozen(directory: str) -> dict[str, Any]:
+    """Measure checkpoints of a model of which 64 MiB are frozen and 1 MiB is not."""
     if reason := why_not_counted(directory):
         return {"skip": reason}
-    return train(f"{directory}/run", frozen_mib * MIB, MIB, num_seals, "bfloat16", "")
+    num_seals = NUM_SLOTS + 3
+    return train(f"{directory}/run", FROZEN_MIB * MIB, MIB, num_seals, "bfloat16", "")
 
 
 def resident_bytes(field: str) -> int:
@@ -210,12 +219,21 @@ def measure_memory(directory: str, num_parameters: int) -> dict[str, Any]:
     }
 
 
-def main(what: str, directory: str, *numbers: str) -> None:
+def count_bytes(directory: str) -> None:
+    """Print what steps, checkpoints and restores read and write."""
+    print(json.dumps(measure_bytes(directory)))
+
+
+def count_frozen(directory: str) -> None:
+    """Print what checkpoints of a model that is mostly frozen read and write."""
+    print(json.dumps(measure_frozen(directory)))
+
+
+def main(directory: str, num_parameters: str) -> None:
+    """Print the peak of memory."""
     torch.set_num_threads(1)
-    measures = {"bytes": measure_bytes, "frozen": measure_frozen, "memory": measure_memory}
-    measure = measures[what]
-    print(json.dumps(measure(directory, *map(int, numbers))))
+    print(json.dumps(measure_memory(directory, int(num_parameters))))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if sys.argv[1:] else serve(globals())

@@ -1,4 +1,7 @@
-"""A model trained with its state on storage, beside the same one with its state in memory."""
+"""A model trained with its state on storage, beside the same one with its state in memory.
+
+A test chooses the optimizer class, groups, cuts and edits; `tests.stores` has no such choice.
+"""
 
 from __future__ import annotations
 

@@ -8,40 +8,42 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-MIB = 1 << 20
+from tests.forking import Children
+from tests.numerics.measure import MIB, NUM_SLOTS, count_bytes, count_frozen
+
 NUM_ARRAYS = 3
 EDGE_BYTES = 2 * 4096
 """What a range that begins and ends inside a block can cost beyond itself."""
 
 
-def measure(*arguments: str) -> dict[str, Any]:
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.numerics.measure", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+@pytest.fixture(scope="module")
+def children() -> Iterator[Children]:
+    server = Children("tests.numerics.measure")
+    yield server
+    server.close()
+
+
+def measured_by(children: Children, work: Callable[[str], None], directory: Path) -> dict[str, Any]:
+    """Return what a process of its own has measured."""
+    ended = children.run(work, directory)
+    assert ended.status == 0, ended.output
+    found = json.loads(ended.output.splitlines()[-1])
     if "skip" in found:
         pytest.skip(found["skip"])
     return found
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def measured(children: Children, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("bytes")
     try:
-        return measure("bytes", str(directory))
+        return measured_by(children, count_bytes, directory)
     finally:
         shutil.rmtree(directory)  # hundreds of megabytes
 
@@ -75,16 +77,14 @@ def test_the_optimizers_own_counts_agree_with_the_kernels(measured, kind):
         assert abs(difference) <= MIB
 
 
-NUM_SLOTS = 3
-"""Of a store that keeps two checkpoints."""
-
-
 @pytest.fixture(scope="module")
-def mostly_frozen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Two processes, the second of which resumes; 64 MiB are frozen, and 1 MiB is not."""
+def mostly_frozen(
+    children: Children, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What two processes have measured, the second of which resumes."""
     directory = tmp_path_factory.mktemp("frozen")
     try:
-        return [measure("frozen", str(directory), "64", str(NUM_SLOTS + 3)) for _ in range(2)]
+        return [measured_by(children, count_frozen, directory) for _ in range(2)]
     finally:
         shutil.rmtree(directory)
 

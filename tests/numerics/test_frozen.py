@@ -13,8 +13,8 @@ from offload.errors import SealError
 from offload.format.names import QUARANTINE_NAME
 from offload.model.model_file import ModelImage
 from offload.store import frozen_space
-from tests import frozen_model
-from tests.frozen_model import (
+from tests.stores import frozen_model
+from tests.stores.frozen_model import (
     BLOCK,
     LEAF,
     STORE,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.numerics.test_bytes import MIB, measure
+from tests.numerics.measure import MIB
 
 SIZES = (16 << 20, 64 << 20)
 """Elements. One byte more for each would make a difference of 48 MiB."""
@@ -19,13 +24,29 @@ CONSTANT_BYTES = 24 * MIB
 3 to 18 MiB were seen."""
 
 
+def measure(directory: Path, num_parameters: int) -> dict[str, Any]:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.numerics.measure", str(directory), str(num_parameters)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    if "skip" in found:
+        pytest.skip(found["skip"])
+    return found
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     found = []
     for size in SIZES:
         directory = tmp_path_factory.mktemp("memory")
         try:
-            found.append(measure("memory", str(directory), str(size)))
+            found.append(measure(directory, size))
         finally:
             shutil.rmtree(directory)  # gigabytes
     return found

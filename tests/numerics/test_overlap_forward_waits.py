@@ -20,6 +20,7 @@ from gds import StorageError
 from offload.errors import BrokenOptimizerError, SealError
 from offload.overlap.forward import BesideForward
 from offload.overlap.forward_hooks import _Inert
+from offload.store.sealing import Sealing
 from tests.eventually import TIMEOUT_S, eventually, is_freed
 from tests.numerics.delays import Held
 from tests.numerics.reference import assert_same_parameters
@@ -519,16 +520,16 @@ def test_a_failed_seal_does_not_keep_the_next_one_from_being_made(run, monkeypat
     first = run.optimizer.checkpoint()
     first.result()
     run.step(2)
-    commit = type(run.optimizer._engine.store).commit
+    prepare = Sealing.prepare
     released = threading.Event()
 
-    def failing_commit(store, slot, manifest, data):
+    def failing_prepare(sealing, slot, composition, model_digests):
         assert released.wait(TIMEOUT_S)
-        if manifest.step == 3:
+        if composition.manifest.step == 3:
             raise RuntimeError("no")
-        return commit(store, slot, manifest, data)
+        return prepare(sealing, slot, composition, model_digests)
 
-    monkeypatch.setattr(type(run.optimizer._engine.store), "commit", failing_commit)
+    monkeypatch.setattr(Sealing, "prepare", failing_prepare)
     third = run.optimizer.checkpoint()
     run.step_held(3, LAST)
     fourth = run.optimizer.checkpoint()  # of a step that is running, else it would wait for `third`

@@ -12,8 +12,8 @@ import offload.device.compute
 import offload.update.pool
 from tests.device.fixtures import *  # noqa: F403
 from tests.device.host import HostDigests, HostKernels
-from tests.placement import fake_device
-from tests.placement.fake_compute import FakeCompute
+from tests.fake_gpu import device as fake_device
+from tests.fake_gpu.compute import FakeCompute
 
 
 @pytest.fixture(params=[False, True], ids=["at-once", "late"])

@@ -13,8 +13,8 @@ from bench import device as bench_device
 from bench._harness import Result
 from gds import probe
 from gds.backends.kvikio_file import Used
-from tests.contract.fake_gpu import FakeGpu, installed
-from tests.placement import fake_device
+from tests.fake_gpu import device as fake_device
+from tests.fake_gpu.machine import FakeGpu, installed
 
 STATE_BYTES = 12 * (128 << 10)
 

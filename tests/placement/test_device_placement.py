@@ -15,11 +15,12 @@ import offload.model.table
 from gds import MemoryBackend
 from offload.errors import UnsupportedOptimizerError, UnsupportedParameterError
 from tests.device.torch_sources import TorchArithmetic
+from tests.fake_gpu.backend import DeviceBackend
+from tests.fake_gpu.compute import FakeCompute
+from tests.fake_gpu.device import FakeDevice, on_device, upload, values
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Case, Cut
 from tests.numerics.reference import Reference, assert_same_bits
-from tests.placement.fake_compute import DeviceBackend, FakeCompute
-from tests.placement.fake_device import FakeDevice, on_device, upload, values
 from tests.placement.test_host_placement import (
     STEPS,
     DevicePair,
@@ -444,7 +445,7 @@ def test_work_outside_the_librarys_own_stream_is_noticed(device, compute, monkey
 
 def test_a_frame_that_is_written_too_early_is_noticed(device, compute, monkeypatch):
     # a check of the fake: who does not wait for the device stores what was there before
-    if not device.late:
+    if not device.streams.late:
         pytest.skip("what is computed at once need not be waited for")
     monkeypatch.setattr(FakeCompute, "wait", lambda *_: None)
     pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)

@@ -21,14 +21,14 @@ from gds.probe import direct_io
 from offload.errors import BrokenOptimizerError
 from offload.placement.model import Rates
 from offload.placement.rates import Site
-from tests.contract.fake_gpu import FakeGpu, installed
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.flipping import FlippingBackend
+from tests.fake_gpu.backend import DeviceBackend
+from tests.fake_gpu.device import on_device, values
+from tests.fake_gpu.machine import FakeGpu, installed
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Cut
 from tests.numerics.reference import assert_same_bits
-from tests.placement.fake_compute import DeviceBackend
-from tests.placement.fake_device import on_device, values
 from tests.placement.test_device_placement import ON_DEVICE, device_pair
 from tests.placement.test_host_placement import DevicePair, give_device_gradients, train
 

@@ -13,10 +13,10 @@ from gds import MemoryBackend
 from offload.device.flat_tensors import FlatTensors
 from offload.device.staging import CrossingTensors
 from offload.errors import UnsupportedParameterError
+from tests.fake_gpu.device import Event, OnDevice, on_device, upload, values
 from tests.numerics.models import Mixed, clip, give_gradients, trainable
 from tests.numerics.pairs import CASES, MAX_NORM, Case, Cut, Pair
 from tests.numerics.reference import assert_same_bits
-from tests.placement.fake_device import Event, OnDevice, on_device, upload, values
 
 STEPS = (0, 1, 7, 8)
 """Some parameters have no gradient in two of them, and some get their first in the third."""
@@ -378,7 +378,7 @@ def test_overlapping_steps_are_ordered_with_the_training_stream(overlap, device)
 def test_the_fake_finds_what_is_not_waited_for(broken, what, device, monkeypatch):
     monkeypatch.setattr(CrossingTensors, broken, lambda *_: None)
     pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2))
-    if broken == "arrive" and not device.late:
+    if broken == "arrive" and not device.streams.late:
         pytest.skip("what arrives at once need not be waited for")
     with pytest.raises(AssertionError, match=what):
         train(pair, range(2))

@@ -25,8 +25,8 @@ from offload.placement.model import Rates, decide
 from offload.placement.rates import Site, find_rates, load_rates, save_rates, step_bytes
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
-from tests.contract.fake_gpu import installed
-from tests.placement.fake_device import Event
+from tests.fake_gpu.device import Event
+from tests.fake_gpu.machine import installed
 
 DEVICE = torch.device("meta")
 TO_HOST, TO_DEVICE, UPDATE, DRIVE = 20.0, 25.0, 8.0, 6.5

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload import AdamW, DriveTuning, Options
-from tests.crash.training import Model, backward, optimizer_for, options
+from tests.stores.training import Model, backward, optimizer_for, options
 
 NUM_RANKS = 2
 STEPS = 3

@@ -20,6 +20,7 @@ from tests.numerics.reference import (
     bits,
     read_state,
 )
+from tests.stores.small import options
 from tests.torch_contract.modes import MODES, default_dtype, flush_denormal
 
 __all__ = ["one_thread"]  # a fixture: small tensors on many threads are slow
@@ -54,17 +55,6 @@ def train(model: Net, step: int) -> None:
     (model(inputs.bfloat16()) - 1).square().mean().backward()
 
 
-def options(backend: MemoryBackend, **settings: Any) -> offload.Options:
-    return offload.Options(
-        chunk_bytes=4096,
-        ring_chunks=2,
-        backend=backend,
-        allow_volatile=True,
-        train_state_bytes=8192,
-        **settings,
-    )
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "exact": {},
     "int8": {"state_dtype": "int8", "master": "split"},
@@ -97,7 +87,7 @@ def program(within: Entry, **settings: Any) -> Outcome:
                 lr=0.01,
                 directory="/store",
                 model=model,
-                options=options(backend, **settings),
+                options=options(backend, ring_chunks=2, **settings),
             )
 
     def step(name: str = "step") -> None:
@@ -333,7 +323,7 @@ def test_what_is_only_moved_keeps_its_denormal_numbers() -> None:
         momentum=0.9,
         directory="/store",
         model=model,
-        options=options(backend, state_dtype="int8"),
+        options=options(backend, ring_chunks=2, state_dtype="int8"),
     )
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-39)
@@ -361,7 +351,7 @@ def test_a_class_whose_numbers_have_the_default_dtype_computes_as_in_torch(chang
         lr=0.01,
         directory="/store",
         model=model,
-        options=options(MemoryBackend()),
+        options=options(MemoryBackend(), ring_chunks=2),
     )
     with ExitStack() as stack:
         for step in range(6):

@@ -14,6 +14,7 @@ import offload
 from offload import export_checkpoint, import_checkpoint
 from tests.numerics.conftest import one_thread
 from tests.numerics.reference import assert_same_bits, read_state
+from tests.stores.small import make_optimizer, step
 from tests.torch_contract.modes import MODES
 
 __all__ = ["one_thread"]  # a fixture: small tensors on many threads are slow
@@ -32,16 +33,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with one checkpoint, of which everything is stored in fewer bits."""
     path = tmp_path_factory.mktemp("ambient") / "run"
     model = make_model()
-    optimizer = offload.AdamW(
-        model.named_parameters(),
-        lr=torch.tensor(0.01),
-        directory=path,
-        model=model,
-        options=offload.Options(state_dtype="int8", chunk_bytes=4096, allow_volatile=True),
+    optimizer = make_optimizer(
+        model, directory=path, lr=torch.tensor(0.01), settings={"state_dtype": "int8"}
     )
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 1e-3)
-    optimizer.step()
+    step(optimizer)
     optimizer.checkpoint({"state": torch.arange(7), "empty": torch.empty(0, 3)}).result()
     optimizer.close()
     return path

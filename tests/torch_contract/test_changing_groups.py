@@ -10,21 +10,15 @@ import torch
 import offload
 from gds import MemoryBackend
 from offload.errors import MismatchError
+from tests.stores.small import STORE, make_model, make_optimizer
 
-STORE = "/run"
 
-
-def pair() -> tuple[torch.nn.Module, offload.AdamW, torch.nn.Module, torch.optim.AdamW]:
+def pair() -> tuple[
+    torch.nn.Module, offload.OffloadedOptimizer, torch.nn.Module, torch.optim.AdamW
+]:
     """An offloaded FP32 model of two groups, and its twin with plain torch."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)))
-    ours, theirs = models
-    options = offload.Options(
-        backend=MemoryBackend(), allow_volatile=True, chunk_bytes=4096, train_state_bytes=8192
-    )
-    optimizer = offload.AdamW(groups(ours), directory=STORE, model=ours, options=options)
+    ours, theirs = (make_model(5, 7, 3, dtype=torch.float32) for _ in range(2))
+    optimizer = make_optimizer(ours, MemoryBackend(), params=groups(ours))
     return ours, optimizer, theirs, torch.optim.AdamW(groups(theirs))
 
 

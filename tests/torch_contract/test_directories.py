@@ -12,24 +12,20 @@ import torch
 from offload import AdamW, DriveTuning, open_checkpoint
 from offload.errors import StoreError, UnsupportedParameterError
 from tests.crash import second_writers as second
-from tests.crash.children import Children
-from tests.crash.training import (
+from tests.eventually import eventually
+from tests.forking import Children
+from tests.stores.training import (
     Model,
     Reference,
     backward,
     optimizer_for,
     options,
     same_bits,
+    train,
 )
-from tests.eventually import eventually
+from tests.threads import one_thread
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]  # a fixture: small tensors on many threads are slow
 
 
 def tree(directory: Path) -> dict[str, bytes | None]:
@@ -49,14 +45,12 @@ def construct(
     return optimizer_for(model or Model(), list(map(str, directories)), settings, **changes)
 
 
-def train(places: Path | Sequence[Path], *steps: int) -> Model:
+def train_in(places: Path | Sequence[Path], *steps: int) -> Model:
     """Take steps in a store that is new, or goes on, and seal the last one."""
     model = Model()
     with construct(places, model) as optimizer:
         optimizer.restore()
-        for step in steps:
-            backward(model, step)
-            optimizer.step()
+        train(model, optimizer, *steps, seal=False)
         optimizer.checkpoint({"step": steps[-1]}).result()
     return model
 
@@ -127,19 +121,19 @@ class TestOtherThings:
     def test_some_names_count_as_nothing(self, tmp_path: Path, name: str) -> None:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / name).mkdir()
-        train(tmp_path / "run", 1)
+        train_in(tmp_path / "run", 1)
         assert (tmp_path / "run" / name).is_dir()
 
     def test_other_things_in_a_store_are_left_alone(self, tmp_path: Path) -> None:
-        train(tmp_path, 1)
+        train_in(tmp_path, 1)
         (tmp_path / "notes.txt").write_text("mine")
-        train(tmp_path, 2)
+        train_in(tmp_path, 2)
         assert (tmp_path / "notes.txt").read_text() == "mine"
 
     @pytest.mark.parametrize("left", ["LOCK", "step", "slot"])
     def test_a_store_is_known_by_any_of_its_names(self, tmp_path: Path, left: str) -> None:
         """One that was copied by hand may have no LOCK."""
-        train(tmp_path, 1)
+        train_in(tmp_path, 1)
         (tmp_path / "notes.txt").write_text("mine")
         if left != "LOCK":
             (tmp_path / "LOCK").unlink()
@@ -147,10 +141,10 @@ class TestOtherThings:
             (tmp_path / "step-00000001").rename(tmp_path / ".slot-7")
         if left == "LOCK":
             shutil.rmtree(tmp_path / ".slot-7")
-        train(tmp_path, 1 if left != "step" else 2)
+        train_in(tmp_path, 1 if left != "step" else 2)
 
     def test_a_checkpoint_is_no_store(self, tmp_path: Path) -> None:
-        train(tmp_path / "run", 1)
+        train_in(tmp_path / "run", 1)
         error = refused(tmp_path / "run" / "step-00000001", tmp_path)
         assert "this is a checkpoint, not a store" in str(error)
 
@@ -159,7 +153,7 @@ class TestOrder:
     @pytest.fixture
     def drives(self, tmp_path: Path) -> list[Path]:
         drives = [tmp_path / name / "run" for name in "abc"]
-        train(drives, 1, 2)
+        train_in(drives, 1, 2)
         return drives
 
     @BOTH
@@ -181,7 +175,7 @@ class TestOrder:
         assert f"this directory is number {number} of " in str(error)
         assert f", and was given as number {given}: " in str(error)
         assert f"pass directory={list(map(str, drives))!r}" in str(error)
-        assert same_bits(dict(train(drives, 3).state_dict()), Reference().after(3).model)
+        assert same_bits(dict(train_in(drives, 3).state_dict()), Reference().after(3).model)
 
     @BOTH
     def test_a_part_alone_is_no_store(
@@ -203,7 +197,7 @@ class TestOrder:
 
     @BOTH
     def test_a_store_is_no_second_directory(self, tmp_path: Path, fresh: bool) -> None:
-        train(tmp_path / "one", 1)
+        train_in(tmp_path / "one", 1)
         (tmp_path / "new").mkdir()
         error = refused([tmp_path / "new", tmp_path / "one"], tmp_path, fresh=fresh)
         assert "this directory is the first directory of a store, and was given as number 2" in str(
@@ -223,7 +217,7 @@ class TestOrder:
         self, drives: list[Path], tmp_path: Path
     ) -> None:
         others = [tmp_path / name for name in "xyz"]
-        train(others, 1)
+        train_in(others, 1)
         error = refused([drives[0], others[1], drives[2]], tmp_path)
         assert "this directory is number 2 of the store " in str(error)
         assert error.filename == str(others[1])
@@ -235,7 +229,7 @@ class TestMissing:
     @pytest.fixture
     def drives(self, tmp_path: Path) -> list[Path]:
         drives = [tmp_path / name / "run" for name in "ab"]
-        train(drives, 1, 2)
+        train_in(drives, 1, 2)
         return drives
 
     @BOTH
@@ -251,7 +245,7 @@ class TestMissing:
         assert error.filename == str(tmp_path / lost / "run")
         (tmp_path / lost).rmdir()
         (tmp_path / "away").rename(tmp_path / lost)
-        assert same_bits(dict(train(drives, 3).state_dict()), Reference().after(3).model)
+        assert same_bits(dict(train_in(drives, 3).state_dict()), Reference().after(3).model)
 
     def test_an_empty_mount_point_is_not_taken_for_the_drive(
         self, drives: list[Path], tmp_path: Path
@@ -265,13 +259,13 @@ class TestMissing:
             pass
 
     def test_a_further_drive_is_no_part_of_a_store_that_has_one(self, tmp_path: Path) -> None:
-        train(tmp_path / "one", 1)
+        train_in(tmp_path / "one", 1)
         error = refused([tmp_path / "one", tmp_path / "two"], tmp_path)
         assert "spread over 1 directories, and 2 were given" in str(error)
 
     def test_new_directories_are_made(self, tmp_path: Path) -> None:
         (tmp_path / "b").mkdir()
-        train([tmp_path / "x" / "a", tmp_path / "b", tmp_path / "y" / "c"], 1)
+        train_in([tmp_path / "x" / "a", tmp_path / "b", tmp_path / "y" / "c"], 1)
         with open_checkpoint(tmp_path / "x" / "a") as found:
             assert found.parts == [str(tmp_path / "b" / "part-1"), str(tmp_path / "y/c/part-1")]
 

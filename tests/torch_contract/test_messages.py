@@ -16,7 +16,7 @@ import torch
 
 import offload
 import offload.errors
-from gds import LockHeldError, MemoryBackend, ShortReadError, StorageError
+from gds import Backend, LockHeldError, MemoryBackend, ShortReadError, StorageError
 from offload.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -27,36 +27,16 @@ from offload.errors import (
     VolatileStoreError,
 )
 from offload.units import count, duration, many, rate, said_once, seen_from, size
+from tests.stores.files import remove_tree
+from tests.stores.small import make_model, make_optimizer, options, step, train
 
 STORE, OTHER = "/run", "/other/run"
 HINT = "If the drive is not mounted, mount it"
 
 
-def trained(
-    backend: Any, num_checkpoints: int = 1, directory: Any = STORE, **settings: Any
-) -> None:
-    parameter = torch.nn.Parameter(torch.ones(3000))
-    with offload.AdamW([parameter], directory=directory, **options(backend), **settings) as made:
-        for _ in range(num_checkpoints):
-            parameter.grad = torch.ones_like(parameter)
-            made.step()
-            made.checkpoint().result()
-
-
-def options(backend: Any) -> dict[str, Any]:
-    chosen = offload.Options(
-        backend=backend, allow_volatile=True, chunk_bytes=4096, train_state_bytes=8192
-    )
-    return {"options": chosen}
-
-
-def remove_tree(backend: MemoryBackend, path: str) -> None:
-    for name in backend.list_dir(path):
-        if backend.stat(f"{path}/{name}").kind == "directory":
-            remove_tree(backend, f"{path}/{name}")
-        else:
-            backend.remove(f"{path}/{name}")
-    backend.remove_dir(path)
+def trained(backend: Backend, num_checkpoints: int = 1, **arguments: Any) -> None:
+    with make_optimizer(make_model(), backend, **arguments) as optimizer:
+        train(optimizer, num_checkpoints)
 
 
 class TestNumbersOfErrors:
@@ -75,10 +55,10 @@ class TestNumbersOfErrors:
     def test_a_store_in_use(self) -> None:
         backend, parameter = MemoryBackend(), torch.nn.Parameter(torch.ones(3))
         with (
-            offload.AdamW([parameter], directory=STORE, **options(backend)),
+            offload.AdamW([parameter], directory=STORE, options=options(backend)),
             pytest.raises(StoreLockedError) as raised,
         ):
-            offload.AdamW([parameter], directory=STORE, **options(backend))
+            offload.AdamW([parameter], directory=STORE, options=options(backend))
         assert str(raised.value).startswith(f"{STORE}: another optimizer of this process")
         said = "".join(traceback.format_exception(raised.value))
         assert said.count("Traceback") == 1  # how the lock is taken helps nobody
@@ -113,9 +93,8 @@ class TestWhatIsSaidOnce:
         remove_tree(backend, OTHER)
         backend.make_dir(OTHER)  # as if somebody had removed the parts, and nothing else
         backend.create(f"{OTHER}/LOCK", 0).close()
-        parameter = torch.nn.Parameter(torch.ones(3000))
         with (
-            offload.AdamW([parameter], directory=[STORE, OTHER], **options(backend)) as optimizer,
+            make_optimizer(make_model(), backend, directory=[STORE, OTHER]) as optimizer,
             pytest.warns(RuntimeWarning) as warned,
             pytest.raises(CheckpointError) as raised,
         ):
@@ -137,14 +116,12 @@ class TestWhatIsSaidOnce:
         file = backend.open(f"{STORE}/step-00000002/exp_avg.safetensors", writable=True)
         file.write_bytes(b"\xff" * 100, file.size_bytes - 5000)
         file.close()
-        parameter = torch.nn.Parameter(torch.ones(3000))
-        with offload.AdamW([parameter], directory=STORE, **options(backend)) as optimizer:
+        with make_optimizer(make_model(), backend) as optimizer:
             optimizer.restore()
-            parameter.grad = torch.ones_like(parameter)
             with pytest.raises(DamagedError):
-                optimizer.step()
+                step(optimizer)
         with (
-            offload.AdamW([parameter], directory=STORE, **options(backend)) as optimizer,
+            make_optimizer(make_model(), backend) as optimizer,
             pytest.warns(RuntimeWarning, match="quarantined") as warned,
         ):
             optimizer.restore()

@@ -10,8 +10,9 @@ import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
 from gds import MemoryBackend
-from offload import AdamW, OffloadError, Options
+from offload import OffloadedOptimizer, OffloadError
 from offload.errors import BrokenOptimizerError, OverlapError
+from tests.stores.small import make_optimizer
 
 REMEDY = r'use Options\(overlap="forward"\)'
 
@@ -32,12 +33,11 @@ def loss_of(model: torch.nn.Module, step: int = 0) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def optimizer_for(trained: torch.nn.Module, overlap: Any = "backward", **changes: Any) -> AdamW:
-    options = Options(
-        backend=MemoryBackend(), allow_volatile=True, chunk_bytes=4096, overlap=overlap
-    )
-    settings = {"model": trained, "directory": "/store", "options": options, **changes}
-    return AdamW(trained.parameters(), lr=0.01, **settings)
+def optimizer_for(
+    trained: torch.nn.Module, overlap: Any = "backward", **changes: Any
+) -> OffloadedOptimizer:
+    arguments = {"lr": 0.01, "directory": "/store", **changes}
+    return make_optimizer(trained, MemoryBackend(), settings={"overlap": overlap}, **arguments)
 
 
 class Half:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,14 @@ import offload
 from gds import MemoryBackend, PosixBackend, StorageError, WrapperBackend
 from offload import AdamW, open_checkpoint
 from offload.errors import OffloadError, ProcessGroupError, StoreError
-from tests.crash.training import Model, Reference, backward, differences, optimizer_for, options
+from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
+from tests.threads import one_thread
 from tests.torch_contract.ranks import NUM_RANKS, STEPS
 
+__all__ = ["one_thread"]  # a fixture: small tensors on many threads are slow
+
+
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

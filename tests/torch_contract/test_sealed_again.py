@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offload import AdamW, open_checkpoint
-from tests.crash.training import Model, backward, optimizer_for, options
+from tests.stores.training import Model, backward, optimizer_for, options
 
 
 def sealed(directory: Path, drives: int) -> tuple[Model, AdamW]:

@@ -16,6 +16,7 @@ from offload.model.memory_overlap import find_overlap
 from offload.model.model_file import ModelImage
 from tests.eventually import eventually
 from tests.numerics.reference import assert_same_parameters
+from tests.stores.small import give_gradients
 
 
 def construct(params: Any, model: torch.nn.Module | None = None, **options: Any) -> offload.SGD:
@@ -30,12 +31,6 @@ def two() -> torch.nn.Sequential:
 
 def alias(model: torch.nn.Sequential) -> None:
     model[1].weight.data = model[0].weight.data
-
-
-def give(model: torch.nn.Module, step: int = 0) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
 def test_two_parameters_over_one_storage_are_refused_at_construction():
@@ -91,13 +86,13 @@ def test_in_add_param_group(steps):
     model = two()
     optimizer = construct([model[0].weight], model)
     for step in range(steps):
-        give(model, step)
+        give_gradients(model.parameters(), step)
         optimizer.step()
     alias(model)
     with pytest.raises(UnsupportedParameterError, match=r"'0\.weight' and '1\.weight' share"):
         optimizer.add_param_group({"params": [model[1].weight]})
     assert len(optimizer.param_groups) == 1
-    give(model)
+    give_gradients(model.parameters(), 0)
     optimizer.step()
 
 
@@ -177,7 +172,7 @@ def test_the_same_parameter_object_is_tied_and_fine():
     model = two()
     model[1].weight = model[0].weight
     optimizer = construct(model.parameters(), model)
-    give(model)
+    give_gradients(model.parameters(), 0)
     optimizer.step()
 
 

@@ -25,18 +25,9 @@ from offload.errors import CheckpointError
 from offload.exchange.foreign import open_foreign
 from tests.eventually import is_freed
 from tests.numerics.reference import Reference, assert_same_bits, assert_same_parameters
+from tests.stores.small import give_gradients, options
 
 CLASSES = {"AdamW": offload.AdamW, "Adam": offload.Adam, "SGD": offload.SGD}
-
-
-def options(**settings: Any) -> offload.Options:
-    return offload.Options(
-        chunk_bytes=4096,
-        backend=MemoryBackend(),
-        allow_volatile=True,
-        train_state_bytes=8192,
-        **settings,
-    )
 
 
 def make(
@@ -44,14 +35,14 @@ def make(
 ) -> tuple[torch.nn.Module, offload.OffloadedOptimizer]:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(7, 30).bfloat16(), torch.nn.Linear(30, 5))
-    optimizer = cls(model.parameters(), directory="/store", model=model, options=options(), **hyper)
+    optimizer = cls(
+        model.parameters(),
+        directory="/store",
+        model=model,
+        options=options(MemoryBackend()),
+        **hyper,
+    )
     return model, optimizer
-
-
-def give(model: torch.nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
 def assert_same_state(found: Any, expected: Any) -> None:
@@ -101,7 +92,7 @@ class TestAnOptimizerIsOne:
         first, rest = repr(optimizer).split("\n", 1)
         assert first == "AdamW in /store: step 0, no state yet"
         assert rest == repr(torch.optim.AdamW(model.parameters(), lr=0.5))
-        give(model, 0)
+        give_gradients(model.parameters(), 0)
         optimizer.step()
         optimizer.checkpoint()
         num_bytes = optimizer.stats().state_bytes
@@ -114,14 +105,14 @@ class TestAnOptimizerIsOne:
         model, named = make()
         named.close()
         with offload.AdamW(
-            model.named_parameters(), directory="/store", options=options()
+            model.named_parameters(), directory="/store", options=options(MemoryBackend())
         ) as optimizer:
             names = [name for name, _ in model.named_parameters()]
             assert optimizer.param_groups[0]["param_names"] == names
 
     def test_it_is_freed_when_it_is_dropped(self) -> None:
         model, optimizer = make()
-        give(model, 0)
+        give_gradients(model.parameters(), 0)
         optimizer.step()
         gone = weakref.ref(optimizer)
         del optimizer
@@ -141,7 +132,7 @@ class TestGroups:
                 optimizer.param_groups[0]["lr"] = 0.1
                 plain.inner.param_groups[0]["lr"] = 0.1
             for one in (model, expected):
-                give(one, step)
+                give_gradients(one.parameters(), step)
             optimizer.step()
             plain.step()
             assert_same_parameters(model.named_parameters(), expected.named_parameters())
@@ -152,7 +143,7 @@ class TestGroups:
         (group,) = optimizer.param_groups
         params = group["params"]
         assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
-        give(model, 0)
+        give_gradients(model.parameters(), 0)
         optimizer.step()
         optimizer.checkpoint().result()
         optimizer.restore()
@@ -172,7 +163,7 @@ class TestGroups:
         plain = Reference(torch.optim.AdamW, expected.parameters(), lr=0.01)
         for step in range(3):
             for one in (model, expected):
-                give(one, step)
+                give_gradients(one.parameters(), step)
             optimizer.step()
             plain.step()
             assert_same_parameters(model.named_parameters(), expected.named_parameters())
@@ -195,7 +186,7 @@ class TestGroups:
         assert optimizer.param_groups[1]["params"] == [new]
         assert optimizer.param_groups[1]["weight_decay"] == optimizer.defaults["weight_decay"]
         with pytest.raises(ValueError, match="empty parameter list"):
-            offload.AdamW([], directory="/elsewhere", options=options())
+            offload.AdamW([], directory="/elsewhere", options=options(MemoryBackend()))
         optimizer.close()
 
 
@@ -205,7 +196,7 @@ class TestDistributedCheckpoint:
     @pytest.mark.filterwarnings("ignore:the reference that state_dict")
     def test_looking_for_the_state_takes_no_step(self) -> None:
         model, optimizer = make()
-        give(model, 0)
+        give_gradients(model.parameters(), 0)
         optimizer.step()
         optimizer.zero_grad()
         before = optimizer.full_state_dict()
@@ -222,7 +213,7 @@ class TestDistributedCheckpoint:
     def test_it_is_set_before_the_first_step_and_in_the_middle_of_a_run(self) -> None:
         model, optimizer = make()
         for step in range(3):
-            give(model, step)
+            give_gradients(model.parameters(), step)
             optimizer.step()
         optimizer.zero_grad()
         with optimizer.materialized():
@@ -231,7 +222,7 @@ class TestDistributedCheckpoint:
         for num_steps in (0, 2):
             other, again = make(seed=5)
             for step in range(num_steps):
-                give(other, 10 + step)
+                give_gradients(other.parameters(), 10 + step)
                 again.step()
             again.zero_grad()
             set_optimizer_state_dict(other, again, found)
@@ -243,7 +234,7 @@ class TestDistributedCheckpoint:
 @pytest.mark.filterwarnings("ignore:the reference that state_dict")
 def test_plain_torch_does_not_take_a_reference_for_an_empty_state() -> None:
     model, optimizer = make()
-    give(model, 0)
+    give_gradients(model.parameters(), 0)
     optimizer.step()
     with pytest.raises(KeyError, match="state"):
         torch.optim.AdamW(model.parameters()).load_state_dict(optimizer.state_dict())
@@ -254,7 +245,7 @@ def test_plain_torch_does_not_take_a_reference_for_an_empty_state() -> None:
 def test_an_import_does_not_take_a_reference_for_an_empty_state(tmp_path: Path) -> None:
     """``optimizer.pt`` of a trainer that used this optimizer holds a reference."""
     model, optimizer = make()
-    give(model, 0)
+    give_gradients(model.parameters(), 0)
     optimizer.step()
     source = tmp_path / "saved.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
@@ -283,7 +274,7 @@ class Counting(torch.optim.Optimizer):
 def test_many_tiny_parameters_take_one_call_of_torchs_step() -> None:
     parameters = [torch.nn.Parameter(torch.full((n % 3 + 1,), float(n))) for n in range(400)]
     with offload.OffloadedOptimizer(
-        Counting, parameters, directory="/store", options=options()
+        Counting, parameters, directory="/store", options=options(MemoryBackend())
     ) as optimizer:
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 2.0)
@@ -302,14 +293,17 @@ def test_a_profiler_shows_one_range_of_the_optimizer_for_each_step(overlap: str 
     torch.manual_seed(0)
     model = torch.nn.Linear(40, 60)
     with offload.AdamW(
-        model.parameters(), directory="/store", model=model, options=options(overlap=overlap)
+        model.parameters(),
+        directory="/store",
+        model=model,
+        options=options(MemoryBackend(), overlap=overlap),
     ) as optimizer:
-        give(model, 0)
+        give_gradients(model.parameters(), 0)
         optimizer.step()
         optimizer.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             for step in range(3):
-                give(model, step)
+                give_gradients(model.parameters(), step)
                 optimizer.step()
             optimizer.synchronize()
     ranges = [e.name for e in profiler.events() if e.name.startswith("Optimizer.step")]

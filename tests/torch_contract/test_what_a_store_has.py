@@ -23,30 +23,17 @@ import offload
 from offload import OffloadedOptimizer, Position, reference_of
 from offload.engine.reference import REFERENCE_FORMAT
 from offload.format.names import QUARANTINE_NAME
+from tests.stores.small import make_model, make_optimizer, step
 
 
-def make(directory: Path | Sequence[Path], **settings: Any) -> OffloadedOptimizer:
-    torch.manual_seed(0)
-    options = offload.Options(
-        allow_volatile=True,
-        chunk_bytes=4096,
-        train_state_bytes=8192,
-        overlap=settings.pop("overlap", None),
-        drives=offload.DriveTuning(
-            shares=None if isinstance(directory, Path) else (1,) * len(directory)
-        ),
-    )
-    model = torch.nn.Linear(60, 50)
-    arguments = {"keep": 9, "model": model, "options": options, **settings}
-    return offload.AdamW(model.parameters(), directory=directory, **arguments)
-
-
-def step(optimizer: OffloadedOptimizer, num: int = 1) -> None:
-    for _ in range(num):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+def make(directory: Path | Sequence[Path], **arguments: Any) -> OffloadedOptimizer:
+    shares = None if isinstance(directory, Path) else (1,) * len(directory)
+    settings = {
+        "overlap": arguments.pop("overlap", None),
+        "drives": offload.DriveTuning(shares=shares),
+    }
+    model = make_model(60, 50, dtype=torch.float32)
+    return make_optimizer(model, directory=directory, settings=settings, **{"keep": 9, **arguments})
 
 
 def seal(optimizer: OffloadedOptimizer, **metrics: float) -> offload.Checkpoint:

@@ -238,7 +238,11 @@ sys.exit(first + 2 * main(sys.argv[1:]))
 
 
 def test_a_mutant_is_judged_once_and_what_is_known_is_not_judged_again(tmp_path: Path) -> None:
-    arguments = ["--generated", "--only=poison.Poison.require_none/true", f"--scratch={tmp_path}"]
+    arguments = [
+        "--generated",
+        "--only=poison.Poison.require_healthy/true",
+        f"--scratch={tmp_path}",
+    ]
     arguments += ["--tests=tests/crash/test_protocol_steps.py"]
     done = subprocess.run(
         [sys.executable, "-c", TWICE, *arguments],
@@ -249,9 +253,9 @@ def test_a_mutant_is_judged_once_and_what_is_known_is_not_judged_again(tmp_path:
     )
     first, _, second = done.stdout.partition("AGAIN")
     assert "recorded tests/crash/test_protocol_steps.py: " in first, done
-    assert re.search(r"require_none/true/\w+: killed \(\d+ s\) tests/crash/test_protoc", first), (
-        done
-    )
+    assert re.search(
+        r"require_healthy/true/\w+: killed \(\d+ s\) tests/crash/test_protoc", first
+    ), done
     assert "killed" not in second
     assert "of 1 mutants 1 were noticed" in second
     assert done.returncode == 0

@@ -26,6 +26,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import offload
+from tests.fake_gpu.streams import GARBAGE, Streams
 
 _PACKAGE = offload.__path__[0] + "/"
 _TORCH = torch.__path__[0] + "/"
@@ -36,7 +37,6 @@ _VIEWS = {
     "alias", "as_strided", "detach", "expand", "permute", "select", "slice", "squeeze", "t",
     "transpose", "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
 }  # fmt: skip
-GARBAGE = 0xA5
 
 
 class OnDevice(torch.Tensor):
@@ -137,7 +137,7 @@ class FakeDevice:
     """
 
     def __init__(self, *, late: bool) -> None:
-        self.late = late
+        self.streams = Streams(late=late)
         self.num_kernels = 0
         self.num_fetched = self.num_sent = 0
         self.locked: list[torch.Tensor] = []
@@ -152,18 +152,14 @@ class FakeDevice:
         """What the library has computed, and nobody has waited for."""
         self._computing = 0
         self._computes_after = 0
-        self.drain: Callable[[], object] = _nothing
-        """Runs what has been queued on the library's own stream."""
         self._passed = 0
         """The last kernel that a thread of the host has waited for."""
-        self._queues: dict[str, list[Callable[[], object]]] = {"fetch": [], "send": []}
-        self._done = {"fetch": 0, "send": 0}
-        self._lock = threading.RLock()
+        self._lock = self.streams.lock
 
     def forget(self) -> None:
         """Let go of all memory."""
         self._keep.clear()
-        self._queues.clear()
+        self.streams.clear()
 
     # What the training loop does.
 
@@ -174,7 +170,7 @@ class FakeDevice:
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         if library:
-            self.drain()
+            self.streams.run("compute")
             self.compute(_tensors((args, kwargs)), _tensors(written))
             return
         with self._lock:
@@ -195,7 +191,7 @@ class FakeDevice:
                 else:
                     self._written[key] = self._used[key] = self.num_kernels
 
-    # What the library computes: see `fake_compute`.
+    # What the library computes: see `compute`.
 
     def computing(self) -> bool:
         """Return whether this thread's work goes to the library's own stream."""
@@ -240,8 +236,8 @@ class FakeDevice:
     def fetch(self, copies: Any, after: Iterable[Event]) -> Event:
         with self._lock:
             tick = max((event.tick for event in after), default=0)
-            self._run("send") if not self.late else None
-            sent = len(self._queues["send"])
+            self.streams.settle("send")
+            sent = self.streams.position("send")
             for source, into in copies:
                 _check(source, into)
                 assert isinstance(source, OnDevice)
@@ -253,10 +249,10 @@ class FakeDevice:
                 self.num_fetched += into.nbytes
 
                 def copy(source: OnDevice = source, into: torch.Tensor = into) -> None:
-                    self._run("send", sent)
+                    self.streams.run("send", sent)
                     into.copy_(source.held)
 
-                self._queues["fetch"].append(copy)
+                self.streams.launch("fetch", copy)
             return self._queued("fetch", tick)
 
     def send(self, copies: Any, after: Iterable[Event]) -> Event:
@@ -269,10 +265,10 @@ class FakeDevice:
                     raise AssertionError("a copy may overwrite what a kernel still uses")
                 if not isinstance(source, OnDevice):
                     self.num_sent += source.nbytes
-                self._queues["send"].append(
-                    lambda source=source, into=into: into.held.copy_(_held(source))
+                self.streams.launch(
+                    "send", lambda source=source, into=into: into.held.copy_(_held(source))
                 )
-                self._unfenced[key] = len(self._queues["send"])
+                self._unfenced[key] = self.streams.position("send")
             return self._queued("send", tick)
 
     def flatten(self, tensor: torch.Tensor, after: Iterable[Event]) -> torch.Tensor:
@@ -282,13 +278,13 @@ class FakeDevice:
                 raise AssertionError("a copy may begin before its source has been computed")
             flat = OnDevice(torch.empty(tensor.numel(), dtype=tensor.dtype))
             flat.held.view(torch.uint8).fill_(GARBAGE)
-            sent = len(self._queues["send"])
+            sent = self.streams.position("send")
 
             def copy() -> None:
-                self._run("send", sent)
+                self.streams.run("send", sent)
                 flat.held.copy_(tensor.held.reshape(-1))
 
-            self._queues["fetch"].append(copy)
+            self.streams.launch("fetch", copy)
             self._queued("fetch", 0)
             self._see(flat)
             return flat
@@ -296,7 +292,7 @@ class FakeDevice:
     def wait(self, event: Event) -> None:
         with self._lock:
             if event.stream != "training":
-                self._run(event.stream, event.position)
+                self.streams.run(event.stream, event.position)
             if event.stream == "send":  # whatever is computed from now on comes after it
                 self._unfenced = {k: p for k, p in self._unfenced.items() if p > event.position}
             self._passed = max(self._passed, event.tick)
@@ -305,7 +301,7 @@ class FakeDevice:
         if threading.current_thread().name.startswith("offload"):
             return  # the stream of a thread of the library, on which no kernels run
         with self._lock:
-            self._run("send")
+            self.streams.run("send")
             self._unfenced.clear()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -316,19 +312,8 @@ class FakeDevice:
         return memory
 
     def _queued(self, stream: str, tick: int) -> Event:
-        if not self.late:
-            self._run(stream)
-        return Event(stream, len(self._queues[stream]), tick)
-
-    def _run(self, stream: str, position: int | None = None) -> None:
-        """Do everything on a stream up to a position."""
-        queue = self._queues[stream]
-        stop = len(queue) if position is None else position
-        while self._done[stream] < stop:
-            number = self._done[stream]
-            self._done[stream] += 1
-            queue[number]()
-            queue[number] = _nothing
+        self.streams.settle(stream)
+        return Event(stream, self.streams.position(stream), tick)
 
     def _see(self, tensor: OnDevice) -> int:
         key = _storage(tensor)
@@ -336,10 +321,6 @@ class FakeDevice:
             self._keep.append(tensor.held)
             self._used[key] = 0
         return key
-
-
-def _nothing() -> None:
-    """What is left of a copy that has been made."""
 
 
 def _check(source: torch.Tensor, into: torch.Tensor) -> None:

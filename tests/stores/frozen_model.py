@@ -1,7 +1,7 @@
 """Models of which little is trained, and a backend that notes what is moved in their model files.
 
 The units in which model files are digested, cloned and rewritten are made small, so that a model of
-some hundred kilobytes has many of them.
+some hundred kilobytes has many of them. No other builder of stores changes these units.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import offload
 from gds import Backend, Buffer, File, IOFuture, StorageError, WrapperBackend
 from gds.backends.wrapper import WrapperFile
 from offload import AdamW, Checkpoint, Options
-from offload.checkpoint import verify
+from offload.checkpoint import sealed_slot
 from offload.format import digests, manifest
 from offload.model import model_file, model_writing
+from tests.stores import small
 
 LEAF: Final = 4096
 BLOCK: Final = 4 * LEAF
@@ -35,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def make_units_small(patch: pytest.MonkeyPatch) -> None:
-    for module in (manifest, model_file, verify):
+    for module in (manifest, model_file, sealed_slot):
         patch.setattr(module, "MODEL_BLOCK_BYTES", BLOCK)
     for module in (digests, model_writing):
         patch.setattr(module, "LEAF_BYTES", LEAF)
@@ -172,14 +173,8 @@ class _RecordedFile(WrapperFile):
 
 
 def options(backend: Backend, **changes: object) -> Options:
-    settings = {
-        "backend": backend,
-        "allow_volatile": True,
-        "chunk_bytes": 4096,
-        "train_state_bytes": 8192,
-        "reader_timeout_s": 0.2,
-    }
-    return Options(**{**settings, **changes})
+    """Return settings for small chunks and for a short wait for readers."""
+    return small.options(backend, **{"reader_timeout_s": 0.2, **changes})
 
 
 class Process:

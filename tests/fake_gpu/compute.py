@@ -1,4 +1,4 @@
-"""Computing on the device that is not there, and memory of it that a backend moves.
+"""Computing on the device that is not there.
 
 The kernels are the library's own sources, compiled for the CPU. With ``late=True`` they run when
 somebody waits for them, and what is fetched holds rubbish until then. Torch's operations run at
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from gds import Backend, Buffer, File, IOFuture, WrapperBackend
-from gds.backends.wrapper import WrapperFile
+from gds import Buffer
 from offload.device.kernels.forms import DeviceBlock, DeviceScalars, Form, form_of
 from tests.device.host import HostDigests, HostKernels
-from tests.placement.fake_device import GARBAGE, Event, FakeDevice, OnDevice, _held, _tensors
+from tests.fake_gpu.device import Event, FakeDevice, OnDevice, _held, _tensors
+from tests.fake_gpu.streams import GARBAGE
 
 
 class FakeCompute:
@@ -34,9 +34,6 @@ class FakeCompute:
         self._lock = threading.Lock()
         self.prepared: set[Form] = set()
         self.num_trimmed = 0
-        self._queue: list[Callable[[], object]] = []
-        self._done = 0
-        device.drain = self._drain
         self.num_updates = self.num_fetched = self.num_sent = 0
 
     def view(self, buffer: Buffer) -> torch.Tensor:
@@ -129,82 +126,12 @@ class FakeCompute:
         self._launch(lambda: _held(into).copy_(source))
 
     def mark(self) -> Event:
-        return Event("compute", len(self._queue), self._fake._num_computed)
+        return Event("compute", self._fake.streams.position("compute"), self._fake._num_computed)
 
     def wait(self, event: Event) -> None:
-        self._run(event.position)
+        self._fake.streams.run("compute", event.position)
         self._fake.computed(event.tick)
 
     def _launch(self, work: Callable[[], object]) -> None:
-        self._queue.append(work)
-        if not self._fake.late:
-            self._drain()
-
-    def _drain(self) -> None:
-        self._run(len(self._queue))
-
-    def _run(self, position: int) -> None:
-        while self._done < position:
-            number = self._done
-            self._done += 1
-            self._queue[number]()
-            self._queue[number] = _nothing
-
-
-def _nothing() -> None:
-    """What is left of work that has been done."""
-
-
-class DeviceMemory:
-    """A buffer that the host cannot address, as far as anybody can see."""
-
-    kind = "device"
-
-    def __init__(self, buffer: Buffer) -> None:
-        self.hidden = buffer
-        self.nbytes, self.address = buffer.nbytes, buffer.address
-
-    def slice(self, start: int, nbytes: int) -> DeviceMemory:
-        return DeviceMemory(self.hidden.slice(start, nbytes))
-
-    def memoryview(self) -> memoryview:
-        raise TypeError("memory of a device has no view")
-
-
-class DeviceBackend(WrapperBackend):
-    """Another backend, which can allocate memory of the device and move it.
-
-    Args:
-        inner: Has the files.
-        device: Of which compute must have ended before its memory is moved.
-    """
-
-    def __init__(self, inner: Backend, device: FakeDevice) -> None:
-        super().__init__(inner)
-        self._device = device
-        self.device_bytes = 0
-
-    def allocate(self, nbytes: int, kind: str | None = None) -> Any:
-        buffer = self.inner.allocate(nbytes)
-        if kind != "device":
-            return buffer
-        self.device_bytes += nbytes
-        buffer.memoryview()[:] = bytes([GARBAGE]) * nbytes
-        return DeviceMemory(buffer)
-
-    def wrap_file(self, file: File) -> File:
-        return _DeviceFile(file)
-
-    def reopened(self) -> DeviceBackend:
-        return DeviceBackend(self.inner.reopened(), self._device)  # type: ignore[attr-defined]
-
-
-class _DeviceFile(WrapperFile):
-    def read(self, into: Any, offset: int) -> IOFuture:
-        return self.inner.read(getattr(into, "hidden", into), offset)
-
-    def read_again(self, into: Any, offset: int, *, direct: bool) -> IOFuture:
-        return self.inner.read_again(getattr(into, "hidden", into), offset, direct=direct)
-
-    def write(self, source: Any, offset: int) -> IOFuture:
-        return self.inner.write(getattr(source, "hidden", source), offset)
+        self._fake.streams.launch("compute", work)
+        self._fake.streams.settle("compute")

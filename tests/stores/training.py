@@ -17,9 +17,10 @@ import torch
 
 from gds import Backend
 from offload import AdamW, Checkpoint, Options
+from tests.stores import small
+from tests.stores.files import read
 
 FEATURES = 30
-CHUNK_BYTES = 4096
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
 HEAD_HYPER = {"lr": 3e-3, "weight_decay": 0.0}
 ARRAYS = ("master", "exp_avg", "exp_avg_sq")
@@ -121,14 +122,11 @@ class Reference:
 def options(backend: Backend | None = None, **changes: Any) -> Options:
     """Return settings that make a run of several small chunks."""
     settings = {
-        "chunk_bytes": CHUNK_BYTES,
-        "train_state_bytes": 8192,
         "ring_chunks": 2,
         "allow_volatile": backend is not None,
-        "backend": backend,
         "reader_timeout_s": 0.2,
     }
-    return Options(**{**settings, **changes})
+    return small.options(backend, **{**settings, **changes})
 
 
 def optimizer_for(
@@ -154,6 +152,28 @@ def optimizer_for(
     return AdamW(groups, directory=directory, model=model, options=settings, **{**HYPER, **changes})
 
 
+def take_step(model: Model, optimizer: AdamW, number: int) -> None:
+    """Take the step of a number, which its gradients depend on."""
+    backward(model, number)
+    optimizer.step()
+
+
+def train(model: Model, optimizer: AdamW, *steps: int, seal: bool = True) -> None:
+    """Take steps by number.
+
+    Args:
+        model: Model that the optimizer trains.
+        optimizer: Optimizer, whose next step is the first of `steps`.
+        steps: Numbers of the steps, which their gradients depend on.
+        seal: Whether a checkpoint with the train state ``{"step": number}`` is made of each, and
+            waited for.
+    """
+    for step in steps:
+        take_step(model, optimizer, step)
+        if seal:
+            optimizer.checkpoint({"step": step}).result()
+
+
 def add_head(model: Model, optimizer: AdamW) -> None:
     """Begin to train the head."""
     optimizer.add_param_group({"params": list(model.head.parameters()), **HEAD_HYPER})
@@ -161,11 +181,7 @@ def add_head(model: Model, optimizer: AdamW) -> None:
 
 def read_tensors(backend: Backend, path: str) -> Tensors:
     """Read a safetensors file with the safetensors library."""
-    file = backend.open(path)
-    try:
-        return safetensors.torch.load(file.read_bytes(0, file.size_bytes))
-    finally:
-        file.close()
+    return safetensors.torch.load(read(backend, path))
 
 
 def read_array(backend: Backend, checkpoint: Checkpoint, array: str, like: Tensors) -> Tensors:

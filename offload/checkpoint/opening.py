@@ -1,0 +1,280 @@
+"""Opening: find the checkpoint that a path means, and lock it against being recycled."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from gds import Backend, StorageError
+from gds.contract import Lock
+from gds.opening import given_or_local
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.nearby import other_checkpoints, stores_below
+from offload.checkpoint.reader_lock import lock_for_reading, recycled
+from offload.checkpoint.reading import (
+    PartDirectories,
+    check_files,
+    check_name,
+    checkpoint_paths,
+    decode_manifest,
+    given_directory,
+    kind_of,
+    read_in_store,
+    read_manifest,
+    refuse_link,
+)
+from offload.errors import CheckpointError, CheckpointNotFoundError, StoreBusyError
+from offload.format.manifest import Manifest
+from offload.format.names import LOCK_NAME, MANIFEST_NAME, is_checkpoint_path
+from offload.format.unreadable import reading
+from offload.units import said_once, seen_from
+
+_MOST_LOOKS = 100
+"""Largest number of looks at a store whose newest checkpoint is recycled each time before it is
+locked."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PassedOver:
+    """A directory of a store that is named like a checkpoint and is not usable."""
+
+    path: str
+    inode: int
+    """Inode of the directory, by which it is recognized later."""
+
+    generation: int | None
+    """Generation of the checkpoint; None if its manifest cannot be read or its directory has a
+    wrong name."""
+
+    reason: str
+    """Reason why the checkpoint is not usable."""
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    parts: PartDirectories = None,
+    even_quarantined: bool = False,
+    backend: Backend | None = None,
+) -> Checkpoint:
+    """Open a checkpoint for reading, safely beside a process that is training.
+
+    If the newest checkpoint of a store is damaged, the one before it is opened, with a warning.
+
+    Args:
+        path: Directory of a checkpoint, or of a store, which means its newest usable checkpoint.
+        parts: Directories of the state on several drives, if they have moved: all but the first, in
+            the store's order.
+        even_quarantined: Whether to open a checkpoint that is marked as damaged, or whose directory
+            is named for another step than its own. This serves `Checkpoint.verify`, and a look at
+            what can be saved. In a store such checkpoints are passed over in any case.
+        backend: Storage backend of the checkpoint; the local file system by default.
+
+    Raises:
+        CheckpointNotFoundError: Nothing exists at `path`.
+        CheckpointError: There is no usable checkpoint. The message says why.
+        RecycledError: A training process recycled the checkpoint while it was being opened. Open
+            the store's newest one instead.
+        StoreBusyError: A writer is recycling or replacing the checkpoint at this moment.
+        UnreadableError: Something could not be read, which says nothing about its content.
+    """
+    return _open(
+        os.fspath(path), parts, backend, need_parts=True, even_quarantined=even_quarantined
+    )
+
+
+def open_for_parameters(
+    path: str | os.PathLike[str], *, backend: Backend | None = None
+) -> Checkpoint:
+    """Open a checkpoint as `open_checkpoint` does, but look at the first drive only."""
+    return _open(os.fspath(path), None, backend, need_parts=False)
+
+
+def _open(
+    path: str,
+    parts: PartDirectories,
+    backend: Backend | None,
+    *,
+    need_parts: bool,
+    even_quarantined: bool = False,
+) -> Checkpoint:
+    with ExitStack() as resources:
+        storage = resources.enter_context(given_or_local(backend))
+        found, manifest, lock, passed_over = _find_and_lock(
+            storage, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
+        )
+        opened = Checkpoint(
+            storage, found, manifest, parts, lock=lock, resources=resources.pop_all()
+        )
+    try:
+        _warn_passed_over(storage, passed_over, parts, need_parts=need_parts)
+    except BaseException:  # filters may turn warnings into errors
+        opened.close()
+        raise
+    return opened
+
+
+def _find_and_lock(
+    backend: Backend,
+    path: str,
+    parts: PartDirectories,
+    *,
+    need_parts: bool,
+    even_quarantined: bool,
+) -> tuple[str, Manifest, Lock, tuple[_PassedOver, ...]]:
+    """Find, lock and read the checkpoint that a path means, and start again if it is recycled.
+
+    Returns:
+        Directory, manifest and lock of the checkpoint, and the checkpoints that may be newer and
+        are not usable.
+    """
+    looks_left = _MOST_LOOKS
+    while True:
+        present = _checkpoints_at(backend, path)
+        looks_left -= 1
+        try:
+            return _look(
+                backend, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
+            )
+        except (
+            CheckpointError,
+            CheckpointNotFoundError,
+            StoreBusyError,
+            StorageError,
+        ) as error:
+            # A store in training always has a newest checkpoint. If it was recycled during the
+            # search, another one has taken its place, and the search starts again.
+            now = _checkpoints_at(backend, path)
+            if not looks_left or present == now:
+                raise
+            if is_checkpoint_path(path) and not now:
+                raise recycled(os.path.abspath(path)) from error
+
+
+def _warn_passed_over(
+    backend: Backend,
+    passed_over: Sequence[_PassedOver],
+    parts: PartDirectories,
+    *,
+    need_parts: bool,
+) -> None:
+    """Warn about each checkpoint that may be newer, still exists and is not usable.
+
+    A checkpoint that has just been recycled gets no warning.
+    """
+    for one in passed_over:
+        try:
+            read_in_store(backend, one.path, parts, need_parts=need_parts)
+        except CheckpointError:
+            now = backend.stat(one.path)
+            if now is not None and now.inode == one.inode:
+                reason = seen_from(one.path, one.reason)
+                warnings.warn(f"not using {one.path}: {reason}", RuntimeWarning, stacklevel=4)
+
+
+def _checkpoints_at(backend: Backend, path: str) -> dict[str, int]:
+    """Return the inode of each checkpoint that a path may mean, by the checkpoint's path.
+
+    The path may be that of one checkpoint, or of a store. The result is empty if it cannot be read.
+    """
+    stats: dict[str, int] = {}
+    path = os.path.abspath(path)
+    try:
+        named = [path] if is_checkpoint_path(path) else checkpoint_paths(backend, path)
+        for checkpoint in named:
+            if (stat := backend.stat(checkpoint)) is not None:
+                stats[checkpoint] = stat.inode
+    except StorageError:
+        return {}
+    return stats
+
+
+def _look(
+    backend: Backend,
+    path: str,
+    parts: PartDirectories,
+    *,
+    need_parts: bool,
+    even_quarantined: bool,
+) -> tuple[str, Manifest, Lock, tuple[_PassedOver, ...]]:
+    """Find, lock and read the checkpoint that a path means; it may be recycled meanwhile."""
+    with reading():
+        found, passed_over = _find(backend, path, parts, need_parts=need_parts)
+        lock = lock_for_reading(backend, found)
+    try:
+        manifest = read_manifest(
+            backend, found, parts, need_parts=need_parts, even_quarantined=even_quarantined
+        )
+        if not even_quarantined:
+            check_name(found, manifest)
+    except BaseException:
+        lock.release()
+        raise
+    return found, manifest, lock, passed_over
+
+
+def _find(
+    backend: Backend, path: str, parts: PartDirectories = None, *, need_parts: bool = True
+) -> tuple[str, tuple[_PassedOver, ...]]:
+    """Return the checkpoint that a path means: the directory itself, or the newest in a store.
+
+    Args:
+        backend: Storage backend of the checkpoint.
+        path: Directory of a checkpoint or of a store.
+        parts: Directories of the parts on other drives.
+        need_parts: Whether the parts on other drives are checked.
+
+    Returns:
+        Directory of the checkpoint, and the checkpoints that may be newer and are not usable.
+
+    Raises:
+        CheckpointNotFoundError: Nothing exists at `path`.
+        CheckpointError: `path` is neither a checkpoint nor a store that has a usable one.
+        UnreadableError: Something could not be read, so it is not known which checkpoint is the
+            newest.
+    """
+    path = os.path.abspath(path)
+    stat = given_directory(backend, path)
+    if stat is None:
+        others = other_checkpoints(backend, path)
+        raise CheckpointNotFoundError(
+            errno.ENOENT, f"there is no checkpoint or store here{others}", path
+        )
+    if stat.kind != "directory":
+        raise CheckpointError(f"{path}: {kind_of(stat)}, expected a checkpoint or store directory")
+    if backend.stat(f"{path}/{MANIFEST_NAME}") is not None:
+        refuse_link(backend, path)
+        return path, ()
+    newest: tuple[int, str] | None = None
+    refused: list[_PassedOver] = []
+    for checkpoint in checkpoint_paths(backend, path):
+        own = backend.stat(checkpoint)
+        if own is None:
+            continue  # recycled since the directory was listed
+        generation = None
+        try:
+            manifest = decode_manifest(backend, checkpoint)
+            check_name(checkpoint, manifest)
+            generation = manifest.generation
+            check_files(backend, checkpoint, manifest, parts, need_parts=need_parts)
+        except CheckpointError as error:
+            refused.append(_PassedOver(checkpoint, own.inode, generation, str(error)))
+        else:
+            newest = max(newest or (-1, ""), (generation, checkpoint))
+    if newest is None:
+        reasons = said_once([one.reason for one in refused])
+        why = "; ".join(reasons) or _without_any(backend, path)
+        raise CheckpointError(f"{path}: no usable checkpoint here: {why}")
+    passed_over = (r for r in refused if r.generation is None or r.generation > newest[0])
+    return newest[1], tuple(passed_over)
+
+
+def _without_any(backend: Backend, path: str) -> str:
+    """Return what is missing in a directory that has no checkpoint, for a message."""
+    missing = "it has no step-<N> directory"
+    is_store = backend.stat(f"{path}/{LOCK_NAME}") is not None
+    return missing if is_store else f"{missing}; {stores_below(backend, path)}"

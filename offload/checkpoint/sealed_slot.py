@@ -1,0 +1,190 @@
+"""Files of one slot: which file holds which chunk, and the digest that its content must have.
+
+`SlotFiles` is shared by readers and by the writer of a store, which adds what a writer needs.
+`SealedSlot` opens the files of a sealed checkpoint for reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from gds import Backend, File
+from offload.format.digests import MODEL_ARRAY, DigestContext
+from offload.format.layout import Layout, array_file_name
+from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
+from offload.format.names import MODEL_NAME
+
+
+class SlotFiles:
+    """Open files of one slot and its parts, and the digests of their content.
+
+    Args:
+        layout: Layout of the slot.
+        files: Open files of the slot's directory, by name.
+    """
+
+    def __init__(self, layout: Layout, files: Mapping[str, File]) -> None:
+        self.layout = layout
+        self._places: tuple[Mapping[str, File], ...] = (files,)
+        """Open files by name: those of the slot's directory, and those of each part in order."""
+        self._context = DigestContext("", 0)
+        self._digests: dict[str, list[str | None]] = {}
+        self._is_unchecked = False
+
+    @property
+    def context(self) -> DigestContext:
+        """Store and generation that the digests are bound to."""
+        return self._context
+
+    @property
+    def digests(self) -> dict[str, list[str | None]]:
+        """For each state array, the digest of each chunk; None for a chunk that holds no state."""
+        return self._digests
+
+    @property
+    def unchecked(self) -> bool:
+        """Whether state must be compared with its digests when it is read.
+
+        It must for state that an earlier process wrote, that was restored, or whose files others
+        may have changed.
+        """
+        return self._is_unchecked
+
+    def distrust(self) -> None:
+        """Have state compared with its digests when it is read."""
+        self._is_unchecked = True
+
+    def trust(self) -> None:
+        """Have state read without a comparison: all of it is as it was written."""
+        self._is_unchecked = False
+
+    @property
+    def model(self) -> File:
+        """The file ``model.safetensors``."""
+        return self._places[0][MODEL_NAME]
+
+    def array(self, name: str, chunk: int) -> File:
+        """Return the file that holds a chunk of a state array."""
+        return self._places[self.layout.drives[chunk]][array_file_name(name)]
+
+    def _take_digests(self, manifest: Manifest) -> None:
+        """Take the digests that the content was sealed with; state is compared with them."""
+        self._context = DigestContext(manifest.store_id, manifest.generation)
+        self._digests = {name: list(digests) for name, digests in manifest.digests.items()}
+        self.distrust()
+
+
+@dataclass(frozen=True, slots=True)
+class SealedRange:
+    """A range of bytes that has a digest."""
+
+    array: str
+    """Name of the state array; `MODEL_ARRAY` for a block of ``model.safetensors``."""
+
+    index: int
+    """Index of the chunk or block."""
+
+    offset: int
+    """First byte in the file."""
+
+    nbytes: int
+    """Length in bytes."""
+
+    digest: str
+    """Digest that the bytes were sealed with."""
+
+    drive: int
+    """Position of the drive among those of the store."""
+
+
+class SealedSlot(SlotFiles):
+    """Files of a sealed checkpoint, for reading; a ``with`` block closes them at its end.
+
+    A file is opened when it is first needed, and stays open. So a reader of one parameter needs
+    only the drives that hold it.
+
+    Args:
+        backend: Storage backend of the checkpoint.
+        path: Directory of the checkpoint.
+        parts: Paths of the checkpoint's parts on other drives, in order.
+        manifest: Manifest of the checkpoint.
+    """
+
+    def __init__(
+        self, backend: Backend, path: str, parts: Sequence[str], manifest: Manifest
+    ) -> None:
+        places = tuple(_OpenedWhenNeeded(backend, place) for place in (path, *parts))
+        super().__init__(manifest.layout, places[0])
+        self._places = self._opened = places
+        self._take_digests(manifest)
+        self._manifest = manifest
+
+    def open_all(self) -> None:
+        """Open all tensor files now.
+
+        Raises:
+            gds.StorageError: A file cannot be opened.
+        """
+        for drive, place in enumerate(self._opened):
+            for name in self.layout.file_sizes(drive):
+                _ = place[name]
+
+    def file(self, sealed: SealedRange) -> File:
+        """Return the file that holds a range.
+
+        Raises:
+            gds.StorageError: The file cannot be opened.
+        """
+        is_model = sealed.array == MODEL_ARRAY
+        return self.model if is_model else self.array(sealed.array, sealed.index)
+
+    def model_ranges(self) -> Iterator[SealedRange]:
+        """Yield the blocks of the data of ``model.safetensors``, in order."""
+        header = self.layout.model_header
+        data_bytes = header.file_bytes - header.data_start
+        for block, digest in enumerate(self._manifest.model_digests):
+            start = block * MODEL_BLOCK_BYTES
+            nbytes = min(MODEL_BLOCK_BYTES, data_bytes - start)
+            yield SealedRange(MODEL_ARRAY, block, header.data_start + start, nbytes, digest, 0)
+
+    def ranges(self) -> Iterator[SealedRange]:
+        """Yield all ranges that have a digest: the blocks of the model, then each state array."""
+        yield from self.model_ranges()
+        for name, digests in self._digests.items():
+            for chunk, digest in enumerate(digests):
+                offset, nbytes = self.layout.byte_range(name, chunk)
+                if digest is not None and nbytes:
+                    drive = self.layout.drives[chunk]
+                    yield SealedRange(name, chunk, offset, nbytes, digest, drive)
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        for place in self._opened:
+            for file in place.values():
+                file.close()
+
+    def __enter__(self) -> SealedSlot:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _OpenedWhenNeeded(dict[str, File]):
+    """Files of one directory by name, each opened for reading when it is first looked up."""
+
+    def __init__(self, backend: Backend, directory: str) -> None:
+        super().__init__()
+        self._backend = backend
+        self._directory = directory
+
+    def __missing__(self, name: str) -> File:
+        self[name] = file = self._backend.open(f"{self._directory}/{name}")
+        return file

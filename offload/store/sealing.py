@@ -1,0 +1,319 @@
+"""Sealing: the content of a checkpoint, its durability, and the rename that makes it a checkpoint.
+
+Sealing is three calls:
+
+- `compose` describes the checkpoint when it is asked for. Whatever can be too large for the slot
+  fails here.
+- `Sealing.prepare` makes every file of the slot and of its parts durable, and the manifest last.
+- `Sealing.publish` renames the slot to ``step-<N>`` and makes that name durable. The rename is the
+  commit.
+
+Between `prepare` and `publish` everything of the checkpoint is durable, and no reader sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from gds import StorageError
+from gds.contract import Lock
+from gds.waiting import Monitor
+from offload.checkpoint.train_state_reading import train_state_header
+from offload.errors import StoreError
+from offload.format._manifest_fields import ScalarValue
+from offload.format.manifest import Manifest, num_model_blocks
+from offload.format.names import checkpoint_name
+from offload.format.train_state import EncodedState, pack_encoded
+from offload.retention.policy import Record
+from offload.store.expiry import Keeping, record_of
+from offload.store.free_slots import FreeSlots, lock_existing
+from offload.store.opening import OpenedDirectory, StoredCheckpoint
+from offload.store.poison import Poison
+from offload.store.slot import Slot
+from offload.store.withdrawal import Withdrawal
+
+_NO_DIGEST = "0" * 16
+
+_NOT_DURABLE = "a checkpoint could not be made durable"
+
+_MAX_OPEN = 3
+"""Number of checkpoints whose files are kept open. With a small keep=, a recycled checkpoint is
+then ready for writing."""
+
+
+class Composition(NamedTuple):
+    """Content of a checkpoint besides its tensors."""
+
+    manifest: Manifest
+    """Manifest of the checkpoint; its digests are placeholders until `Sealing.prepare`."""
+
+    train_state: bytes
+    """Train state, packed and padded to the size of the slot's file."""
+
+
+def compose(
+    slot: Slot,
+    train_state: EncodedState,
+    *,
+    step: int,
+    torch_version: str,
+    optimizer: str,
+    groups: Iterable[Mapping[str, Any]],
+    scalars: Iterable[tuple[ScalarValue, ...] | None],
+    order: Sequence[Sequence[int]] | None,
+    metrics: Mapping[str, float] | None = None,
+) -> Composition:
+    """Describe the checkpoint that a slot will be.
+
+    Args:
+        slot: Slot of the checkpoint. It has its generation; its data need not be written yet.
+        train_state: Train state of the user.
+        step: Optimizer steps taken.
+        torch_version: Version of torch that computed the state.
+        optimizer: Qualified name of the torch optimizer class.
+        groups: Hyper-parameters of each group. They must not change from now on.
+        scalars: Scalar state of each parameter, in the order of the layout.
+        order: For each group, the positions of its parameters in the layout's model; None if they
+            are not known.
+        metrics: Metrics of the user, checked.
+
+    Raises:
+        OffloadError: The hyper-parameters do not fit into the space that the slot has for them.
+        TypeError: A hyper-parameter cannot be stored. The message names it.
+        offload.format.train_state.TrainStateTooLargeError: The train state does not fit.
+    """
+    layout = slot.layout
+    manifest = Manifest(
+        store_id=slot.context.store_id,
+        generation=slot.context.generation,
+        step=step,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        torch_version=torch_version,
+        optimizer=optimizer,
+        groups=tuple(groups),
+        layout=layout,
+        scalars=tuple(scalars),
+        digests=dict.fromkeys(layout.array_names, (_NO_DIGEST,) * layout.num_chunks),
+        model_digests=(_NO_DIGEST,) * num_model_blocks(layout),
+        parts=slot.part_references,
+        metrics=metrics or {},
+        order=None if order is None else tuple(map(tuple, order)),
+    )
+    manifest.encode(slot.manifest.size_bytes)
+    packed = pack_encoded(
+        train_state,
+        capacity_bytes=slot.train_state.size_bytes,
+        header=train_state_header(manifest),
+    )
+    return Composition(manifest, packed)
+
+
+class Prepared:
+    """A slot that is durable in all its parts, and that `Sealing.publish` makes a checkpoint.
+
+    A ``with`` block that ends without `Sealing.publish` leaves a slot that is no checkpoint.
+
+    Args:
+        slot: The slot.
+        path: Path that the checkpoint will have.
+        manifest: Manifest of the checkpoint, complete.
+        replaced: Lock on the checkpoint of the same step that has the path now; None if there is
+            none.
+    """
+
+    def __init__(self, slot: Slot, path: str, manifest: Manifest, replaced: Lock | None) -> None:
+        self.slot = slot
+        self.path = path
+        self.manifest = manifest
+        self._replaced = replaced
+
+    def release(self) -> None:
+        """Release the lock on the checkpoint that has the path. Idempotent."""
+        replaced, self._replaced = self._replaced, None
+        if replaced is not None:
+            replaced.release()
+
+    def __enter__(self) -> Prepared:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Sealing:
+    """Turns written slots of a store into checkpoints.
+
+    Args:
+        opened: Content of the store. Sealed checkpoints are added to its list, and replaced ones
+            are removed.
+        keeping: Retention policy and pins of the store.
+        withdrawal: Recycling of the store.
+        free: Free slots of the store. The slot of a replaced checkpoint is added to them.
+        poison: Poison of the store. It is set if a rename or sync fails.
+        changed: Monitor that guards the lists of the store.
+        reader_timeout_s: Seconds to wait for readers of a checkpoint that is replaced.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedDirectory,
+        keeping: Keeping,
+        withdrawal: Withdrawal,
+        free: FreeSlots,
+        poison: Poison,
+        changed: Monitor,
+        *,
+        reader_timeout_s: float,
+    ) -> None:
+        self._backend = free.backend
+        self._directory = free.directory
+        self._checkpoints = opened.checkpoints
+        self._refused = opened.refused
+        self._parts = opened.parts
+        self._lock = opened.lock
+        self._keeping = keeping
+        self._withdrawal = withdrawal
+        self._free = free
+        self._poison = poison
+        self._changed = changed
+        self._reader_timeout_s = reader_timeout_s
+        self.incoming: Record | None = None
+        """Record of the checkpoint that is being sealed; None if no seal is in flight."""
+
+    def path_of(self, step: int) -> str:
+        """Return the path that the checkpoint of a step has, or would have."""
+        return f"{self._directory}/{checkpoint_name(step)}"
+
+    def begin(self, manifest: Manifest) -> None:
+        """Announce a seal: from now until it ends, `Store.acquire` may wait for it.
+
+        Args:
+            manifest: Manifest of the checkpoint that is being sealed.
+        """
+        with self._changed:
+            self.incoming = record_of(manifest)
+
+    def end(self) -> None:
+        """Announce that the seal has ended, with success or with an error."""
+        with self._changed:
+            self.incoming = None
+            self._changed.notify_all()
+
+    def prepare(
+        self, slot: Slot, composition: Composition, model_digests: Sequence[str]
+    ) -> Prepared:
+        """Make a written slot durable: all files of all its parts, and its manifest last.
+
+        Args:
+            slot: Slot to which all tensors have been written.
+            composition: Content of the checkpoint besides its tensors.
+            model_digests: Digests of the blocks of ``model.safetensors``.
+
+        Returns:
+            The slot, for `publish`, in a ``with`` block.
+
+        Raises:
+            StoreBusyError: Readers hold an older checkpoint of the same step.
+            StoreError: Files of the slot have been replaced, or this process may not write to the
+                store.
+            PinError: An older checkpoint of the same step is pinned.
+            gds.StorageError: A file could not be made durable.
+        """
+        slot.train_state.write_bytes(composition.train_state, 0)
+        manifest = replace(
+            composition.manifest,
+            digests={name: tuple(values) for name, values in slot.digests.items()},
+            model_digests=tuple(model_digests),
+            parts=slot.part_references,
+        )
+        encoded = manifest.encode(slot.manifest.size_bytes)
+        self._lock.require()
+        if self._backend.stat(slot.path) is None:
+            slot.require_in_place()  # said before a sync fails, which would poison the store
+        path = self.path_of(manifest.step)
+        replaced = lock_existing(self._backend, path, self._reader_timeout_s)
+        prepared = Prepared(slot, path, manifest, replaced)
+        try:
+            if replaced is not None:
+                self._keeping.require_replaceable(path)
+            with self._poison.fatal(_NOT_DURABLE):
+                slot.sync()
+                slot.manifest.write_bytes(encoded, 0)
+                slot.manifest.sync()
+                self._backend.sync_dir(slot.path)
+        except BaseException:
+            prepared.release()
+            raise
+        return prepared
+
+    def publish(self, prepared: Prepared) -> StoredCheckpoint:
+        """Make a prepared slot the newest checkpoint; durable on return.
+
+        Raises:
+            StoreError: Files of the slot have been replaced, or this process may not write to the
+                store.
+            gds.StorageError: The name could not be made durable. If only the last sync failed, a
+                later process may find the checkpoint all the same.
+        """
+        slot, path = prepared.slot, prepared.path
+        try:
+            with self._changed:
+                self._lock.require()
+                slot.require_in_place()
+                with self._poison.fatal(_NOT_DURABLE):
+                    in_the_way = self._backend.stat(path) is not None
+                    self._rename_into_place(slot, path, exchange=in_the_way)
+        finally:
+            prepared.release()
+        checkpoint = StoredCheckpoint(path, prepared.manifest, slot)
+        with self._changed:
+            self._checkpoints.append(checkpoint)
+            self.incoming = None
+            for old in self._checkpoints[:-_MAX_OPEN]:
+                old.close()  # a large keep= must not exhaust the file descriptors
+            # The checkpoint is durable. Failures from here on only concern the cleanup after it.
+            with suppress(StorageError, StoreError):
+                self._withdrawal.trim()
+        return checkpoint
+
+    def _rename_into_place(self, slot: Slot, path: str, *, exchange: bool) -> None:
+        """Rename a prepared slot to its name as a checkpoint, durably.
+
+        Args:
+            slot: Slot to rename.
+            path: New path of the slot.
+            exchange: Whether another checkpoint has this path. Its directory becomes a free slot.
+        """
+        working = slot.path
+        slot.begin_publication()
+        if not exchange:
+            self._backend.rename(working, path)
+            slot.renamed(path)
+            self._backend.sync_dir(self._directory)
+            slot.published()
+            return
+        # A checkpoint of the same step exists: it belongs to an abandoned history, has an older
+        # layout, or is damaged. Exchanging the two names leaves no instant without a checkpoint.
+        self._backend.exchange(working, path)
+        slot.renamed(path)
+        replaced = [c for c in self._checkpoints if c.path == path]
+        for old in replaced:
+            old.path = working
+        self._backend.sync_dir(self._directory)
+        slot.published()
+        for old in replaced:
+            self._checkpoints.remove(old)
+            self._withdrawal.gone(old)
+        self._parts.release_claim(path)
+        self._refused[:] = [(p, reason) for p, reason in self._refused if p != path]
+        self._free.add(working)

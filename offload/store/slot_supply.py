@@ -1,0 +1,173 @@
+"""Supply of slots to write into: free ones, those of expired checkpoints, and new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from gds import Backend, StorageError
+from gds.waiting import Monitor
+from offload.format.digests import DigestContext
+from offload.format.layout import Layout
+from offload.format.unwritable import writing
+from offload.store.expiry import Keeping
+from offload.store.free_slots import FreeSlots, Patience
+from offload.store.full_disk import FULL
+from offload.store.identity import write_store_id
+from offload.store.opening import OpenedDirectory
+from offload.store.part_pool import part_bytes
+from offload.store.poison import Poison
+from offload.store.sealing import Sealing
+from offload.store.slot import Slot, slot_sizes
+from offload.store.space import Room, no_room, require_room
+from offload.store.withdrawal import Withdrawal
+
+# A checkpoint that could not be read may have any generation. New generations start this far above
+# the highest readable one, so that this checkpoint stays older even if it becomes readable again.
+_UNREADABLE_GAP = 1 << 20
+
+_READERS: Final = "readers hold every expired checkpoint"
+
+
+class SlotSupply:
+    """Gives out slots for new generations of a store's state.
+
+    Args:
+        opened: Content of the store.
+        others: Backend and directory of each drive but the first.
+        free: Free slots of the store.
+        keeping: Retention policy and pins of the store.
+        withdrawal: Recycling of the store.
+        sealing: Seals of the store, which may free a slot.
+        poison: Poison of the store. Once it is set, every slot is a new one.
+        changed: Monitor that guards the lists of the store.
+        train_state_bytes: Bytes reserved in each slot for the train state.
+        reader_timeout_s: Seconds to wait for readers of expired checkpoints.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedDirectory,
+        others: Sequence[tuple[Backend, str]],
+        free: FreeSlots,
+        keeping: Keeping,
+        withdrawal: Withdrawal,
+        sealing: Sealing,
+        poison: Poison,
+        changed: Monitor,
+        *,
+        train_state_bytes: int,
+        reader_timeout_s: float,
+    ) -> None:
+        self._backend = free.backend
+        self._directory = free.directory
+        self._others = others
+        self._lock = opened.lock
+        self._store_id = opened.store_id
+        self._is_identified = opened.is_identified
+        self._checkpoints = opened.checkpoints
+        self._parts = opened.parts
+        self._free = free
+        self._keeping = keeping
+        self._withdrawal = withdrawal
+        self._sealing = sealing
+        self._poison = poison
+        self._changed = changed
+        self._train_state_bytes = train_state_bytes
+        self._reader_timeout_s = reader_timeout_s
+        generations = [c.manifest.generation for c in opened.checkpoints]
+        self._generation = max(generations, default=0) + _UNREADABLE_GAP * bool(opened.refused)
+
+    def require_space(self, layout: Layout, num_groups: int) -> None:
+        """Check that there is room for all slots that are sure to be needed; see `Store`."""
+        require_room(self._rooms(layout, num_groups), self._keeping, self._checkpoints)
+
+    def acquire(self, layout: Layout, num_groups: int) -> Slot:
+        """Return a slot to write the next generation into; see `Store.acquire`."""
+        patience = Patience(self._directory, self._reader_timeout_s)
+        look = partial(self._next_slot, layout, num_groups, patience)
+        with writing(self._directory):
+            while not isinstance(slot := self._changed.wait_until(look), Slot):
+                patience.wait()
+        return slot
+
+    # All methods below, except `_rooms`, are called with `_changed` held.
+
+    def _next_slot(self, layout: Layout, num_groups: int, patience: Patience) -> Slot | str | None:
+        """Return a slot that is ready to be written, or what to wait for.
+
+        The result is `_READERS` if only readers can free a slot, and None if a seal in flight may
+        free one. Raises the errors of `acquire`.
+        """
+        self._lock.require()  # in each turn: the directory may be moved during a wait
+        self._lock.warn_once()
+        self._poison.warn_once()
+        slot = self._free_slot(layout, num_groups)
+        while slot is None and self._sealing.incoming is None:
+            if self._withdrawal.withdraw_expired(self._sealing.incoming):
+                slot = self._free_slot(layout, num_groups)
+                continue
+            if patience.is_tried:
+                slot = self._spare_slot(layout, num_groups)
+            break
+        if slot is None:
+            return _READERS if self._sealing.incoming is None else None
+        self._require_place_of(slot)
+        self._generation += 1
+        slot.begin_generation(DigestContext(self._store_id, self._generation))
+        return slot
+
+    def _require_place_of(self, slot: Slot) -> None:
+        """Check that a slot, which was opened by its path, is in the locked directory.
+
+        If the slot may be in another directory, it is closed and left. From here on the slot is
+        written through its file descriptors, wherever its directory is moved.
+        """
+        try:
+            self._lock.require()
+        except BaseException:
+            slot.close()
+            self._parts.put_back(slot.parts)
+            raise
+
+    def _free_slot(self, layout: Layout, num_groups: int) -> Slot | None:
+        sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
+        try:
+            if not self._poison:
+                self._identify()
+                slot = self._free.take(layout, sizes)
+                if slot is not None:
+                    return slot
+                if self._keeping.expired(self._sealing.incoming):
+                    return None  # an expired checkpoint is the next slot, once withdrawn
+            return self._free.create(layout, sizes)
+        except StorageError as error:
+            if error.errno not in FULL:
+                raise
+            raise no_room(error, self._rooms(layout, num_groups), self._keeping) from error
+
+    def _spare_slot(self, layout: Layout, num_groups: int) -> Slot | None:
+        """Create one slot more than retention needs.
+
+        Returns:
+            The slot; None if the store has such a slot already, or if there is no room.
+        """
+        if len(self._checkpoints) + len(self._free) > self._keeping.num_slots():
+            return None
+        sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
+        return self._free.create_spare(layout, sizes, self._rooms(layout, num_groups))
+
+    def _rooms(self, layout: Layout, num_groups: int) -> list[Room]:
+        sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
+        rooms = [Room(self._backend, self._directory, len(self._free), sum(sizes.values()))]
+        for drive, (backend, directory) in enumerate(self._others, 1):
+            num_free = self._parts.num_free(drive)
+            rooms.append(Room(backend, directory, num_free, part_bytes(layout, drive)))
+        return rooms
+
+    def _identify(self) -> None:
+        """Make the store's identity durable before the first part of it is written."""
+        if not self._is_identified:
+            write_store_id(self._backend, self._directory, self._store_id, self._poison)
+            self._is_identified = True

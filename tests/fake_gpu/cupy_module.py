@@ -1,0 +1,143 @@
+"""What is used of CuPy: memory, streams, events, and the compiler of kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tests.fake_gpu.streams import GARBAGE
+
+if TYPE_CHECKING:
+    from tests.fake_gpu.machine import FakeGpu
+
+ALIGNMENT = 4096
+
+
+def cupy_modules(gpu: FakeGpu) -> tuple[types.ModuleType, ...]:
+    """Return `cupy`, `cupy.cuda` and `cupy.cuda.compiler`."""
+
+    class Memory:
+        def __init__(self, nbytes: int) -> None:
+            # Aligned as cudaMalloc promises, and to no more.
+            self._array = (ctypes.c_ubyte * (nbytes + 2 * ALIGNMENT))()
+            base = ctypes.addressof(self._array)
+            self.ptr = base + -base % ALIGNMENT + 512
+            self.size = nbytes
+            ctypes.memset(self.ptr, GARBAGE, nbytes)
+            with gpu.lock:
+                gpu.live[self.ptr] = nbytes
+
+        def __del__(self) -> None:
+            with gpu.lock:
+                if self.ptr in gpu.registered:
+                    gpu.violations.append("memory was freed while it was registered")
+                del gpu.live[self.ptr]
+            ctypes.memset(self.ptr, GARBAGE, self.size)
+
+    class Stream:
+        def __init__(self, *, non_blocking: bool = False) -> None:
+            if not non_blocking:
+                gpu.violations.append("a stream of ours waits for the default stream")
+            self.ptr = gpu.new_stream()
+
+        def synchronize(self) -> None:
+            gpu.streams.run(self.ptr)
+
+    class Event:
+        def __init__(self, *, block: bool = False, disable_timing: bool = False) -> None:
+            if not block:
+                gpu.violations.append("waiting for this event takes a core")
+            self._at: tuple[int, int] | None = None
+
+        def record(self, stream: Any) -> None:
+            self._at = (stream.ptr, gpu.streams.position(stream.ptr))
+
+        def synchronize(self) -> None:
+            assert self._at is not None
+            gpu.streams.run(*self._at)
+
+    @contextmanager
+    def device(number: int) -> Iterator[None]:
+        assert number == gpu.number
+        before, gpu.current.number = gpu.current.number, number
+        try:
+            yield
+        finally:
+            gpu.current.number = before
+
+    class Module:
+        def load(self, binary: bytes) -> None:
+            gpu.kernels.append(("load", binary, gpu.current.number))
+
+        def get_function(self, name: str) -> Any:
+            def launch(grid: Any, block: Any, arguments: Any, *, stream: Any) -> None:
+                at = (stream.ptr, gpu.current.number)
+                gpu.kernels.append((name, grid, block, arguments, *at))
+
+            return launch
+
+    def compile_using_nvrtc(source: str, *, options: Any) -> tuple[bytes, dict[str, str]]:
+        gpu.kernels.append(("compile", source, options, gpu.current.number))
+        return b"binary", {}
+
+    contents = {
+        "cupy.cuda.compiler": {"compile_using_nvrtc": compile_using_nvrtc},
+        "cupy.cuda": {
+            "Memory": Memory,
+            "Module": Module,
+            "Stream": Stream,
+            "Event": Event,
+            "Device": device,
+            "runtime": Runtime(gpu),
+        },
+        "cupy": {},
+    }
+    modules = {name: types.ModuleType(name) for name in contents}
+    contents["cupy.cuda"]["compiler"] = modules["cupy.cuda.compiler"]
+    contents["cupy"]["cuda"] = modules["cupy.cuda"]
+    for name, values in contents.items():
+        vars(modules[name]).update(values)
+    return (*modules.values(),)
+
+
+class Runtime:
+    """`cupy.cuda.runtime`."""
+
+    memcpyHostToDevice = 1  # noqa: N815 - CuPy's names
+    memcpyDeviceToHost = 2  # noqa: N815
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+
+    def getDevice(self) -> int:  # noqa: N802
+        return self._gpu.current.number
+
+    def setDevice(self, number: int) -> None:  # noqa: N802
+        self._gpu.current.number = number
+
+    def deviceGetPCIBusId(self, device: int) -> str:  # noqa: N802
+        return f"0000:4{device}:00.0"
+
+    def memsetAsync(self, address: int, value: int, nbytes: int, stream: int) -> None:  # noqa: N802
+        self._gpu.need_device("memset", address, nbytes)
+        self._gpu.streams.launch(stream, lambda: ctypes.memset(address, value, nbytes) and None)
+
+    def memcpyAsync(  # noqa: N802
+        self, target: int, source: int, nbytes: int, kind: int, stream: int
+    ) -> None:
+        device, host = (target, source) if kind == self.memcpyHostToDevice else (source, target)
+        self._gpu.need_device("memcpy", device, nbytes)
+        if self._gpu.is_device(host, nbytes):
+            self._gpu.violations.append("memcpy: the host's side is on the device")
+        self._gpu.streams.launch(stream, lambda: ctypes.memmove(target, source, nbytes) and None)
+
+    def hostRegister(self, address: int, nbytes: int, flags: int) -> None:  # noqa: N802
+        if address in self._gpu.pinned:
+            raise RuntimeError("cudaErrorHostMemoryAlreadyRegistered")
+        self._gpu.pinned[address] = nbytes
+
+    def hostUnregister(self, address: int) -> None:  # noqa: N802
+        del self._gpu.pinned[address]

@@ -1,0 +1,309 @@
+"""Damage of a checkpoint is reported with its reason, and an older checkpoint is used."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gds import Backend, MemoryBackend
+from offload import list_checkpoints, load_parameters, open_checkpoint
+from offload.errors import BrokenOptimizerError, CheckpointError, NotRestoredError, StoreError
+from offload.format.document import digest_of
+from tests.stores.files import everything, flip, read, write
+from tests.stores.small import STORE, make_model, make_optimizer, memory_store, step
+from tests.threads import one_thread
+from tests.torch_contract.refusing import nothing_changes
+
+__all__ = ["one_thread"]  # a fixture: small tensors on many threads are slow
+
+
+def replace_in(name: str, old: bytes, new: bytes) -> Callable[[Backend, str], None]:
+    def damage(backend: Backend, path: str) -> None:
+        data = read(backend, f"{path}/{name}")
+        assert old in data
+        changed = data.replace(old, new, 1).rstrip(b" \n") if len(old) != len(new) else data
+        write(backend, f"{path}/{name}", changed.replace(old, new, 1).ljust(len(data)))
+
+    return damage
+
+
+def truncate(name: str, nbytes: int) -> Callable[[Backend, str], None]:
+    def damage(backend: Backend, path: str) -> None:
+        write(backend, f"{path}/{name}", read(backend, f"{path}/{name}")[:nbytes])
+
+    return damage
+
+
+def remove(name: str) -> Callable[[Backend, str], None]:
+    return lambda backend, path: backend.remove(f"{path}/{name}")
+
+
+def make_a_directory(name: str) -> Callable[[Backend, str], None]:
+    def damage(backend: Backend, path: str) -> None:
+        backend.remove(f"{path}/{name}")
+        backend.make_dir(f"{path}/{name}")
+
+    return damage
+
+
+def edit_manifest(change: Callable[[dict[str, Any]], None]) -> Callable[[Backend, str], None]:
+    """Change the manifest as someone would who knows how to make its digest right."""
+
+    def damage(backend: Backend, path: str) -> None:
+        data = read(backend, f"{path}/manifest.json")
+        document = json.loads(data)
+        change(document["body"])
+        document["digest"] = digest_of(document["body"])
+        write(backend, f"{path}/manifest.json", json.dumps(document).encode().ljust(len(data)))
+
+    return damage
+
+
+def set_rate(value: object) -> Callable[[dict[str, Any]], None]:
+    return lambda body: body["groups"][0].update(lr=value)
+
+
+def nested(depth: int) -> object:
+    value: object = 1.0
+    for _ in range(depth):
+        value = {"tuple": [value]}
+    return value
+
+
+DAMAGE: dict[str, tuple[Callable[[Backend, str], None], str]] = {
+    "manifest edited": (
+        replace_in("manifest.json", b'"lr":0.001', b'"lr":0.005'),
+        "does not match its digest",
+    ),
+    "manifest garbage": (
+        lambda backend, path: write(backend, f"{path}/manifest.json", bytes(range(256)) * 9),
+        "not a JSON document",
+    ),
+    "manifest empty": (truncate("manifest.json", 0), "not a JSON document"),
+    "manifest truncated": (truncate("manifest.json", 700), "not a JSON document"),
+    "manifest missing": (remove("manifest.json"), "no manifest.json: not a complete checkpoint"),
+    "manifest a directory": (make_a_directory("manifest.json"), "expected a file"),
+    "manifest of another version": (
+        replace_in("manifest.json", b'"format":2', b'"format":9'),
+        "format version 9, expected 2 or 3; it was written by another version",
+    ),
+    "array truncated": (truncate("exp_avg.safetensors", 5000), "5000 bytes, expected a file of"),
+    "array missing": (remove("master.safetensors"), "master.safetensors: missing"),
+    "array with another header": (
+        replace_in("exp_avg_sq.safetensors", b'"0.weight"', b'"9.weight"'),
+        "its header lists other tensors than the manifest",
+    ),
+    "model with a broken header": (
+        replace_in("model.safetensors", b'{"', b"{{"),
+        "damaged header",
+    ),
+    "model missing": (remove("model.safetensors"), "model.safetensors: missing"),
+    "train state missing": (remove("train_state.safetensors"), "train_state.safetensors: missing"),
+    "a file in its place": (
+        lambda backend, path: (
+            [backend.remove(f"{path}/{name}") for name in backend.list_dir(path)],
+            backend.remove_dir(path),
+            write(backend, path, b"gone"),
+        ),
+        "step-00000002",
+    ),
+    "hostile: a huge tensor": (
+        edit_manifest(set_rate({"tensor": "0.1", "dtype": "float32", "shape": [1 << 50]})),
+        "contradictory content",
+    ),
+    "hostile: an unknown dtype": (
+        edit_manifest(set_rate({"tensor": "0.1", "dtype": "float31", "shape": []})),
+        "contradictory content",
+    ),
+    "hostile: deep nesting": (edit_manifest(set_rate(nested(400))), "contradictory content"),
+    "hostile: parameters too many": (
+        edit_manifest(lambda body: body["parameters"].append(["9.w", "BF16", [1 << 60], 0, []])),
+        "contradictory content",
+    ),
+    "hostile: metrics that are a list": (
+        edit_manifest(lambda body: body.update(metrics=[["loss", 1.0]])),
+        "contradictory content",
+    ),
+    "hostile: a metric that is text": (
+        edit_manifest(lambda body: body.update(metrics={"loss": "1.0"})),
+        "contradictory content",
+    ),
+    "hostile: a metric that is true": (
+        edit_manifest(lambda body: body.update(metrics={"loss": True})),
+        "contradictory content",
+    ),
+    "hostile: a huge metric": (
+        edit_manifest(lambda body: body.update(metrics={"loss": 10**400})),
+        "an integer of 401 digits",
+    ),
+    "hostile: a number that overflows": (
+        replace_in("manifest.json", b'"lr":0.001', b'"lr":1e999'),
+        "the number '1e999' is not finite",
+    ),
+    "hostile: too many metrics": (
+        edit_manifest(lambda body: body.update(metrics={str(n): 1.0 for n in range(17)})),
+        "contradictory content",
+    ),
+    "hostile: a group that is not there": (
+        edit_manifest(lambda body: body["parameters"][0].__setitem__(3, 5)),
+        "contradictory content",
+    ),
+}
+
+
+@pytest.fixture(params=DAMAGE, ids=lambda name: name.replace(" ", "-"))
+def damage(request: pytest.FixtureRequest) -> tuple[Callable[[Backend, str], None], str]:
+    return DAMAGE[request.param]
+
+
+class TestDamage:
+    def test_is_passed_over_with_the_reason(
+        self, damage: tuple[Callable[[Backend, str], None], str]
+    ) -> None:
+        inflict, reason = damage
+        backend = memory_store(2)
+        newest = f"{STORE}/step-00000002"
+        inflict(backend, newest)
+        before = everything(backend)
+        model = make_model()
+        optimizer = make_optimizer(model, backend)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = optimizer.restore()
+        assert found is not None
+        assert found.step == 1
+        (message,) = [str(w.message) for w in caught if w.category is RuntimeWarning]
+        assert message.startswith(f"not using {newest}: ")
+        assert reason in message
+        assert everything(backend) == before, "it is left alone: somebody may want to look at it"
+        info = {c.path: c for c in list_checkpoints(STORE, backend=backend)}
+        assert not info[newest].valid
+        assert reason in info[newest].reason
+        assert info[f"{STORE}/step-00000001"].valid
+        with pytest.warns(RuntimeWarning) as caught, open_checkpoint(STORE, backend=backend) as old:
+            assert old.step == 1
+        assert [str(w.message) for w in caught] == [message]
+        # Training goes on, and takes the damaged one's name when it comes to its step.
+        step(optimizer)
+        assert optimizer.checkpoint().result().path == newest
+        with open_checkpoint(newest, backend=backend) as opened:
+            assert opened.verify().ok
+        optimizer.close()
+
+    def test_of_the_only_checkpoint_is_an_error(
+        self, damage: tuple[Callable[[Backend, str], None], str]
+    ) -> None:
+        inflict, reason = damage
+        backend = memory_store(2)
+        for name in ("step-00000001", "step-00000002"):
+            inflict(backend, f"{STORE}/{name}")
+        model = make_model()
+        optimizer = make_optimizer(model, backend)
+        with (
+            nothing_changes(backend, model, optimizer),
+            pytest.warns(RuntimeWarning, match="not using"),
+            pytest.raises(CheckpointError, match="none of its checkpoints can be used") as error,
+        ):
+            optimizer.restore()
+        assert reason in str(error.value)
+        assert "pass fresh=True to start over" in str(error.value)
+        with pytest.raises(NotRestoredError, match=r"call restore\(\).*or pass fresh=True"):
+            optimizer.step()
+        optimizer.close()
+        with make_optimizer(model, backend, fresh=True) as optimizer:
+            step(optimizer)
+            assert optimizer.checkpoint().result().verify().ok
+
+    @pytest.mark.parametrize("name", ["model", "master", "exp_avg", "train_state"])
+    def test_of_one_bit_is_found_by_a_complete_read(self, name: str) -> None:
+        backend = memory_store(2)
+        path = f"{STORE}/step-00000002/{name}.safetensors"
+        flip(backend, path, -5 if name != "train_state" else 40)
+        with open_checkpoint(STORE, backend=backend) as opened:
+            (problem,) = opened.verify().problems
+        assert problem.startswith(path)
+        if name != "train_state":
+            assert "damaged: their digest" in problem
+        assert problem.count(path) == 1
+
+    @pytest.mark.parametrize("name", ["model", "master", "exp_avg", "train_state"])
+    @pytest.mark.parametrize("at", [0, 7, 8, 12, -5], ids="at{}".format)
+    def test_a_message_about_damage_says_the_path_once(self, name: str, at: int) -> None:
+        backend = memory_store(2)
+        path = f"{STORE}/step-00000002/{name}.safetensors"
+        flip(backend, path, at)
+        try:
+            with open_checkpoint(f"{STORE}/step-00000002", backend=backend) as opened:
+                problems = list(opened.verify().problems)
+        except CheckpointError as error:  # what is seen without reading all of it
+            problems = [str(error)]
+        assert problems
+        for problem in problems:
+            assert problem.startswith(path)
+            assert problem.count(path) == 1
+
+    def test_of_the_parameters_is_found_when_they_are_restored(self) -> None:
+        backend = memory_store(2)
+        flip(backend, f"{STORE}/step-00000002/model.safetensors", -5)
+        model = make_model()
+        optimizer = make_optimizer(model, backend)
+        with pytest.raises(CheckpointError, match=r"step-00000002/model.*bytes \d+ to") as error:
+            optimizer.restore(2)
+        assert "call restore() to go on from" in str(error.value)
+        with pytest.raises((NotRestoredError, BrokenOptimizerError)):
+            optimizer.step()
+        with pytest.warns(RuntimeWarning, match="not using .*step-00000002"):
+            found = optimizer.restore()
+        assert found is not None
+        assert found.step == 1
+        flip(backend, f"{STORE}/step-00000001/model.safetensors", -5)
+        with (
+            pytest.warns(RuntimeWarning, match="not using .*step-00000002"),
+            pytest.raises(CheckpointError, match=r"step-00000001/model.*bytes \d+ to"),
+        ):
+            load_parameters(model, STORE, backend=backend)
+        optimizer.close()
+
+    def test_found_in_the_middle_of_training_is_not_trained_on(self) -> None:
+        """A restore that fails half way leaves neither the old nor the new state."""
+        model, backend = make_model(), MemoryBackend()
+        optimizer = make_optimizer(model, backend)
+        for _ in range(2):
+            step(optimizer)
+            optimizer.checkpoint().result()
+        step(optimizer)
+        flip(backend, f"{STORE}/step-00000002/model.safetensors", -5)
+        with pytest.raises(CheckpointError, match="damaged"):
+            optimizer.restore(2)
+        for call in (optimizer.step, optimizer.checkpoint, optimizer.synchronize):
+            with pytest.raises(BrokenOptimizerError, match=r"call restore\(\)"):
+                call()
+        with pytest.warns(RuntimeWarning, match="not using .*step-00000002"):
+            found = optimizer.restore()
+        assert found is not None
+        assert optimizer.num_steps == found.step == 1
+        step(optimizer)
+        optimizer.close()
+
+    def test_a_reader_that_keeps_newer_ones_from_being_withdrawn(self) -> None:
+        backend = memory_store(2)
+        model = make_model()
+        optimizer = make_optimizer(model, backend)
+        optimizer.restore()
+        with (
+            open_checkpoint(f"{STORE}/step-00000002", backend=backend),
+            pytest.raises(StoreError, match="is being read and cannot be withdrawn"),
+        ):
+            optimizer.restore(1, discard_newer=True)
+        with pytest.raises(BrokenOptimizerError, match=r"call restore\(\)"):
+            step(optimizer)
+        found = optimizer.restore()
+        assert found is not None
+        assert found.step == 2
+        step(optimizer)
+        assert optimizer.num_steps == 3
+        optimizer.close()
