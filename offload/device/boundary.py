@@ -214,6 +214,11 @@ def is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
+def any_on_device(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Return whether at least one of some tensors is outside of host memory."""
+    return any(tensor is not None and is_on_device(tensor) for tensor in tensors)
+
+
 def is_reachable(device: torch.device) -> bool:
     """Return whether this library supports parameters on a device."""
     return device.type == "cpu" or device.type in BOUNDARIES

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from offload.format.chunk_plan import Piece
+
 
 class FlatTensors:
     """Flat views of tensors; a tensor that has no flat view is copied.
@@ -28,29 +30,33 @@ class FlatTensors:
         """Number of elements of each viewed tensor that have not been finished."""
         self._lock = threading.Lock()
 
-    def view(self, index: int, start: int, stop: int) -> torch.Tensor:
-        """Return elements `start` to `stop` of a tensor, in row-major order.
+    def views(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Return the elements of each piece, flat, in row-major order.
 
         Raises:
-            RuntimeError: The tensor is missing or has been released.
+            RuntimeError: A tensor is missing or has been released.
         """
-        flat = self._flat.get(index)
-        if flat is None:
-            with self._lock:
-                flat = self._flat.get(index)
+        found = []
+        with self._lock:
+            for piece in pieces:
+                flat = self._flat.get(piece.parameter)
                 if flat is None:
-                    tensor = self._tensors[index]
-                    if tensor is None:
-                        raise RuntimeError(
-                            f"tensor {index} was requested, but this pass has no such tensor"
-                        )
-                    # reshape returns a view if one exists, and a copy otherwise
-                    flat = tensor.detach().reshape(-1)
-                    if self._writable:
-                        flat = flat.contiguous()
-                    self._flat[index] = flat
-                    self._num_left[index] = flat.numel()
-        return flat[start:stop]
+                    flat = self._flatten(piece.parameter)
+                is_whole = piece.stop - piece.start == flat.numel()
+                found.append(flat if is_whole else flat[piece.start : piece.stop])
+        return found
+
+    def _flatten(self, index: int) -> torch.Tensor:
+        tensor = self._tensors[index]
+        if tensor is None:
+            raise RuntimeError(f"tensor {index} was requested, but this pass has no such tensor")
+        # reshape returns a view if one exists, and a copy otherwise
+        flat = tensor.detach().reshape(-1)
+        if self._writable:
+            flat = flat.contiguous()
+        self._flat[index] = flat
+        self._num_left[index] = flat.numel()
+        return flat
 
     def tensor(self, index: int) -> torch.Tensor | None:
         """Return a tensor itself; None if it is missing or has been released."""
@@ -60,15 +66,20 @@ class FlatTensors:
         """Set a tensor that has not been viewed yet."""
         self._tensors[index] = tensor
 
-    def finish(self, index: int, num_elements: int) -> None:
-        """Report that this many more elements of a viewed tensor are done."""
+    def finish(self, pieces: Sequence[Piece]) -> None:
+        """Report that the elements of pieces, which have been viewed, are done."""
+        ended = []
         with self._lock:
-            self._num_left[index] -= num_elements
-            if self._num_left[index]:
-                return
-            del self._num_left[index]
-            flat, tensor = self._flat.pop(index), self._tensors[index]
-            if not self._writable:
-                self._tensors[index] = None
-        if self._writable and tensor is not None and not tensor.is_contiguous():
+            for piece in pieces:
+                index = piece.parameter
+                self._num_left[index] -= piece.stop - piece.start
+                if self._num_left[index]:
+                    continue
+                del self._num_left[index]
+                flat, tensor = self._flat.pop(index), self._tensors[index]
+                if not self._writable:
+                    self._tensors[index] = None
+                elif tensor is not None and not tensor.is_contiguous():
+                    ended.append((tensor, flat))
+        for tensor, flat in ended:
             tensor.detach().copy_(flat.view(tensor.shape))

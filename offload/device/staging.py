@@ -15,9 +15,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.device.boundary import Boundary, Event, boundary_of, is_on_device, marks_of
+from offload.device.boundary import (
+    Boundary,
+    Event,
+    any_on_device,
+    boundary_of,
+    is_on_device,
+    marks_of,
+)
 from offload.device.flat_tensors import FlatTensors
-from offload.format.layout import Piece
+from offload.format.chunk_plan import Piece
 
 _MAX_SENDING = 2
 _PIECE_ALIGNMENT = 64
@@ -85,7 +92,7 @@ class _Split:
 class CrossingTensors(FlatTensors):
     """Flat views of tensors, some of which are on a device.
 
-    The order for each chunk is `prepare`, `arrive`, then `view` from any thread, then `leave`.
+    The order for each chunk is `prepare`, `arrive`, then `views` from any thread, then `leave`.
     `FlatTensors` handles the tensors in host memory.
 
     Args:
@@ -185,17 +192,23 @@ class CrossingTensors(FlatTensors):
         for device in self._begun:
             boundary_of(device).fence()
 
-    def view(self, index: int, start: int, stop: int) -> torch.Tensor:
-        """Return elements `start` to `stop` of a tensor, flat, in host memory."""
-        for part in self._parts.get(index, ()):
-            if part.start <= start and stop <= part.stop:
-                return part.host[start - part.start : stop - part.start]
-        return super().view(index, start, stop)
+    def views(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Return the elements of each piece, flat, in host memory."""
+        staged = [self._staged(piece) for piece in pieces]
+        rest = [p for p, view in zip(pieces, staged, strict=True) if view is None]
+        others = iter(super().views(rest))
+        return [next(others) if view is None else view for view in staged]
 
-    def finish(self, index: int, num_elements: int) -> None:
-        """Report that this many more elements of a tensor are done."""
-        if index not in self._left:
-            super().finish(index, num_elements)
+    def _staged(self, piece: Piece) -> torch.Tensor | None:
+        """Return a piece in staging memory; None if its tensor is in host memory already."""
+        for part in self._parts.get(piece.parameter, ()):
+            if part.start <= piece.start and piece.stop <= part.stop:
+                return part.host[piece.start - part.start : piece.stop - part.start]
+        return None
+
+    def finish(self, pieces: Sequence[Piece]) -> None:
+        """Report that the elements of pieces, which have been viewed, are done."""
+        super().finish([piece for piece in pieces if piece.parameter not in self._left])
 
     def _fetch(self, device: torch.device, split: _Split, changes: Callable[[int], bool]) -> _Batch:
         boundary = boundary_of(device)
@@ -247,7 +260,7 @@ def flat_tensors(
     tensors: Sequence[torch.Tensor | None], *, writable: bool, traffic: Traffic
 ) -> FlatTensors:
     """Return flat views of parameters or gradients, on any device; see `CrossingTensors`."""
-    if any(tensor is not None and is_on_device(tensor) for tensor in tensors):
+    if any_on_device(tensors):
         return CrossingTensors(tensors, writable=writable, traffic=traffic)
     return FlatTensors(tensors, writable=writable)
 

@@ -107,6 +107,7 @@ class StatePass:
         chunks may be left out after a call of `announce` without them."""
         self._ring = RingPass(streamer, source=source, target=target, run=run)
         self._model_stops = streamer.layout.model_stops
+        self.streamer = streamer
         self.updater = updater
         self._seal = seal
         self._meter = meter

@@ -108,7 +108,7 @@ def pass_ended(state: TrainingState, state_pass: StatePass, scalars: list[Scalar
     """Record that a pass has succeeded, and read ahead for the next one."""
     state.table.scalars = scalars
     sealing = state.seal.slot if state.seal is not None else None
-    ring, left = state.ring(), state.slots.moved_to(state_pass.target, sealing)
+    ring, left = state_pass.streamer, state.slots.moved_to(state_pass.target, sealing)
     if left is not None:
         ring.synchronize()
         state.store.release(left)

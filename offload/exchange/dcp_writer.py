@@ -154,8 +154,9 @@ class _StreamingPlanner(DefaultSavePlanner):
                 state[source.index, source.name] = item
                 if not math.prod(source.shape):  # an empty tensor is in no block
                     items += self._boxes(item, source, 0, 0)
-        for chunk in range(layout.num_chunks):
-            for piece in cut_pieces(layout, chunk):
+        for chunk in layout.plans:
+            for span in cut_pieces(chunk):
+                (piece,) = span.pieces
                 for name in self._stream.exported_arrays(piece.parameter):
                     found = state.get((piece.parameter, name))
                     if found is None:

@@ -23,6 +23,7 @@ from offload.exchange.foreign import Foreign, open_foreign
 from offload.exchange.foreign_checks import check_model, count_of_steps, hyperparameters
 from offload.exchange.torch_dicts import NO_ENTRY, num_steps, read_parameter_state, scalar_template
 from offload.format.arrays import MASTER_LOW
+from offload.format.chunk_plan import Piece
 from offload.format.header import Header
 from offload.format.layout import (
     Layout,
@@ -379,7 +380,11 @@ class _SourceParameters:
         self._parameters = parameters
         self._scratch = codecs.Scratch()
 
-    def view(self, index: int, start: int, stop: int) -> torch.Tensor:
+    def views(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Return the elements of each piece, flat, in the parameter's live dtype."""
+        return [self.read(piece.parameter, piece.start, piece.stop) for piece in pieces]
+
+    def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Return elements `start` to `stop` of a parameter, flat, in its live dtype."""
         parameter = self._parameters[index]
         master = parameter.state.master
@@ -390,7 +395,7 @@ class _SourceParameters:
             codecs.split_master(values.float(), live, low, scratch=self._scratch)
         return live
 
-    def finish(self, index: int, num_elements: int) -> None:
+    def finish(self, pieces: Sequence[Piece]) -> None:
         """Do nothing: no parameter is held in memory."""
 
 
@@ -467,5 +472,5 @@ class _SourceImage(ModelImage):
                 if number is None:
                     data = self._model[entry.name].read(*elements)
                 else:
-                    data = self._live.view(number, *elements)
+                    data = self._live.read(number, *elements)
                 out[begin - start : end - start].copy_(data.view(torch.uint8))

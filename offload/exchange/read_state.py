@@ -11,7 +11,7 @@ from offload.ambient import in_neutral
 from offload.checkpoint.sealed_slot import SealedSlot
 from offload.errors import CheckpointNotFoundError
 from offload.format.arrays import MASTER
-from offload.format.layout import Piece
+from offload.format.chunk_plan import Span
 from offload.update.decoder import (
     StateDecoder,
     StoredParameters,
@@ -74,32 +74,27 @@ def _read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
         decoder = StateDecoder(layout, manifest.scalars, live)
         has_state = manifest.scalars[index] is not None
         for chunk in layout.chunks_of(index):
-            for piece in cut_pieces(layout, chunk):
+            for span in cut_pieces(layout.plans[chunk]):
+                (piece,) = span.pieces
                 if piece.parameter != index:
                     continue
-                arrays = _read_piece(slot, chunk, piece) if has_state else {}
+                arrays = _read_span(slot, chunk, span) if has_state else {}
                 _, start, values = decoder.block(piece, arrays)
                 if not has_master(spec):  # an FP32 parameter is its own master
-                    values[MASTER] = live.view(index, piece.start, piece.stop)
+                    values[MASTER] = live.read(index, piece.start, piece.stop)
                 for array, block in values.items():
                     out[array][start : start + len(block)] = block
     return {array: values.view(spec.shape) for array, values in out.items()}
 
 
-def _read_piece(slot: SealedSlot, chunk: int, piece: Piece) -> dict[str, torch.Tensor]:
-    """Return the stored values of a piece of a chunk, for each state array of its parameter."""
+def _read_span(slot: SealedSlot, chunk: int, span: Span) -> dict[str, torch.Tensor]:
+    """Return the stored values of a span of a chunk, by state array."""
     layout = slot.layout
-    origin, _ = layout.chunk_range(chunk)
-    first = origin + piece.at
-    last = first + piece.stop - piece.start
     out = {}
-    for array in layout.parameters[piece.parameter].arrays:
-        form = layout.formats[array]
-        offset, _ = layout.byte_range(array, chunk)
-        before, _ = layout.array_range(array, origin, origin)
-        start, stop = layout.array_range(array, first, last)
+    for array, (start, stop) in span.values.items():
+        form, share = layout.formats[array], layout.plans[chunk].arrays[array]
         data = slot.array(array, chunk).read_bytes(
-            offset + (start - before) * form.nbytes, (stop - start) * form.nbytes
+            share.offset + start * form.nbytes, (stop - start) * form.nbytes
         )
         out[array] = torch.frombuffer(bytearray(data), dtype=DTYPES[form.dtype])
     return out

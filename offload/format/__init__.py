@@ -5,9 +5,10 @@ neither torch nor any other wing.
 """
 
 from offload.format.arrays import StateFormat
+from offload.format.chunk_plan import Piece
 from offload.format.digests import ChunkDigests, DigestContext
 from offload.format.header import Header
-from offload.format.layout import Layout, ModelTensor, ParameterSpec, Piece
+from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.manifest import Manifest
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Layout of a store: from parameters to element space, chunks and byte ranges in files.
 
 Element space is all trainable elements laid end to end, in an order fixed per store. It is cut into
-chunks of equal length (almost: see `Layout.chunk_range`). The chunks are dealt out to the store's
+chunks of equal length (almost: see `Layout.plans`). The chunks are dealt out to the store's
 drives, usually one. On each drive a state array (``master``, ``exp_avg``, ...) is one file. The
 file lists, in element-space order, the elements of the drive's chunks whose parameters have that
 array. So a chunk's share of a file is always one contiguous range. A layout is pure arithmetic: no
@@ -25,6 +25,7 @@ from offload.format.arrays import (
     CountsFrom,
     array_format,
 )
+from offload.format.chunk_plan import ArrayShare, ChunkPlan, Piece
 from offload.format.header import DTYPE_BYTES, Header, build_header
 
 
@@ -66,23 +67,6 @@ class ModelTensor:
     def nbytes(self) -> int:
         """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of one parameter that lies in one chunk."""
-
-    parameter: int
-    """Index into `Layout.parameters`."""
-
-    start: int
-    """First element, counted from the parameter's first element."""
-
-    stop: int
-    """One past the last element, counted from the parameter's first element."""
-
-    at: int
-    """Position of `start`, in elements from the start of the chunk."""
 
 
 @dataclass(frozen=True)
@@ -163,34 +147,6 @@ class Layout:
         return tuple(found)
 
     @cached_property
-    def _array_starts(self) -> dict[str, tuple[int, ...]]:
-        """Number of an array's values before each parameter, then of all its values, by array."""
-        return {
-            name: (
-                0,
-                *accumulate(
-                    self._num_values(name, index, p.num_elements) if name in p.arrays else 0
-                    for index, p in enumerate(self.parameters)
-                ),
-            )
-            for name in self.array_names
-        }
-
-    @cached_property
-    def _file_starts(self) -> dict[str, tuple[int, ...]]:
-        """For each array and chunk, the number of values before the chunk in its drive's file."""
-        out = {}
-        for name in self.array_names:
-            ends = [0] * len(self.shares)
-            starts = []
-            for chunk, drive in enumerate(self.drives):
-                starts.append(ends[drive])
-                first, last = self.array_range(name, *self.chunk_range(chunk))
-                ends[drive] += last - first
-            out[name] = tuple(starts)
-        return out
-
-    @cached_property
     def array_headers(self) -> tuple[dict[str, Header], ...]:
         """For each drive, the safetensors header of each state array's file on that drive.
 
@@ -208,7 +164,7 @@ class Layout:
         for chunk, owner in enumerate(self.drives):
             if owner != drive:
                 continue
-            for piece in self.pieces(chunk):
+            for piece in self._pieces[chunk]:
                 if array not in self.parameters[piece.parameter].arrays:
                     continue
                 if parts and parts[-1][::2] == [piece.parameter, piece.start]:
@@ -226,9 +182,7 @@ class Layout:
         entries: list[tuple[str, str, tuple[int, ...]]] = []
         for index, start, stop in parts:
             p = self.parameters[index]
-            num_values = self._num_values(array, index, stop) - self._num_values(
-                array, index, start
-            )
+            num_values = self._num_values_of(array, Piece(index, start, stop, 0))
             if stop - start < p.num_elements:
                 entries.append((f"{p.name}[{start}:{stop}]", form.dtype, (num_values,)))
             else:
@@ -249,9 +203,14 @@ class Layout:
 
     def array_bytes(self, array: str) -> int:
         """Return the size in bytes of one state array on all drives, without headers."""
-        return self._array_starts[array][-1] * self.formats[array].nbytes
+        num_values = sum(
+            self._num_values(array, index, p.num_elements)
+            for index, p in enumerate(self.parameters)
+            if array in p.arrays
+        )
+        return num_values * self.formats[array].nbytes
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         """Size in bytes of all state arrays together, without headers."""
         return sum(self.array_bytes(name) for name in self.array_names)
@@ -265,15 +224,6 @@ class Layout:
         for name, header in self.array_headers[drive].items():
             sizes[array_file_name(name)] = header.file_bytes
         return sizes
-
-    def chunk_range(self, chunk: int) -> tuple[int, int]:
-        """Return the first element of a chunk and one past its last, in element space.
-
-        If blocks of int8 state are counted from parameters, no chunk cuts a block. A chunk that
-        would begin inside a block begins at the end of that block. So a chunk may have up to 31
-        elements more or less than `chunk_elements`.
-        """
-        return self._chunk_start(chunk), self._chunk_start(chunk + 1)
 
     def chunks_of(self, parameter: int) -> range:
         """Return the chunks that hold elements of a parameter; none if the parameter is empty."""
@@ -300,9 +250,13 @@ class Layout:
         """Whether chunks are cut so that none begins inside a block."""
         return self.state_dtype == "int8" and self.counts_from == "parameter"
 
-    def pieces(self, chunk: int) -> Iterator[Piece]:
-        """Yield the pieces of parameters that make up a chunk, in order; no piece is empty."""
-        first, last = self.chunk_range(chunk)
+    @cached_property
+    def _pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """Pieces of each chunk, in order."""
+        return tuple(tuple(self._pieces_of(chunk)) for chunk in range(self.num_chunks))
+
+    def _pieces_of(self, chunk: int) -> Iterator[Piece]:
+        first, last = self._chunk_start(chunk), self._chunk_start(chunk + 1)
         index = bisect_right(self.starts, first) - 1
         while index < len(self.parameters) and self.starts[index] < last:
             begin, end = self.starts[index], self.starts[index + 1]
@@ -311,23 +265,39 @@ class Layout:
                 yield Piece(index, start - begin, stop - begin, start - first)
             index += 1
 
-    def array_range(self, array: str, first: int, last: int) -> tuple[int, int]:
-        """Map a range of element space to values of one state array, as if on one drive.
+    @cached_property
+    def plans(self) -> tuple[ChunkPlan, ...]:
+        """The plan of each chunk.
 
-        If values stand for blocks of elements, the range must begin and end at block boundaries.
-
-        Returns:
-            First value and one past the last, counted within the array. Elements of parameters that
-            lack the array take no room.
+        If blocks of int8 state are counted from parameters, no chunk cuts a block. A chunk that
+        would begin inside a block begins at the end of that block. So a chunk may have up to 31
+        elements more or less than `chunk_elements`.
         """
-        return self._array_position(array, first), self._array_position(array, last)
+        ends = [
+            {name: header.data_start for name, header in headers.items()}
+            for headers in self.array_headers
+        ]
+        plans = []
+        for chunk, (drive, pieces) in enumerate(zip(self.drives, self._pieces, strict=True)):
+            shares = {}
+            for name, form in self.formats.items():
+                starts = (0, *accumulate(self._num_values_of(name, piece) for piece in pieces))
+                nbytes = starts[-1] * form.nbytes
+                shares[name] = ArrayShare(ends[drive][name], nbytes, form.block, starts)
+                ends[drive][name] += nbytes
+            kept = tuple(self.parameters[piece.parameter].arrays for piece in pieces)
+            first, last = self._chunk_start(chunk), self._chunk_start(chunk + 1)
+            plans.append(ChunkPlan(first, last, drive, pieces, kept, shares))
+        return tuple(plans)
 
-    def _array_position(self, array: str, element: int) -> int:
-        index = min(bisect_right(self.starts, element) - 1, len(self.parameters))
-        position = self._array_starts[array][index]
-        if index < len(self.parameters) and array in self.parameters[index].arrays:
-            position += self._num_values(array, index, element - self.starts[index])
-        return position
+    def _num_values_of(self, array: str, piece: Piece) -> int:
+        """Return the number of a piece's stored values; 0 if its parameter lacks the array."""
+        index = piece.parameter
+        if array not in self.parameters[index].arrays:
+            return 0
+        return self._num_values(array, index, piece.stop) - self._num_values(
+            array, index, piece.start
+        )
 
     def _num_values(self, array: str, parameter: int, elements: int) -> int:
         """Return the number of stored values for the first `elements` elements of a parameter."""
@@ -345,22 +315,12 @@ class Layout:
 
         The file is the one on the chunk's drive.
         """
-        first, last = self.array_range(array, *self.chunk_range(chunk))
-        data_start = self.array_headers[self.drives[chunk]][array].data_start
-        nbytes = self._value_bytes[array]
-        return data_start + self._file_starts[array][chunk] * nbytes, (last - first) * nbytes
-
-    def byte_ranges(self, chunk: int) -> dict[str, tuple[int, int]]:
-        """Return the chunk's `byte_range` in the file of each state array."""
-        return {name: self.byte_range(name, chunk) for name in self.array_names}
-
-    @cached_property
-    def _value_bytes(self) -> dict[str, int]:
-        return {name: form.nbytes for name, form in self.formats.items()}
+        share = self.plans[chunk].arrays[array]
+        return share.offset, share.nbytes
 
     def max_chunk_bytes(self, array: str) -> int:
         """Return the size in bytes of the array's largest chunk; 0 if there is no chunk."""
-        return max((self.byte_range(array, c)[1] for c in range(self.num_chunks)), default=0)
+        return max((plan.arrays[array].nbytes for plan in self.plans), default=0)
 
     @cached_property
     def model_stops(self) -> tuple[int, ...]:
@@ -371,8 +331,7 @@ class Layout:
         entries = self.model_header.entries
         stops = [entries[p.name].stop for p in self.parameters]
         return tuple(
-            max((stops[piece.parameter] for piece in self.pieces(chunk)), default=0)
-            for chunk in range(self.num_chunks)
+            max((stops[piece.parameter] for piece in pieces), default=0) for pieces in self._pieces
         )
 
 

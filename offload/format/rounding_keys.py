@@ -41,7 +41,7 @@ _CACHED_NAMES = 1 << 16
 
 
 class Run(Protocol):
-    """A run of neighbouring values of one parameter, such as `offload.format.layout.Piece`."""
+    """A run of neighbouring values of one parameter, such as `offload.format.chunk_plan.Piece`."""
 
     @property
     def parameter(self) -> int:

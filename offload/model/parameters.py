@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,6 +65,11 @@ def is_stepped(parameter: torch.Tensor) -> bool:
     torch only looks at the gradient. So a frozen parameter with a gradient is stepped as well.
     """
     return parameter.requires_grad or parameter.grad is not None
+
+
+def stepped(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parameters that `is_stepped` is true for, in their order."""
+    return [parameter for parameter in parameters if is_stepped(parameter)]
 
 
 def describe_parameters(
@@ -195,18 +200,27 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
         )
 
 
-def check_gradient(name: str, gradient: torch.Tensor) -> None:
-    """Refuse a sparse or complex gradient.
+def check_gradients(
+    trainables: Sequence[Trainable], gradients: Sequence[torch.Tensor | None]
+) -> None:
+    """Refuse sparse and complex gradients.
+
+    Args:
+        trainables: Parameters that are about to be stepped.
+        gradients: Gradient of each of them; None if it has none.
 
     Raises:
-        UnsupportedParameterError: The gradient is sparse or complex; names its parameter.
+        UnsupportedParameterError: A gradient is sparse or complex; names its parameter.
     """
-    if gradient.layout != torch.strided or gradient.is_complex():
-        raise UnsupportedParameterError(
-            f"the gradient of {name!r} is a {gradient.layout} tensor of {gradient.dtype}; only "
-            "dense real gradients can be applied chunk by chunk. For an embedding, pass "
-            "sparse=False."
-        )
+    for trainable, gradient in zip(trainables, gradients, strict=True):
+        if gradient is None:
+            continue
+        if gradient.layout != torch.strided or gradient.is_complex():
+            raise UnsupportedParameterError(
+                f"the gradient of {trainable.spec.name!r} is a {gradient.layout} tensor of "
+                f"{gradient.dtype}; only dense real gradients can be applied chunk by chunk. For "
+                "an embedding, pass sparse=False."
+            )
 
 
 def describe_model(

@@ -16,10 +16,11 @@ from offload.model.memory_overlap import MemoryCheck
 from offload.model.parameters import (
     Stored,
     Trainable,
-    check_gradient,
+    check_gradients,
     describe_model,
     describe_parameters,
     is_stepped,
+    stepped,
 )
 from offload.model.replacing import describing
 from offload.update.dtypes import DTYPE_CODES
@@ -61,6 +62,8 @@ class ParameterTable:
         """Trainable parameters in element-space order."""
         self.scalars: list[Scalars | None] = []
         """Scalar state in element-space order; None for a parameter that has no state yet."""
+        self._kinds: set[tuple[str, int, tuple[str, ...]]] = set()
+        """Dtype, group and state arrays of the trainable parameters, each combination once."""
         self._memory = MemoryCheck()
         self._frozen: set[str] | None = None
         """Names of the model's parameters that were frozen and in no group at the first `describe`.
@@ -127,17 +130,23 @@ class ParameterTable:
         known = {id(t.tensor): t.spec.group for t in self.trainables}
         for index, group in enumerate(groups):
             for p in group["params"]:
-                if known.get(id(p), -1 if is_stepped(p) else index) != index:
-                    return False  # the parameter is new, or is in another group now
-        if any(t.spec.group >= len(groups) for t in self.trainables):
+                place = known.get(id(p))
+                if place is None:
+                    if is_stepped(p):
+                        return False  # the parameter is new
+                elif place != index:
+                    return False  # the parameter is in another group now
+        if any(group >= len(groups) for _, group, _ in self._kinds):
             return False
-        arrays = [self.rule.rule(group).arrays for group in groups]
-        if not self._memory.is_current(t.tensor for t in self.trainables if is_stepped(t.tensor)):
+        kept = [self.rule.rule(group).arrays for group in groups]
+        stored = self.state_format.stored_arrays
+        if any(stored(dtype, kept[group]) != arrays for dtype, group, arrays in self._kinds):
+            return False
+        parameters = [t.tensor for t in self.trainables]
+        if not self._memory.is_current(stepped(parameters)):
             return False  # a parameter has other memory, or is trained only from now on
         return all(
-            DTYPE_CODES.get(t.tensor.dtype) == t.spec.dtype
-            and t.tensor.shape == t.spec.shape
-            and self.state_format.stored_arrays(t.spec.dtype, arrays[t.spec.group]) == t.spec.arrays
+            DTYPE_CODES.get(t.tensor.dtype) == t.spec.dtype and t.tensor.shape == t.spec.shape
             for t in self.trainables
         )
 
@@ -157,6 +166,7 @@ class ParameterTable:
         """
         self.layout = layout
         self.trainables = list(trainables)
+        self._kinds = {(t.spec.dtype, t.spec.group, t.spec.arrays) for t in trainables}
         if scalars is not None:
             self.scalars = list(scalars)
         self.scalars += [None] * (len(trainables) - len(self.scalars))
@@ -203,11 +213,9 @@ class ParameterTable:
         """
         present = {id(p) for group in groups for p in group["params"]}
         gradients = [t.tensor.grad if id(t.tensor) in present else None for t in self.trainables]
-        for trainable, gradient in zip(self.trainables, gradients, strict=True):
-            if gradient is not None:
-                check_gradient(trainable.spec.name, gradient)
+        check_gradients(self.trainables, gradients)
         return gradients
 
     def clear(self) -> None:
         """Forget everything but the model, for a restore."""
-        self.layout, self.trainables, self.scalars = None, [], []
+        self.layout, self.trainables, self.scalars, self._kinds = None, [], [], set()

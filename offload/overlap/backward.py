@@ -29,7 +29,7 @@ from offload.engine.state_passes import begin_pass, pass_ended, pass_failed, ste
 from offload.engine.strategy import Metrics, take_step
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OverlapError
-from offload.model.parameters import check_gradient
+from offload.model.parameters import check_gradients
 from offload.model.watch import Watch
 from offload.overlap import compiling
 from offload.overlap.applied_gradient import REMEDY, AppliedGradient, second_backward
@@ -345,7 +345,7 @@ class DuringBackward:
     def _take(self, schedule: GradientSchedule, number: int, gradient: torch.Tensor) -> None:
         """Move a gradient from its parameter to the pass."""
         trainable = self._state.table.trainables[number]
-        check_gradient(trainable.spec.name, gradient)
+        check_gradients([trainable], [gradient])
         stand_in = AppliedGradient(gradient, trainable.spec.name, self._broken_by)
         self._taken[number] = trainable.tensor.grad = stand_in
         schedule.give(number, gradient)

@@ -228,7 +228,7 @@ def update_gbps(
     gradient = torch.full((num,), 0.01, dtype=dtype, device="cpu")
     arrays = {
         name: torch.zeros(
-            trial.array_range(name, 0, num)[1], dtype=DTYPES[form.dtype], device="cpu"
+            trial.array_bytes(name) // form.nbytes, dtype=DTYPES[form.dtype], device="cpu"
         )
         for name, form in trial.formats.items()
     }

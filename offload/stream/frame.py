@@ -10,6 +10,7 @@ import torch
 
 from gds import ALIGNMENT, Backend, Buffer, IOFuture
 from offload.device.boundary import HOST
+from offload.format.chunk_plan import ChunkPlan
 from offload.format.digests import ChunkDigests, Digests
 from offload.format.layout import Layout
 from offload.update.dtypes import DTYPES
@@ -101,29 +102,25 @@ class Frame:
         self.digests: Digests | None = None
         """Digests of the present chunk, if it will be stored after its update."""
 
-    def buffer(self, layout: Layout, array: str, chunk: int) -> tuple[Buffer, int]:
+    def buffer(self, plan: ChunkPlan, array: str) -> tuple[Buffer, int]:
         """Return the memory for a chunk of an array, and its offset in bytes in the array's file.
 
         Args:
-            layout: Layout of the slot that is read or written.
+            plan: Plan of the chunk, in the layout of the slot that is read or written.
             array: Name of the state array.
-            chunk: Index of the chunk.
         """
-        offset, nbytes = layout.byte_range(array, chunk)
-        return self._buffers[array].slice(offset % ALIGNMENT, nbytes), offset
+        share = plan.arrays[array]
+        return self._buffers[array].slice(share.offset % ALIGNMENT, share.nbytes), share.offset
 
-    def buffers(self, layout: Layout, chunk: int) -> list[tuple[str, Buffer, int]]:
-        """Return for each state array its name, the memory for a chunk, and the file's offset."""
-        return [
-            (name, self._buffers[name].slice(offset % ALIGNMENT, nbytes), offset)
-            for name, (offset, nbytes) in layout.byte_ranges(chunk).items()
-        ]
+    def buffers(self, plan: ChunkPlan) -> list[tuple[str, Buffer, int]]:
+        """Return for each state array its name, and what `buffer` returns."""
+        return [(name, *self.buffer(plan, name)) for name in plan.arrays]
 
-    def bytes_of(self, layout: Layout, array: str, chunk: int) -> torch.Tensor:
+    def bytes_of(self, plan: ChunkPlan, array: str) -> torch.Tensor:
         """Return the memory that `buffer` returns, as a tensor of bytes."""
-        offset, nbytes = layout.byte_range(array, chunk)
-        pad = offset % ALIGNMENT
-        return self._bytes[array][pad : pad + nbytes]
+        share = plan.arrays[array]
+        pad = share.offset % ALIGNMENT
+        return self._bytes[array][pad : pad + share.nbytes]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the present chunk as one flat tensor per state array, in its stored dtype."""
@@ -162,11 +159,8 @@ class Frame:
 
     def _chunk_bytes(self) -> dict[str, torch.Tensor]:
         """Return the memory of the present chunk in each state array, as bytes."""
-        found = {}
-        for name, (offset, nbytes) in self._layout.byte_ranges(self.chunk).items():
-            pad = offset % ALIGNMENT
-            found[name] = self._bytes[name][pad : pad + nbytes]
-        return found
+        plan = self._layout.plans[self.chunk]
+        return {name: self.bytes_of(plan, name) for name in plan.arrays}
 
 
 def frame_bytes(layout: Layout) -> int:

@@ -39,7 +39,7 @@ def check_read(frame: Frame, source: SlotFiles) -> None:
 def _look_again(frame: Frame, source: SlotFiles, name: str, found: str, expected: str) -> None:
     """Read a chunk of an array again, and fill the frame with it if it is what was written."""
     chunk, file = frame.chunk, source.array(name, frame.chunk)
-    buffer, offset = frame.buffer(source.layout, name, chunk)
+    buffer, offset = frame.buffer(source.layout.plans[chunk], name)
     digest = partial(source.context.digest, name, chunk)
     look_again(file, offset, buffer.nbytes, digest, found=found, expected=expected)
     file.read_again(buffer, offset, direct=not file.direct).result()
@@ -49,5 +49,6 @@ def _look_again(frame: Frame, source: SlotFiles, name: str, found: str, expected
 
 def _digest_of(frame: Frame, source: SlotFiles, name: str) -> str:
     """Return the digest of what a frame holds of one state array, computed where the frame is."""
-    digests = frame.digests_of({name: frame.bytes_of(source.layout, name, frame.chunk)})
+    plan = source.layout.plans[frame.chunk]
+    digests = frame.digests_of({name: frame.bytes_of(plan, name)})
     return digests.finish(source.context, frame.chunk, one_by_one)[name]

@@ -83,7 +83,8 @@ class Streamer:
         self._writing: dict[int, Frame] = {}
         self._dropping: list[Frame] = []
         """Frames of dropped chunks, in which reads may still be in progress."""
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        """First error of a transfer since the last `reset`; the working slot is then torn."""
         self._meter = meter
 
     def begin(self, source: SlotFiles | None, chunks: Sequence[int]) -> None:
@@ -171,7 +172,7 @@ class Streamer:
         chunk = frame.chunk
         try:
             self.raise_error()
-            transfers = frame.buffers(self.layout, chunk)
+            transfers = frame.buffers(self.layout.plans[chunk])
             digests = frame.digests or frame.new_digests()
             frame.digests = None
             for name, digest in digests.finish(target.context, chunk, run).items():
@@ -187,7 +188,7 @@ class Streamer:
                 frame.futures.append(target.array(name, chunk).write(buffer, offset))
         except Exception as error:
             with self._changed:
-                self._error = self._error or error
+                self.error = self.error or error
             raise
         finally:
             self._when_ended(frame.futures, partial(self._written, frame))
@@ -263,17 +264,12 @@ class Streamer:
             for frame in (*self._frames, *resident):
                 frame.futures = []  # their callbacks refer to this object: a cycle keeps memory
             self._source = None
-            self._error = None
-
-    @property
-    def error(self) -> Exception | None:
-        """First error of a transfer since the last `reset`; the working slot is then torn."""
-        return self._error
+            self.error = None
 
     def raise_error(self) -> None:
         """Raise the error of the first transfer that failed, if any."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def _is_idle(self, chunk: int) -> bool:
         """Return whether a chunk is in memory and no seal needs its present content."""
@@ -322,7 +318,7 @@ class Streamer:
     def _written(self, frame: Frame) -> None:
         """Free a frame whose writes have ended, or could not all be started."""
         for future in frame.futures:
-            self._error = self._error or _error_of(future)
+            self.error = self.error or _error_of(future)
         if self._writing.get(frame.chunk) is not frame:
             return
         del self._writing[frame.chunk]
@@ -353,7 +349,7 @@ class Streamer:
         Errors are stored and raised where the chunk is taken, because this may run on a transfer's
         thread.
         """
-        while self._queue and self._error is None:
+        while self._queue and self.error is None:
             chunk = self._queue[0]
             if chunk in self._writing:
                 break  # the end of that write comes back here
@@ -369,7 +365,7 @@ class Streamer:
                 self._drop_frame(frame)
                 if not isinstance(error, Exception):
                     raise  # an interrupt, of this thread's caller
-                self._error = error
+                self.error = error
                 break
         self._changed.notify_all()
 
@@ -378,7 +374,7 @@ class Streamer:
         source = self._source
         if source is None or chunk >= source.layout.num_chunks:
             return
-        for name, buffer, offset in frame.buffers(source.layout, chunk):
+        for name, buffer, offset in frame.buffers(source.layout.plans[chunk]):
             if source.digests[name][chunk] is None:
                 continue  # never written, because no parameter in the chunk has state
             if buffer.nbytes:

@@ -15,7 +15,8 @@ import torch
 
 from offload.format import rounding_keys
 from offload.format.arrays import BLOCK_ELEMENTS, scale_name
-from offload.format.layout import Layout, Piece
+from offload.format.chunk_plan import Piece
+from offload.format.layout import Layout
 from offload.update import blocks8, codecs
 from offload.update.pool import BlockMemory
 
@@ -49,25 +50,36 @@ class StateCoder:
     def load(
         self,
         context: BlockMemory,
+        names: Sequence[str],
+        stored: Mapping[str, torch.Tensor],
+        pieces: Sequence[Piece],
+        *,
+        new: bool,
+    ) -> dict[str, torch.Tensor]:
+        """Return arrays of a block as flat FP32, to be changed in place and passed to `store`.
+
+        Args:
+            context: Memory of the calling thread.
+            names: Names of the state arrays.
+            stored: Stored values of the block, by state array.
+            pieces: Pieces that make up the block.
+            new: Whether the block has no stored state yet. If so, the content of the result is
+                arbitrary.
+        """
+        if self.is_exact:
+            return {name: stored[name] for name in names}
+        return {name: self._load(context, name, stored, pieces, new=new) for name in names}
+
+    def _load(
+        self,
+        context: BlockMemory,
         name: str,
         stored: Mapping[str, torch.Tensor],
         pieces: Sequence[Piece],
         *,
         new: bool,
     ) -> torch.Tensor:
-        """Return an array of a block as flat FP32, to be changed in place and passed to `store`.
-
-        Args:
-            context: Memory of the calling thread.
-            name: Name of the state array.
-            stored: Stored values of the block, by state array.
-            pieces: Pieces that make up the block.
-            new: Whether the block has no stored state yet. If so, the content of the result is
-                arbitrary.
-        """
         values = stored[name]
-        if self.is_exact:
-            return values
         out = context.buffer(name, torch.float32, len(values))
         if new:
             return out
@@ -87,33 +99,32 @@ class StateCoder:
     def store(
         self,
         context: BlockMemory,
-        name: str,
-        values: torch.Tensor,
+        values: Mapping[str, torch.Tensor],
         stored: Mapping[str, torch.Tensor],
         pieces: Sequence[Piece],
         first_element: int,
     ) -> None:
-        """Encode an array of a block into its stored form. Does nothing for the exact format.
+        """Encode arrays of a block into their stored form. Does nothing for the exact format.
 
         Args:
             context: Memory of the calling thread.
-            name: Name of the state array.
-            values: Tensor that `load` returned, FP32.
-            stored: Stored values of the block, by state array; those of `name` are overwritten.
+            values: Tensors that `load` returned, FP32, by state array.
+            stored: Stored values of the block, by state array; those of `values` are overwritten.
             pieces: Pieces that make up the block.
             first_element: First element of the block, in element space.
         """
-        if self._state_dtype == "bfloat16":
-            self._round(context, name, values, stored[name], pieces, first_element)
-        elif self._state_dtype == "int8":
-            scales = stored[scale_name(name)]
-            for elements, blocks in _spans(pieces):
-                blocks8.encode_blocks(
-                    values[elements],
-                    stored[name][elements],
-                    scales[blocks],
-                    scratch=context.scratch,
-                )
+        for name, exact in values.items():
+            if self._state_dtype == "bfloat16":
+                self._round(context, name, exact, stored[name], pieces, first_element)
+            elif self._state_dtype == "int8":
+                scales = stored[scale_name(name)]
+                for elements, blocks in _spans(pieces):
+                    blocks8.encode_blocks(
+                        exact[elements],
+                        stored[name][elements],
+                        scales[blocks],
+                        scratch=context.scratch,
+                    )
 
     def _round(
         self,
@@ -143,7 +154,7 @@ def _spans(pieces: Sequence[Piece]) -> Iterator[tuple[slice, slice]]:
     """Yield slices of elements, and of their blocks of 32, that one call can decode or encode.
 
     Blocks of 32 restart at each piece, so a call ends if a piece ends inside a block. Every piece
-    begins at a block of the layout, see `Layout.chunk_range`.
+    begins at a block of the layout, see `Layout.plans`.
     """
     first_element = first_block = element = num_blocks = 0
     for piece in pieces:

@@ -10,7 +10,8 @@ import torch
 from gds import File
 from offload.device.staging import on_host
 from offload.format.arrays import MASTER, MASTER_LOW
-from offload.format.layout import Layout, ParameterSpec, Piece
+from offload.format.chunk_plan import ChunkPlan, Piece, Span
+from offload.format.layout import Layout, ParameterSpec
 from offload.update.codecs import join_master
 from offload.update.coder import StateCoder
 from offload.update.dtypes import DTYPES
@@ -31,18 +32,12 @@ is its own master and has none here."""
 class Live(Protocol):
     """Flat parameters, such as `FlatTensors`."""
 
-    def view(self, index: int, start: int, stop: int) -> torch.Tensor:
-        """Return elements `start` to `stop` of a parameter, counted from its first element.
-
-        Args:
-            index: Index of the parameter in the layout.
-            start: First element.
-            stop: One past the last element.
-        """
+    def views(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Return the elements of each piece."""
         ...
 
-    def finish(self, index: int, num_elements: int) -> None:
-        """Report that this many more elements of a parameter are done, after they were viewed."""
+    def finish(self, pieces: Sequence[Piece]) -> None:
+        """Report that the elements of pieces, which have been viewed, are done."""
         ...
 
 
@@ -58,7 +53,11 @@ class StoredParameters:
         self._file = file
         self._layout = layout
 
-    def view(self, index: int, start: int, stop: int) -> torch.Tensor:
+    def views(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Read the elements of each piece from the file."""
+        return [self.read(piece.parameter, piece.start, piece.stop) for piece in pieces]
+
+    def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Read elements `start` to `stop` of a parameter from the file."""
         spec, header = self._layout.parameters[index], self._layout.model_header
         dtype = DTYPES[spec.dtype]
@@ -68,7 +67,7 @@ class StoredParameters:
         data = self._file.read_bytes(at, (stop - start) * dtype.itemsize)
         return torch.frombuffer(bytearray(data), dtype=dtype)
 
-    def finish(self, index: int, num_elements: int) -> None:
+    def finish(self, pieces: Sequence[Piece]) -> None:
         """Do nothing: no elements are kept."""
 
 
@@ -86,36 +85,23 @@ def has_master(spec: ParameterSpec) -> bool:
     return spec.dtype != "F32"
 
 
-def cut_pieces(layout: Layout, chunk: int) -> list[Piece]:
+def cut_pieces(plan: ChunkPlan) -> list[Span]:
     """Cut a chunk into blocks of one parameter each, at places that 8-bit state can be cut at."""
-    blocks = []
-    for piece in layout.pieces(chunk):
-        for start in range(piece.start, piece.stop, STATE_BLOCK_ELEMENTS):
-            stop = min(start + STATE_BLOCK_ELEMENTS, piece.stop)
-            blocks.append(Piece(piece.parameter, start, stop, piece.at + start - piece.start))
-    return blocks
+    return [
+        span
+        for number in range(len(plan.pieces))
+        for span in plan.cut([number], most=STATE_BLOCK_ELEMENTS)
+    ]
 
 
-def stored_block(
-    layout: Layout, chunk: int, piece: Piece, arrays: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def stored_block(span: Span, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return views of a block's stored values, by state array.
 
     Args:
-        layout: Layout of the store.
-        chunk: Index of the chunk.
-        piece: The block.
+        span: The block.
         arrays: Stored values of the chunk, by state array.
     """
-    origin = layout.chunk_range(chunk)[0]
-    first = origin + piece.at
-    last = first + piece.stop - piece.start
-    out = {}
-    for name in layout.parameters[piece.parameter].arrays:
-        base, _ = layout.array_range(name, origin, origin)
-        start, stop = layout.array_range(name, first, last)
-        out[name] = arrays[name][start - base : stop - base]
-    return out
+    return {name: arrays[name][start:stop] for name, (start, stop) in span.values.items()}
 
 
 class StateDecoder:
@@ -142,16 +128,17 @@ class StateDecoder:
             chunk: Index of the chunk.
             arrays: The chunk's range of each state array, as it is stored.
         """
-        with on_host(self._live, chunk, [*self._layout.pieces(chunk)]):
-            for piece in cut_pieces(self._layout, chunk):
-                stored = stored_block(self._layout, chunk, piece, arrays)
-                yield self.block(piece, stored)
+        plan = self._layout.plans[chunk]
+        with on_host(self._live, chunk, plan.pieces):
+            for span in cut_pieces(plan):
+                (piece,) = span.pieces
+                yield self.block(piece, stored_block(span, arrays))
 
     def block(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> Block:
         """Decode one block.
 
         Args:
-            piece: One of the chunk's `cut_pieces`.
+            piece: The one piece of a span of `cut_pieces`.
             stored: Stored values of the block, by state array.
         """
         return piece.parameter, piece.start, self._decode(piece, stored)
@@ -161,12 +148,12 @@ class StateDecoder:
         new = self._scalars[piece.parameter] is None
         out = {}
         if has_master(spec):
-            live = self._live.view(piece.parameter, piece.start, piece.stop)
+            (live,) = self._live.views([piece])
             out[MASTER] = self._master(live, stored, new=new)
-            self._live.finish(piece.parameter, piece.stop - piece.start)
+            self._live.finish([piece])
         if not new:
-            for name in kept_arrays(spec, self._layout):
-                out[name] = self._coder.load(self._memory, name, stored, [piece], new=False)
+            names = kept_arrays(spec, self._layout)
+            out |= self._coder.load(self._memory, names, stored, [piece], new=False)
         return out
 
     def _master(

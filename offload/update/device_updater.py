@@ -8,7 +8,7 @@ codecs are exact on a CPU only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from offload.device.staging import Traffic
 from offload.errors import UnsupportedOptimizerError, UnsupportedParameterError
 from offload.format.arrays import MASTER_LOW
 from offload.format.digests import Digests
-from offload.format.layout import Piece
 from offload.update.dtypes import DTYPES
 from offload.update.pool import BlockContext, UpdatePool
 from offload.update.rules import UpdateRule
@@ -125,7 +124,7 @@ class DeviceUpdater(ChunkUpdater):
     ) -> None:
         """Step one chunk, digest it, and wait until both are done."""
         compute = self._compute
-        numbers = {piece.parameter for piece in self._layout.pieces(chunk)}
+        numbers = {piece.parameter for piece in self._layout.plans[chunk].pieces}
         given = numbers & self._given.keys()
         # torch reuses freed memory at once for allocations on the training's stream. Gradients
         # stay referenced until this chunk's work has ended.
@@ -153,39 +152,42 @@ class DeviceUpdater(ChunkUpdater):
         if key not in self._stepped:
             self._update_nothing(context, block)  # torch counts the step
         count = next((int(v) for name, _, v in self._stepped[key] if name == "step"), 1)
-        for piece in block.pieces:
+        for piece, device_block in zip(block.pieces, self._device_blocks(block), strict=True):
             self._compute.update(
                 self._class,
                 self._hyper[key.group],
-                self._device_block(block, piece),
+                device_block,
                 step=count,
                 seed=self._seed,
                 rounding_step=self._rounding_step,
                 scalars=self._device_scalars(),
             )
             increment_version(self._parameters[piece.parameter])
-            self._live.finish(piece.parameter, piece.stop - piece.start)
-            self._gradients.finish(piece.parameter, piece.stop - piece.start)
+        self._live.finish(block.pieces)
+        self._gradients.finish(block.pieces)
 
-    def _device_block(self, block: Block, piece: Piece) -> DeviceBlock:
-        layout = self._layout
-        first = block.first + piece.at - block.pieces[0].at
-        arrays = {}
-        for name, stored in block.stored.items():
-            base = layout.array_range(name, block.first, block.first)[0]
-            start, stop = layout.array_range(name, first, first + piece.stop - piece.start)
-            arrays[name] = stored[start - base : stop - base]
-        gradient = self._gradients.view(piece.parameter, piece.start, piece.stop)
-        gradient = gradient.to(_kernel_dtype(gradient))
+    def _device_blocks(self, block: Block) -> Iterator[DeviceBlock]:
+        """Yield the pieces of a block, one for each launch of a kernel."""
+        layout, pieces = self._layout, block.pieces
         in_element_space = layout.counts_from == "chunk"
-        return DeviceBlock(
-            live=self._live.view(piece.parameter, piece.start, piece.stop),
-            gradient=gradient.contiguous(),
-            arrays=arrays,
-            first_element=first if in_element_space else piece.start,
-            parameter=None if in_element_space else layout.parameters[piece.parameter].name,
-            is_new=block.key.scalars is None,
-        )
+        ends = dict.fromkeys(block.stored, 0)
+        views = zip(pieces, self._live.views(pieces), self._gradients.views(pieces), strict=True)
+        for piece, live, gradient in views:
+            arrays = {}
+            for name, stored in block.stored.items():
+                start = ends[name]
+                # If a value stands for several elements, they are counted anew in each piece.
+                ends[name] += -(-(piece.stop - piece.start) // layout.formats[name].block)
+                arrays[name] = stored[start : ends[name]]
+            first = block.first + piece.at - pieces[0].at
+            yield DeviceBlock(
+                live=live,
+                gradient=gradient.to(_kernel_dtype(gradient)).contiguous(),
+                arrays=arrays,
+                first_element=first if in_element_space else piece.start,
+                parameter=None if in_element_space else layout.parameters[piece.parameter].name,
+                is_new=block.key.scalars is None,
+            )
 
     def _device_scalars(self) -> DeviceScalars:
         if self._scalars is None:

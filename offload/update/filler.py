@@ -12,8 +12,9 @@ from offload.device.boundary import HOST
 from offload.device.staging import CrossingTensors, on_host
 from offload.errors import MismatchError
 from offload.format.arrays import MASTER, MASTER_LOW
+from offload.format.chunk_plan import Piece
 from offload.format.digests import Digests
-from offload.format.layout import Layout, Piece
+from offload.format.layout import Layout
 from offload.update import codecs
 from offload.update.coder import StateCoder
 from offload.update.decoder import Live, cut_pieces, has_master, kept_arrays, stored_block
@@ -122,11 +123,11 @@ class StateFiller:
             arrays: The chunk's range of each state array, flat, in the stored dtype; overwritten.
             digests: Ignored. The chunk is digested when it is put.
         """
-        with on_host(self._live, chunk, [*self._layout.pieces(chunk)]):
-            for piece in cut_pieces(self._layout, chunk):
-                stored = stored_block(self._layout, chunk, piece, arrays)
-                first = self._layout.chunk_range(chunk)[0] + piece.at
-                self._fill(piece, stored, first)
+        plan = self._layout.plans[chunk]
+        with on_host(self._live, chunk, plan.pieces):
+            for span in cut_pieces(plan):
+                (piece,) = span.pieces
+                self._fill(piece, stored_block(span, arrays), plan.first + piece.at)
                 if self._progress is not None:
                     self._progress(piece.stop - piece.start)
 
@@ -150,9 +151,9 @@ class StateFiller:
         spec = self._layout.parameters[piece.parameter]
         state = self._states[piece.parameter]
         if has_master(spec):
-            live = self._live.view(piece.parameter, piece.start, piece.stop)
+            (live,) = self._live.views([piece])
             self._fill_master(spec.name, state, piece, live, stored)
-            self._live.finish(piece.parameter, piece.stop - piece.start)
+            self._live.finish([piece])
         if state.scalars is None:
             for name in stored.keys() - {MASTER, MASTER_LOW}:
                 stored[name].zero_()
@@ -163,7 +164,7 @@ class StateFiller:
                 stored[name].copy_(values)
                 continue
             exact = self._memory.buffer(name, torch.float32, len(values)).copy_(values)
-            self._coder.store(self._memory, name, exact, stored, [piece], first)
+            self._coder.store(self._memory, {name: exact}, stored, [piece], first)
 
     def _fill_master(
         self,

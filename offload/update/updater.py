@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -33,8 +33,8 @@ from offload.device.boundary import HOST, is_on_device, to_host
 from offload.device.flat_tensors import FlatTensors
 from offload.device.staging import CrossingTensors, Traffic, flat_tensors
 from offload.format.arrays import BLOCK_ELEMENTS, MASTER, MASTER_LOW
+from offload.format.chunk_plan import Piece
 from offload.format.digests import LEAF_BYTES, Digests
-from offload.format.layout import Piece
 from offload.update import codecs
 from offload.update.coder import StateCoder
 from offload.update.pool import BlockContext, UpdatePool
@@ -66,7 +66,7 @@ class Block(NamedTuple):
     """Elements that one call of torch's step works on."""
 
     key: Key
-    pieces: list[Piece]
+    pieces: Sequence[Piece]
     first: int
     """First element of the block, in element space."""
 
@@ -109,12 +109,7 @@ class ChunkUpdater:
         self._rules = [rule.rule(group) for group in self._hyper]
         exact = layout.state_dtype == "float32"
         self._fused = [None if exact else rule.fused(group) for group in self._hyper]
-        self._keys = [
-            Key(spec.group, p.dtype, s, g is not None)
-            for spec, p, g, s in zip(
-                layout.parameters, parameters, gradients, inputs.scalars, strict=True
-            )
-        ]
+        self._keys = _keys(inputs)
         traffic = traffic or Traffic()
         self._live = flat_tensors(parameters, writable=True, traffic=traffic)
         self._gradients = FlatTensors(gradients, writable=False)
@@ -137,7 +132,8 @@ class ChunkUpdater:
 
     def touched(self, chunk: int) -> bool:
         """Return whether any parameter in the chunk has a gradient."""
-        return any(self._keys[p.parameter].has_gradient for p in self._layout.pieces(chunk))
+        pieces = self._layout.plans[chunk].pieces
+        return any(self._keys[piece.parameter].has_gradient for piece in pieces)
 
     def update(
         self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
@@ -178,7 +174,8 @@ class ChunkUpdater:
         """
         self._asked_s[chunk] = time.perf_counter()
         if self._crossing:
-            pieces = [p for p in self._layout.pieces(chunk) if _is_used(self._keys[p.parameter])]
+            pieces = self._layout.plans[chunk].pieces
+            pieces = tuple(p for p in pieces if _is_used(self._keys[p.parameter]))
             for tensors in self._crossing:
                 tensors.prepare(chunk, pieces, lambda index: self._keys[index].has_gradient)
         return bool(self._crossing)
@@ -198,13 +195,15 @@ class ChunkUpdater:
 
     def finish(self) -> list[Scalars | None]:
         """Return the scalar state of each parameter after the step."""
-        missing = {k for k in self._keys if k.has_gradient and k not in self._stepped}
-        # Only empty parameters have these keys. torch counts their steps all the same.
-        self._pool.run(self._update_nothing, [Block(key, [], 0, {}, {}) for key in missing])
-        if all(key.scalars is not None for key in self._keys if key.has_gradient):
+        keys = {id(key): key for key in self._keys}  # most parameters share theirs
+        missing = {k for k in keys.values() if k.has_gradient and k not in self._stepped}
+        if missing:  # only empty parameters have these keys: torch counts their steps all the same
+            self._pool.run(self._update_nothing, [Block(key, [], 0, {}, {}) for key in missing])
+        if all(key.scalars is not None for key in keys.values() if key.has_gradient):
             # If not, torch has created state and nothing was read: such a pass is not typical.
             self._pool.threads.passed(self._num_updated, self._updating_s, self._waiting_s)
-        return [self._stepped.get(key, key.scalars) for key in self._keys]
+        scalars = {number: self._stepped.get(key, key.scalars) for number, key in keys.items()}
+        return [scalars[id(key)] for key in self._keys]
 
     def _block_elements(self) -> int:
         """Return the maximal number of elements in a block."""
@@ -214,49 +213,51 @@ class ChunkUpdater:
 
     def _blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[Block]:
         """Cut a chunk into runs, and each run into blocks."""
-        layout = self._layout
-        origin = layout.chunk_range(chunk)[0]
-        bases = {name: layout.array_range(name, origin, origin)[0] for name in arrays}
-        for key, run in groupby(layout.pieces(chunk), lambda p: self._keys[p.parameter]):
+        plan = self._layout.plans[chunk]
+        most = self._block_elements()
+        keys = [self._keys[piece.parameter] for piece in plan.pieces]
+        for key, run in groupby(range(len(keys)), keys.__getitem__):
             if not _is_used(key):
                 continue  # no gradient: state that has been read is written back unchanged
-            for pieces in _cut(run, self._multiple, self._block_elements()):
-                first = origin + pieces[0].at
-                last = origin + pieces[-1].at + _length(pieces[-1])
-                stored, starts = {}, {}
-                for name in layout.parameters[pieces[0].parameter].arrays:
-                    start, stop = layout.array_range(name, first, last)
-                    stored[name] = arrays[name][start - bases[name] : stop - bases[name]]
-                    starts[name] = start - bases[name]
-                yield Block(key, pieces, first, stored, starts)
+            for span in plan.cut(run, most=most, multiple=self._multiple):
+                stored = {n: arrays[n][start:stop] for n, (start, stop) in span.values.items()}
+                starts = {name: start for name, (start, _) in span.values.items()}
+                first = plan.first + span.pieces[0].at
+                yield Block(key, span.pieces, first, stored, starts)
 
     def _update(self, context: BlockContext, block: Block) -> None:
         key, stored = block.key, block.stored
-        live = self._gather(context, self._live, block, "live", key.dtype)
+        views = self._live.views(block.pieces)
+        live = _joined(context, "live", views, key.dtype)
         master = _master(context, key, live, stored)
         if not key.has_gradient:  # new to the target: begins with the live parameter and zeros
             for name in stored.keys() - {MASTER}:
                 stored[name].zero_()
-            for piece in block.pieces:
-                self._live.finish(piece.parameter, _length(piece))
+            self._live.finish(block.pieces)
             return
-        new = key.scalars is None
-        views = {
-            name: self._coder.load(context, name, stored, block.pieces, new=new)
-            for name in self._rules[key.group].arrays
-        }
-        gradient = self._gather(context, self._gradients, block, "gradient", torch.float32)
+        state = self._coder.load(
+            context,
+            self._rules[key.group].arrays,
+            stored,
+            block.pieces,
+            new=key.scalars is None,
+        )
+        gradient = _joined(
+            context, "gradient", self._gradients.views(block.pieces), torch.float32, apart=True
+        )
         for factor in self._factors:  # in other memory: an FP32 gradient may be the user's own
             scaled = context.buffer("scaled", torch.float32, len(gradient))
             gradient = torch.mul(gradient, factor, out=scaled)
-        self._step(context, block, master, gradient, views)
-        for name, view in views.items():
-            self._coder.store(context, name, view, stored, block.pieces, block.first)
+        self._step(context, block, master, gradient, state)
+        self._coder.store(context, state, stored, block.pieces, block.first)
         if MASTER_LOW in stored:
             codecs.split_master(master, live, stored[MASTER_LOW], scratch=context.scratch)
         elif master is not live:
             live.copy_(master)
-        self._scatter(live, block.pieces)
+        if len(views) > 1:
+            torch.split_with_sizes_copy(live, [view.numel() for view in views], out=views)
+        self._live.finish(block.pieces)
+        self._gradients.finish(block.pieces)
 
     def _update_nothing(self, context: BlockContext, block: Block) -> None:
         empty = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -290,40 +291,6 @@ class ChunkUpdater:
                 view.copy_(value)
         if key not in self._stepped:  # every block of a key ends with the same scalars
             self._stepped[key] = read_scalars(state, self._rules[key.group])
-
-    def _gather(
-        self,
-        context: BlockContext,
-        tensors: FlatTensors,
-        block: Block,
-        name: str,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        pieces = block.pieces
-        if len(pieces) == 1:
-            piece = pieces[0]
-            view = tensors.view(piece.parameter, piece.start, piece.stop)
-            # An expanded gradient is copied: torch's foreach code changes gradients in place.
-            expanded = tensors is self._gradients and view.stride(0) == 0
-            if view.dtype == dtype and not expanded:
-                return view
-        start = pieces[0].at
-        out = context.buffer(name, dtype, pieces[-1].at + _length(pieces[-1]) - start)
-        for piece in pieces:
-            at = piece.at - start
-            out[at : at + _length(piece)].copy_(
-                tensors.view(piece.parameter, piece.start, piece.stop)
-            )
-        return out
-
-    def _scatter(self, live: torch.Tensor, pieces: list[Piece]) -> None:
-        for piece in pieces:
-            if len(pieces) > 1:
-                at = piece.at - pieces[0].at
-                view = self._live.view(piece.parameter, piece.start, piece.stop)
-                view.copy_(live[at : at + _length(piece)])
-            self._live.finish(piece.parameter, _length(piece))
-            self._gradients.finish(piece.parameter, _length(piece))
 
 
 def step_fused(
@@ -370,6 +337,48 @@ def step_fused(
     return {**state, **views}
 
 
+def _keys(inputs: StepInputs) -> list[Key]:
+    """Return the key of each parameter. Neighbours that have equal keys share one object."""
+    keys: list[Key] = []
+    last: Key | None = None
+    given = zip(
+        inputs.layout.parameters, inputs.parameters, inputs.gradients, inputs.scalars, strict=True
+    )
+    for spec, parameter, gradient, scalars in given:
+        key = (spec.group, parameter.dtype, scalars, gradient is not None)
+        if key != last:
+            last = Key(*key)
+        keys.append(last)
+    return keys
+
+
+def _joined(
+    context: BlockContext,
+    name: str,
+    views: list[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    apart: bool = False,
+) -> torch.Tensor:
+    """Return flat views end to end: in a buffer, or the view itself if there is only one.
+
+    Args:
+        context: Memory of the calling thread.
+        name: Name of the buffer.
+        views: Flat views of a block's pieces.
+        dtype: Dtype of the result.
+        apart: Whether each element of the result must have its own memory.
+    """
+    if len(views) == 1:
+        (view,) = views
+        # An expanded gradient is copied: torch's foreach code changes gradients in place.
+        expanded = apart and view.stride(0) == 0
+        if view.dtype == dtype and not expanded:
+            return view
+    out = context.buffer(name, dtype, sum([view.numel() for view in views]))
+    return torch.cat(views, out=out)
+
+
 def _master(
     context: BlockContext, key: Key, live: torch.Tensor, stored: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
@@ -399,32 +408,6 @@ def _by_value(value: object) -> object:
     if isinstance(value, torch.Tensor) and is_on_device(value):
         return to_host(value)
     return copy.deepcopy(value)
-
-
-def _length(piece: Piece) -> int:
-    return piece.stop - piece.start
-
-
-def _cut(run: Iterator[Piece], multiple: int, most: int) -> Iterator[list[Piece]]:
-    """Cut a run into blocks of at most `most` elements, and pieces only at multiples."""
-    block: list[Piece] = []
-    room = most
-    for piece in run:
-        start, at = piece.start, piece.at
-        while start < piece.stop:
-            length = piece.stop - start
-            if length > room:
-                length = room // multiple * multiple
-            if length:
-                block.append(Piece(piece.parameter, start, start + length, at))
-            room -= length
-            at += length
-            start += length
-            if room == 0 or start < piece.stop:
-                yield block
-                block, room = [], most
-    if block:
-        yield block
 
 
 def _take_edits(master: torch.Tensor, live: torch.Tensor, rounded: torch.Tensor) -> None:

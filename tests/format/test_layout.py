@@ -72,7 +72,7 @@ def test_every_element_is_on_one_drive_at_one_place(sizes, shares):
             drive = found.drives[chunk]
             offset, nbytes = found.byte_range(array, chunk)
             at = offset - found.array_headers[drive][array].data_start
-            for piece in found.pieces(chunk):
+            for piece in found.plans[chunk].pieces:
                 p = found.parameters[piece.parameter]
                 for element in range(piece.start, piece.stop) if array in p.arrays else ():
                     assert owners[p.name, element] == (drive, at)
@@ -95,7 +95,7 @@ def test_files_are_exactly_what_their_headers_say(sizes, shares):
 @given(sizes, rules)
 def test_chunks_are_ranges_end_to_end_which_hold_whole_blocks(sizes, rule):
     found = layout(sizes, (1,), *rule)
-    ranges = [found.chunk_range(chunk) for chunk in range(found.num_chunks)]
+    ranges = [(plan.first, plan.last) for plan in found.plans]
     assert [0, *(stop for _, stop in ranges)] == [
         *(start for start, _ in ranges), found.num_elements,
     ]  # fmt: skip
@@ -103,12 +103,12 @@ def test_chunks_are_ranges_end_to_end_which_hold_whole_blocks(sizes, rule):
     moved = rule == ("int8", "parameter")
     for chunk, (start, _) in enumerate(ranges):
         assert chunk * CHUNK <= start <= chunk * CHUNK + (31 if moved else 0)
-        for piece in found.pieces(chunk):
+        for piece in found.plans[chunk].pieces:
             assert not moved or piece.start % 32 == 0
     whole = [
         (piece.parameter, element)
         for chunk in range(found.num_chunks)
-        for piece in found.pieces(chunk)
+        for piece in found.plans[chunk].pieces
         for element in range(piece.start, piece.stop)
     ]
     assert whole == [(n, e) for n, size in enumerate(sizes) for e in range(size)]
@@ -116,7 +116,7 @@ def test_chunks_are_ranges_end_to_end_which_hold_whole_blocks(sizes, rule):
         chunks = [
             chunk
             for chunk in range(found.num_chunks)
-            if any(piece.parameter == number for piece in found.pieces(chunk))
+            if any(piece.parameter == number for piece in found.plans[chunk].pieces)
         ]
         assert list(found.chunks_of(number)) == chunks
 
@@ -129,7 +129,7 @@ def test_every_block_has_one_scale(sizes, counts_from):
     for chunk in range(found.num_chunks):
         offset, nbytes = found.byte_range("exp_avg_scale", chunk)
         assert offset == found.array_headers[0]["exp_avg_scale"].data_start + 2 * scales
-        lengths = [piece.stop - piece.start for piece in found.pieces(chunk)]
+        lengths = [piece.stop - piece.start for piece in found.plans[chunk].pieces]
         assert nbytes == 2 * sum(-(-length // 32) for length in lengths)
         scales += nbytes // 2
     assert found.array_bytes("exp_avg_scale") == 2 * scales
@@ -207,5 +207,5 @@ def test_a_last_chunk_whose_beginning_moves_to_the_end_does_not_exist():
     """The second chunk would begin in a block of 32 that ends with the parameter."""
     found = layout([10, CHUNK - 4], state_dtype="int8")
     assert found.num_chunks == 1
-    assert found.chunk_range(0) == (0, CHUNK + 6)
+    assert (found.plans[0].first, found.plans[0].last) == (0, CHUNK + 6)
     assert layout([10, CHUNK + 30], state_dtype="int8").num_chunks == 2

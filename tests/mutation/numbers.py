@@ -131,8 +131,7 @@ NUMBERS = (
         (
             Edit(
                 _TABLE,
-                "        if not self._memory.is_current(t.tensor for t in self.trainables "
-                "if is_stepped(t.tensor)):\n",
+                "        if not self._memory.is_current(stepped(parameters)):\n",
                 "        if False:\n",
             ),
         ),

@@ -156,7 +156,7 @@ RESTORING = (
     Mutation(
         "failed-write-unnoticed",
         "the error of a write that nobody waits for is kept",
-        (Edit(_STREAMER, "self._error = self._error or _error_of(future)", "_error_of(future)"),),
+        (Edit(_STREAMER, "self.error = self.error or _error_of(future)", "_error_of(future)"),),
         faults("write-once-keep=1", "write-once-keep=2"),
     ),
     Mutation(

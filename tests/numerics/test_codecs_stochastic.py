@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from offload.format import rounding_keys
-from offload.format.layout import Piece
+from offload.format.chunk_plan import Piece
 from offload.update.codecs import Scratch, round_runs, round_stochastic
 
 NUM = 1 << 18

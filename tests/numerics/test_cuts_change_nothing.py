@@ -20,7 +20,8 @@ import torch
 import offload
 import offload.update.updater
 from gds import MemoryBackend
-from offload.format.layout import Layout, ModelTensor, ParameterSpec, Piece
+from offload.format.chunk_plan import Piece
+from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.update.coder import StateCoder
 from offload.update.dtypes import DTYPES
 from offload.update.pool import BlockMemory
@@ -244,7 +245,7 @@ def test_rows_that_are_cut_at_a_multiple_of_32_elements_are_coded_as_the_whole(s
             coder, memory = StateCoder(layout, 5, 9), BlockMemory()
             for name in arrays:
                 part = values[piece.start : piece.stop].clone()
-                coder.store(memory, name, part, here, [piece], 12345)
+                coder.store(memory, {name: part}, here, [piece], 12345)
             for name, tensor in here.items():
                 out[name].append(tensor)
         return {name: torch.cat(tensors) for name, tensors in out.items()}
