@@ -69,6 +69,10 @@ class SlotFiles:
         """Return the file that holds a chunk of a state array."""
         return self._places[self.layout.drives[chunk]][array_file_name(name)]
 
+    def files_of(self, chunk: int) -> Mapping[str, File]:
+        """Return the files on the drive of a chunk, by name; see `ArrayShare.file_name`."""
+        return self._places[self.layout.plans[chunk].drive]
+
     def _take_digests(self, manifest: Manifest) -> None:
         """Take the digests that the content was sealed with; state is compared with them."""
         self._context = DigestContext(manifest.store_id, manifest.generation)

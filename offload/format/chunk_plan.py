@@ -43,6 +43,9 @@ class Span:
 class ArrayShare:
     """The values of one state array that belong to a chunk."""
 
+    file_name: str
+    """Name of the array's file in a slot, and in each of its parts."""
+
     offset: int
     """Position of the first value in the file on the chunk's drive, in bytes."""
 

@@ -283,7 +283,9 @@ class Layout:
             for name, form in self.formats.items():
                 starts = (0, *accumulate(self._num_values_of(name, piece) for piece in pieces))
                 nbytes = starts[-1] * form.nbytes
-                shares[name] = ArrayShare(ends[drive][name], nbytes, form.block, starts)
+                shares[name] = ArrayShare(
+                    array_file_name(name), ends[drive][name], nbytes, form.block, starts
+                )
                 ends[drive][name] += nbytes
             kept = tuple(self.parameters[piece.parameter].arrays for piece in pieces)
             first, last = self._chunk_start(chunk), self._chunk_start(chunk + 1)

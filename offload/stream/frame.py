@@ -112,9 +112,9 @@ class Frame:
         share = plan.arrays[array]
         return self._buffers[array].slice(share.offset % ALIGNMENT, share.nbytes), share.offset
 
-    def buffers(self, plan: ChunkPlan) -> list[tuple[str, Buffer, int]]:
-        """Return for each state array its name, and what `buffer` returns."""
-        return [(name, *self.buffer(plan, name)) for name in plan.arrays]
+    def buffers(self, plan: ChunkPlan) -> dict[str, tuple[Buffer, int]]:
+        """Return what `buffer` returns, for each state array by name."""
+        return {name: self.buffer(plan, name) for name in plan.arrays}
 
     def bytes_of(self, plan: ChunkPlan, array: str) -> torch.Tensor:
         """Return the memory that `buffer` returns, as a tensor of bytes."""

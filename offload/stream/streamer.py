@@ -172,20 +172,23 @@ class Streamer:
         chunk = frame.chunk
         try:
             self.raise_error()
-            transfers = frame.buffers(self.layout.plans[chunk])
+            plan = self.layout.plans[chunk]
+            transfers = frame.buffers(plan)
             digests = frame.digests or frame.new_digests()
             frame.digests = None
+            files, known = target.files_of(chunk), target.digests
             for name, digest in digests.finish(target.context, chunk, run).items():
-                target.digests[name][chunk] = digest
-            transfers = [transfer for transfer in transfers if transfer[1].nbytes]
+                known[name][chunk] = digest
         except BaseException:
             self.discard(frame)
             raise
         frame.futures = []
         try:
             self._writing[chunk] = frame
-            for name, buffer, offset in transfers:
-                frame.futures.append(target.array(name, chunk).write(buffer, offset))
+            for name, (buffer, offset) in transfers.items():
+                if buffer.nbytes:
+                    file = files[plan.arrays[name].file_name]
+                    frame.futures.append(file.write(buffer, offset))
         except Exception as error:
             with self._changed:
                 self.error = self.error or error
@@ -374,11 +377,13 @@ class Streamer:
         source = self._source
         if source is None or chunk >= source.layout.num_chunks:
             return
-        for name, buffer, offset in frame.buffers(source.layout.plans[chunk]):
-            if source.digests[name][chunk] is None:
+        plan, files, digests = source.layout.plans[chunk], source.files_of(chunk), source.digests
+        for name, (buffer, offset) in frame.buffers(plan).items():
+            if digests[name][chunk] is None:
                 continue  # never written, because no parameter in the chunk has state
             if buffer.nbytes:
-                frame.futures.append(source.array(name, chunk).read(buffer, offset))
+                file = files[plan.arrays[name].file_name]
+                frame.futures.append(file.read(buffer, offset))
 
 
 class Flush:
