@@ -29,6 +29,9 @@ class Lifecycle:
         """Whether the store has no checkpoints, or the user has decided about them."""
         self._pid = os.getpid()
         self.closed = False
+        """Whether the optimizer refuses further calls."""
+        self.released = False
+        """Whether all files, threads and locks have been released."""
         self.broken = ""
         """Reason why the working state is torn; empty if it is not."""
         self.steps_settled = self.steps_in_seal = 0
@@ -37,8 +40,8 @@ class Lifecycle:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to close: it is closed, or this process is a forked child."""
-        return self.closed or os.getpid() != self._pid  # a child has neither threads nor lock
+        """Whether nothing is left to close: all is released, or this process is a forked child."""
+        return self.released or os.getpid() != self._pid  # a child has neither threads nor lock
 
     def require_usable(self) -> None:
         """Check that the state may be stepped and sealed.

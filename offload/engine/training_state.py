@@ -11,7 +11,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeAlias
 
 import torch
@@ -259,7 +259,7 @@ class TrainingState:
     def close(self) -> None:
         """Wait for the seal in flight and free everything.
 
-        After an interrupt of the wait nothing is freed, and this can be called again.
+        After an interrupt this can be called again. If it came during a wait, nothing is freed.
 
         Raises:
             SealError: The last seal failed.
@@ -270,12 +270,14 @@ class TrainingState:
         try:
             self.collect_seal(wait=True)
         finally:
-            self.memory.reset()
-            self.slots.close()
-            self.pool.close()
-            self.store.close()
-            self.drives.close()
-            if self.meter.trace is not None:
-                self.meter.trace.write()
+            self.memory.reset()  # files must not be closed while transfers use them
+            with ExitStack() as releases:  # an error in one callback does not skip the others
+                if self.meter.trace is not None:
+                    releases.callback(self.meter.trace.write)
+                releases.callback(self.drives.close)
+                releases.callback(self.store.close)
+                releases.callback(self.pool.close)
+                releases.callback(self.slots.close)
+            self.lifecycle.released = True
         if self.meter.steps > self.lifecycle.steps_settled:
             self.lifecycle.say_what_is_lost(self.meter.steps - self.lifecycle.steps_settled)

@@ -78,9 +78,11 @@ def usable_metrics(measured: Mapping[str, Any], first: Iterable[str] = ()) -> di
     """
     found = {}
     for name in dict.fromkeys((*first, *measured)):
-        with suppress(TypeError, ValueError, OverflowError):  # text, or many elements
-            number = float(measured[name]) if name in measured else math.nan
-            if math.isfinite(number) and 0 < len(name) <= MAX_NAME_CHARACTERS:
+        if name not in measured:
+            continue
+        with suppress(MetricError):  # text, or many elements
+            number = _value(_name(name), measured[name])
+            if math.isfinite(number):
                 found[name] = number
     return dict(list(found.items())[:MAX_METRICS])
 

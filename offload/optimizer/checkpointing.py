@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from typing import Any, SupportsFloat, TypeAlias
@@ -9,10 +10,12 @@ from typing import Any, SupportsFloat, TypeAlias
 from offload.ambient import neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.listing import CheckpointInfo
+from offload.engine.engine import Engine
 from offload.engine.inventory import describe_checkpoints, find_checkpoint, pinned_paths
 from offload.engine.reference import Position
 from offload.engine.seal import SealHandle
 from offload.engine.stats import Stats
+from offload.errors import CheckpointNotFoundError
 from offload.format.metrics import take_metrics
 from offload.format.train_state import require_state
 from offload.optimizer.store_owner import StoreOwner
@@ -112,6 +115,7 @@ class CheckpointingOptimizer(StoreOwner):
         """
         which = _which(checkpoint)
         with self._exclusive("restore") as engine:
+            _require_generation(engine, checkpoint)
             return engine.restore(
                 self.param_groups, which, discard_newer=discard_newer, verify=verify
             )
@@ -134,6 +138,7 @@ class CheckpointingOptimizer(StoreOwner):
             gds.StorageError: The pin could not be written durably.
         """
         with self._exclusive("pin") as engine:
+            _require_generation(engine, checkpoint)
             engine.pin(name, _which(checkpoint))
 
     def unpin(self, name: str) -> None:
@@ -236,3 +241,22 @@ def _which(checkpoint: CheckpointName | None) -> int | str | None:
     if isinstance(checkpoint, Checkpoint | CheckpointInfo):
         return checkpoint.path
     return checkpoint if isinstance(checkpoint, int | None) else os.fspath(checkpoint)
+
+
+def _require_generation(engine: Engine, checkpoint: CheckpointName | None) -> None:
+    """Refuse a checkpoint that has been replaced by another one of the same step.
+
+    Raises:
+        CheckpointNotFoundError: The path of `checkpoint` now holds another generation.
+    """
+    if not isinstance(checkpoint, Checkpoint | CheckpointInfo):
+        return
+    for stored in engine.store.keeping.current:
+        found = stored.manifest.generation
+        if stored.path == checkpoint.path and checkpoint.generation not in (None, found):
+            raise CheckpointNotFoundError(
+                errno.ENOENT,
+                f"generation {checkpoint.generation} of this step was replaced by generation "
+                f"{found}. To use the present one, name it by its step number or path",
+                stored.path,
+            )

@@ -182,7 +182,7 @@ def test_what_was_read_ahead_from_another_slot_is_not_taken() -> None:
     assert streamer._source is newest, "it has read ahead for the next step"
     streamer.begin(older, [0, 1])
     frame = streamer.take(0)
-    buffer, offset = frame.buffer(layout, "exp_avg", 0)
+    buffer, offset = frame.buffer(layout.plans[0], "exp_avg")
     file = older.array("exp_avg", 0)
     assert bytes(buffer.memoryview()) == file.read_bytes(offset, buffer.nbytes)
     streamer.discard(frame)

@@ -204,3 +204,16 @@ class TestMetrics:
         measured = replace(manifest, metrics={"loss": 1.0})
         assert decode(measured.encode(1 << 20), "here") == measured
         run.optimizer.close()
+
+
+def test_of_a_librarys_measurements_only_numbers_with_names_are_taken() -> None:
+    measured = {
+        "loss": torch.tensor(1.5, requires_grad=True),
+        "complex": torch.tensor(1j),
+        "meta": torch.ones((), device="meta"),
+        "text": "1.5",
+        "flag": True,
+        ("a",): 1.0,
+        b"a": 1.0,
+    }
+    assert usable_metrics(measured) == {"loss": 1.5}

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import offload
+from gds import MemoryBackend
 from offload import OffloadedOptimizer, Position, reference_of
 from offload.engine.reference import REFERENCE_FORMAT
 from offload.format.names import QUARANTINE_NAME
@@ -328,3 +329,28 @@ class TestVerifyBeforeResume:
         shutil.copytree(directories[0] / "step-00000003", directories[0] / "step-00000009")
         (directories[0] / "step-00000009" / "manifest.json").write_text("{}")
         assert self.verify(self.damage(directories, 2), directories).quarantined
+
+
+@pytest.mark.parametrize("kind", ["info", "checkpoint"])
+def test_a_checkpoint_that_another_of_its_step_replaced_is_not_taken_for_it(kind: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(8))
+    options = offload.Options(backend=MemoryBackend(), allow_volatile=True)
+    with offload.AdamW([parameter], directory="/run", options=options) as optimizer:
+        for step in (1, 2):
+            parameter.grad = torch.full((8,), float(step))
+            optimizer.step()
+            sealed = optimizer.checkpoint().result()
+        named = optimizer.checkpoints()[-1] if kind == "info" else sealed
+        assert optimizer.restore(named) is not None
+        optimizer.restore(1, discard_newer=True)
+        parameter.grad = torch.full((8,), 3.0)
+        optimizer.step()
+        other = optimizer.checkpoint().result()
+        assert (other.step, other.path) == (named.step, named.path)
+        for call in (optimizer.restore, lambda which: optimizer.pin("best", which)):
+            with pytest.raises(offload.CheckpointNotFoundError, match="replaced by generation"):
+                call(named)
+        assert optimizer.pins() == {}
+        found = optimizer.restore(named.path)
+        assert found is not None
+        assert found.generation == other.generation
