@@ -320,7 +320,7 @@ def test_it_is_looked_at_again_just_before_the_commit() -> None:
     backward(model, 1)
     optimizer.step()
     backend.before = lambda kind, path: kind == "sync_dir" and "/.slot-" in path
-    with pytest.raises(SealError, match="another process has made and locked it"):
+    with pytest.raises(SealError, match="another process may have created and locked"):
         optimizer.checkpoint().result()
     assert backend.came
     assert not backend.changed_since
