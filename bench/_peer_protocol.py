@@ -115,7 +115,7 @@ class Peer:
     def _failed(self, how: str) -> PeerError:
         with open(self._log, encoding="utf-8", errors="replace") as file:
             last_words = "".join(file.readlines()[-12:]).rstrip()
-        return PeerError(f"{self.label} {how}; it said last:\n{last_words}")
+        return PeerError(f"{self.label} {how}; its last output:\n{last_words}")
 
 
 def serve(make: Callable[[Reply], tuple[Callable[[int], None], Callable[[], None]]]) -> None:

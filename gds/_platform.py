@@ -22,8 +22,8 @@ def require_linux() -> None:
     if sys.platform.startswith("linux"):
         return
     message = (
-        "ssd-offload needs Linux (direct I/O, file locks and durable renames as Linux has them), "
-        f"and this Python is for {sys.platform}: use a Linux machine, WSL 2 or a container"
+        "ssd-offload requires Linux, whose direct I/O, file locks and durable renames it uses, "
+        f"but this Python runs on {sys.platform}: use a Linux machine, WSL 2 or a container"
     )
     if _is_command():
         raise SystemExit(f"error: {message}")

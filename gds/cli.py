@@ -86,12 +86,14 @@ def check(
     require: Annotated[
         Required | None,
         typer.Option(
-            help="Exit with 0 if what would be used is at least this; direct means past the page "
-            "cache.",
+            help="Exit with 0 if the path that would be used is at least this one; direct means "
+            "past the page cache.",
             show_default=False,
         ),
     ] = None,
-    wanted: Annotated[Wanted, typer.Option("--for", help="Transfers to judge by.")] = Wanted.both,
+    wanted: Annotated[
+        Wanted, typer.Option("--for", help="Direction of the transfers that must meet --require.")
+    ] = Wanted.both,
     timeout: Annotated[
         float,
         typer.Option(min=0.1, help="Seconds that cuFile may take to answer, in its own process."),
@@ -171,7 +173,10 @@ def bench(
         float, typer.Option(help="Least duration in seconds; whole passes are run.")
     ] = 0.0,
     cache: Annotated[
-        Cache, typer.Option(help="The page cache before each pass: emptied, filled, or left.")
+        Cache,
+        typer.Option(
+            help="State of the page cache before each pass: emptied, filled, or left as it is."
+        ),
     ] = Cache.cold,
     sweep: Annotated[
         list[str] | None,

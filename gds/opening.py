@@ -33,7 +33,7 @@ def open_backend(
     if name == "posix":
         return PosixBackend(hybrid=hybrid, **settings)
     if name != "kvikio":
-        raise ValueError(f"there is no backend {name!r}: take 'posix' or 'kvikio'")
+        raise ValueError(f"unknown backend {name!r}: use 'posix' or 'kvikio'")
     from gds.backends.kvikio import KvikioBackend  # only this backend loads GPU libraries
 
     return KvikioBackend(hybrid=hybrid, **settings)
@@ -61,7 +61,7 @@ def open_path(name: PathName, threads: int, *, no_driver: str = "") -> Backend:
     path = PATHS[name]
     if path.memory == "device" and no_driver:
         raise RefusedError(
-            f"path {name!r} moves memory of a GPU, and there is no CUDA driver here: {no_driver}"
+            f"path {name!r} transfers GPU memory, but the CUDA driver cannot be used: {no_driver}"
         )
     if path.memory == "host":
         return PosixBackend(read_threads=threads, write_threads=threads, direct=name == "direct")

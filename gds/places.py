@@ -23,16 +23,18 @@ def is_directory(path: str) -> bool:
         found = os.stat(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            errno.ENOENT, "there is nothing of this name: make the directory, or name another", path
+            errno.ENOENT, "no such file or directory: create it, or name another", path
         ) from error
     except NotADirectoryError as error:
         raise FileNotFoundError(
-            errno.ENOENT, "there is nothing of this name: a part of it is a file", path
+            errno.ENOENT, "no such file or directory: a parent in this path is a file", path
         ) from error
     except OSError as error:
-        raise StorageError(error.errno or errno.EIO, "cannot be looked at", path) from error
+        raise StorageError(error.errno or errno.EIO, "cannot be examined", path) from error
     if stat.S_ISBLK(found.st_mode):
-        raise RefusedError(f"{path} is a block device, and only files are used: {_instead(found)}")
+        raise RefusedError(
+            f"{path} is a block device, but only files can be used: {_instead(found)}"
+        )
     if not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
         raise RefusedError(f"{path} is neither a directory nor a regular file")
     return stat.S_ISDIR(found.st_mode)
@@ -42,5 +44,5 @@ def _instead(device: os.stat_result) -> str:
     """Return the advice that names a directory to use instead of a block device."""
     points = probe.mount_points(os.major(device.st_rdev), os.minor(device.st_rdev))
     if not points:
-        return "mount a file system of it, and name a directory in that"
+        return "mount its file system, and name a directory in it"
     return f"name a directory in {points[0]}, where it is mounted"

@@ -189,8 +189,8 @@ def describe_remote(filesystem: str) -> str:
     """Return a message for people: who serves a remote file system, and what that implies."""
     who = "a program (FUSE)" if filesystem.startswith("fuse") else "another machine"
     return (
-        f"{filesystem} has its files served by {who}: what a lock keeps out, and what a sync has "
-        "made durable, is decided there"
+        f"files on {filesystem} are served by {who}, which decides whether locks exclude other "
+        "writers and whether a sync makes data durable"
     )
 
 
@@ -285,9 +285,9 @@ def refused_alignment(required: tuple[int, int] | None) -> str:
         required: Result of `required_alignment`.
     """
     if required is None:
-        return "the kernel says that files here take no direct transfers"
+        return "the kernel reports that files here do not support direct I/O"
     if max(required) > ALIGNMENT:
-        return f"direct I/O here asks for {max(required)}-byte alignment, more than {ALIGNMENT}"
+        return f"direct I/O here requires {max(required)}-byte alignment, more than {ALIGNMENT}"
     return ""
 
 

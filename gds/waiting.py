@@ -48,7 +48,7 @@ class Monitor(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
             RuntimeError: The caller holds the lock.
         """
         if self._is_owned():  # type: ignore[attr-defined]
-            raise RuntimeError("the lock must be free while something is waited for")
+            raise RuntimeError("the caller must not hold the lock when it waits")
         ticket = None
         while True:
             with self:
@@ -159,7 +159,7 @@ class Pending(Generic[T]):
     def _require_unknown(self) -> None:
         """Raise `RuntimeError` if the outcome is known."""
         if self._done:
-            raise RuntimeError("this has been resolved before")
+            raise RuntimeError("the outcome is already set")
 
     def _tell(self) -> None:
         """Wake all waiting threads, and call the callbacks."""

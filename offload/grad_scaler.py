@@ -40,10 +40,9 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled and _has_fp16_gradients(optimizer):
             raise UnsupportedParameterError(
-                "unscale_() cannot hold unscaled fp16 gradients without losing the small ones: "
-                "step() unscales them in FP32. To clip them, call "
-                "scaler.clip_grad_norm_(optimizer, max_norm) in place of unscale_() and "
-                "torch.nn.utils.clip_grad_norm_()"
+                "unscale_() would lose small fp16 gradients, so step() unscales them in FP32 "
+                "instead. To clip them, call scaler.clip_grad_norm_(optimizer, max_norm) in place "
+                "of unscale_() and torch.nn.utils.clip_grad_norm_()"
             )
         super().unscale_(optimizer)
 

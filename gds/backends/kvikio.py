@@ -260,7 +260,7 @@ class KvikioBackend(PosixBackend):
             if compat is None:
                 compat = library.open(path, fd, writable=writable, compat=True)
             if not compat.is_direct_io_supported():
-                used = Used("compat", f"{used.reason}; KvikIO goes through the page cache here")
+                used = Used("compat", f"{used.reason}; KvikIO uses the page cache for this file")
             handles[direction] = Opened(used, compat)
         return handles
 
@@ -303,7 +303,7 @@ class KvikioBackend(PosixBackend):
         try:
             handle = library.open(path, fd, writable=writable, compat=False)
         except StorageError as error:
-            return None, f"cuFile does not take this file: {error.strerror}"
+            return None, f"cuFile does not accept this file: {error.strerror}"
         if refusal := library.why_untold():
             handle.close()
             return None, refusal
@@ -332,7 +332,7 @@ class KvikioBackend(PosixBackend):
         except RuntimeError as error:
             warnings.warn(
                 f"cuFile does not register {memory.nbytes} bytes of device memory ({error}): "
-                "transfers are copied within the device, and are slower",
+                "transfers use an extra copy within the device, and are slower",
                 RegistrationRefused,
                 stacklevel=4,
             )

@@ -197,7 +197,7 @@ class _DeviceTransfer:
         if self._direction == "read" and end > self._file.size_bytes:
             raise ShortReadError(
                 errno.ENODATA,
-                f"{self} from a file of {self._file.size_bytes}",
+                f"{self} from a file of {self._file.size_bytes} bytes",
                 self._file.path,
                 offset=self._offset,
             )
@@ -241,7 +241,7 @@ class _DeviceTransfer:
                 if is_end_of_file(error):
                     raise ShortReadError(
                         errno.ENODATA,
-                        f"{self} when the file ended,",
+                        f"{self} before the file ended,",
                         self._file.path,
                         offset=self._offset,
                     ) from error

@@ -158,13 +158,16 @@ class Library:
         """
         wanted = os.environ.get("CUFILE_ALLOW_COMPAT_MODE", "")
         if wanted.strip().lower() in _TRUE:
-            return f"CUFILE_ALLOW_COMPAT_MODE={wanted} lets cuFile copy through the host untold"
+            return (
+                f"CUFILE_ALLOW_COMPAT_MODE={wanted} lets cuFile copy through the host without "
+                "reporting it"
+            )
         try:
             allowed = require("kvikio.cufile_driver").get("allow_compat_mode")
         except RuntimeError as error:
-            return f"cuFile does not say whether it may copy through the host: {error}"
+            return f"cuFile does not report whether it may copy through the host: {error}"
         if allowed:
-            return "cuFile was loaded before with allow_compat_mode, and may copy through the host"
+            return "cuFile was already loaded with allow_compat_mode, and may copy through the host"
         return ""
 
     @contextlib.contextmanager

@@ -222,7 +222,7 @@ class MemoryBackend(Closing):
                 raise LockHeldError(errno.EWOULDBLOCK, f"take {kind} lock: it is held", path)
             return MemoryLock(
                 node,
-                named=partial(self._named, "look at the lock", path),
+                named=partial(self._named, "check the lock", path),
                 shared=shared,
                 held=self._held,
                 guard=self._lock,

@@ -165,7 +165,7 @@ class PosixNames:
                     return held
                 # The path was renamed or removed between open and lock: another object is locked.
                 os.close(fd)
-        raise StorageError(errno.EBUSY, "lock: the name is being replaced all the time", path)
+        raise StorageError(errno.EBUSY, "lock: another process keeps replacing this path", path)
 
     def free_bytes(self, directory: str) -> int:
         """Return the free bytes of the directory's file system for an unprivileged user."""
@@ -200,7 +200,7 @@ class FileLock:
 
     def is_current(self) -> bool:
         """Return whether the path still names the locked object; False after `release`."""
-        with reporting("look at the lock", self.path):
+        with reporting("check the lock", self.path):
             return self._fd >= 0 and _same_file(self._fd, self.path)
 
     def release(self) -> None:

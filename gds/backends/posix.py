@@ -79,7 +79,10 @@ class PosixBackend(Closing, PosixNames):
         """
         super().__init__()
         if hybrid and direct is False:
-            raise ValueError("hybrid chooses between direct and buffered, and direct=False forbids")
+            raise ValueError(
+                "hybrid chooses between direct and buffered I/O, so it cannot be combined with "
+                "direct=False: pass one of the two"
+            )
         self.hybrid = (
             Hybrid(hybrid if isinstance(hybrid, HybridPolicy) else None) if hybrid else None
         )
@@ -342,7 +345,7 @@ class PosixBackend(Closing, PosixNames):
         """Warn once that transfers are buffered; raises `StorageError` if `direct` is True."""
         if self._wanted:
             raise StorageError(
-                errno.EOPNOTSUPP, f"direct=True, but there is no direct I/O here: {reason}", path
+                errno.EOPNOTSUPP, f"direct=True, but direct I/O is not available: {reason}", path
             )
         with self._lock:
             warned, self._warned = self._warned, True

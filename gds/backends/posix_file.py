@@ -254,8 +254,8 @@ class PosixFile(Closing):
         """
         if buffer.kind == "device":
             raise TypeError(
-                f"{direction} {self.path!r}: the posix backend moves host memory only, not "
-                f"memory of a device; copy through a buffer of allocate()"
+                f"{direction} {self.path!r}: the posix backend transfers host memory only, not "
+                "device memory; copy through a buffer from allocate()"
             )
         parts = cut(offset, buffer.nbytes, self._backend.request_bytes)
         return [partial(self._move, direction, buffer, offset, anew, part) for part in parts]

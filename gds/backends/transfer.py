@@ -119,7 +119,7 @@ def check_request(
     if offset + nbytes > size_bytes:
         raise StorageError(
             errno.EFBIG,
-            f"write of {nbytes} bytes would leave the file, which has {size_bytes},",
+            f"write of {nbytes} bytes (past the end of the file, which has {size_bytes})",
             path,
             offset=offset,
         )
@@ -239,7 +239,7 @@ class Descriptors:
             raise
         except _EndOfFileError:
             raise ShortReadError(
-                errno.ENODATA, f"{request} when the file ended,", path, offset=offset
+                errno.ENODATA, f"{request} before the file ended,", path, offset=offset
             ) from None
         except OSError as error:
             raise StorageError(
@@ -338,7 +338,7 @@ class _Request:
             if moved == 0 and self.direction == "read":
                 raise _EndOfFileError
             if moved == 0:
-                raise OSError(errno.EIO, "the kernel took nothing")
+                raise OSError(errno.EIO, "the kernel wrote 0 bytes")
             self.done += moved
 
     def move_direct(self, fd: int, stop: int) -> None:

@@ -163,7 +163,7 @@ def fio_arguments(workload: Workload, name: str, engine: str) -> list[str]:
     elif workload.path == "buffered":
         share = workload.num_requests // in_kernel * workload.size
         if not share:
-            raise FioError("there are fewer requests than threads: nothing to compare")
+            raise FioError("there are fewer requests than threads, so nothing can be compared")
         shape = [
             "--direct=0",
             "--ioengine=psync",

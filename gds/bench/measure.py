@@ -316,13 +316,13 @@ def check_allowed(workload: Workload, target: Target, *, verify: bool) -> None:
         return
     if workload.writes:
         raise RefusedError(
-            f"{target.path} is not ours, and gds bench only reads such files: name a directory, "
-            "and a scratch file is made there"
+            f"{target.path} was not made by gds bench, which only reads such files: to write, "
+            "name a directory, in which a scratch file is made"
         )
     if verify:
         raise RefusedError(
-            f"nobody knows what {target.path} should hold: --verify takes a directory, where a "
-            "scratch file is made"
+            f"--verify cannot check {target.path}, whose expected content is unknown: name a "
+            "directory, in which a scratch file is made"
         )
 
 

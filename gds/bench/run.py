@@ -162,8 +162,8 @@ def _check_paths(plan: Plan, make: OpenBackend) -> None:
         found = probe.direct_io(plan.place)
         if not found.supported:
             raise RefusedError(
-                f"no direct I/O in {plan.place} ({found.reason}): --path buffered measures the "
-                "page cache and what is behind it"
+                f"no direct I/O in {plan.place} ({found.reason}): pass --path buffered to measure "
+                "the page cache together with the drive"
             )
 
 
@@ -204,22 +204,27 @@ def _remarks(report: Report) -> list[str]:
     found = []
     if report.verify:
         found.append(
-            "Every block that was read was compared with what was written there: all were right. "
-            "The comparison took processor time; measure speed without --verify."
+            "Every block that was read was compared with the data that had been written: all were "
+            "correct. The comparison took CPU time; measure speed without --verify."
         )
     runs = [(point.workload, run) for point in report.points for run in point.runs]
     if any(not run.direct and (run.cached_before or 0) > 0.5 for w, run in runs if w.reads):
-        found.append("Reads came from the page cache in part or wholly: no drive was measured.")
+        found.append(
+            "Some or all reads came from the page cache: their speed is not that of the drive."
+        )
     if any(not run.direct for workload, run in runs if workload.writes):
         found.append("Writes through the page cache are not on the drive before the sync.")
     of_gpu = [run for workload, run in runs if PATHS[workload.path].memory == "device"]
     if of_gpu:
         found.append(
-            "PCIe: what the GPU received (rx) and sent (tx), in GB/s, as NVML samples it, whoever "
-            "moved it. Copy engines themselves have no counter there."
+            "PCIe: GB/s that the GPU received (rx) and sent (tx), as sampled by NVML, including "
+            "the traffic of other processes. NVML has no counters of the copy engines alone."
         )
         reasons = dict.fromkeys(run.pcie_reason for run in of_gpu if run.pcie_reason)
-        found += [f"PCIe not readable: {reason}." for reason in reasons]
+        found += [f"PCIe traffic could not be read: {reason}." for reason in reasons]
     if any(PATHS[w.path].memory == "host" and w.cache == "as-is" for w, _ in runs):
-        found.append("The page cache was left as it was: see how much of the file it held.")
+        found.append(
+            'The page cache was left as it was: the entry "page cache" shows how much of the file '
+            "it held."
+        )
     return found

@@ -86,6 +86,6 @@ class Stamps:
             self.fill(memoryview(claimed), offset, one)
             if found.tobytes() == claimed:
                 if offset != int(right[0]):
-                    return f"holds what was written for byte {offset}"
-                return f"is from write {generation} of it, and {int(right[1])} was the last"
+                    return f"holds the data of byte {offset}"
+                return f"holds write {generation} of it, but {int(right[1])} was the last"
         return f"differs in {int(np.count_nonzero(found != right))} of {_WORDS} words"

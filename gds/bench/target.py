@@ -166,11 +166,14 @@ def target_at(
     mount = probe.mount_of(place)
     if mount.volatile and not allow_volatile:
         raise RefusedError(
-            f"{place} is in memory ({mount.filesystem}), and a drive is to be measured; "
-            "--allow-volatile measures it all the same"
+            f"{place} is in memory ({mount.filesystem}), not on a drive: name a directory on a "
+            "drive, or pass --allow-volatile to measure memory"
         )
     if mount.remote:
-        say(f"{place}: {probe.describe_remote(mount.filesystem)}. Its speed is measured, too")
+        say(
+            f"{place}: {probe.describe_remote(mount.filesystem)}. The measurement includes the "
+            "speed of that service"
+        )
     if not fills_directory:
         target = Target(place, made=False, seed=seed)
         with contextlib.closing(target):
@@ -179,7 +182,7 @@ def target_at(
         return
     _check_size(file_bytes, place, allow_small=allow_small)
     if file_bytes % ALIGNMENT:
-        raise RefusedError(f"the file size {file_bytes} is no multiple of {ALIGNMENT} bytes")
+        raise RefusedError(f"the file size {file_bytes} is not a multiple of {ALIGNMENT} bytes")
     _check_space(place, file_bytes)
     path = os.path.join(place, f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}")
     with _created(path, place, file_bytes, seed, say) as target:
@@ -240,8 +243,9 @@ def _check_size(nbytes: int, place: str, *, allow_small: bool) -> None:
     """Raise `RefusedError` if a file is too small, unless small files are allowed."""
     if nbytes < LEAST_FILE_BYTES and not allow_small:
         raise RefusedError(
-            f"{place}: a file of {nbytes / (1 << 20):g} MiB is so small that caches of the drive "
-            f"would be measured: take at least {LEAST_FILE_BYTES >> 20} MiB, or --allow-small"
+            f"{place}: a file of {nbytes / (1 << 20):g} MiB may fit into the cache of the drive, "
+            f"which would be measured instead: use at least {LEAST_FILE_BYTES >> 20} MiB, or pass "
+            "--allow-small"
         )
 
 
@@ -252,6 +256,6 @@ def _check_space(directory: str, file_bytes: int) -> None:
     free = space.f_bavail * space.f_frsize
     if file_bytes > free * 0.9:
         raise RefusedError(
-            f"{directory}: {file_bytes >> 20} MiB are needed and {free >> 20} MiB are free: take "
-            "a smaller --file-size"
+            f"{directory}: {file_bytes >> 20} MiB are needed, but only {free >> 20} MiB are free: "
+            "use a smaller --file-size"
         )

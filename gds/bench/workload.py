@@ -79,8 +79,8 @@ class Workload:
                 raise RefusedError(f"{name} is {value!r}, not one of {', '.join(known)}")
         if self.size < ALIGNMENT or self.size % ALIGNMENT:
             raise RefusedError(
-                f"size is {self.size} bytes: requests are multiples of {ALIGNMENT}, which is what "
-                "direct I/O takes everywhere"
+                f"size is {self.size} bytes, not a multiple of {ALIGNMENT}, which direct I/O "
+                "requires"
             )
         if self.size > self.file_bytes:
             raise RefusedError(
@@ -92,12 +92,12 @@ class Workload:
         if self.in_flight * self.size > _MOST_BUFFER_BYTES:
             raise RefusedError(
                 f"{self.in_flight} requests of {self.size} bytes need buffers of more than "
-                f"{_MOST_BUFFER_BYTES >> 30} GiB: take a smaller size or depth"
+                f"{_MOST_BUFFER_BYTES >> 30} GiB: use a smaller size or depth"
             )
         if not 1 <= self.mix <= 99:
             raise RefusedError(f"mix is {self.mix} per cent of reads, not 1 to 99")
         if self.passes < 1 or self.seconds < 0:
-            raise RefusedError("passes is at least 1, and seconds is not negative")
+            raise RefusedError("passes must be at least 1, and seconds must not be negative")
 
     @property
     def in_flight(self) -> int:
@@ -142,7 +142,7 @@ def parse_size(text: str) -> int:
     """
     found = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None:
-        raise RefusedError(f"{text!r} is no size: write 4096, 64K, 1M or 1G")
+        raise RefusedError(f"{text!r} is not a size: write 4096, 64K, 1M or 1G")
     return int(found[1]) * _UNITS[found[2].upper()]
 
 
@@ -163,7 +163,9 @@ def parse_sweep(text: str) -> tuple[str, list[Any]]:
     first, dots, last = values.partition("..")
     if name in _WORDS:
         if dots:
-            raise RefusedError(f"--sweep {text}: {name} has no order: list values with commas")
+            raise RefusedError(
+                f"--sweep {text}: {name} takes no range: list its values with commas"
+            )
         return name, [value.strip() for value in values.split(",")]
     parse = _NUMBERS[name]
     if not dots:
@@ -191,7 +193,7 @@ def expand(base: Workload, sweeps: Sequence[tuple[str, list[Any]]]) -> list[Work
     """
     names = [name for name, _ in sweeps]
     if len(set(names)) < len(names):
-        raise RefusedError("--sweep varies the same thing twice")
+        raise RefusedError("--sweep is given twice for the same setting")
     points = list(itertools.product(*(values for _, values in sweeps)))
     if len(points) > _MOST_POINTS:
         raise RefusedError(f"the sweeps have {len(points)} points, more than {_MOST_POINTS}")
@@ -201,7 +203,7 @@ def expand(base: Workload, sweeps: Sequence[tuple[str, list[Any]]]) -> list[Work
 def _count(text: str) -> int:
     """Return a whole number; raises `RefusedError` if the text is none."""
     if not text.strip().isdecimal():
-        raise RefusedError(f"{text!r} is no number")
+        raise RefusedError(f"{text!r} is not a whole number")
     return int(text)
 
 

@@ -14,8 +14,8 @@ from typing import Any, Final, Literal, Protocol
 from gds.errors import RefusedError
 
 REMEDY: Final = (
-    "in a checkout of ssd-offload, which is on no package index, run "
-    "pip install --constraint constraints-gpu.txt '.[gpu]'"
+    "run pip install --constraint constraints-gpu.txt '.[gpu]' in a checkout of ssd-offload, "
+    "which is not on a package index"
 )
 """Command that installs the packages that move GPU memory."""
 
@@ -58,15 +58,16 @@ def require(module: str) -> Any:
     """
     if refusal := no_driver():
         raise RefusedError(
-            f"memory of a GPU cannot be used: there is no CUDA driver ({refusal}); install it, or "
-            "in a container run with --gpus all. Host memory needs none: use PosixBackend"
+            f"GPU memory cannot be used, because no CUDA driver is usable ({refusal}): install "
+            "the driver, or start the container with --gpus all. For host memory alone, use "
+            "PosixBackend"
         )
     try:
         return importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
         # OSError, RuntimeError: the module loads a CUDA library, such as cuFile, that is missing.
         raise RefusedError(
-            f"memory of a GPU is moved with {module}, which cannot be imported "
+            f"GPU memory is transferred with {module}, which cannot be imported "
             f"({' '.join(str(error).split())}): {REMEDY}"
         ) from error
 
@@ -105,8 +106,9 @@ class Cuda:
         except RuntimeError as error:
             which = "no GPU can be used" if device is None else f"GPU {device} cannot be used"
             raise RefusedError(
-                f"{which}: {error}; nvidia-smi says which there are, and CUDA_VISIBLE_DEVICES "
-                "hides some. Host memory needs none: use PosixBackend"
+                f"{which}: {error}; nvidia-smi lists the GPUs of this machine, and "
+                "CUDA_VISIBLE_DEVICES may hide some of them. For host memory alone, use "
+                "PosixBackend"
             ) from error
         self._lock = threading.Lock()
 

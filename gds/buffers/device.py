@@ -163,7 +163,7 @@ class DeviceBuffer(DeviceBytes):
 
     def memoryview(self) -> memoryview:
         """Raise `TypeError`: the host cannot address this memory."""
-        raise TypeError("memory of a device has no view; use upload() and download(), or CuPy")
+        raise TypeError("device memory has no host view; use upload() and download(), or CuPy")
 
     def __repr__(self) -> str:
         return f"DeviceBuffer({self.nbytes} bytes at {self.address:#x})"
@@ -262,8 +262,8 @@ def tensor_buffer(tensor: Any, cuda: Cuda | None = None) -> Buffer:
     """
     if str(tensor.layout) != "torch.strided" or not tensor.is_contiguous():
         raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)} is not contiguous, and a transfer needs one "
-            "range of memory: pass tensor.contiguous(), or its parts"
+            f"a tensor of shape {tuple(tensor.shape)} is not contiguous, but a transfer needs one "
+            "range of memory: pass tensor.contiguous(), or contiguous parts of it"
         )
     tensor = tensor.detach()
     address, nbytes = int(tensor.data_ptr()), int(tensor.numel() * tensor.element_size())
@@ -273,8 +273,8 @@ def tensor_buffer(tensor: Any, cuda: Cuda | None = None) -> Buffer:
             return HostBuffer(0)
         return _TensorMemory(address, nbytes, tensor, is_pinned=bool(tensor.is_pinned()))
     if device != "cuda" or cuda is None or tensor.device.index not in (None, cuda.device):
-        here = "no GPU" if cuda is None else f"cuda:{cuda.device}"
-        raise ValueError(f"a tensor on {tensor.device} cannot be moved by a backend of {here}")
+        here = "without a GPU" if cuda is None else f"of cuda:{cuda.device}"
+        raise ValueError(f"a tensor on {tensor.device} cannot be transferred by a backend {here}")
     return DeviceBuffer(Region(cuda, tensor, address, nbytes), address, nbytes)
 
 

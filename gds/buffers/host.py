@@ -108,8 +108,8 @@ def host_buffer(backend: str, nbytes: int, kind: BufferKind | None) -> HostBuffe
     """
     if kind not in (None, "host"):
         raise RefusedError(
-            f"the {backend} backend has host memory only, and {kind!r} memory was asked for: "
-            "gds.kvikio.KvikioBackend has it, on a machine with a GPU"
+            f"the {backend} backend allocates host memory only, not {kind!r} memory: use "
+            "gds.kvikio.KvikioBackend on a machine with a GPU"
         )
     return HostBuffer(nbytes)
 

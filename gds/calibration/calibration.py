@@ -103,7 +103,7 @@ class Calibration:
             if type(value).__name__ != field.type:
                 raise ValueError(f"{field.name} must be {field.type}, got {value!r}")
             if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
-                raise ValueError(f"{field.name} has {len(value)} characters, not a name's")
+                raise ValueError(f"{field.name} has {len(value)} characters, too many for a name")
         if self.format_version != FORMAT_VERSION:
             raise ValueError(f"format_version is {self.format_version}, not {FORMAT_VERSION}")
         for name in ("read_threads", "write_threads"):
@@ -117,7 +117,7 @@ class Calibration:
         for name in ("read_gbps", "write_gbps", "mixed_gbps"):
             rate = getattr(self, name)
             if not (rate == 0 if self.reason else 0 < rate <= _MOST_GBPS):
-                raise ValueError(f"{name} is {rate}, which is no rate of a drive")
+                raise ValueError(f"{name} is {rate}, which cannot be the rate of a drive")
         dt.datetime.fromisoformat(self.measured)
 
     @property
@@ -182,7 +182,10 @@ def calibrate(directory: str, *, budget_s: float = 1.5, file_bytes: int = 256 * 
         with trials_in(directory, file_bytes, _FILL_SHARE * budget_s) as trials:
             if trials.half_bytes == 0:
                 speed = f"{trials.bytes_per_s / 1e6:.1f} MB/s"
-                reason = f"writing at {speed} here is too slow to compare anything in {budget_s} s"
+                reason = (
+                    f"writes reach {speed}, which is too slow to compare settings within "
+                    f"{budget_s} s"
+                )
                 return _described(directory, DEFAULT, reason=reason)
             rounds = trials.compare(started_s + _COMPARE_SHARE * budget_s)
             chosen = choose(rounds) if rounds else DEFAULT
@@ -244,8 +247,8 @@ def _refusal(directory: str, file_bytes: int) -> str:
     free_bytes = space.f_bavail * space.f_frsize
     if free_bytes < 4 * file_bytes:
         return (
-            f"only {free_bytes // MIB} MiB are free here, less than four times the "
-            f"{file_bytes // MIB} MiB of a scratch file"
+            f"only {free_bytes // MIB} MiB are free, less than four times the {file_bytes // MIB} "
+            "MiB of a scratch file"
         )
     return ""
 
@@ -300,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments of the command; None takes those of the process.
     """
     parser = argparse.ArgumentParser(prog="python -m gds.calibration", description=__doc__)
-    parser.add_argument("directory", help="where to measure; nothing is left there")
+    parser.add_argument("directory", help="directory to measure; no file is left in it")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed = parser.parse_args(arguments)
     try:

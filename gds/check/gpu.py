@@ -189,7 +189,7 @@ def _module(gpu: Gpu) -> Finding:
         return Finding("gpu", "nvidia-fs", gpu.nvidia_fs, "ok")
     why = "the module is not loaded: cuFile would copy through the host"
     if not gpu.p2pdma:
-        return Finding("gpu", "nvidia-fs", "not loaded", "ok", "PCI peer-to-peer stands in for it")
+        return Finding("gpu", "nvidia-fs", "not loaded", "ok", "PCI peer-to-peer is used instead")
     do = "install nvidia-gds and modprobe nvidia-fs; in a container: on the host"
     return Finding("gpu", "nvidia-fs", "not loaded", "missing", why, do)
 
@@ -200,7 +200,7 @@ def _peer(gpu: Gpu) -> Finding:
         return Finding("gpu", "PCI peer-to-peer", "switched on", "ok")
     if gpu.nvidia_fs:
         return Finding("gpu", "PCI peer-to-peer", "off", "ok", "nvidia-fs does not need it")
-    why = f"instead of nvidia-fs: {gpu.p2pdma}"
+    why = f"to use it instead of nvidia-fs: {gpu.p2pdma}"
     return Finding("gpu", "PCI peer-to-peer", "off", "limits", why)
 
 
@@ -247,12 +247,12 @@ def _surroundings(gpu: Gpu) -> Finding:
         if not there
     ]
     if not absent:
-        return Finding("gpu", "surroundings", "/run/udev and /proc/modules are there", "ok")
+        return Finding("gpu", "surroundings", "/run/udev and /proc/modules exist", "ok")
     reasons = []
     if not gpu.udev:
         reasons.append("without /run/udev, KvikIO takes its compatibility mode")
     if not gpu.modules:
-        reasons.append("without /proc/modules, opening a file with cuFile can spin for ever")
+        reasons.append("without /proc/modules, opening a file with cuFile can loop forever")
     do = "" if gpu.udev else "in a container: --volume /run/udev:/run/udev:ro"
     value = f"no {' and no '.join(absent)}"
     return Finding("gpu", "surroundings", value, "limits", "; ".join(reasons), do)
@@ -284,7 +284,7 @@ def _no_p2pdma(system: System, config: Config, *, open_driver: bool) -> str:
         return "it needs NVIDIA's open kernel module"
     wanted = system.environment("CUFILE_USE_PCIP2PDMA")
     on = wanted.lower() in _TRUE if wanted else config.options.get("use_pci_p2pdma") is True
-    return "" if on else "switched on by use_pci_p2pdma in cufile.json or CUFILE_USE_PCIP2PDMA=true"
+    return "" if on else "set use_pci_p2pdma in cufile.json, or CUFILE_USE_PCIP2PDMA=true"
 
 
 def _config(system: System) -> Config:
@@ -347,7 +347,7 @@ def _try_cufile(system: System, storage: Storage, no_driver: str, timeout_s: flo
     reads, writes = said.get("reads") is True, said.get("writes") is True
     reason = _failure(child, said, timeout_s)
     if not reason and not (reads and writes):
-        reason = "it moved other bytes than it should have"
+        reason = "it transferred wrong data"
     return CuFile(reads, writes, reason)
 
 
@@ -376,7 +376,7 @@ def _failure(child: Child, said: dict[str, Any], timeout_s: float) -> str:
     if "error" in said:
         return f"{stage}: {said['error']}"
     if child.status < 0:
-        return f"died of signal {-child.status} in {stage}"
+        return f"was killed by signal {-child.status} in {stage}"
     if child.status or not said.get("done"):
         last = child.error.strip().splitlines()[-1:] or [f"status {child.status}"]
         return f"{stage}: {last[0]}"

@@ -46,8 +46,8 @@ def _kernel(system: System) -> Finding:
         "kernel",
         release,
         "limits",
-        "before 6.1 a kernel does not tell how direct transfers must be aligned: the block size of "
-        "the device is taken, or 4096",
+        "kernels before 6.1 do not report the alignment that direct transfers need: the block "
+        "size of the device is used, or 4096",
     )
 
 
@@ -62,7 +62,7 @@ def _page(system: System) -> Finding:
         f"{size} bytes",
         "limits",
         "files are laid out in blocks of 4096 bytes; KvikIO aligns to pages, so transfers that do "
-        "not start on a page take its slower way",
+        "not start on a page take its slower path",
     )
 
 
@@ -78,7 +78,7 @@ def _huge_pages(system: System) -> Finding:
             what,
             "not known",
             "limits",
-            f"{path} is not there: buffers stay on 4 KiB pages, and direct transfers reach the "
+            f"{path} does not exist: buffers stay on 4 KiB pages, and direct transfers reach the "
             "drive in many small pieces",
         )
     if chosen[1] == "never":

@@ -75,18 +75,18 @@ class Storage:
         """
         kind = self.mount.filesystem
         if not self.direct.found.supported:
-            return f"there is no direct I/O: {self.direct.found.reason}"
+            return f"direct I/O is not available: {self.direct.found.reason}"
         if kind in REMOTE_GDS_FILESYSTEMS:
             return ""
         if kind not in LOCAL_GDS_FILESYSTEMS:
-            return f"{kind} is no file system that it supports (ext4, XFS; some network ones)"
+            return f"{kind} is not a file system that it supports (ext4, XFS; some network ones)"
         if kind == "ext4" and "data=journal" in self.mount.options:
             return "ext4 with data=journal copies all data through the page cache"
         if self.mapped:
-            return f"{self.block} is a device mapper's, which it does not look through"
+            return f"{self.block} is a device-mapper device, whose drives it cannot find"
         if self.drives and not all(drive.nvme for drive in self.drives):
             names = ", ".join(drive.name for drive in self.drives if not drive.nvme)
-            return f"{names} is no NVMe drive"
+            return f"{names} is not an NVMe drive"
         return ""
 
 
@@ -129,15 +129,15 @@ def _filesystem(storage: Storage) -> Finding:
             what,
             value,
             "limits",
-            "it keeps files in memory, or ignores every sync: they are lost at power-off",
+            "it keeps files in memory or ignores every sync, so files are lost at power-off",
             "use a directory on a drive",
         )
     if mount.remote:
         why = probe.describe_remote(mount.filesystem)
-        do = "keep checkpoints, and what must be durable, in a directory on a local drive"
+        do = "keep checkpoints and other data that must be durable in a directory on a local drive"
         return Finding("storage", what, value, "limits", why, do)
     if mount.filesystem == "unknown":
-        why = "/proc/self/mountinfo does not tell which one it is"
+        why = "/proc/self/mountinfo does not show which file system it is"
         return Finding("storage", what, value, "limits", why)
     return Finding("storage", what, value, "ok")
 
@@ -195,21 +195,24 @@ def _virtual(name: str) -> bool:
 def _told(storage: Storage) -> Finding:
     """Return the finding about the alignment that the kernel reports."""
     told = storage.direct.told
-    what = "alignment told"
+    what = "I/O alignment"
     if told is None:
         return Finding(
             "storage",
             what,
             "nothing",
             "limits",
-            "neither kernel (6.1 and newer do) nor file system tells: the block size is taken",
+            (
+                "neither the kernel (6.1 or newer does) nor the file system reports it: the block "
+                "size is used"
+            ),
         )
     if not all(told):
-        why = "the kernel says that files here take no direct transfers"
+        why = "the kernel reports that files here do not support direct I/O"
         return Finding("storage", what, "no direct I/O", "limits", why)
     value = f"memory {told[0]} bytes, offset and length {told[1]} bytes"
     if max(told) > ALIGNMENT:
-        why = f"layouts here align to {ALIGNMENT} bytes, which is not enough"
+        why = f"file layouts of this package align to {ALIGNMENT} bytes, which is not enough"
         return Finding("storage", what, value, "limits", why)
     return Finding("storage", what, value, "ok")
 
@@ -234,9 +237,9 @@ def _gds(storage: Storage) -> Finding:
     """Return the finding about obstacles to GPUDirect Storage in the directory."""
     what, refusal = "GDS here", storage.gds_refusal
     if not refusal:
-        return Finding("storage", what, "nothing speaks against it", "ok")
+        return Finding("storage", what, "nothing found that prevents it", "ok")
     do = "for GDS: ext4 or XFS on a local NVMe drive, mounted with data=ordered"
-    return Finding("storage", what, "no", "limits", f"{refusal}; POSIX I/O is not concerned", do)
+    return Finding("storage", what, "no", "limits", f"{refusal}; POSIX I/O is not affected", do)
 
 
 def _access(storage: Storage) -> Finding:

@@ -39,7 +39,7 @@ class Harness:
 
     def raw(self, backend: Backend, path: str) -> bytes:  # noqa: ARG002
         """Return the bytes of a file without using the backend."""
-        pytest.skip("there is no way around this backend")
+        pytest.skip("files of this backend cannot be read without it")
 
     def make_symlink(self, target: str, path: str) -> None:  # noqa: ARG002
         """Make a symbolic link to `target` at `path`."""

@@ -274,8 +274,8 @@ class Checkpoint:
         self._lock = None
         lock.release()
         warnings.warn(
-            f"{self.path}: never closed; use `with` or call close(), for until then it cannot be "
-            "recycled",
+            f"{self.path}: never closed; use `with` or call close(), because an open checkpoint "
+            "cannot be recycled",
             ResourceWarning,
             source=self,
             stacklevel=2,

@@ -300,19 +300,19 @@ def _check_part(
         )
     if own is None:
         raise CheckpointError(
-            f"{checkpoint}: a part of its state is missing: {path}"
-            f"{'' if path == sealed_as else f' (sealed as {sealed_as})'}. If the drive is not "
-            "mounted, mount it; if the directory has moved, say where it is now: directory=[...] "
-            "of the optimizer takes all directories in their first order, "
-            "open_checkpoint(path, parts=[...]) all but the first"
+            f"{checkpoint}: a part of its state is missing: "
+            f"{path}{'' if path == sealed_as else f' (sealed as {sealed_as})'}. If the drive is "
+            "not mounted, mount it; if the directory has moved, pass its present path: "
+            "directory=[...] of the optimizer takes all directories in their original order, "
+            "open_checkpoint(path, parts=[...]) takes all but the first"
         )
     found = read_part(backend, path)
     if found.digest != reference.digest:
         raise CheckpointError(
             f"{checkpoint}: {path} is not the part that was sealed with it: store "
-            f"{found.store_id}, generation {found.generation}, drive {found.drive}, expected store "
-            f"{manifest.store_id}, generation {manifest.generation}, drive {drive}. It has been "
-            "rewritten since, or another directory was meant"
+            f"{found.store_id}, generation {found.generation}, drive {found.drive}, expected "
+            f"store {manifest.store_id}, generation {manifest.generation}, drive {drive}. It has "
+            "been rewritten since, or this is the wrong directory"
         )
     for name, header in manifest.layout.array_headers[drive].items():
         check_header(backend, f"{path}/{array_file_name(name)}", header)

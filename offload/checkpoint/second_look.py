@@ -26,7 +26,7 @@ _log = logging.getLogger("offload")
 _T = TypeVar("_T")
 
 _ADVICE = (
-    "the drive holds what was written; look at the memory, the cables and the drive of this machine"
+    "the data on the drive is correct; check the memory, the cables and the drive of this machine"
 )
 
 
@@ -68,8 +68,8 @@ def look_again(
             f"{'' if second == found else f'; of a second read it is {second}'}"
         )
     _log.warning(
-        "%s: bytes %d to %d: one read returned something else (digest %s) than a second one "
-        "(digest %s, as expected): %s",
+        "%s: bytes %d to %d: one read returned other data (digest %s) than a second one (digest "
+        "%s, as expected): %s",
         file.path,
         offset,
         offset + nbytes,
@@ -108,8 +108,7 @@ def read_document(
     except refused:
         raise first from None
     _log.warning(
-        "%s: one read returned something else (BLAKE2b %s) than a second one (%s), which is valid: "
-        "%s",
+        "%s: one read returned other data (BLAKE2b %s) than a second one (%s), which is valid: %s",
         file.path,
         _digest(data),
         _digest(again),

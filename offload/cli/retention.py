@@ -152,8 +152,9 @@ def show_lost_pins(store: str, found: Sequence[CheckpointInfo]) -> None:
         typer.secho(reason, fg="red", err=True)
     for lost in lost_pins:
         typer.secho(
-            f"pin {lost.name} is of {lost.checkpoint}, generation {lost.generation}, which is not "
-            "there any more",
+            f"pin {lost.name}: its checkpoint {lost.checkpoint} of generation {lost.generation} "
+            f"no longer exists; remove the pin with offload unpin {directory} "
+            f"{lost.name}",
             fg="red",
             err=True,
         )
@@ -198,7 +199,9 @@ def _show_pruned(report: PruneReport, *, dry_run: bool) -> None:
     for removed in (*report.checkpoints, *report.leftovers):
         typer.echo(f"{removed.path}: {verb}, {size(removed.bytes)}")
     for path in report.being_read:
-        typer.secho(f"{path}: being read, and left; prune again later", fg="yellow")
+        typer.secho(
+            f"{path}: not removed, because it is being read; prune again later", fg="yellow"
+        )
     for path, reason in report.refused:
         typer.secho(f"{path}: not usable, and left alone: {reason}", fg="yellow")
     for path, reason in report.unnamed:
@@ -207,5 +210,5 @@ def _show_pruned(report: PruneReport, *, dry_run: bool) -> None:
     typer.echo(f"{size(report.bytes)} {verb}; kept: {kept}")
     if report.checkpoints and not report.verified:
         typer.echo(
-            "the content of what is kept was not read (offload prune --verify reads it first)"
+            "the checkpoints that are kept were not read (offload prune --verify reads them first)"
         )

@@ -111,7 +111,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
             for result in work.results:
                 _show(result, mark=quarantine)
             for name in work.recycled:
-                typer.echo(f"{one_line(name)}: recycled meanwhile, and not checked")
+                typer.echo(f"{one_line(name)}: recycled in the meantime, so it was not checked")
         if not ok:
             raise typer.Exit(1)
 
@@ -146,7 +146,7 @@ class _Work:
         unlisted: list[OSError] = []
         stores = list(_stores_below(directory, unlisted))
         if not stores and not unlisted:
-            raise CheckpointError(f"{directory}: there is no store here, nor below")
+            raise CheckpointError(f"{directory}: no store in this directory or below it")
         for error in unlisted:
             name = os.fsdecode(error.filename or directory)
             self.results.append(_Verified(name, unreadable=[f"{name}: {error.strerror}"]))
@@ -277,12 +277,13 @@ def _show(result: _Verified, *, mark: bool) -> None:
     places = one_line(", ".join(result.recorded))
     options = one_line(part_options(result.recorded))
     if result.problems:
-        marked = "; marked, so that nobody uses it" if result.quarantined else ""
+        marked = "; marked as damaged, so that no reader uses it" if result.quarantined else ""
         if mark and not marked and places:
             marked = (
-                f"; not marked, because only its manifest says that the rest of it is in {places}, "
-                "and of a copy these are the original's directories. If they are its own, add "
-                f"{options}; otherwise say in the same way where its own are"
+                f"; not marked, because its other directories ({places}) are known from its "
+                "manifest only, and the manifest of a copy names the directories of the original. "
+                f"If they belong to this checkpoint, add {options}; otherwise add the same "
+                "options with its own directories"
             )
         typer.secho(f"{name}: damaged{marked}", fg="red")
     elif result.unreadable:
@@ -290,8 +291,9 @@ def _show(result: _Verified, *, mark: bool) -> None:
     elif result.quarantined:
         lifting = f"offload verify --quarantine {options}".rstrip()
         typer.secho(
-            f"{name}: {size(result.bytes_checked)}, all as written, and yet quarantined: "
-            f"{lifting} lifts that{', if its own directories are meant' if places else ''}",
+            f"{name}: {size(result.bytes_checked)}, all as written, but still quarantined: "
+            f"{lifting} lifts the "
+            f"quarantine{', if these directories are its own' if places else ''}",
             fg="yellow",
         )
     else:

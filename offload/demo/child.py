@@ -75,8 +75,8 @@ class Child:
         status = self._process.wait()
         if status != 0:
             raise DemoError(
-                f"the training process ended with status {status}; it said last:\n"
-                f"{self._last_words()}"
+                f"the training process ended with status {status}; its last "
+                f"output:\n{self._last_words()}"
             )
 
     def wait_stopped(self) -> None:

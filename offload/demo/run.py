@@ -90,7 +90,10 @@ def run_demo(
     scenario = SCENARIOS[model]
     total = scenario.steps if steps is None else steps
     if total < 4:
-        raise DemoError(f"--steps {total}: the demo needs at least 4, to be killed between two")
+        raise DemoError(
+            f"--steps {total}: the demo needs at least 4, so that the training can be killed "
+            "between two checkpoints"
+        )
     every = min(scenario.every, total // 2)
     require_modules(scenario)
     store = _prepare(directory, scenario)
@@ -125,7 +128,7 @@ def run_demo(
         report.show(console)
         raise DemoError(
             f"the losses of steps {different} differ after the resume: this is a bug of offload; "
-            f"the store is kept at {store}, what the processes said is in {log}"
+            f"the store is kept at {store}, and the output of the processes is in {log}"
         )
     return report
 
@@ -154,9 +157,9 @@ def _prepare(directory: str, scenario: Scenario) -> str:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise DemoError(
-            f"{directory} has {size(free)} free and the demo with {scenario.title} needs "
+            f"{directory} has {size(free)} free, but the demo with {scenario.title} needs "
             f"{size(needed)}: {_SLOTS} times the training state, and once more for torch.save; "
-            "name a --directory on another disk, or take --model tiny"
+            "name a --directory on another disk, or pass --model tiny"
         )
     return os.path.join(directory, "store")
 
@@ -180,8 +183,8 @@ def _train_and_kill(
             raise DemoError(f"the training process ended with status {status}, not by SIGKILL")
         return record, _killed(store, event["step"])
     raise DemoError(
-        f"the training process finished before it could be killed in the middle of step "
-        f"{kill_step} or later; take more --steps"
+        "the training process finished before it could be killed in the middle of step "
+        f"{kill_step} or later; pass a larger --steps"
     )
 
 

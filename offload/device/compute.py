@@ -132,9 +132,9 @@ class CudaCompute:
         tensor = torch.as_tensor(buffer, device=self.device)
         if tensor.data_ptr() != buffer.address:  # torch has copied it from another device
             raise ValueError(
-                f"the backend allocates memory of another device than {self.device}, where the "
-                "parameters are: make it with KvikioBackend(device=...), or with that device as "
-                "the current one"
+                f"the backend allocates memory on another device than {self.device}, which holds "
+                "the parameters: construct it with KvikioBackend(device=...), or with that device "
+                "as the current one"
             )
         return tensor
 

@@ -49,7 +49,7 @@ class FlatTensors:
     def _flatten(self, index: int) -> torch.Tensor:
         tensor = self._tensors[index]
         if tensor is None:
-            raise RuntimeError(f"tensor {index} is asked for, but there is none")
+            raise RuntimeError(f"tensor {index} was requested, but this pass has no such tensor")
         # reshape returns a view if one exists, and a copy otherwise
         flat = tensor.detach().reshape(-1)
         if self._writable:

@@ -248,7 +248,7 @@ class CrossingTensors(FlatTensors):
     def _tensor(self, index: int) -> torch.Tensor:
         tensor = self._tensors[index]
         if tensor is None:
-            raise RuntimeError(f"tensor {index} is asked for, but there is none")
+            raise RuntimeError(f"tensor {index} was requested, but this pass has no such tensor")
         return tensor
 
     def _flat_of(self, index: int) -> torch.Tensor:

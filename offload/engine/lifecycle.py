@@ -89,7 +89,7 @@ class Lifecycle:
             )
         if newest is None:
             return "there is no checkpoint yet: construct model and optimizer again"
-        return f"{how_to_resume()} to go on from {newest.path}"
+        return f"{how_to_resume()} to continue from {newest.path}"
 
     def require_alive(self) -> None:
         """Raise `OffloadError` if it is closed, or was made in another process."""

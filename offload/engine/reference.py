@@ -145,7 +145,7 @@ def find_referenced(store: Store, wanted: Position, present: Position) -> Stored
     if checkpoint is not store.newest:
         raise MismatchError(
             f"load_state_dict() got a reference to {wanted}, and {store.directory} has newer "
-            f"checkpoints: to give them up, call restore({wanted.step}, discard_newer=True)"
+            f"checkpoints: to withdraw them, call restore({wanted.step}, discard_newer=True)"
         )
     return checkpoint
 
@@ -166,8 +166,8 @@ def find_sealed(store: Store, wanted: Position, present: Position) -> StoredChec
     at = f"load_state_dict() got a reference to {wanted}"
     if not wanted.step and not wanted.sealed:
         raise MismatchError(
-            f"{at}, which was taken before the first step of another optimizer: it names no state "
-            f"that there ever was. This optimizer is at {present}, in {store.directory}"
+            f"{at}, which was taken before the first step of another optimizer, so no state "
+            f"belongs to it. This optimizer is at {present}, in {store.directory}"
         )
     if not wanted.sealed:  # checked first: a store without checkpoints has no lasting identity
         raise MismatchError(_never_sealed(store, wanted, present, usable))
@@ -180,7 +180,7 @@ def find_sealed(store: Store, wanted: Position, present: Position) -> StoredChec
             "that the reference was made in, or call restore() to continue from the newest "
             "checkpoint of this one"
         )
-        raise MismatchError(f"{at}, and {store.directory} {other}")
+        raise MismatchError(f"{at}, but {store.directory} {other}")
     for checkpoint in usable:
         manifest = checkpoint.manifest
         if (manifest.step, manifest.generation) == (wanted.step, wanted.generation):
@@ -189,8 +189,9 @@ def find_sealed(store: Store, wanted: Position, present: Position) -> StoredChec
         names = [f"step {c.manifest.step} (generation {c.manifest.generation})" for c in usable]
         raise MismatchError(
             f"{at}; this optimizer is at {present}, and its store {store.directory} has "
-            f"{', '.join(names) or 'no checkpoint'}. What was referred to has been withdrawn, or "
-            "sealing it failed: call restore() to continue from the newest checkpoint"
+            f"{', '.join(names) or 'no checkpoint'}. The state that it refers to has been "
+            "withdrawn, or sealing it failed: call restore() to continue from the newest "
+            "checkpoint"
         )
     return checkpoint
 
@@ -206,7 +207,7 @@ def _never_sealed(
         if (c.manifest.store_id, c.manifest.step, c.manifest.generation) == named
     ]
     if later:
-        fate = f". It cannot be told whether {later[0]}, sealed later, is the same state"
+        fate = f". It is not known whether {later[0]}, sealed later, is the same state"
     elif wanted.run == present.run:
         fate = f", and the optimizer is at step {present.step} now"
     else:

@@ -75,9 +75,9 @@ def choose_checkpoint(
         )
     if found is not newest and found is not None and not discard_newer:
         raise MismatchError(
-            f"{found.path} is not the newest checkpoint of its store; training on from it means "
-            "giving up those after it: pass discard_newer=True to withdraw them. To look at it "
-            "only, use open_checkpoint or load_parameters."
+            f"{found.path} is not the newest checkpoint of its store; to train on from it, pass "
+            "discard_newer=True, which withdraws the newer ones. To only read it, use "
+            "open_checkpoint or load_parameters."
         )
     return found
 
@@ -105,7 +105,7 @@ def give_up_damaged(
     if which is not None or newest is None:
         return None
     warnings.warn(
-        f"{error}. {damaged.path} is quarantined; going on from the one before it, {newest.path}",
+        f"{error}. {damaged.path} is quarantined; continuing from the one before it, {newest.path}",
         RuntimeWarning,
         stacklevel=4,
     )
@@ -228,9 +228,10 @@ def _not_given(
             continue
         if parameter.requires_grad and (manifest.order is None or spec.name in were_given):
             raise MismatchError(
-                f"{path}: parameter {spec.name!r} has optimizer state there and requires gradients "
-                "here, and was not given to this optimizer. Construct it with that parameter, too, "
-                "or freeze the parameter (requires_grad_(False)): then its state is kept for later"
+                f"{path}: parameter {spec.name!r} has optimizer state in the checkpoint and "
+                "requires gradients now, but was not given to this optimizer. Construct it with "
+                "that parameter, too, or freeze the parameter (requires_grad_(False)): then its "
+                "state is kept for later"
             )
         check_parameter(spec.name, parameter)
         dtype = DTYPE_CODES[parameter.dtype]

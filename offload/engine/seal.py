@@ -210,8 +210,8 @@ class Seal:
                 checkpoint = self._seal()
         except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
             failure = SealError(
-                f"sealing step {self.handle.step} failed, so it is not a checkpoint; those made "
-                f"before are untouched: {reason_of(error)}"
+                f"sealing step {self.handle.step} failed, so it is not a checkpoint; earlier "
+                f"checkpoints are untouched: {reason_of(error)}"
             )
             failure.__cause__ = error
             # After a failed write the content of the file is unknown, and data read back from it

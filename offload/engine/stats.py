@@ -184,8 +184,8 @@ class Stats:
         ]
         if self.outside_s:
             lines.append(
-                f"outside steps: {duration(self.outside_s)} of waiting for seals, and of reading "
-                "or replacing the state"
+                f"outside steps: {duration(self.outside_s)} waiting for seals, and reading or "
+                "replacing the state"
             )
         rates = {"read": self.read_gbps, "written": self.write_gbps}
         moved = ", ".join(f"{name} {rate(gbps * 1e9)}" for name, gbps in rates.items() if gbps)

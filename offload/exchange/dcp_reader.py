@@ -93,7 +93,7 @@ def read_dcp(path: str) -> Any:
             raise
         what = f"{type(error).__name__} {error}" if isinstance(error, LookupError) else error
         raise CheckpointError(
-            f"{metadata}: cannot be read as that of a distributed checkpoint ({what})"
+            f"{metadata}: cannot be read as the metadata of a distributed checkpoint ({what})"
         ) from error
 
 
@@ -111,7 +111,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
         or len(value) > _MAX_DIMS
         or any(type(n) is not int or not 0 <= n < 1 << 63 for n in value)
     ):
-        raise PickleError(f"{str(value)[:80]} are no sizes")
+        raise PickleError(f"{str(value)[:80]} is not a tuple of sizes")
     return value
 
 
@@ -138,7 +138,7 @@ class _Directory:
         root: dict[Any, Any] = {}
         for key, what in metadata["state_dict_metadata"].items():
             if not isinstance(key, str) or len(key) > _MAX_NAME_BYTES:
-                raise PickleError(f"a name is {str(key)[:80]!r}")
+                raise PickleError(f"a key is not a string: {str(key)[:80]!r}")
             _put(root, names.get(key) or tuple(key.split(".")), self._value(key, what))
         return _with_lists(root)
 
@@ -168,7 +168,9 @@ class _Directory:
                 f"{self.path}: names a file outside its directory: {str(name)[:80]!r}"
             )
         if info.get("transform_descriptors"):
-            raise CheckpointError(f"{self.path}/{name}: compressed, which cannot be read in ranges")
+            raise CheckpointError(
+                f"{self.path}/{name}: the data is compressed, so it cannot be read in ranges"
+            )
         (begin, length) = _sizes((begin, length))
         if name not in self._sizes:
             self._sizes[name] = require_file(f"{self.path}/{name}")
@@ -188,7 +190,7 @@ def _put(root: dict[Any, Any], names: Any, value: Any) -> None:
     for name in names[:-1]:
         at = at.setdefault(name, {})
         if not isinstance(at, dict):
-            raise PickleError(f"{str(name)[:80]!r} is a value, and has others in it")
+            raise PickleError(f"{str(name)[:80]!r} is both a value and a parent of other values")
     at[names[-1]] = value
 
 
@@ -233,10 +235,13 @@ class BoxedTensor:
                 o + n <= m for o, n, m in zip(offsets, sizes, self.shape, strict=True)
             )
             if not inside or math.prod(sizes) * dtype.itemsize > region[2] - region[1]:
-                raise CheckpointError(f"{self._key}: a part is not of this tensor")
+                raise CheckpointError(
+                    f"{self._key}: a stored part lies outside the tensor, or its file has too few "
+                    "bytes"
+                )
             self._boxes.append((offsets, sizes, region))
         if sum(math.prod(sizes) for _, sizes, _ in self._boxes) != math.prod(self.shape):
-            raise CheckpointError(f"{self._key}: its parts are not the whole tensor")
+            raise CheckpointError(f"{self._key}: its stored parts do not cover the tensor exactly")
         self._opened: tuple[int, StoredTensor] | None = None
 
     def read(self, start: int, stop: int) -> torch.Tensor:
@@ -281,7 +286,9 @@ class BoxedTensor:
                 sizes,
                 self.dtype,
             ):
-                raise CheckpointError(f"{self._key}: a part is not the tensor that it should be")
+                raise CheckpointError(
+                    f"{self._key}: a stored part has another shape or dtype than the metadata says"
+                )
             self._opened = (number, found)
         return self._opened[1]
 

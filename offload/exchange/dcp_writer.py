@@ -213,7 +213,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         self, item: WriteItem, source: _Source, start: int, stop: int
     ) -> Iterator[WriteItem]:
         if item.tensor_data is None:
-            raise TypeError(f"{item.index.fqn} is planned as something else than a tensor")
+            raise TypeError(f"{item.index.fqn} is planned as something other than a tensor")
         for offsets, sizes in boxes(source.shape, start, stop):
             first = _flat_index(source.shape, offsets)
             where = (item.index.fqn, offsets)

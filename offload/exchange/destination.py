@@ -24,7 +24,7 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 _TORCHS = ("inline_container", "iostream error", "PytorchStreamWriter")
 """Words that mark a `RuntimeError` as raised by torch's file writer."""
 
-_LEFT_NOTHING = "Nothing is left of it"
+_LEFT_NOTHING = "No partial file is left"
 
 
 @contextmanager
@@ -47,13 +47,15 @@ def appearing(backend: Backend, target: str, needed_bytes: int) -> Iterator[str]
     """
     directory = os.path.dirname(target)
     if backend.stat(directory) is None:
-        raise StoreError(errno.ENOENT, "there is no directory to export into; make it", directory)
+        raise StoreError(
+            errno.ENOENT, "the parent directory of the export does not exist; create it", directory
+        )
     partial = f"{target}.partial"
     for path in (target, partial):
         if _is_there(backend, path):
             raise StoreError(
                 errno.EEXIST,
-                "there is something of this name; remove it, or export elsewhere",
+                "it already exists; remove it, or export elsewhere",
                 path,
             )
     try:
@@ -142,7 +144,7 @@ def _named(
     if error.errno in _FORBIDDEN:
         return StoreError(
             error.errno,
-            f"cannot be written ({os.strerror(error.errno)}): see who may write there (ls -ld), or "
+            f"cannot be written ({os.strerror(error.errno)}): check its permissions (ls -ld), or "
             f"export elsewhere. {_LEFT_NOTHING}",
             directory,
         )
@@ -150,7 +152,7 @@ def _named(
         free = size(backend.free_bytes(directory))
         return StoreFullError(
             error.errno,
-            f"the export needs {size(needed_bytes)} at least, and {free} are free: free some "
+            f"the export needs at least {size(needed_bytes)}, but only {free} are free: free some "
             f"space, or export elsewhere. {_LEFT_NOTHING}",
             target,
         )

@@ -85,8 +85,8 @@ def export_checkpoint(
     except DamagedError as error:
         raise DamagedError(
             f"{error}. Nothing was exported. Run `offload verify --quarantine {checkpoint.path}`, "
-            "which marks this checkpoint as damaged; an export of its store then takes the newest "
-            "of the others"
+            "which marks this checkpoint as damaged; an export of the store then uses the newest "
+            "of the other checkpoints"
         ) from error
 
 
@@ -213,7 +213,7 @@ def _require_stepped(stream: CheckpointStream) -> None:
         if scalars is None:
             raise MismatchError(
                 f"{spec.name!r} has never been stepped, and torch's Adagrad cannot load a state "
-                "dict without its state: use full_state_dict() of the optimizer"
+                "dict without its state: use full_state_dict() of the optimizer instead"
             )
 
 

@@ -87,7 +87,7 @@ def open_foreign(path: str, model: str | None = None) -> Foreign:
             f"{path}: holds neither an optimizer.pt nor the .metadata of a distributed checkpoint"
         )
     if not os.path.exists(path):
-        raise CheckpointError(f"{path}: there is nothing here")
+        raise CheckpointError(f"{path}: no such file or directory")
     _require_torch_file(
         path,
         "a file of torch.save, a directory of Hugging Face's Trainer (checkpoint-<N>), or one of "
@@ -119,8 +119,8 @@ def _from_structure(path: str, found: Any, model: str | None) -> Foreign:
     tensors = next((found[k] for k in _MODEL_KEYS if k in found and found is not optimizer), None)
     if not isinstance(tensors, Mapping):
         raise CheckpointError(
-            f"{path}: no model's state dict in it (one of {', '.join(_MODEL_KEYS)}): say which "
-            "file has it, with --model (model= in Python)"
+            f"{path}: no model's state dict in it (one of {', '.join(_MODEL_KEYS)}): pass the "
+            "file that has it with --model (model= in Python)"
         )
     return _with_tensors(out, tensors)
 

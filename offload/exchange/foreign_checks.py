@@ -116,7 +116,7 @@ def count_of_steps(value: Any, where: str) -> int:
     if not is_number or not 0 <= value <= MAX_STEPS or value != int(value):
         raise CheckpointError(
             f"{where} is {short(value)}, expected a number of optimizer steps from 0 to "
-            f"{MAX_STEPS}: say how many it has seen with --step (step= in Python), if you know"
+            f"{MAX_STEPS}: if you know the number, pass it with --step (step= in Python)"
         )
     return int(value)
 

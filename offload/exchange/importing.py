@@ -234,8 +234,8 @@ def _with_ties(foreign: Foreign, tied: Mapping[str, str]) -> Foreign:
         first, second = foreign.model.get(name), foreign.model.get(alias)
         if first is None or (second is not None and second.shape != first.shape):
             raise MismatchError(
-                f"{foreign.path}: {alias!r} and {name!r} are not the same tensor there: they have "
-                "other shapes, or the second is missing"
+                f"{foreign.path}: {alias!r} and {name!r} cannot be tied: their shapes differ, or "
+                f"the source has no {name!r}"
             )
     model = {name: source for name, source in foreign.model.items() if name not in tied}
     return replace(foreign, model=model, aliases={**foreign.aliases, **tied})
@@ -289,7 +289,7 @@ def _parameter(
     value = foreign.model.get(name_in_model)
     if value is None:
         raise MismatchError(
-            f"{foreign.path}: the optimizer has a parameter {name!r}, and the model has none of "
+            f"{foreign.path}: the optimizer has a parameter {name!r}, but the model has none of "
             "that name"
         )
     wanted = dtype or value.dtype
@@ -329,7 +329,7 @@ def _names(
     if names is not None:
         if len(names) != sum(map(len, members)):
             raise MismatchError(
-                f"{foreign.path}: the optimizer has {sum(map(len, members))} parameters, and "
+                f"{foreign.path}: the optimizer has {sum(map(len, members))} parameters, but "
                 f"{len(names)} names were given"
             )
         rest = iter(names)
@@ -341,10 +341,10 @@ def _names(
     if len(members) == 1 and len(members[0]) == len(foreign.model) and foreign.is_ordered:
         return [list(foreign.model)]
     raise MismatchError(
-        f"{foreign.path}: the optimizer's parameters have numbers only, and which of the model's "
-        f"{len(foreign.model)} tensors they are cannot be told: give their names with --names "
-        "(names= in Python), in the order of the optimizer's groups, or save param_names by "
-        "constructing the optimizer with named_parameters()"
+        f"{foreign.path}: the optimizer's parameters have numbers only, which cannot be matched "
+        f"with the model's {len(foreign.model)} tensors: give their names with --names (names= in "
+        "Python), in the order of the optimizer's groups, or save param_names by constructing the "
+        "optimizer with named_parameters()"
     )
 
 
@@ -355,8 +355,8 @@ def _check_class(foreign: Foreign, index: int, hyper: Mapping[str, Any], rule: U
     if rule.class_name.endswith((".Adam", ".AdamW")) and hyper.get(flag) != expected:
         raise MismatchError(
             f"{foreign.path}: group {index} has {flag}={hyper.get(flag)}, and "
-            f"{rule.optimizer_class.__name__} has {flag}={expected}: import it as the other one "
-            "of Adam and AdamW"
+            f"{rule.optimizer_class.__name__} has {flag}={expected}: pass the other one of Adam "
+            "and AdamW as the class"
         )
 
 

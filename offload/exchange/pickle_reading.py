@@ -136,7 +136,7 @@ class _Machine:
                 self._at += 1
                 operation = operations.get(code)
                 if operation is None:
-                    raise PickleError(f"operation {bytes([code])!r} is none that is read")
+                    raise PickleError(f"operation {bytes([code])!r} is not supported")
                 operation(self)
         except _Stop:
             return self._stack[-1]
@@ -152,7 +152,8 @@ class _Machine:
         self._left -= num_bytes
         if self._left < 0:
             raise PickleError(
-                f"its {len(self._data)} bytes ask for more memory than any such file needs"
+                f"its {len(self._data)} bytes would need more memory than any valid file of this "
+                "kind"
             )
 
     def push(self, value: Any, num_bytes: int) -> None:
@@ -244,7 +245,7 @@ class _Machine:
         """Append values to the list on top of the stack."""
         target = self._stack[-1]
         if type(target) is not list:
-            raise PickleError(f"appends to a {type(target).__name__}")
+            raise PickleError(f"it appends to a {type(target).__name__}")
         self.spend(_ITEM_BYTES * len(items))
         target.extend(items)
 
@@ -252,7 +253,7 @@ class _Machine:
         """Add values to the set on top of the stack."""
         target = self._stack[-1]
         if type(target) is not set:
-            raise PickleError(f"adds to a {type(target).__name__}")
+            raise PickleError(f"it adds to a {type(target).__name__}")
         self.spend(_PAIR_BYTES * len(items))
         for item in items:
             check_key(item)
@@ -262,7 +263,7 @@ class _Machine:
         """Add alternating keys and values to the dict on top of the stack."""
         target = self._stack[-1]
         if type(target) is not dict or len(items) % 2:
-            raise PickleError(f"sets items of a {type(target).__name__}")
+            raise PickleError(f"it sets items of a {type(target).__name__}")
         self.spend(_PAIR_BYTES * (len(items) // 2))
         for at in range(0, len(items), 2):
             check_key(items[at])
@@ -271,10 +272,10 @@ class _Machine:
     def named(self, module: object, name: object) -> None:
         """Push the stand-in for a name."""
         if not isinstance(module, str) or not isinstance(name, str):
-            raise PickleError("a name is no text")
+            raise PickleError("the name of a global is not text")
         found = self._names.get((module, name))
         if found is None:
-            raise PickleError(f"it names {module:.80}.{name:.80}")
+            raise PickleError(f"it refers to the global {module:.80}.{name:.80}")
         self.push(found, 8)
 
     def stack_global(self) -> None:
@@ -286,9 +287,9 @@ class _Machine:
         """Replace a stand-in and a tuple of arguments on the stack by the result of a call."""
         arguments, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, Name) or type(arguments) is not tuple:
-            raise PickleError("calls what is no function")
+            raise PickleError("it calls an object that is not a function")
         if function.call is None:
-            raise PickleError(f"calls {function.text}")
+            raise PickleError(f"it calls {function.text}")
         if function.copies:
             sized = (list, tuple, dict, set, str, bytes)
             self.spend(_PAIR_BYTES * sum(len(a) for a in arguments if isinstance(a, sized)))
@@ -301,7 +302,7 @@ class _Machine:
             target.set_state(state)
             self.spend(_MADE_BYTES)
         elif type(target) is not dict:  # attributes of a dict are not its entries, and are dropped
-            raise PickleError(f"sets attributes of a {type(target).__name__}")
+            raise PickleError(f"it sets attributes of a {type(target).__name__}")
 
     def persistent(self) -> None:
         """Replace a persistent id on the stack by its value."""
@@ -312,7 +313,7 @@ class _Machine:
     def stop(self) -> NoReturn:
         """End the run, if exactly one value is left."""
         if len(self._stack) != 1 or self._marks:
-            raise PickleError("it ends with other than one value")
+            raise PickleError("it does not end with exactly one value")
         raise _Stop
 
     def skip_protocol(self) -> None:

@@ -207,8 +207,8 @@ def read_state_dict(
     for number in (*state_dict["state"], *masters):
         if number not in known:
             raise MismatchError(
-                f"load_state_dict(): there is state of {number!r:.60}, which is in none of the "
-                "dict's param_groups"
+                f"load_state_dict(): it has state of parameter {number!r:.60}, but none of its "
+                "param_groups has that parameter"
             )
     return merged, states
 
@@ -317,9 +317,9 @@ def _check_names(index: int, group: Mapping[str, Any], saved: Mapping[str, Any])
         if own != other:
             raise MismatchError(
                 f"load_state_dict(): parameter {position} of group {index} is {other!r} in the "
-                f"dict and {own!r} here. State goes by position, as in torch: construct the "
-                "optimizer with the parameters in the same order, or remove param_names from the "
-                "dict's groups if only the names have changed"
+                f"dict and {own!r} here. State is assigned by position, as in torch: construct "
+                "the optimizer with the parameters in the same order, or remove param_names from "
+                "the dict's groups if only the names have changed"
             )
 
 

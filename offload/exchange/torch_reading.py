@@ -108,7 +108,7 @@ def read_structure(path: str, start: int = 0, stop: int | None = None) -> Any:
         stop = size if stop is None else stop
         if not 0 <= start <= stop <= size:
             raise CheckpointError(
-                f"{path}: bytes {start} to {stop} are asked for, and it has {size}"
+                f"{path}: bytes {start} to {stop} were requested, but the file has {size}"
             )
         try:
             return _read(file, path, start, stop)
@@ -116,15 +116,15 @@ def read_structure(path: str, start: int = 0, stop: int | None = None) -> Any:
             reason = str(error).removeprefix(f"{path}: ")
             raise CheckpointError(
                 f"{path}: cannot be read as a file of torch.save with tensors and builtins only "
-                f"({reason}). Load it with torch.load where you trust it, and save the state dicts "
-                "again"
+                f"({reason}). If you trust the file, load it with torch.load and save the state "
+                "dicts again"
             ) from error
 
 
 def _read(file: BinaryIO, path: str, start: int, stop: int) -> Any:
     file.seek(start)
     if file.read(min(2, stop - start)) != b"PK":
-        raise PickleError("it is not of the zip format that torch.save writes since version 1.6")
+        raise PickleError("it is not in the zip format that torch.save writes since version 1.6")
     archive = TorchZip(file, path, start, stop)
     order = archive.read("byteorder", _MAX_LABEL_BYTES).strip()
     if order not in (b"", b"little"):
@@ -148,10 +148,10 @@ class _Storages:
             CheckpointError: The archive lacks the data of the storage.
         """
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
-            raise PickleError("a persistent id is that of no storage")
+            raise PickleError("a persistent id does not name a storage")
         _, kind, key, _, num = pid
         if not isinstance(kind, _StorageType) or not isinstance(key, str) or type(num) is not int:
-            raise PickleError("a persistent id is that of no storage")
+            raise PickleError("a persistent id does not name a storage")
         if key not in self._places:
             self._places[key] = self._archive.place(f"data/{key}")
         begin, nbytes = self._places[key]
@@ -269,13 +269,13 @@ def _checked(
 
 def _parameter(data: Any, *_: Any) -> StoredTensor:
     if not isinstance(data, StoredTensor):
-        raise PickleError("a parameter is no tensor")
+        raise PickleError("a parameter is not a tensor")
     return data
 
 
 def _of_type(function: Any, kind: Any, arguments: Any, _: Any) -> Any:
     if not isinstance(function, Name) or function.call is None or type(arguments) is not tuple:
-        raise PickleError("a tensor is made by what is no function")
+        raise PickleError("a tensor is built by an object that is not a function")
     if not isinstance(kind, Name):
         raise PickleError("a tensor of a class of its own, which is not read")
     return function.call(*arguments)
@@ -301,7 +301,7 @@ def _set(items: Any = ()) -> set[Any]:
 
 def _encoded(text: Any, encoding: Any) -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
-        raise PickleError("bytes that are not written as torch writes them")
+        raise PickleError("bytes are not encoded as torch encodes them")
     return text.encode("latin1")
 
 

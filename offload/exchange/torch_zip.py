@@ -63,7 +63,7 @@ class TorchZip:
             self._refuse("it is a TorchScript archive, which holds a program")
         if self._compressed:
             self._refuse(
-                f"its record {self._compressed!r:.80} is compressed, as torch.save never writes it"
+                f"its record {self._compressed!r:.80} is compressed, which torch.save never does"
             )
         prefixes = [name[: -len("data.pkl")] for name in records if name.endswith("/data.pkl")]
         prefixes = [prefix for prefix in prefixes if prefix.count("/") == 1]
@@ -100,7 +100,7 @@ class TorchZip:
             self._refuse(f"it has no record {name!r:.80}")
         begin = self._data_start(record)
         if begin + record.nbytes > self._end:
-            self._refuse(f"its record {name!r:.80} does not end within it")
+            self._refuse(f"its record {name!r:.80} extends past the end of the file")
         return begin, record.nbytes
 
     def _records(self, stop: int) -> dict[str, Record]:
@@ -121,15 +121,15 @@ class TorchZip:
             if signature == b"PK\6\7":
                 end = at - _LOCATOR.size - _END64.size
                 if place != end - self._start:
-                    self._refuse("its list of records is not where it says")
+                    self._refuse("its central directory is not at its stated position")
                 found = _END64.unpack(self._bytes(end, _END64.size))
                 if found[0] != b"PK\6\6":
-                    self._refuse("its list of records has no end")
+                    self._refuse("the end of its central directory is missing")
                 num, length, offset = found[7], found[8], found[9]
         if offset + length != end - self._start:
-            self._refuse("its list of records is not where it says")
+            self._refuse("its central directory is not at its stated position")
         if length > _MAX_DIRECTORY_BYTES or num * _ENTRY.size > length:
-            self._refuse(f"a list of {num} records in {length} bytes")
+            self._refuse(f"a central directory of {num} records in {length} bytes")
         self._end = self._start + offset
         listed = self._bytes(self._end, length)
         return self._parsed(listed, num, offset)
@@ -139,7 +139,7 @@ class TorchZip:
         at = 0
         for _ in range(num):
             if len(listed) - at < _ENTRY.size:
-                self._refuse("its list of records is cut short")
+                self._refuse("its central directory is cut short")
             entry = _ENTRY.unpack_from(listed, at)
             signature, flags, method, packed, nbytes = entry[0], entry[3], entry[4], *entry[8:10]
             name_bytes, extra_bytes, comment_bytes = entry[10:13]
@@ -149,24 +149,24 @@ class TorchZip:
             extra = listed[at + name_bytes : at + name_bytes + extra_bytes]
             at += name_bytes + extra_bytes + comment_bytes
             if signature != b"PK\1\2" or at > len(listed):
-                self._refuse("its list of records is damaged")
+                self._refuse("its central directory is damaged")
             nbytes, packed, header = _large(extra, nbytes, packed, header)
             if method or packed != nbytes or flags & _ENCRYPTED:
                 self._compressed = self._compressed or name
                 continue
             if header + _LOCAL.size + nbytes > most:
-                self._refuse(f"its record {name!r:.80} does not end within it")
+                self._refuse(f"its record {name!r:.80} extends past the end of the file")
             if name in records:
                 self._refuse(f"it has two records {name!r:.80}")
             records[name] = Record(self._start + header, nbytes)
         if at != len(listed):
-            self._refuse("its list of records is damaged")
+            self._refuse("its central directory is damaged")
         return records
 
     def _data_start(self, record: Record) -> int:
         local = _LOCAL.unpack(self._bytes(record.header, _LOCAL.size))
         if local[0] != b"PK\3\4":
-            self._refuse("a record does not begin where it should")
+            self._refuse("a record does not begin at a valid position")
         return record.header + _LOCAL.size + int(local[9]) + int(local[10])
 
     def _bytes(self, at: int, nbytes: int) -> bytes:

@@ -136,7 +136,7 @@ def scalar(value: object) -> ScalarValue:
         raise ValueError(f"expected a number as text, got {short(written)}")
     number = int(written) if kind == "int" else float(written)
     if repr(number) != written or (kind == "int" and abs(number) > MAX_COUNT):
-        raise ValueError(f"{short(written)} is not how a number is written")
+        raise ValueError(f"{short(written)} is not a number in its canonical form")
     return text(name), kind, number
 
 
@@ -238,7 +238,7 @@ def _decode_value(value: Any, depth: int = 0) -> Any:
             return float(value["float"])
         return _decode_tensor(value)
     if isinstance(value, int) and abs(value) > MAX_COUNT:
-        raise ValueError(f"a hyper-parameter is {value}, which 64 bits do not hold")
+        raise ValueError(f"a hyper-parameter is {value}, which does not fit into 64 bits")
     return value
 
 
@@ -263,7 +263,7 @@ def _decode_tensor(value: Mapping[str, Any]) -> Any:
         with neutral():
             tensor = torch.full(sizes, number, dtype=torch_dtype, device="cpu")
     except RuntimeError as error:
-        raise ValueError(f"{short(written)} is no {value['dtype']}") from error
+        raise ValueError(f"{short(written)} is not a {value['dtype']}") from error
     if repr(tensor.item()) != written:
-        raise ValueError(f"{short(written)} is not how a {value['dtype']} is written")
+        raise ValueError(f"{short(written)} is not a {value['dtype']} in its canonical form")
     return tensor

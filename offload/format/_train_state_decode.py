@@ -87,7 +87,8 @@ class _Decoder:
             return self._items(tree, path, depth)
         if type(tree) is int and not MIN_INT <= tree <= MAX_INT:
             raise TrainStateFormatError(
-                f"{render(path)}: {short(tree)} takes more than 64 bits; such integers are tags"
+                f"{render(path)}: {short(tree)} has more than 64 bits; such an integer must be "
+                "stored with a tag"
             )
         if not isinstance(tree, dict):
             return tree
@@ -137,7 +138,10 @@ class _Decoder:
     def _deque(self, fields: Fields, path: Path, depth: int) -> object:
         items, maxlen = self._items(fields["items"], path, depth), fields["maxlen"]
         if maxlen is not None and (type(maxlen) is not int or not len(items) <= maxlen < 2**63):
-            raise TrainStateFormatError(f"{render(path)}: a deque of {len(items)} has that maxlen")
+            raise TrainStateFormatError(
+                f"{render(path)}: a deque of {len(items)} items cannot have the maxlen "
+                f"{short(maxlen)}"
+            )
         return deque(items, maxlen)
 
     def _set(self, fields: Fields, path: Path, depth: int) -> object:
@@ -145,7 +149,9 @@ class _Decoder:
         try:
             members = frozenset(items)
         except TypeError as error:
-            raise TrainStateFormatError(f"{render(path)}: a set with {error}") from error
+            raise TrainStateFormatError(
+                f"{render(path)}: a set has a member that cannot be in a set: {error}"
+            ) from error
         if len(members) != len(items):
             raise TrainStateFormatError(f"{render(path)}: a set has a member twice")
         return members if fields[TAG_KEY] == "frozenset" else set(members)
@@ -161,7 +167,9 @@ class _Decoder:
             try:
                 pairs[key] = value
             except TypeError as error:
-                raise TrainStateFormatError(f"{render(path)}: a key is {error}") from error
+                raise TrainStateFormatError(
+                    f"{render(path)}: a key cannot be used in a dict: {error}"
+                ) from error
         if len(pairs) != len(items):
             raise TrainStateFormatError(f"{render(path)}: a key occurs twice")
         tag = fields[TAG_KEY]

@@ -218,13 +218,16 @@ def _refusal(value: object) -> str:
     if callable(getattr(value, "state_dict", None)):
         return f"{named}; store its state_dict() instead"
     if kind.__module__.startswith("torch") and hasattr(value, "detach"):
-        return f"{named}: only plain tensors are; store its values (p.detach() of a Parameter)"
+        return (
+            f"{named}: only plain tensors can be stored; store its values (p.detach() of a "
+            "Parameter)"
+        )
     if isinstance(value, enum.Enum):
-        return f"{named}: nothing is imported to restore it; store its .name or .value instead"
+        return f"{named}: restoring imports no modules; store its .name or .value instead"
     for base in _BUILTINS:
         if isinstance(value, base):
             return (
-                f"{named}: it would come back as a plain {base.__name__}, and nothing is imported "
-                f"to restore it; store its fields (or {base.__name__}(value)) instead"
+                f"{named}: restoring imports no modules, so it would become a plain "
+                f"{base.__name__}; store its fields (or {base.__name__}(value)) instead"
             )
-    return f"{named}: nothing is imported to restore it; store its fields instead"
+    return f"{named}: restoring imports no modules; store its fields instead"

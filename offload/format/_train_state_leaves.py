@@ -203,8 +203,8 @@ def _numpy_tag(value: object, path: Path, store: Store | None) -> Fields | None:
 def _need(store: Store | None, path: Path) -> Store:
     if store is None:
         raise TrainStateTypeError(
-            f"{render(path)}: a tensor or array cannot be a key or a member of a set: it is found "
-            "there by identity, and comes back as another object; store it as a value instead"
+            f"{render(path)}: a tensor or array cannot be a key or a member of a set: it is "
+            "hashed by identity, and a restored one is another object; store it as a value instead"
         )
     return store
 
@@ -241,7 +241,7 @@ def _decode_device(fields: Fields, path: Path) -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise TrainStateFormatError(
-            f"{render(path)}: the installed torch knows no device {short(name)}"
+            f"{render(path)}: the installed torch does not know the device {short(name)}"
         ) from error
 
 

@@ -94,8 +94,8 @@ class StateFormat:
             if self.state_dtype == "int8":
                 if name not in SIGNED_MOMENTS | UNSIGNED_MOMENTS:
                     raise UnsupportedOptimizerError(
-                        f"state_dtype='int8' is for the moments of Adam and its kin and for "
-                        f"SGD's momentum, and this optimizer keeps {name!r}: use 'bfloat16' or "
+                        "state_dtype='int8' supports the moments of Adam and its variants and the "
+                        f"momentum of SGD, but this optimizer keeps {name!r}: use 'bfloat16' or "
                         "'float32'"
                     )
                 names.append(scale_name(name))

@@ -196,7 +196,7 @@ def header_length(prefix: bytes, file_bytes: int, path: str = "<bytes>") -> int:
     """
     if file_bytes < _PREFIX_BYTES or len(prefix) < _PREFIX_BYTES:
         raise HeaderTruncatedError(
-            f"{path}: no safetensors file: {min(file_bytes, len(prefix))} bytes, expected at "
+            f"{path}: not a safetensors file: {min(file_bytes, len(prefix))} bytes, expected at "
             f"least the {_PREFIX_BYTES} bytes of the header's length"
         )
     length = int.from_bytes(prefix[:_PREFIX_BYTES], "little")

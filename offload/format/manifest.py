@@ -131,9 +131,10 @@ class Manifest:
         numbers = (self.generation, self.step)
         if min(numbers) < 0 or max(numbers) > fields.MAX_COUNT:
             raise OffloadError(
-                f"generation {self.generation}, step {self.step}: a checkpoint's numbers go from 0 "
-                f"to {fields.MAX_COUNT}. Nobody counts that far: an older checkpoint of this store "
-                "says so, and is damaged or forged. Remove it, and go on from another one."
+                f"generation {self.generation}, step {self.step}: both must be from 0 to "
+                f"{fields.MAX_COUNT}, and no training reaches that. An older checkpoint of this "
+                "store has such a number, so it is damaged or forged: remove it, and continue "
+                "from another one."
             )
         text = document.signed(_version_of(self.layout), self._body(), compact=True)
         if len(text) > MAX_CONTENT_BYTES or num_marks(text) > MAX_VALUES:
@@ -349,7 +350,9 @@ def _decode_counts_from(body: Mapping[str, Any], version: int) -> CountsFrom:
     if version == FORMAT_VERSION:
         return "parameter" if body["state_dtype"] == "float32" else "chunk"
     if body["state_dtype"] == "float32":
-        raise ValueError(f"format version {version} is for compressed state, and this is float32")
+        raise ValueError(
+            f"format version {version} is for compressed state, but this state is float32"
+        )
     return "parameter"
 
 

@@ -37,8 +37,8 @@ def take_metrics(metrics: Any) -> dict[str, float]:
     for name, number in numbers.items():
         if not math.isfinite(number):
             warnings.warn(
-                f"metric {name!r} is {number}, which no checkpoint can be compared by: this one is "
-                "made without it",
+                f"metric {name!r} is {number}, which cannot be compared with other values: this "
+                "checkpoint is made without it",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -63,7 +63,7 @@ def _numbers(metrics: Any) -> dict[str, float]:
         raise MetricError(f'metrics must be a dict such as {{"loss": 1.2}}, got {metrics!r:.80}')
     if len(metrics) > MAX_METRICS:
         raise MetricError(
-            f"{len(metrics)} metrics, at most {MAX_METRICS} have room in a checkpoint: keep the "
+            f"{len(metrics)} metrics, but a checkpoint holds at most {MAX_METRICS}: keep the "
             "others in train_state"
         )
     return {_name(name): _value(name, value) for name, value in metrics.items()}

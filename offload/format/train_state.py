@@ -109,8 +109,8 @@ def require_state(state: object) -> None:
         return
     raise TrainStateTypeError(
         "train_state must be what training needs besides the optimizer to continue, such as "
-        f'{{"epoch": 3}}, got {type(state).__name__} {reprlib.repr(state)}. Nothing needs to be '
-        "named: the step number and the name of a checkpoint are the store's"
+        f'{{"epoch": 3}}, got {type(state).__name__} {reprlib.repr(state)}. The step number and '
+        "the name of the checkpoint need not be given: the store sets both"
     )
 
 
@@ -221,7 +221,8 @@ def unpack_encoded(data: bytes, path: str = "<bytes>") -> tuple[EncodedState, di
     specs = [(entry.name, entry.dtype, entry.shape) for entry in entries]
     if build_header(specs, metadata, header_bytes=parsed.data_start).encoded != parsed.encoded:
         raise TrainStateFormatError(
-            f"{path}: the header is valid, but not spelled as it was written; damaged, or rewritten"
+            f"{path}: the header is valid, but its bytes are not as this package writes them; the "
+            "file is damaged, or was rewritten"
         )
     start = parsed.data_start
     tensors = {

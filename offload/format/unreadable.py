@@ -34,10 +34,10 @@ _ADVICE: Final = {
     errno.ENFILE: "the whole machine has too many files open (sysctl fs.file-max): close some, and "
     "try again",
     errno.ENOMEM: "free memory, and try again",
-    errno.EIO: "look at the drive (dmesg), and try again",
-    errno.EACCES: "see who may read it (ls -l), and try again",
-    errno.EPERM: "see who may read it (ls -l, lsattr), and try again",
-    errno.ESTALE: "see whether the file system is still mounted, and try again",
+    errno.EIO: "check the drive (dmesg), and try again",
+    errno.EACCES: "check its permissions (ls -l), and try again",
+    errno.EPERM: "check its permissions and attributes (ls -l, lsattr), and try again",
+    errno.ESTALE: "check whether the file system is still mounted, and try again",
 }
 
 
@@ -59,7 +59,7 @@ def unreadable(error: StorageError, *, checkpoint: str = "", then: str = "") -> 
     else:
         advice = _ADVICE.get(error.errno or 0, "try again")
         why = f"could not be read ({error.strerror})"
-        message = f"{why}, which says nothing about what it holds: {advice}"
+        message = f"{why}, so it is not known whether its content is damaged: {advice}"
     if checkpoint:
         message += f". If it stays unreadable, move {checkpoint} out of the store"
     if then:

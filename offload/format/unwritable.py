@@ -12,8 +12,8 @@ from gds import StorageError
 from offload.errors import UnreadableError, UnwritableError
 
 _ADVICE: Final = {
-    errno.EACCES: "see who may write there (ls -l {}), and do it as that user",
-    errno.EPERM: "see who may write there (ls -l, lsattr {}), and do it as that user",
+    errno.EACCES: "check who has write permission (ls -l {}), and run this as that user",
+    errno.EPERM: "check its attributes (ls -l, lsattr {}), and run this as a user who may write",
     errno.EROFS: "its file system is mounted read-only: mount it for writing",
 }
 

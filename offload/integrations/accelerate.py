@@ -22,7 +22,7 @@ from offload import OffloadError
 from offload.integrations.folders import Folders, unwrap
 
 _REMEDY = (
-    "Pass follow(..., discard_newer=True) to give them up, or remove those folders, or load the "
+    "Pass follow(..., discard_newer=True) to withdraw them, or remove those folders, or load the "
     "newest one"
 )
 
@@ -95,8 +95,8 @@ def follow(
     """
     if accelerator.num_processes > 1:
         raise OffloadError(
-            f"follow(): the accelerator has {accelerator.num_processes} processes, and a store one "
-            "writer. Launch one process"
+            f"follow(): the accelerator has {accelerator.num_processes} processes, but a store "
+            "can have only one writer. Launch one process"
         )
     return Following(accelerator, optimizer, discard_newer=discard_newer)
 

@@ -50,9 +50,9 @@ def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
         state = {} if checkpoint.train_state is None else checkpoint.train_state
     if not isinstance(state, dict):
         raise OffloadError(
-            f"{newest.path} is of the step that {file} is to name, and checkpoint() was given a "
-            f"{type(state).__name__} for its train state: give it a dict, to which what is needed "
-            "here can be added"
+            f"{file} must refer to {newest.path}, whose train state is a {type(state).__name__}, "
+            "so that the reference cannot be added to it: pass a dict as the train state to "
+            "checkpoint()"
         )
     return {**state, _FILES: sorted({*_listed_files(state), file})}
 

@@ -174,7 +174,7 @@ class Folders:
         used = [use for c in newer if (use := self._use_of(optimizer, c))]
         if used and not self._discard_newer:
             raise MismatchError(
-                f"going on from step {wanted.step} would give up newer checkpoints of "
+                f"continuing from step {wanted.step} would withdraw newer checkpoints of "
                 f"{optimizer.directories[0]}: {'; '.join(used)}. {self._remedy}"
             )
         if newer:
@@ -193,7 +193,7 @@ class Folders:
                 optimizer.unpin(name)
             listed = ", ".join(os.path.basename(c.path) for c in newer)
             warnings.warn(
-                f"going on from {found.path}; giving up what was made after it: {listed}",
+                f"continuing from {found.path}; the newer checkpoints are withdrawn: {listed}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -216,7 +216,7 @@ class Folders:
         if usable:
             raise MismatchError(
                 f"load_state_dict() got a reference to {wanted}, which {optimizer.directories[0]} "
-                f"does not have any more. What can be gone on from: {', '.join(usable)}"
+                f"does not have any more. Folders to continue from: {', '.join(usable)}"
             )
         return None
 

@@ -97,17 +97,17 @@ class OffloadCallback(pl.Callback):
             return
         if trainer.world_size > 1:
             raise OffloadError(
-                f"Trainer has {trainer.world_size} processes, and a store belongs to one: use "
-                "devices=1, num_nodes=1"
+                f"Trainer has {trainer.world_size} processes, but a store can have only one "
+                "writer: use devices=1, num_nodes=1"
             )
         self._references, self._random = (), None
         files = trainer.strategy.checkpoint_io
         if not isinstance(files, _SealingIO):
             if any(kind.__name__ == "AsyncCheckpointIO" for kind in type(files).__mro__):
                 raise OffloadError(
-                    "AsyncCheckpointIO writes a .ckpt after the next one may have been asked for, "
-                    "so that it is not known what it names when: leave it out. The optimizer's "
-                    "state is not in the .ckpt, which is small"
+                    "AsyncCheckpointIO may still write a .ckpt when the next one is requested, so "
+                    "the checkpoint that each .ckpt refers to cannot be determined: remove it. It "
+                    "gains little, because the .ckpt is small without the optimizer's state"
                 )
             trainer.strategy.checkpoint_io = _SealingIO(files, trainer)
         # They still hold their stores, however their fits ended, and this fit makes new ones.
@@ -134,8 +134,8 @@ class OffloadCallback(pl.Callback):
         optimizers = dict(_offloaded(trainer))
         if not optimizers:
             raise OffloadError(
-                "configure_optimizers() returned no optimizer of this package, so there is "
-                "nothing that OffloadCallback could do: return an offload.AdamW, or leave it out"
+                "configure_optimizers() returned no optimizer of this package, so OffloadCallback "
+                "has nothing to do: return an offload.AdamW, or remove the callback"
             )
         loaded = str(trainer.ckpt_path or "")
         references, self._references = self._references, ()
@@ -226,9 +226,9 @@ class OffloadCallback(pl.Callback):
         if not wanted.sealed:
             raise MismatchError(
                 f"{loaded} names step {wanted.step}, which was not sealed when the file was "
-                "written: the Trainer that wrote it had no OffloadCallback. What it has is the "
-                "parameters (load_from_checkpoint). To continue from the newest checkpoint of the "
-                "store, call restore() in configure_optimizers() and fit without ckpt_path"
+                "written: the Trainer that wrote it had no OffloadCallback. It has the parameters "
+                "only (load_from_checkpoint reads them). To continue from the newest checkpoint "
+                "of the store, call restore() in configure_optimizers() and fit without ckpt_path"
             )
         try:
             found = optimizer.find(wanted)

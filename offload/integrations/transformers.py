@@ -54,8 +54,8 @@ Directories = Directory | Sequence[Directory]
 """Directory of a store, or its directories on several drives."""
 
 _REMEDY = (
-    "Pass OffloadCallback(discard_newer=True) to give them up, or remove those folders; to go on "
-    "from the newest one, pass resume_from_checkpoint=True"
+    "Pass OffloadCallback(discard_newer=True) to withdraw them, or remove those folders; to "
+    "continue from the newest one, pass resume_from_checkpoint=True"
 )
 
 _ATTACH = "Pass callbacks=[OffloadCallback()] to the Trainer that saves"
@@ -365,7 +365,7 @@ def latest_checkpoint(
             continue
         if not position.sealed:
             warnings.warn(
-                f"passing over {folder}: it was saved without sealing the state, which is lost. "
+                f"skipping {folder}: it was saved without sealing the state, which is lost. "
                 f"{_ATTACH}",
                 RuntimeWarning,
                 stacklevel=2,
@@ -375,7 +375,7 @@ def latest_checkpoint(
             found = _damage(path, parts) if verify else ""
             if not found:
                 return folder
-            warnings.warn(f"passing over {folder}: {found}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"skipping {folder}: {found}", RuntimeWarning, stacklevel=2)
     return None
 
 

@@ -63,7 +63,7 @@ class MemoryCheck:
             f"parameters {first!r} and {second!r} share memory and are both trained: one of their "
             "updates would be lost. To tie them, assign the same Parameter object to both "
             "(decoder.weight = encoder.weight). To train them apart, give one its own memory "
-            "(parameter.data = parameter.data.clone()). One of them may also be frozen "
+            "(parameter.data = parameter.data.clone()). Alternatively, freeze one of them "
             "(requires_grad_(False))"
         )
 

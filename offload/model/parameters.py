@@ -195,8 +195,8 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
         )
     if parameter.is_inference():
         raise UnsupportedParameterError(
-            f"parameter {name!r} was made in inference mode, outside of which torch lets nobody "
-            "train it: construct the model outside of torch.inference_mode()"
+            f"parameter {name!r} was made in inference mode, so torch cannot train it outside of "
+            "that mode: construct the model outside of torch.inference_mode()"
         )
 
 

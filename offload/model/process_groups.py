@@ -60,8 +60,8 @@ def require_one_process(process_group: ProcessGroup, model: torch.nn.Module | No
         )
     if process_group is None and (found := _several()):
         raise ProcessGroupError(
-            f"{found}, and a store belongs to one process: training one model with several ranks "
-            "is not there yet. If each rank trains a separate model, pass "
+            f"{found}, but a store belongs to one process: training one model with several ranks "
+            "is not supported yet. If each rank trains a separate model, pass "
             "process_group=offload.SEPARATE and a directory of its own to each"
         )
     if model is not None:
@@ -84,9 +84,9 @@ def require_whole(name: str, tensor: torch.Tensor) -> None:
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and isinstance(tensor, module.DTensor):
         raise UnsupportedParameterError(
-            f"{name!r} is a DTensor, of which each rank has a part (FSDP2's fully_shard, or tensor "
-            "parallelism): training one model with several ranks is not there yet. Construct the "
-            "optimizer of a model that is not sharded"
+            f"{name!r} is a DTensor, of which each rank has a part (FSDP2's fully_shard, or "
+            "tensor parallelism): training one model with several ranks is not supported yet. "
+            "Construct the optimizer of a model that is not sharded"
         )
 
 

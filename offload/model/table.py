@@ -97,14 +97,15 @@ class ParameterTable:
         for name in new:
             if name in names:
                 raise MismatchError(
-                    f"parameter {name!r} is another object than the one that was trained before. "
-                    "Copy values into the old parameter (p.copy_() under no_grad, or p.data = ...) "
-                    "rather than replace it"
+                    f"parameter {name!r} has been replaced by another object since the optimizer "
+                    "was given it. Copy values into the old parameter (p.copy_() under no_grad, "
+                    "or p.data = ...) rather than replace it"
                 )
         if any(t.spec.group >= len(groups) for t in trainables):
             raise MismatchError(
-                f"there are {len(groups)} parameter groups, and there have been more: a group "
-                "cannot be removed in the middle of a run; remove its parameters from it instead"
+                f"there are {len(groups)} parameter groups, but there were more before: a group "
+                "cannot be removed in the middle of a run; keep the group, and remove its "
+                "parameters from it"
             )
         specs = [t.spec for t in new.values()]
         # Added parameters go to the end, so that parameters that are on disk keep their place.

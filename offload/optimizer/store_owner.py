@@ -82,8 +82,8 @@ class StoreOwner(torch.optim.Optimizer):
         if self._running:
             raise OffloadError(
                 f"{name}() was called while {self._running}() of the same optimizer is running, "
-                "by a signal handler or another thread: the state is half way. Set a flag there, "
-                f"look at it after the step, and call {name}() then"
+                "by a signal handler or another thread, so the state is incomplete. Set a flag "
+                f"instead, check it after the step, and call {name}() then"
             )
         self._running = name
         try:

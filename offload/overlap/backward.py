@@ -243,16 +243,16 @@ class DuringBackward:
         if backward_id() == -1:
             raise OverlapError(
                 f"the parameter{name} was used between backward() and step(), when it may have "
-                'been stepped already (overlap="backward"), so that nobody can tell its value '
-                "before the step or edit it: use it before backward() or after step(). After an "
+                'been stepped already (overlap="backward"), so its value before the step can be '
+                "neither read nor edited: use it before backward() or after step(). After an "
                 f"error in backward() call restore(). Otherwise, {REMEDY}"
             )
         with self._giving:
             self._hooks.needed_in_backward()
             raise self._broken_by(
                 f"the parameter{name} was used within backward() after its gradient had been "
-                "applied: by a hook, a function of autograd, or activation checkpointing, which "
-                "computes again. After restore() each backward() is applied at step()"
+                "applied: by a hook, a function of autograd, or the recomputation of activation "
+                "checkpointing. After restore() each backward() is applied at step()"
             )
 
     def is_first_backward(self) -> bool:

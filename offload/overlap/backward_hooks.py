@@ -235,7 +235,7 @@ class BackwardHooks:
             self._has_said = True
             _log.warning(
                 "a backward() is not applied while it runs, but at step(), which waits for it "
-                '(overlap="backward"): %s. This is said once',
+                '(overlap="backward"): %s. This is logged only once',
                 reason,
             )
 
@@ -384,7 +384,9 @@ def require_no_ddp(tensors: Iterable[torch.Tensor]) -> None:
         if issubclass(type(candidate), torch.nn.parallel.DistributedDataParallel):
             for name, parameter in candidate.named_parameters():
                 if id(parameter) in trained:
-                    raise OverlapError(_DDP.format(of=f"one holds the parameter {name!r}"))
+                    raise OverlapError(
+                        _DDP.format(of=f"a DistributedDataParallel holds the parameter {name!r}")
+                    )
 
 
 def _has_backward_hooks(module: torch.nn.Module) -> bool:
@@ -403,4 +405,4 @@ def _require_no_active_ddp(strategy: DuringBackward) -> None:
     kind: Any = torch.nn.parallel.DistributedDataParallel
     active = getattr(kind, "_active_ddp_module", None)
     if active is not None and any(map(strategy.is_trained, active.parameters())):
-        raise OverlapError(_DDP.format(of="the model is called by one"))
+        raise OverlapError(_DDP.format(of="a DistributedDataParallel calls the model"))

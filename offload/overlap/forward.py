@@ -239,7 +239,7 @@ class BesideForward:
         except BaseException as error:  # noqa: BLE001  (the handle passes it to the caller)
             reason = SealError(
                 f"step {captured.handle.step} could not be sealed, so it is not a checkpoint; "
-                f"those made before are untouched: {reason_of(error)}"
+                f"earlier checkpoints are untouched: {reason_of(error)}"
             )
             reason.__cause__ = error
             captured.handle.fail(reason)

@@ -67,7 +67,7 @@ class StateDevice:
             require_steps(self._rule, groups, layout.state_dtype, split=split)
             if reason := why_not_there(trainables):
                 raise UnsupportedParameterError(
-                    f'placement="device" updates parameters on the device that they are on, and '
+                    'placement="device" updates parameters on the device that holds them, but '
                     f'{reason}: move the model to one device, or use placement="host"'
                 )
         elif (

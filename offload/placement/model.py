@@ -89,14 +89,14 @@ def decide(step: StepBytes, rates: Rates | str) -> Decision:
         return Decision("host", f"steps are taken on the CPU, because {rates}")
     host, device = _host_parts(step, rates), _device_parts(step, rates)
     place = choose_placement(step, rates)
-    there, here = _slowest(device, "there"), _slowest(host, "on the CPU")
+    there, here = _slowest(device, "on the device"), _slowest(host, "on the CPU")
     expected = f"a step is expected to take {there}, and {here}"
     if place == "device":
         return Decision(place, f"steps are taken on the device: {expected}")
     return Decision(
         place,
-        f"steps are taken on the CPU rather than on the device: {expected}; state goes into device "
-        f"memory only where that takes at most {_WORTH:.0%} of the time",
+        f"steps are taken on the CPU rather than on the device: {expected}; state is kept in "
+        f"device memory only if a step then takes at most {_WORTH:.0%} of the time",
     )
 
 
@@ -144,4 +144,4 @@ def _device_parts(step: StepBytes, rates: Rates) -> dict[str, float]:
 
 def _slowest(parts: dict[str, float], where: str) -> str:
     name = max(parts, key=parts.__getitem__)
-    return f"{parts[name]:.3g} s {where} ({name})"
+    return f"{parts[name]:.3g} s {where} (limited by {name})"

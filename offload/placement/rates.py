@@ -132,7 +132,7 @@ def find_rates(site: Site, *, clock: Clock = time.perf_counter) -> Rates | str:
         try:
             save_rates(path, conditions, measured)
         except StorageError as error:
-            logging.getLogger("offload").warning("what was measured is not kept: %s", error)
+            logging.getLogger("offload").warning("the measured rates could not be saved: %s", error)
     return measured
 
 
@@ -159,7 +159,7 @@ def measure_rates(site: Site, *, clock: Clock = time.perf_counter) -> Rates | st
             for used in backend.paths_in(directory).values()
         )
     except StorageError as error:
-        return f"device memory cannot be moved there: {error}"
+        return f"device memory cannot be transferred to the drives: {error}"
     try:
         to_host, to_device = link_gbps(site.device, clock=clock)
     except (RuntimeError, MemoryError) as error:
@@ -312,14 +312,14 @@ def load_rates(path: str, conditions: Mapping[str, Any]) -> Rates | None:
 def _why_not(site: Site) -> str:
     """Return why nothing can or need be measured; empty if a measurement is needed."""
     if site.device.type not in BOUNDARIES:
-        return f"there is no way between {site.device} and host memory"
+        return f"transfers between {site.device} and host memory are not supported"
     for backend in site.backends:
         if not isinstance(backend, MovesDeviceMemory):
-            return f"the {backend.name} backend does not move device memory"
+            return f"the {backend.name} backend does not transfer device memory"
     if not site.layout.state_bytes:
-        return "there is no state"
+        return "there is no optimizer state"
     if not site.drive_gbps > 0:
-        return "the drives have not been measured: they are for a state of 1 GiB or more"
+        return "the drives have not been measured, which is done only for a state of 1 GiB or more"
     return ""
 
 

@@ -131,11 +131,15 @@ def read_pins(backend: Backend, store: str) -> FoundPins:
             if isinstance(error, StorageError) and not is_of_content(error):
                 failures.append(error)
                 advice = unreadable(error).strerror
-                sentences.append(f"{directory}/{name}: {advice}. It may keep any checkpoint")
+                sentences.append(
+                    f"{directory}/{name}: {advice}. Until then it is not known which checkpoint "
+                    "it keeps"
+                )
                 continue
             sentences.append(
-                f"{directory}/{name}: cannot be read as a pin ({error}); make it anew with "
-                f"`offload pin CHECKPOINT {name}`, or remove it with `offload unpin {store} {name}`"
+                f"{directory}/{name}: cannot be read as a pin ({error}); pin the checkpoint again "
+                f"with `offload pin CHECKPOINT {name}`, or remove it with `offload unpin {store} "
+                f"{name}`"
             )
         else:
             if pin is not None:

@@ -161,7 +161,7 @@ class BestBy(Retention):
     def __post_init__(self) -> None:
         """Refuse an empty name, a `k` below 1 or an unknown mode, with a `ValueError`."""
         if not self.metric:
-            raise ValueError(f"metric must be the name of one, got {self.metric!r}")
+            raise ValueError(f"metric must be the name of a metric, got {self.metric!r}")
         if not _is_count(self.k):
             raise ValueError(f"k must be a whole number of at least 1, got {self.k!r}")
         if self.mode not in get_args(Mode):

@@ -145,7 +145,10 @@ class Census:
             self._refused.append((path, str(error)))
             self._parts.claim(path, known, found)
             reason = seen_from(path, str(error))
-            message = f"not using {path} any more, changed while this process trains: {reason}"
+            message = (
+                f"not using {path} any more, because it was changed while this process trains: "
+                f"{reason}"
+            )
             self._untold.append((path, message))
         else:
             ids = ids_at(self._backend, path, found, self._parts)

@@ -129,8 +129,8 @@ class Keeping:
         messages = [f"{reason}; until then no checkpoint expires" for reason in found.unreadable]
         messages += [
             f"{self._directory}: the checkpoint that was pinned as {pin.name!r}, {pin.checkpoint} "
-            f"of generation {pin.generation}, is not there any more; "
-            f"`offload unpin {self._directory} {pin.name}` removes the pin"
+            f"of generation {pin.generation}, no longer exists; `offload unpin {self._directory} "
+            f"{pin.name}` removes the pin"
             for pin in found.dangling([(c.path, c.manifest) for c in self._checkpoints])
             if f"{self._directory}/{pin.checkpoint}" not in refused
         ]
@@ -157,7 +157,7 @@ class Keeping:
             warnings.warn(
                 f"{self._directory}: no checkpoint has the metric {metric!r}, so "
                 f"BestBy({metric!r}) keeps none; {given} for step {step}. Call "
-                f"checkpoint(train_state, metrics={{{metric!r}: value}}) where it is measured",
+                f"checkpoint(train_state, metrics={{{metric!r}: value}}) when it has been measured",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -266,7 +266,10 @@ class Keeping:
                 f"{self._remedy(names)}, or take another step first"
             )
         if found.unreadable:
-            raise PinError(f"{path}: would be replaced, and {found.unreadable[0]}")
+            raise PinError(
+                f"{path}: would be replaced, but it is not known whether it is pinned: "
+                f"{found.unreadable[0]}"
+            )
 
     def describe(self) -> str:
         """Describe the kept checkpoints in words that follow "keeping"."""
@@ -289,7 +292,10 @@ class Keeping:
                     f"it. {self._remedy(names)} if you no longer want it"
                 )
             if found.unreadable:
-                raise PinError(f"{what} would withdraw checkpoints, and {found.unreadable[0]}")
+                raise PinError(
+                    f"{what} would withdraw checkpoints, but it is not known whether they are "
+                    f"pinned: {found.unreadable[0]}"
+                )
 
     def _remedy(self, names: Sequence[str]) -> str:
         calls = " and ".join(f"unpin({name!r})" for name in names)

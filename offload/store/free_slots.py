@@ -181,8 +181,8 @@ class FreeSlots:
                 raise
             return None  # another program has taken the space
         _log.warning(
-            "%s: readers hold every expired checkpoint, so the store has one slot more (%.1f MiB) "
-            "until they let go",
+            "%s: readers hold every expired checkpoint, so the store has one more slot (%.1f MiB) "
+            "until they close",
             self.directory,
             sum(room.slot_bytes for room in rooms) / (1 << 20),
         )
@@ -255,7 +255,7 @@ class FreeSlots:
         self._slots.remove(path)
         what = f"it holds the directory {inside[0]!r}" if inside else "it is not a directory"
         warnings.warn(
-            f"{path}: not used, and left alone: {what}, and no slot is such. Remove it",
+            f"{path}: not used, and left alone: {what}, so it cannot be a slot. Remove it",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -303,9 +303,9 @@ class Patience:
         if self.is_tried and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._directory}: every expired checkpoint is being read by someone, and the "
-                f"store can have no slot more; the next step waits up to {self._timeout_s:g} s for "
-                "one of them",
+                f"{self._directory}: every expired checkpoint is being read, and the store cannot "
+                f"have another slot; the next step waits up to {self._timeout_s:g} s for one of "
+                "them",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -351,7 +351,7 @@ def lock_existing(backend: Backend, path: str, timeout_s: float) -> Lock | None:
         if time.monotonic() > deadline:
             raise StoreBusyError(
                 errno.EBUSY,
-                f"it is still being read after {timeout_s:g} s, and must be replaced; close its "
+                f"it is still being read after {timeout_s:g} s, but must be replaced; close its "
                 "readers",
                 path,
             )

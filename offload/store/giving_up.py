@@ -94,11 +94,11 @@ def two_in_a_row(damaged: str, newer: str, directories: Sequence[str]) -> str:
     command = f"offload verify {first} --quarantine {part_options(parts)}".rstrip()
     return (
         f"{damaged} is not quarantined and not passed over, because {newer}, which was made after "
-        "it, is quarantined already: two in a row speak for the memory, a cable or the drive of "
-        "this machine rather than for the checkpoints. Look at those first (dmesg, a memory test). "
-        f"Then run `{command}`, on another machine if you can: it reads all "
-        "checkpoints, marks what is damaged and lifts the marks of what is whole. After that "
-        "start the program again: it goes on from the newest that is not marked"
+        "it, is quarantined already: two in a row point to the memory, a "
+        "cable or the drive of this machine rather than to the checkpoints. Check the hardware "
+        f"first (dmesg, a memory test). Then run `{command}`, on another machine if you can: it "
+        "reads all checkpoints, marks what is damaged and lifts the marks of what is whole. After "
+        "that start the program again: it continues from the newest checkpoint that is not marked"
     )
 
 

@@ -56,15 +56,16 @@ def pin(
         if isinstance(checkpoint, Checkpoint) and opened.generation != checkpoint.generation:
             raise CheckpointNotFoundError(
                 errno.ENOENT,
-                f"generation {checkpoint.generation} has been recycled; this is another one",
+                f"generation {checkpoint.generation} has been recycled; its directory now holds "
+                "another checkpoint",
                 path,
             )
         store, base = os.path.split(opened.path)
         in_store = opened.backend.stat(f"{store}/{LOCK_NAME}") is not None
         if not in_store or step_of(base) is None:
             raise PinError(
-                f"{opened.path}: not a checkpoint in a store, so nothing would ever recycle it: it "
-                "needs no pin"
+                f"{opened.path}: not a checkpoint in a store, so it is never recycled and needs "
+                "no pin"
             )
         write_pin(opened.backend, store, pin_of(name, opened.path, opened.manifest))
         return opened.path

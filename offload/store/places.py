@@ -161,8 +161,8 @@ def require_number(manifest: Manifest, directory: str, num_given: int) -> None:
     raise StoreError(
         errno.EINVAL,
         f"step {manifest.step} of this store is spread over {len(sealed)} directories, and "
-        f"{num_given} were given: pass directory={sealed!r}, or where they are now, in this "
-        "order. To begin anew with other directories, let another one be the first",
+        f"{num_given} were given: pass directory={sealed!r}, or their present paths, in this "
+        "order. To start a new store in other directories, put another directory first",
         directory,
     )
 
@@ -199,8 +199,8 @@ def make_directories(
         if capabilities.remote and not allow_remote:
             raise RemoteStoreError(
                 errno.EINVAL,
-                f"{describe_remote(capabilities.filesystem)}, so nothing is promised for "
-                "checkpoints there; choose a directory on a local drive, or pass "
+                f"{describe_remote(capabilities.filesystem)}, so this package guarantees nothing "
+                "for checkpoints there; choose a directory on a local drive, or pass "
                 "options=Options(allow_remote=True) if that is what you want",
                 directory,
             )
@@ -299,9 +299,9 @@ def _holds_other_things(place: _Place) -> str:
     shown = ", ".join(map(repr, place.others[:_MOST_SHOWN]))
     more = len(place.others) - _MOST_SHOWN
     return (
-        f"this directory is no store, and holds other things: {shown}"
-        f"{f' and {more} more' if more > 0 else ''}. Give the store a directory of its own, such "
-        f"as {os.path.join(place.directory, 'store')!r}"
+        "this directory is not a store, and holds other files: "
+        f"{shown}{f' and {more} more' if more > 0 else ''}. Give the store a directory of its "
+        f"own, such as {os.path.join(place.directory, 'store')!r}"
     )
 
 
@@ -352,7 +352,7 @@ def _check_parts(
 
 def _misplaced(places: Sequence[_Place], place: _Place, known: set[str]) -> StoreError:
     """Return an error that says where a directory belongs, and the right order if it is known."""
-    what = f"this directory is {_role(place, known)}, and was given as number "
+    what = f"this directory is {_role(place, known)}, but was given as number "
     what += str(places.index(place) + 1)
     order = _order(places)
     advice = (
@@ -376,7 +376,7 @@ def _role(place: _Place, known: set[str]) -> str:
     if not place.parts:
         return "a directory of a store"
     if not place.drives:
-        return "one of several of a store, and not the first"
+        return "one of several directories of a store, but not the first"
     store = next((s for s in place.drives if s in known), next(iter(place.drives)))
     numbers = " and ".join(str(drive + 1) for drive in sorted(place.drives[store]))
     return f"number {numbers} of {'this store' if store in known else f'the store {store}'}"

@@ -33,9 +33,9 @@ class Poison:
         if self.reason and not self._told:
             self._told = True
             warnings.warn(
-                f"{self._directory}: {self.reason}. Nobody knows what is on the drive after that, "
-                "so this process reuses no slot any more, and every checkpoint takes new space. "
-                "Check the drive, and start a new process",
+                f"{self._directory}: {self.reason}. After that the content of the drive is "
+                "unknown, so this process reuses no slot any more, and every checkpoint takes new "
+                "space. Check the drive, and start a new process",
                 RuntimeWarning,
                 stacklevel=3,
             )

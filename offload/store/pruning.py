@@ -165,10 +165,10 @@ def _others(
         recorded = [part.directory for part in newest.parts]
         raise StoreError(
             errno.EINVAL,
-            "this store has more directories, and what is to be pruned in them has to be named. "
-            f"When its newest checkpoint was made they were: {part_options(recorded)}. Pass these "
-            "options if the store is still there. If this is a copy, they name the original's "
-            "directories: pass --part with each of the copy's own, in the same order",
+            "this store has further directories, which must be named to prune them. Its newest "
+            f"checkpoint names them: {part_options(recorded)}. Pass these options if the store is "
+            "still in these directories. If this is a copy, they are the directories of the "
+            "original: pass --part with each of the copy's own, in the same order",
             directory,
         )
     others = [os.path.abspath(part) for part in parts or ()]
@@ -176,12 +176,15 @@ def _others(
         if backend.stat(other) is None:
             raise StoreError(
                 errno.ENOENT,
-                "this directory, given with --part, is not there; mount the drive, or say where it "
-                "is now",
+                "this directory, given with --part, does not exist; mount the drive, or pass its "
+                "present path",
                 other,
             )
     if unreadable := read_pins(backend, directory).unreadable:
-        raise PinError(f"nothing is removed, since nobody knows what is pinned: {unreadable[0]}")
+        raise PinError(
+            "nothing is removed, because it is not known which checkpoints are pinned: "
+            f"{unreadable[0]}"
+        )
     return others, newest
 
 
@@ -200,7 +203,7 @@ def _open(backend: Backend, directory: str, others: list[str], policy: Retention
         raise StoreLockedError(
             error.errno,
             "a process is training in this store. It recycles what its own retention does not "
-            f"keep; to prune, stop it first (`fuser -v {directory}/{LOCK_NAME}` says which it is)",
+            f"keep; to prune, stop it first (`fuser -v {directory}/{LOCK_NAME}` shows the process)",
             error.filename,
         ) from None
 
@@ -218,7 +221,7 @@ def _require_metrics(store: Store, policy: Retention | None) -> None:
             raise MetricError(
                 f"{store.directory}: no checkpoint has the metric {part.metric!r}; "
                 f"{have if given else 'they have none'}. Nothing was removed: rank by a metric "
-                "that there is, or by none"
+                "that the checkpoints have, or by none"
             )
 
 
@@ -240,15 +243,15 @@ def _require_whole(
             elif report.unreadable:
                 raise UnreadableError(
                     errno.EIO,
-                    f"could not be read ({seen_from(path, report.unreadable[0])}), which says "
-                    "nothing about what it holds: look at the drive (dmesg), and try again",
+                    f"could not be read ({seen_from(path, report.unreadable[0])}), so it is not "
+                    "known whether its content is damaged: check the drive (dmesg), and try again",
                     path,
                 )
     if damaged:
         raise DamagedError(
             f"{'; '.join(damaged)}. {'It' if len(damaged) == 1 else 'They'} would be kept, so "
             f"nothing was removed: run `offload verify --quarantine {store.directory}`, and prune "
-            "again. What is damaged then does not count as kept"
+            "again. Damaged checkpoints are then no longer among those that are kept"
         )
 
 

@@ -264,10 +264,9 @@ class Slot(SlotFiles):
         if not self.is_in_place():
             raise StoreError(
                 errno.ESTALE,
-                "its files are not the ones that were written: somebody has replaced, moved or "
-                "removed some of them while this process trains. Call checkpoint() again, which "
-                "writes everything to another slot, and leave the files of a store alone until its "
-                "training has ended",
+                "its files are not those that this process wrote: some have been replaced, moved "
+                "or removed while it trains. Call checkpoint() again, which writes everything to "
+                "another slot, and leave the files of a store alone until its training has ended",
                 self._path,
             )
 

@@ -14,7 +14,7 @@ from offload.format.manifest import Manifest
 from offload.store.part_pool import PartLeftovers
 
 _REASON = (
-    "it is sealed for this store, and no checkpoint here names it. If one was removed by hand, "
+    "it is sealed for this store, but no checkpoint here names it. If one was removed by hand, "
     "remove this part as well; training in this store uses it again"
 )
 
@@ -39,11 +39,11 @@ def left_alone(
             raise StoreError(
                 errno.EINVAL,
                 f"this part is of generation {generation}, and the newest checkpoint in "
-                f"{directory} is of generation {newest.generation}. If {directory} is a copy, this "
-                "is a directory of the original, which has gone on: pass --part with the copy's "
-                "own directories. If this is the right directory, a newer checkpoint was removed "
-                "by hand, or was never finished: then remove this part as well. Nothing has been "
-                "changed",
+                f"{directory} is of generation {newest.generation}. If {directory} is a copy, "
+                "this is a directory of the original, which has been trained further: pass --part "
+                "with the copy's own directories. If this is the right directory, a newer "
+                "checkpoint was removed by hand, or was never finished: then remove this part as "
+                "well. Nothing has been changed",
                 path,
             )
     return tuple((path, _REASON) for path in parts.unnamed)

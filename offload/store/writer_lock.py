@@ -97,8 +97,8 @@ class WriterLock:
                     raise StoreError(
                         errno.ESTALE,
                         "this is not the directory that was opened: that one was moved, removed, "
-                        "or hidden by a mount. Nothing is committed or withdrawn until it is back; "
-                        "or start a new process where it is now",
+                        "or hidden by a mount. Nothing is committed or withdrawn until it is "
+                        "back; or start a new process with its present path",
                         held.directory,
                     )
                 if not held.of_file.is_current():
@@ -119,7 +119,7 @@ class WriterLock:
             warnings.warn(
                 f"{self._replaced[0]}: was removed, and has been made and locked again. It keeps "
                 "other processes out while this one trains; a process that has ended leaves no "
-                "lock behind, so that it need never be removed",
+                "lock behind, so the file never needs to be removed",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -146,10 +146,10 @@ class WriterLock:
     def _lose(self, path: str) -> None:
         self._lost = StoreLockedError(
             errno.EWOULDBLOCK,
-            "this is not the file that was locked: it was removed, and another process has made "
-            "and locked it, or may have. It may have written to the store, so that this process "
-            "commits and withdraws nothing more. See that only one process trains in the store, "
-            "and start it anew",
+            "this is not the file that was locked: it was removed, and another process may have "
+            "created and locked a new one, and written to the store. This process commits and "
+            "withdraws nothing more. Make sure that only one process trains in the store, and "
+            "start it again",
             path,
         )
         raise self._lost

@@ -60,10 +60,10 @@ class HostFrames:
         buffer = self._backend.allocate(nbytes)
         if buffer.kind == "device":
             raise ValueError(
-                f"the {self._backend.name} backend that was passed in allocates device memory, and "
-                "memory of the host is needed, too: make it allocate that, pinned or not "
-                '(KvikioBackend(memory="pinned")). Options(placement="device") asks it for device '
-                "memory where state is to be there"
+                f"the {self._backend.name} backend that was passed in allocates device memory by "
+                "default, but host memory is needed, too: let it allocate host memory, pinned or "
+                'not (KvikioBackend(memory="pinned")). With Options(placement="device"), the '
+                "optimizer itself requests device memory for state"
             )
         return buffer, torch.frombuffer(buffer.memoryview(), dtype=torch.uint8)
 

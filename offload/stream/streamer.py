@@ -143,7 +143,7 @@ class Streamer:
         if chunk in self._loading or self._is_idle(chunk):
             return self._loading.pop(chunk, None) or self._resident[chunk]
         if chunk not in self._queue and chunk not in self._held:
-            raise RuntimeError(f"chunk {chunk} is taken, but begin() did not name it")
+            raise RuntimeError(f"chunk {chunk} is requested, but begin() did not name it")
         return None
 
     def put(self, frame: Frame, target: Slot, run: Run = one_by_one) -> None:

@@ -74,8 +74,8 @@ class DeviceUpdater(ChunkUpdater):
             for tensor in tensors:
                 if tensor is not None and tensor.device != self.device:
                     raise UnsupportedParameterError(
-                        f"parameter {spec.name!r}, or its gradient, is on {tensor.device} now, and "
-                        f"its state has been updated on {self.device} before: move it back"
+                        f"parameter {spec.name!r}, or its gradient, is on {tensor.device} now, "
+                        f"but its state was updated on {self.device} before: move it back"
                     )
         self._compute = compute
         self._class = rule.optimizer_class
@@ -263,7 +263,7 @@ def why_not_by_torch(
         split: Whether masters are split.
     """
     if issubclass(rule.optimizer_class, torch.optim.ASGD):
-        return "torch's own step keeps its numbers on the device"
+        return "torch's own step keeps its scalar state on the device"
     if state_dtype != "float32":
         return f"torch's own step needs FP32 state, and it is stored as {state_dtype}"
     if split:

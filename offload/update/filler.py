@@ -184,7 +184,7 @@ class StateFiller:
             if not torch.equal(rounded.float().view(torch.int32), master.view(torch.int32)):
                 raise MismatchError(
                     f"{name!r} has an FP32 value that {live.dtype} cannot hold, and no optimizer "
-                    "state. A store keeps FP32 values of parameters that have been stepped only: "
+                    "state. A store keeps FP32 values only of parameters that have been stepped: "
                     "round it first, or give it state by stepping it once with a zero gradient"
                 )
         if MASTER_LOW in stored:

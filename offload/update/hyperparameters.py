@@ -16,7 +16,7 @@ from offload.format.manifest import Manifest
 from offload.format.strict_json import short
 from offload.update.rules import Rule, UpdateRule
 
-_ELSE = "Go back to an older checkpoint: restore(<step>, discard_newer=True)."
+_ELSE = "Return to an older checkpoint: restore(<step>, discard_newer=True)."
 _TENSORS = ("f32", "f64")
 
 

@@ -262,7 +262,9 @@ def _cases() -> Iterator[Hostile]:
 
     # Memory.
     memo = b"\x80\x02Nr" + struct.pack("<I", 0x08000000) + b"."
-    yield Hostile("memo-distributed", metadata(memo), "cannot be read as that of a distributed")
+    yield Hostile(
+        "memo-distributed", metadata(memo), "cannot be read as the metadata of a distributed"
+    )
     yield Hostile("memo", structure(memo), "holds a NoneType")
     lists = b"\x80\x02(" + b"]" * (2 << 20) + b"l."
     yield Hostile("many-lists", structure(lists), "more memory", most_bytes=300 << 20)

@@ -31,7 +31,7 @@ def _raw(text: bytes, length: int | None = None) -> bytes:
 
 def _files() -> Iterator[tuple[str, bytes, str]]:
     good = _packed("1")
-    yield "empty", b"", "no safetensors file"
+    yield "empty", b"", "not a safetensors file"
     yield "gzip", b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + good, "claims? a header of"
     yield "pickle", b"cos\nsystem\n(S'touch PWNED'\ntR.", "claims? a header of"
     yield "torch-save", b"PK\x03\x04" + bytes(60), "claims? a header of|begins with"
@@ -44,7 +44,7 @@ def _files() -> Iterator[tuple[str, bytes, str]]:
     yield "version", good.replace(b'format":"1"', b'format":"2"'), "train_state_format is '2'"
     yield "digest", good.replace(b'"train_state":"1"', b'"train_state":"2"'), "has the digest"
     respelled = good.replace(b'"train_state":"1"', b'"train_state": "1"')[: len(good)]
-    yield "respelled", respelled, "not spelled as it was written"
+    yield "respelled", respelled, "not as this package writes them"
     yield "trailing", good + b"\0" * 8, "header and data take"
     others = pack_encoded(
         EncodedState("1", {}), capacity_bytes=2048, header={**_TIES, "generation": "1"}
@@ -83,8 +83,8 @@ def _texts() -> Iterator[tuple[str, str, str]]:
     )
     yield "array-object", _tag("numpy.ndarray", tensor="t", dtype="|O"), "train_state"
     yield "tensor-missing", _tag("torch.Tensor", tensor="x", dtype="float32"), "missing or used"
-    yield "set-of-lists", _tag("set", items=[[1]]), "a set with"
-    yield "key-a-list", _tag("dict", items=[[[1], 2]]), "a key is"
+    yield "set-of-lists", _tag("set", items=[[1]]), "cannot be in a set"
+    yield "key-a-list", _tag("dict", items=[[[1], 2]]), "a key cannot be used"
 
 
 def attacks() -> Iterator[Attack]:

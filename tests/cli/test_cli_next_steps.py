@@ -81,7 +81,10 @@ def test_a_store_of_another_user_says_who_may_write(
     assert err.startswith(
         f"error: {of_another_user}: this store cannot be written (Permission denied, at "
     )
-    assert f"see who may write there (ls -l {of_another_user}), and do it as that user" in err
+    assert (
+        f"check who has write permission (ls -l {of_another_user}), and run this as that user"
+        in err
+    )
 
 
 @pytest.mark.parametrize("arguments", WRITING, ids=lambda value: value[0])

@@ -184,7 +184,9 @@ def test_prune_verify_refuses_if_what_is_kept_cannot_be_read(store: Path, when: 
         backend.fails |= is_second or when == "it is opened"
         seen.append(done)
 
-    with pytest.raises(UnreadableError, match=r"says nothing about what it holds.*Nothing was rem"):
+    with pytest.raises(
+        UnreadableError, match=r"not known whether its content is damaged.*Nothing was rem"
+    ):
         prune(store, LastK(1), verify=True, progress=progress, backend=backend)
     backend.close()
     assert tree(store) == before
@@ -193,7 +195,7 @@ def test_prune_verify_refuses_if_what_is_kept_cannot_be_read(store: Path, when: 
 def test_prune_says_whether_the_content_of_what_is_kept_was_read(run: Run, store: Path) -> None:
     _, out, _ = run("prune", store, "--keep", "5", "--dry-run")
     assert out.endswith(
-        "the content of what is kept was not read (offload prune --verify reads it first)\n"
+        "the checkpoints that are kept were not read (offload prune --verify reads them first)\n"
     )
     for flags, verified in ([], False), (["--verify"], True):
         _, out, _ = run("prune", store, "--keep", "5", "--dry-run", "--json", *flags)
@@ -235,7 +237,7 @@ def test_prune_is_refused_while_a_process_trains(run: Run, store: Path, dry: lis
 def test_prune_leaves_what_somebody_reads(run: Run, store: Path) -> None:
     with offload.open_checkpoint(store / "step-00000002") as reader:
         _, out, _ = run("prune", store, "--keep", "1")
-        assert f"{store}/step-00000002: being read, and left" in out
+        assert f"{store}/step-00000002: not removed, because it is being read" in out
         assert steps(store) == [2, 3, 6]
         assert reader.verify().ok
     _, out, _ = run("prune", store, "--keep", "1")
@@ -252,7 +254,7 @@ def test_prune_of_several_drives(run: Run, tmp_path: Path) -> None:
     away = places[1].rename(tmp_path / "moved")
     code, _, err = run("prune", places[0], "--keep", "2", "--part", places[1])
     assert code == 1
-    assert f"{places[1]}: this directory, given with --part, is not there" in err
+    assert f"{places[1]}: this directory, given with --part, does not exist" in err
     assert not places[1].exists()
     assert steps(places[0]) == [1, 2, 3, 4]
     code, out, _ = run("prune", places[0], "--keep", "2", "--part", away, "--json")
@@ -378,7 +380,7 @@ def test_ls_says_which_pins_are_of_nothing(run: Run, store: Path) -> None:
     code, out, err = run("ls", store, "--json")
     assert code == 0
     assert len(json.loads(out)) == 5
-    assert "pin mine is of step-00000003" in err
+    assert "pin mine: its checkpoint step-00000003" in err
     assert "pins/broken: cannot be read as a pin" in err
     (store / "pins" / "broken").unlink()
     run("prune", store, "--keep", "1")

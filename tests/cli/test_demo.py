@@ -97,7 +97,7 @@ def test_too_little_space_is_refused_before_anything_runs(
 ) -> None:
     usage = demo_run.shutil.disk_usage(tmp_path)._replace(free=10_000_000)
     monkeypatch.setattr(demo_run.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(demo.DemoError, match=r"9\.5 MiB free .* needs .* MiB.*--model tiny"):
+    with pytest.raises(demo.DemoError, match=r"9\.5 MiB free, .* needs .* MiB.*--model tiny"):
         demo_run.run_demo(
             Console(file=io.StringIO()), model="tiny", directory=str(tmp_path), quiet=True
         )

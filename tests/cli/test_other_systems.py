@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-SAID = "ssd-offload needs Linux"
+SAID = "ssd-offload requires Linux"
 
 
 @pytest.fixture(params=["darwin", "win32"])
@@ -33,7 +33,7 @@ def test_an_import_raises_an_error_that_says_so(system: dict[str, str], statemen
     assert ran.returncode == 1
     last = ran.stderr.splitlines()[-1]
     assert last.startswith(f"ImportError: {SAID}")
-    assert f"this Python is for {system['SYSTEM']}" in last
+    assert f"this Python runs on {system['SYSTEM']}" in last
     assert "fcntl" not in ran.stderr
     assert "During handling" not in ran.stderr
 

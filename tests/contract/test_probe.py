@@ -71,7 +71,7 @@ def test_what_another_machine_or_a_program_serves_is_remote(filesystem):
     found = probe.find_mount(table, "/data/run")
     assert (found.filesystem, found.remote, found.volatile) == (filesystem, True, False)
     assert not probe.find_mount(table, "/home").remote
-    assert probe.describe_remote(filesystem).startswith(f"{filesystem} has its files served by ")
+    assert probe.describe_remote(filesystem).startswith(f"files on {filesystem} are served by ")
 
 
 @pytest.mark.parametrize("filesystem", ["ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs"])

@@ -728,7 +728,7 @@ class TestFailedSeal:
         handle = training.optimizer.checkpoint({"step": 2})
         with pytest.raises(SealError, match=r"sealing step 2 failed.*injected") as error:
             handle.result()
-        assert "those made before are untouched" in str(error.value)
+        assert "earlier checkpoints are untouched" in str(error.value)
         assert backend.num_failed == 1
         return training
 

@@ -211,7 +211,7 @@ class TestMoved:
         backend = backend.reopened()
         before = everything(backend)
         for fresh in (False, True):
-            refused = pytest.raises(StoreError, match="is number 3 of this store, and was given as")
+            refused = pytest.raises(StoreError, match="is number 3 of this store, but was given as")
             with refused as error:
                 optimizer_in(backend, Model(), [ONE, "/y", "/x"], fresh=fresh)
             assert f"number 2: pass directory={[ONE, '/x', '/y']!r}" in str(error.value)
@@ -294,7 +294,7 @@ class TestSharedDirectory:
         backend.make_dir("/other")
         before = everything(backend)
         store = manifest_of(backend, 2)["store_id"]
-        with pytest.raises(StoreError, match=f"is number 2 of the store {store}, and was") as error:
+        with pytest.raises(StoreError, match=f"is number 2 of the store {store}, but was") as error:
             optimizer_in(backend, Model(), ["/other", TWO], fresh=fresh)
         assert error.value.filename == TWO
         assert "If that store is gone, remove its part-<k>" in str(error.value)

@@ -205,7 +205,7 @@ class Session:
                 continue
             error = named_error(call)
             if isinstance(error, BrokenOptimizerError) and self.acknowledged:
-                assert f"call restore() to go on from {STORE}/" in str(error)
+                assert f"call restore() to continue from {STORE}/" in str(error)
 
     def _newest(self) -> int:
         """Check the newest checkpoint, as a reader beside the run; returns its step, 0 if none."""

@@ -677,9 +677,9 @@ def test_a_slot_that_is_removed_on_the_local_file_system_is_made_anew(
         (slot,) = store.glob(".slot-*")
         shutil.rmtree(slot)
         handle = optimizer.checkpoint({"step": 3})
-        with pytest.raises(SealError, match="somebody has replaced"):
+        with pytest.raises(SealError, match="some have been replaced"):
             handle.result()
-        with pytest.raises(SealError, match="somebody has replaced"):
+        with pytest.raises(SealError, match="some have been replaced"):
             optimizer.synchronize()
         optimizer.checkpoint({"step": 3}).result()
         train(model, optimizer, 4, 5, 6)

@@ -344,7 +344,7 @@ def test_a_slot_that_is_given_back_is_not_removed_from_under_another_writer() ->
     with pytest.warns(RuntimeWarning, match="sealing step 2 failed"):
         training.optimizer.restore()
     assert contents(inner, f"{STORE}/{slot}") == before
-    with pytest.raises(StoreError, match="another process has made and locked it, or may have"):
+    with pytest.raises(StoreError, match="another process may have created and locked a new one"):
         training.steps(2)
     training.optimizer.close()
     of_another.release()

@@ -90,7 +90,7 @@ def test_restore_takes_the_one_before(name: str) -> None:
     path = damage(backend, name)
     model = Model()
     optimizer = optimizer_for(model, STORE, options(backend))
-    with warned(path, "damaged", "is quarantined", "going on from", "step-00000001"):
+    with warned(path, "damaged", "is quarantined", "continuing from", "step-00000001"):
         found = optimizer.restore()
     assert backend.stat(f"{NEWEST}/{QUARANTINE_NAME}") is not None
     goes_on_from(found, model, optimizer, 1)
@@ -116,7 +116,7 @@ def test_state_that_the_first_step_finds_damaged(
     with pytest.raises(DamagedError) as error:
         train_through(model, optimizer, 3)
     assert f"{path}: bytes " in str(error.value)
-    assert "call restore() to go on from /run/step-00000001" in str(error.value)
+    assert "call restore() to continue from /run/step-00000001" in str(error.value)
     with pytest.raises(BrokenOptimizerError, match="step-00000001"):
         optimizer.checkpoint()
     with warned("not using", NEWEST, "damaged"):
@@ -246,7 +246,7 @@ def test_what_a_person_has_marked_is_passed_over() -> None:
     for step in (2, 3):
         damage(backend, "model", f"{STORE}/step-0000000{step}")
     optimizer = optimizer_for(Model(), STORE, options(backend), keep=3)
-    with warned("going on from", "step-00000002"), pytest.raises(DamagedError, match="two in a"):
+    with warned("continuing from", "step-00000002"), pytest.raises(DamagedError, match="two in a"):
         optimizer.restore()
     optimizer.close()
     assert verified_by_a_person(backend) == {1: True, 2: False, 3: False}
@@ -261,7 +261,7 @@ def test_what_a_person_has_marked_is_passed_over() -> None:
     optimizer.close()
     model = Model()
     optimizer = optimizer_for(model, STORE, options(backend), keep=3)
-    with warned("going on from", "step-00000002"):
+    with warned("continuing from", "step-00000002"):
         found = optimizer.restore()
     goes_on_from(found, model, optimizer, 2)
     optimizer.close()
@@ -372,7 +372,7 @@ def test_one_that_was_asked_for_is_not_replaced_by_another() -> None:
     damage(backend, "model", f"{STORE}/step-00000001")
     model = Model()
     optimizer = optimizer_for(model, STORE, options(backend))
-    with pytest.raises(DamagedError, match=r"call restore\(\) to go on from .*step-00000002"):
+    with pytest.raises(DamagedError, match=r"call restore\(\) to continue from .*step-00000002"):
         optimizer.restore(1, discard_newer=True)
     with warned("not using", "step-00000001"):
         found = optimizer.restore()
@@ -638,7 +638,7 @@ class TestVerifyAlways:
         with pytest.raises(DamagedError) as error:
             take_step(model, optimizer, 4)
         assert f"/.slot-1/{name}.safetensors: bytes " in str(error.value)
-        assert "call restore() to go on from /run/step-00000001" in str(error.value)
+        assert "call restore() to continue from /run/step-00000001" in str(error.value)
         backend.flips = ""
         found = optimizer.restore()
         assert backend.stat(f"{STORE}/step-00000001/{QUARANTINE_NAME}") is None

@@ -98,7 +98,7 @@ def test_training_goes_on_from_what_was_read_right_the_second_time(
     assert not is_marked(backend)
     (message,) = warnings_logged()
     assert name in message
-    assert "one read returned something else" in message
+    assert "one read returned other data" in message
     assert "memory" in message
     optimizer.close()
 

@@ -1,4 +1,4 @@
-"""A reader that was stopped, or hangs, does not end training: the store takes one slot more."""
+"""A reader that was stopped, or hangs, does not end training: the store takes one more slot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.crash.test_beside_training import Training
 from tests.stores.training import Reference, differences, same_bits
 
 STORE = "/run"
-HELD = "every expired checkpoint is being read by someone, and the store can have no slot more"
+HELD = "every expired checkpoint is being read, and the store cannot have another slot"
 
 STOPPED_VERIFY = """
 import os, signal, sys
@@ -48,7 +48,7 @@ def slots(backend: Backend, directory: str = STORE) -> list[str]:
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     with caplog.at_level(logging.WARNING, "offload"):
-        yield lambda: [r.getMessage() for r in caplog.records if "one slot more" in r.getMessage()]
+        yield lambda: [r.getMessage() for r in caplog.records if "one more slot" in r.getMessage()]
 
 
 @pytest.mark.parametrize("keep", [1, 2])

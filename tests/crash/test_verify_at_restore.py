@@ -46,7 +46,7 @@ def test_damaged_state_is_passed_over_by_itself(name: str, how: str, overlap: st
     store_with(backend)
     path = damage(backend, name)
     model, optimizer = restoring(how, backend, overlap=overlap)
-    with warned(path, "damaged", "is quarantined", "going on from", "step-00000001"):
+    with warned(path, "damaged", "is quarantined", "continuing from", "step-00000001"):
         found = optimizer.restore(verify=True if how == "argument" else None)
     assert path in str(read_quarantine(backend, NEWEST))
     goes_on_from(found, model, optimizer, 1)
@@ -59,7 +59,7 @@ def test_state_on_another_drive_is_checked_too() -> None:
     (part,) = [name for name in backend.list_dir(OTHER) if name.endswith("2")]
     damage(backend, "exp_avg", f"{OTHER}/{part}")
     model, optimizer = restoring("argument", backend, [STORE, OTHER])
-    with warned("going on from", "step-00000001"):
+    with warned("continuing from", "step-00000001"):
         found = optimizer.restore(verify=True)
     goes_on_from(found, model, optimizer, 1)
     optimizer.close()
@@ -130,7 +130,9 @@ def test_one_that_was_asked_for_is_not_replaced_by_another() -> None:
     store_with(backend)
     damage(backend, "exp_avg")
     model, optimizer = restoring("argument", backend)
-    with pytest.raises(DamagedError, match=r"exp_avg.*call restore\(\) to go on from .*-00000001"):
+    with pytest.raises(
+        DamagedError, match=r"exp_avg.*call restore\(\) to continue from .*-00000001"
+    ):
         optimizer.restore(2, verify=True)
     with warned("not using", NEWEST):
         found = optimizer.restore(verify=True)
@@ -157,7 +159,7 @@ def test_a_second_one_in_a_row_is_not_passed_over() -> None:
     for step in (1, 2):
         damage(backend, "exp_avg", f"{STORE}/step-0000000{step}")
     _, optimizer = restoring("argument", backend)
-    with warned("going on from"), pytest.raises(DamagedError, match="two in a row"):
+    with warned("continuing from"), pytest.raises(DamagedError, match="two in a row"):
         optimizer.restore(verify=True)
     assert read_quarantine(backend, f"{STORE}/step-00000001") is None
     optimizer.close()

@@ -163,7 +163,7 @@ def test_an_earlier_version_that_got_in_ends_all_writing(
 def refuses_to_write(first: Training, store: Path) -> None:
     """Every call that would write names what has happened, and no checkpoint changes."""
     before = bits_on_disk(store)
-    locked = r"another process has made and locked it, or may have"
+    locked = r"another process may have created and locked a new one"
     for call in (
         lambda: first.steps_and_seals(1),
         lambda: first.optimizer.checkpoint({"again": 1}).result(),

@@ -89,7 +89,7 @@ def test_errors_are_one_line(store, tmp_path, monkeypatch, capsys) -> None:
     call = runner("offload", main, monkeypatch, capsys)
     (tmp_path / "out").write_text("mine")
     for arguments, message in (
-        (["export", store, tmp_path / "out", "--to", "pt"], "something of this name"),
+        (["export", store, tmp_path / "out", "--to", "pt"], "it already exists"),
         (["import", tmp_path / "out", tmp_path / "s"], "looks like text (it begins with 'mine')"),
         (["import", "x", tmp_path / "s", "--optimizer", "Nope"], "no class 'Nope'; it has ASGD,"),
         (["import", "x", tmp_path / "s", "--optimizer", "adamw"], "'adamw'; did you mean AdamW "),

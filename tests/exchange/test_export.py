@@ -238,7 +238,7 @@ class TestRefusals:
     def test_something_is_there_already(self, tmp_path) -> None:
         pair, path = sealed(tmp_path, CASES["adamw"], {}, steps=1)
         (tmp_path / "export").write_text("mine")
-        with pytest.raises(StoreError, match="something of this name"):
+        with pytest.raises(StoreError, match="it already exists"):
             export(path, tmp_path / "export", "pt")
         assert (tmp_path / "export").read_text() == "mine"
         pair.optimizer.close()
@@ -261,7 +261,7 @@ class TestRefusals:
         pair, path = sealed(tmp_path, CASES["adamw"], {}, steps=1)
         with pytest.raises(ValueError, match="hf, safetensors, pt, dcp"):
             export(path, tmp_path / "export", "onnx")
-        with pytest.raises(StoreError, match="no directory"):
+        with pytest.raises(StoreError, match="does not exist; create it"):
             export(path, tmp_path / "no" / "export", "pt")
         pair.optimizer.close()
 

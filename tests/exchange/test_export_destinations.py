@@ -78,8 +78,8 @@ def test_a_disk_without_room_is_named_before_anything_is_read(
     with pytest.raises(StoreFullError) as caught:
         export(store, drive.path / "out", kind, told)
     said = str(caught.value)
-    assert said.startswith(f"{drive.path}/out: the export needs {NEEDED} at least, and ")
-    assert "KiB are free: free some space, or export elsewhere. Nothing is left of it" in said
+    assert said.startswith(f"{drive.path}/out: the export needs at least {NEEDED}, but only ")
+    assert "KiB are free: free some space, or export elsewhere. No partial file is left" in said
     assert (told, names(drive.path)) == ([], before)
 
 
@@ -91,7 +91,9 @@ def test_a_disk_that_fills_meanwhile_is_named_and_the_export_leaves_nothing(
     drive.fill(leave_bytes=left)
     before, free = names(drive.path), drive.free_bytes()
     backend = SeesSpaceAtFirst(PosixBackend())
-    with pytest.raises(StoreFullError, match=rf"out: the export needs {NEEDED} at least, and "):
+    with pytest.raises(
+        StoreFullError, match=rf"out: the export needs at least {NEEDED}, but only "
+    ):
         export(store, drive.path / "out", kind, backend=backend)
     backend.close()
     assert names(drive.path) == before
@@ -110,7 +112,7 @@ def test_a_directory_that_may_not_be_written_is_named(
     code, out, err = call("export", store, "/sys/out", "--to", kind, "--quiet")
     assert (code, out) == (1, "")
     assert err.startswith("error: /sys: cannot be written (")
-    assert "see who may write there (ls -ld), or export elsewhere" in err
+    assert "check its permissions (ls -ld), or export elsewhere" in err
     assert err.count("\n") == 1
 
 

@@ -211,7 +211,7 @@ class TestRefusals:
             optimizer.load_state_dict(early)  # this process knows that it is the same state
         with (
             make_optimizer(model, backend.reopened()) as optimizer,
-            pytest.raises(MismatchError, match=r"never sealed.*cannot be told whether /run/step-0"),
+            pytest.raises(MismatchError, match=r"never sealed.*is not known whether /run/step-0"),
         ):
             optimizer.load_state_dict(early)
 

@@ -413,7 +413,7 @@ class TestRefusals:
             ("dtype", "is torch.float64"),
             ("missing", r"state of parameter 1 .* made by another class, or with other flags"),
             ("extra", "momentum_buffer"),
-            ("unknown", "state of 17"),
+            ("unknown", "state of parameter 17"),
             ("scalar", "expected one number"),
             ("not a tensor", "is a str"),
             ("master shape", "the master of state of parameter 0"),

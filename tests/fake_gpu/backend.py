@@ -23,7 +23,7 @@ class DeviceMemory:
         return DeviceMemory(self.hidden.slice(start, nbytes))
 
     def memoryview(self) -> memoryview:
-        raise TypeError("memory of a device has no view")
+        raise TypeError("device memory has no host view")
 
 
 class DeviceBackend(WrapperBackend):

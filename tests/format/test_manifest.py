@@ -102,7 +102,7 @@ def test_two_that_say_nan_say_the_same() -> None:
 @pytest.mark.parametrize("field", ["generation", "step"])
 def test_numbers_that_could_not_be_read_again_are_not_sealed(field: str) -> None:
     assert getattr(through_the_file(a_manifest(**{field: 2**63 - 1})), field) == 2**63 - 1
-    with pytest.raises(OffloadError, match="Remove it, and go on from another one"):
+    with pytest.raises(OffloadError, match="remove it, and continue from another one"):
         a_manifest(**{field: 2**63}).encode(1 << 16)
 
 

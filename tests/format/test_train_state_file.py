@@ -168,7 +168,7 @@ class TestUnpack:
         file = bytearray(pack(1, capacity_bytes=4096, header={}))
         assert file[-1:] == b" "
         file[-1:] = b"\n"
-        with pytest.raises(TrainStateFormatError, match="not spelled as it was written"):
+        with pytest.raises(TrainStateFormatError, match="not as this package writes them"):
             unpack(bytes(file))
 
     def test_some_other_safetensors_file_is_a_format_error(self):

@@ -193,25 +193,25 @@ def test_a_name_that_is_taken_is_not_taken_away(drive, monkeypatch):
     ("arguments", "words"),
     [
         (["--file-size", "1M"], "--allow-small"),
-        (["--file-size", "1M", "--size", "1000", "--allow-small"], "multiples of 4096"),
+        (["--file-size", "1M", "--size", "1000", "--allow-small"], "not a multiple of 4096"),
         (["--file-size", "1M", "--size", "2M", "--allow-small"], "more than the file has"),
-        (["--file-size", "1000001", "--size", "4K", "--allow-small"], "no multiple of 4096"),
+        (["--file-size", "1000001", "--size", "4K", "--allow-small"], "not a multiple of 4096"),
         (["--file-size", "4096T"], "are free"),
-        (["--size", "many"], "no size"),
+        (["--size", "many"], "is not a size"),
         (["--threads", "0"], "threads is 0"),
         (["--depth", "257"], "depth is 257"),
         (["--size", "1G", "--threads", "8"], "buffers of more than"),
         (["--mix", "0"], "per cent of reads"),
-        (["--passes", "0"], "passes is at least 1"),
+        (["--passes", "0"], "passes must be at least 1"),
         (["--sweep", "colour=red"], "write one of"),
-        (["--sweep", "rw=read..write"], "list values"),
+        (["--sweep", "rw=read..write"], "list its values"),
         (["--sweep", "rw=sideways"], "not one of read"),
         (["--sweep", "size=1M..64K"], "the range is empty"),
         (["--sweep", "size=4K..64M", "--sweep", "size=1M"], "twice"),
         (["--plot", "x.svg"], "--plot needs --sweep"),
-        (["--path", "gds"], "'gds' moves memory of a GPU"),
-        (["--path", "compat"], "'compat' moves memory of a GPU"),
-        (["--sweep", "path=direct,bounce"], "'bounce' moves memory of a GPU"),
+        (["--path", "gds"], "'gds' transfers GPU memory"),
+        (["--path", "compat"], "'compat' transfers GPU memory"),
+        (["--sweep", "path=direct,bounce"], "'bounce' transfers GPU memory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -225,7 +225,7 @@ def test_what_cannot_be_measured_is_one_line_and_status_1(run, drive, arguments,
 
 
 def test_paths_of_a_gpu_are_refused_for_want_of_a_driver_or_of_a_library(monkeypatch):
-    with pytest.raises(RefusedError, match="no CUDA driver here: libcuda"):
+    with pytest.raises(RefusedError, match="the CUDA driver cannot be used: libcuda"):
         open_path("gds", 1, no_driver="libcuda.so.1 is missing")
     monkeypatch.setattr("gds.buffers.cuda.no_driver", lambda: "")
     monkeypatch.setitem(sys.modules, "cupy", None)

@@ -65,9 +65,9 @@ def test_any_changed_byte_is_found_in_its_block(position, change):
 
 def test_what_is_wrong_is_told_apart():
     stamps = Stamps(4)
-    with pytest.raises(WrongDataError, match=f"holds what was written for byte {9 * BLOCK}"):
+    with pytest.raises(WrongDataError, match=f"holds the data of byte {9 * BLOCK}"):
         check(stamps, stamped(stamps, 9 * BLOCK, [1]), 8 * BLOCK, [1])
-    with pytest.raises(WrongDataError, match="is from write 1 of it, and 2 was the last"):
+    with pytest.raises(WrongDataError, match="holds write 1 of it, but 2 was the last"):
         check(stamps, stamped(stamps, 8 * BLOCK, [1]), 8 * BLOCK, [2])
     with pytest.raises(WrongDataError, match="differs in"):
         check(stamps, stamped(Stamps(5), 8 * BLOCK, [1]), 8 * BLOCK, [1])
@@ -136,8 +136,8 @@ def plan(directory: Path, **settings) -> Plan:
         ("flip-read", "randread", 3 * SIZE + BLOCK, "differs in 1 of 512 words"),
         ("flip", "write", 3 * SIZE + BLOCK, "differs in 1 of 512 words"),
         ("flip", "randwrite", 3 * SIZE + BLOCK, "differs in 1 of 512 words"),
-        ("lost", "write", 3 * SIZE, "is from write 0 of it, and 1 was the last"),
-        ("misdirected", "write", 2 * SIZE, f"holds what was written for byte {3 * SIZE}"),
+        ("lost", "write", 3 * SIZE, "holds write 0 of it, but 1 was the last"),
+        ("misdirected", "write", 2 * SIZE, f"holds the data of byte {3 * SIZE}"),
     ],
 )
 def test_a_transfer_that_goes_wrong_is_found(drive, path, fault, rw, offset, words):

@@ -221,8 +221,8 @@ def test_a_report_shows_what_crossed(drive, machine, gpu, nvml, monkeypatch) -> 
     assert run_["pcie_reason"] == ""
     assert "PCIe rx" in shown
     assert " 3.000 " in shown
-    assert "Copy engines themselves have no counter" in shown
-    assert "not readable" not in shown
+    assert "NVML has no counters of the copy engines" in shown
+    assert "could not be read" not in shown
     assert nvml.open == 0
 
 
@@ -230,7 +230,10 @@ def test_a_report_says_why_it_does_not_know(drive, machine, gpu, monkeypatch) ->
     report, shown = report_of(drive, machine, monkeypatch, no_library)
     (run_,) = report.to_json()["results"][0]["runs"]
     assert (run_["pcie_rx_gbps"], run_["pcie_tx_gbps"], run_["pcie_samples"]) == (None, None, 0)
-    assert "PCIe not readable: NVML cannot be used: libnvidia-ml.so.1: cannot open" in shown
+    assert (
+        "PCIe traffic could not be read: NVML cannot be used: libnvidia-ml.so.1: cannot open"
+        in shown
+    )
 
 
 def test_a_report_of_host_memory_has_no_such_columns(drive, machine) -> None:

@@ -18,7 +18,7 @@ EXAMINATION = {
 FINDING = {"section", "what", "value", "verdict", "why", "do"}
 WHAT = [
     "kernel", "page size", "huge pages", "memory", "memlock limit",
-    "file system", "mount", "device", "alignment told", "direct I/O", "GDS here", "access",
+    "file system", "mount", "device", "I/O alignment", "direct I/O", "GDS here", "access",
     "driver", "devices", "nvidia-fs", "PCI peer-to-peer", "cuFile configuration", "kvikio",
     "surroundings", "cuFile tried",
 ]  # fmt: skip

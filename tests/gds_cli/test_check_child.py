@@ -68,9 +68,9 @@ def test_devices_and_transfers_through_the_libraries(libraries, drive):
     ("fault", "reads", "writes", "words"),
     [
         ("refuse", False, False, "cuFileHandleRegister: cuFile error 5027, CUDA error 7"),
-        ("short", False, True, "other bytes"),
-        ("lost", True, False, "other bytes"),
-        ("crash", False, False, "died of signal 6 in cuFileDriverOpen"),
+        ("short", False, True, "wrong data"),
+        ("lost", True, False, "wrong data"),
+        ("crash", False, False, "was killed by signal 6 in cuFileDriverOpen"),
     ],
 )
 def test_a_cufile_that_does_wrong_is_found_out(libraries, drive, fault, reads, writes, words):

@@ -25,9 +25,9 @@ def test_a_place_that_is_not_there(command: str, tmp_path: Path, run: Run) -> No
     (tmp_path / "file").touch()
     status, _, err = run(command, tmp_path / "none")
     assert status == 1
-    assert f"{tmp_path}/none: there is nothing of this name: make the directory" in err
+    assert f"{tmp_path}/none: no such file or directory: create it" in err
     _, _, err = run(command, tmp_path / "file/below")
-    assert "below: there is nothing of this name: a part of it is a file" in err
+    assert "below: no such file or directory: a parent in this path is a file" in err
 
 
 @pytest.mark.parametrize("command", BOTH)
@@ -38,7 +38,7 @@ def test_a_block_device(command: str, run: Run) -> None:
     for device in devices[:3]:
         status, _, err = run(command, device)
         assert status == 1
-        assert f"{device} is a block device, and only files are used" in err
+        assert f"{device} is a block device, but only files can be used" in err
         assert "in memory" not in err
 
 

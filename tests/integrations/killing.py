@@ -58,7 +58,9 @@ def train(root: Path, life: int) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = Case({"gradient_accumulation_steps": 2}).run(root, *callbacks, resume=folder)
-    given_up = [str(w.message).rpartition(": ")[2] for w in caught if "giving up" in str(w.message)]
+    given_up = [
+        str(w.message).rpartition(": ")[2] for w in caught if "are withdrawn" in str(w.message)
+    ]
     return {**told, "history": run.history, "given_up": given_up}
 
 

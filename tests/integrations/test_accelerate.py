@@ -250,7 +250,7 @@ def test_an_older_folder_is_loaded_only_if_told_to(tmp_path: Path) -> None:
     assert pinned(tmp_path) == [2, 4, 6]
     refused.close()
     told = Loop(tmp_path, discard_newer=True)
-    with pytest.warns(RuntimeWarning, match="giving up what was made after it: step-00000004"):
+    with pytest.warns(RuntimeWarning, match="the newer checkpoints are withdrawn: step-00000004"):
         told.accelerator.load_state(older)
     told.train(2, 6, save_every=10)
     assert told.losses == whole.losses[4:]

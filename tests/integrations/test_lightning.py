@@ -331,7 +331,7 @@ def test_a_trainer_of_several_processes_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_callback_without_an_optimizer_of_ours_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(offload.OffloadError, match="nothing that OffloadCallback could do"):
+    with pytest.raises(offload.OffloadError, match="OffloadCallback has nothing to do"):
         fit(tmp_path / "a", lambda m: torch.optim.AdamW(m.parameters()), callback=OffloadCallback())
 
 

@@ -175,7 +175,7 @@ def test_a_run_goes_on_from_an_older_folder_only_if_told_to(
         CASE.run(work, resume=older)
     assert pinned(work) == sealed(work) == [2, 4, 6, 7]
 
-    with pytest.warns(RuntimeWarning, match="giving up what was made after it: step-00000006"):
+    with pytest.warns(RuntimeWarning, match="the newer checkpoints are withdrawn: step-00000006"):
         found = CASE.run(work, resume=older, discard_newer=True)
     expected = trained[2]
     assert found.history == expected.history
@@ -201,7 +201,7 @@ def test_a_folder_whose_checkpoint_was_given_up_is_refused_by_name(work: Path) -
     # As if it had been killed before it saved anything.
     with CASE.trainer(work, discard_newer=True) as trainer:
         reference = torch.load(f"{older}/optimizer.pt", weights_only=True)
-        with pytest.warns(RuntimeWarning, match="giving up"):
+        with pytest.warns(RuntimeWarning, match="are withdrawn"):
             trainer.optimizer.load_state_dict(reference)
     assert sealed(work) == [2, 4]
     with pytest.raises(MismatchError, match=r"step 7 .*any more.*checkpoint-2, .*checkpoint-4"):
@@ -214,7 +214,7 @@ def test_a_checkpoint_whose_folder_was_removed_is_given_up(
 ) -> None:
     shutil.rmtree(work / "out/checkpoint-7")
     shutil.rmtree(work / "out/checkpoint-6")
-    with pytest.warns(RuntimeWarning, match="giving up what was made after it: step-00000006"):
+    with pytest.warns(RuntimeWarning, match="the newer checkpoints are withdrawn: step-00000006"):
         found = CASE.run(work, resume=True)
     assert steps(found.history) == steps(trained[2].history)
     assert found.history == trained[2].history
@@ -296,7 +296,7 @@ def test_a_damaged_checkpoint_is_passed_over_before_training_begins(
 ) -> None:
     out, run = work / "out", work / "run"
     flip_a_bit_of_state(work, 7)
-    with pytest.warns(RuntimeWarning, match=r"passing over .*checkpoint-7: .*exp_avg.*damaged"):
+    with pytest.warns(RuntimeWarning, match=r"skipping .*checkpoint-7: .*exp_avg.*damaged"):
         older = latest_checkpoint(out, run, verify=True)
     assert older == str(out / "checkpoint-6")
     assert latest_checkpoint(out, run, verify=True) == older, "it is marked"

@@ -211,7 +211,7 @@ def test_without_the_callback_the_first_save_and_a_resume_say_what_is_missing(
         trainer.train()
     assert len(said) == 1
     trainer.optimizer.optimizer.close()
-    with pytest.warns(RuntimeWarning, match=r"passing over .*checkpoint-2.*OffloadCallback\(\)"):
+    with pytest.warns(RuntimeWarning, match=r"skipping .*checkpoint-2.*OffloadCallback\(\)"):
         assert latest_checkpoint(args.output_dir, run) is None
     if made_by != "class_and_kwargs":
         with pytest.raises(MismatchError, match=r"without sealing.*OffloadCallback\(\)"):

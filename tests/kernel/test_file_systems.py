@@ -293,7 +293,7 @@ def test_a_file_system_that_takes_the_flag_and_uses_the_page_cache(
     with mounted("ext4", tmp_path, mount_options=["data=journal"]) as drive:
         fd = os.open(drive.path / "file", os.O_CREAT | os.O_RDWR | os.O_DIRECT)
         os.close(fd)
-        with pytest.raises(StorageError, match="direct=True, but there is no direct I/O here"):
+        with pytest.raises(StorageError, match="direct=True, but direct I/O is not available"):
             PosixBackend(direct=True).create(f"{drive.path}/other", 8192)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -247,7 +247,7 @@ def test_damage_of_what_slots_share_is_in_all_of_them_and_can_be_mended(tmp_path
             device.write(bytes([byte ^ 1]))
         subprocess.run(["mount", drive.device, drive.path], check=True)
         with (
-            pytest.warns(RuntimeWarning, match="is quarantined; going on from the one before"),
+            pytest.warns(RuntimeWarning, match="is quarantined; continuing from the one before"),
             pytest.raises(DamagedError, match=r"model\.safetensors.*are damaged"),
         ):
             Run(drive)

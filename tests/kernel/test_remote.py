@@ -36,7 +36,7 @@ def test_a_store_on_fuse_is_refused_by_name(served: Path, exists: bool) -> None:
     if exists:
         store.mkdir(parents=True)
     before = sorted(served.rglob("*"))
-    with pytest.raises(RemoteStoreError, match="fuse has its files served by a program") as error:
+    with pytest.raises(RemoteStoreError, match="files on fuse are served by a program") as error:
         optimizer_for(Model(), str(store), options())
     assert "options=Options(allow_remote=True)" in str(error.value)
     assert isinstance(error.value, StoreError)
@@ -112,7 +112,7 @@ class _Nfs(WrapperBackend):
 
 def test_a_network_file_system_is_refused_by_name() -> None:
     backend = _Nfs(MemoryBackend())
-    with pytest.raises(RemoteStoreError, match="nfs4 has its files served by another machine"):
+    with pytest.raises(RemoteStoreError, match="files on nfs4 are served by another machine"):
         optimizer_for(Model(), "/run", options(backend))
     assert backend.list_dir("/") == []
     optimizer_for(Model(), "/run", options(backend, allow_remote=True)).close()

@@ -388,8 +388,10 @@ KEEPING = (
             Edit(
                 _KEEPING,
                 "        if found.unreadable:\n"
-                '            raise PinError(f"{path}: would be replaced',
-                '        if False:\n            raise PinError(f"{path}: would be replaced',
+                "            raise PinError(\n"
+                '                f"{path}: would be replaced',
+                "        if False:\n            raise PinError(\n"
+                '                f"{path}: would be replaced',
             ),
         ),
         (f"{_OF_PINS}::test_nothing_is_replaced_while_one_cannot_be_read",),
@@ -400,8 +402,10 @@ KEEPING = (
         (
             Edit(
                 _KEEPING,
-                '            if found.unreadable:\n                raise PinError(f"{what}',
-                '            if False:\n                raise PinError(f"{what}',
+                "            if found.unreadable:\n                raise PinError(\n"
+                '                    f"{what}',
+                "            if False:\n                raise PinError(\n"
+                '                    f"{what}',
             ),
         ),
         (f"{_UNREADABLE}[empty]",),

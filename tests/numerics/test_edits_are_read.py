@@ -15,7 +15,8 @@ import safetensors.torch
 import torch
 
 import offload
-from gds import MemoryBackend
+from gds import Backend, File, WrapperBackend
+from gds.backends.wrapper import WrapperFile
 from offload import export_checkpoint
 from tests.numerics.models import trainable
 from tests.numerics.pairs import CASES, CUTS, Cut, Pair, memory_pair
@@ -118,29 +119,25 @@ def test_a_nan_is_read_as_one():
     ]
 
 
-class Reads:
+class Reads(WrapperBackend):
     """A backend whose files count the bytes that are read of them."""
 
-    def __init__(self, backend: MemoryBackend) -> None:
-        self._backend, self.read_bytes = backend, 0
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.read_bytes = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def open(self, path: str, **kwargs: Any) -> Any:
-        return _File(self, self._backend.open(path, **kwargs))
+    def wrap_file(self, file: File) -> File:
+        return _File(self, file)
 
 
-class _File:
-    def __init__(self, reads: Reads, file: Any) -> None:
-        self._reads, self._file = reads, file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+class _File(WrapperFile):
+    def __init__(self, reads: Reads, inner: File) -> None:
+        super().__init__(inner)
+        self._reads = reads
 
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
         self._reads.read_bytes += nbytes
-        return self._file.read_bytes(offset, nbytes)
+        return super().read_bytes(offset, nbytes)
 
 
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)

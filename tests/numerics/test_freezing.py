@@ -412,7 +412,9 @@ class TestContradictions:
             return model, [p for n, p in model.named_parameters() if n != "2.weight"]
 
         message = self.resumed(make, make_model())
-        assert "'2.weight' has optimizer state there and requires gradients here" in message
+        assert (
+            "'2.weight' has optimizer state in the checkpoint and requires gradients now" in message
+        )
         assert "was not given" in message
         assert "requires_grad_(False)" in message
 

@@ -77,16 +77,17 @@ def test_state_that_stays_in_memory_is_not_waited_for():
             "host",
             (
                 "steps are taken on the CPU rather than on the device: a step is expected to take "
-                "24 s there (the drives), and 24 s on the CPU (the drives); state goes into device "
-                "memory only where that takes at most 95% of the time"
+                "24 s on the device (limited by the drives), and 24 s on the CPU (limited by the "
+                "drives); state is kept in device memory only if a step then takes at most "
+                "95% of the time"
             ),
         ),
         (
             changed(update_gbps=4, direct=True),
             "device",
             (
-                "steps are taken on the device: a step is expected to take 24 s there (the "
-                "drives), and 42 s on the CPU (the CPU)"
+                "steps are taken on the device: a step is expected to take 24 s on the device "
+                "(limited by the drives), and 42 s on the CPU (limited by the CPU)"
             ),
         ),
         (
@@ -111,7 +112,7 @@ def test_the_reason_names_the_times_and_what_they_are_spent_on(rates, place, rea
     ids=["to-host", "to-device", "cpu"],
 )
 def test_the_slowest_part_is_named(rates, slowest):
-    there, here = (f"({name})" for name in slowest)
+    there, here = (f"(limited by {name})" for name in slowest)
     reason = decide(STEP, rates).reason
     assert there in reason
     assert here in reason

@@ -219,12 +219,18 @@ class NoDeviceMemory(PosixBackend):
     ("changes", "why"),
     [
         ({"drive_gbps": 0.0}, "the drives have not been measured"),
-        ({"device": torch.device("xpu")}, "no way between xpu and host memory"),
-        ({"backends": PosixBackend}, "the posix backend does not move device memory"),
-        ({"backends": NoDeviceMemory}, "device memory cannot be moved there: .*there is none"),
+        (
+            {"device": torch.device("xpu")},
+            "transfers between xpu and host memory are not supported",
+        ),
+        ({"backends": PosixBackend}, "the posix backend does not transfer device memory"),
+        (
+            {"backends": NoDeviceMemory},
+            "device memory cannot be transferred to the drives: .*there is none",
+        ),
         (
             {"layout": Layout((ParameterSpec("w", "F32", (9,), 0, ()),), (), NUM)},
-            "there is no state",
+            "there is no optimizer state",
         ),
     ],
     ids=["drives", "device", "backend", "path", "state"],
@@ -305,7 +311,7 @@ def test_what_cannot_be_kept_is_used_all_the_same(
     (tmp_path / f"{rates.RATES_NAME}.new").mkdir()
     with caplog.at_level(logging.WARNING, "offload"):
         assert isinstance(find_rates(make_site(), clock=time), Rates)
-    assert "what was measured is not kept" in caplog.text
+    assert "the measured rates could not be saved" in caplog.text
 
 
 GOOD = Rates(drive_gbps=7, update_gbps=30.5, to_host_gbps=25, to_device_gbps=24, direct=False)

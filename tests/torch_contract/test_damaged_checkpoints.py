@@ -253,7 +253,7 @@ class TestDamage:
         optimizer = make_optimizer(model, backend)
         with pytest.raises(CheckpointError, match=r"step-00000002/model.*bytes \d+ to") as error:
             optimizer.restore(2)
-        assert "call restore() to go on from" in str(error.value)
+        assert "call restore() to continue from" in str(error.value)
         with pytest.raises((NotRestoredError, BrokenOptimizerError)):
             optimizer.step()
         with pytest.warns(RuntimeWarning, match="not using .*step-00000002"):

@@ -76,14 +76,14 @@ class TestOtherThings:
         for name in ("train.py", "data.bin", "README.md", "zebra"):
             (tmp_path / name).write_text("mine")
         error = refused(tmp_path, tmp_path, fresh=fresh)
-        assert "holds other things: 'README.md', 'data.bin', 'train.py' and 1 more" in str(error)
+        assert "holds other files: 'README.md', 'data.bin', 'train.py' and 1 more" in str(error)
         assert f"Give the store a directory of its own, such as '{tmp_path}/store'" in str(error)
         assert error.filename == str(tmp_path)
 
     @pytest.mark.parametrize("name", ["pins", "store.json", "part-x", "step", "LOCKED", "slot-1"])
     def test_a_name_that_others_use_as_well_makes_no_store(self, tmp_path: Path, name: str) -> None:
         (tmp_path / name).mkdir() if "." not in name else (tmp_path / name).write_text("{}")
-        assert f"holds other things: '{name}'" in str(refused(tmp_path, tmp_path))
+        assert f"holds other files: '{name}'" in str(refused(tmp_path, tmp_path))
 
     @pytest.mark.parametrize("inside", [None, "exp_avg.safetensors", "data.bin"])
     def test_a_part_that_was_only_begun_when_the_power_went_is_no_other_thing(
@@ -96,7 +96,7 @@ class TestOtherThings:
             (part / inside).write_bytes(b"")
         directories = [tmp_path / "a", tmp_path / "b"]
         if inside == "data.bin":
-            assert "holds other things: 'part-1'" in str(refused(directories, tmp_path))
+            assert "holds other files: 'part-1'" in str(refused(directories, tmp_path))
         else:
             AdamW(Model().body_parameters(), directory=directories).close()
 
@@ -106,7 +106,7 @@ class TestOtherThings:
         (tmp_path / "train.py").write_text("mine")
         monkeypatch.chdir(tmp_path)
         before = tree(tmp_path)
-        with pytest.raises(StoreError, match=r"holds other things: 'train\.py'\."):
+        with pytest.raises(StoreError, match=r"holds other files: 'train\.py'\."):
             AdamW(Model().body_parameters(), directory=".")
         assert tree(tmp_path) == before
 
@@ -173,7 +173,7 @@ class TestOrder:
     ) -> None:
         error = refused([drives[n] for n in order], tmp_path, fresh=fresh)
         assert f"this directory is number {number} of " in str(error)
-        assert f", and was given as number {given}: " in str(error)
+        assert f", but was given as number {given}: " in str(error)
         assert f"pass directory={list(map(str, drives))!r}" in str(error)
         assert same_bits(dict(train_in(drives, 3).state_dict()), Reference().after(3).model)
 
@@ -193,14 +193,16 @@ class TestOrder:
             backward(model, 1)
             optimizer.step()
         error = refused(drives[1], tmp_path, fresh=fresh)
-        assert "this directory is one of several of a store, and not the first" in str(error)
+        assert "this directory is one of several directories of a store, but not the first" in str(
+            error
+        )
 
     @BOTH
     def test_a_store_is_no_second_directory(self, tmp_path: Path, fresh: bool) -> None:
         train_in(tmp_path / "one", 1)
         (tmp_path / "new").mkdir()
         error = refused([tmp_path / "new", tmp_path / "one"], tmp_path, fresh=fresh)
-        assert "this directory is the first directory of a store, and was given as number 2" in str(
+        assert "this directory is the first directory of a store, but was given as number 2" in str(
             error
         )
 

@@ -104,7 +104,7 @@ class TestMetrics:
             ({"": 1.0}, "the name of a metric"),
             ({"x" * 65: 1.0}, "the name of a metric"),
             ({3: 1.0}, "the name of a metric"),
-            ({str(n): 1.0 for n in range(17)}, "17 metrics, at most 16"),
+            ({str(n): 1.0 for n in range(17)}, "17 metrics, but a checkpoint holds at most 16"),
             ([("loss", 1.0)], "metrics must be a dict"),
         ],
     )

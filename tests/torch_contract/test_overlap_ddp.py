@@ -49,7 +49,9 @@ def test_one_that_is_made_later_is_refused_at_its_forward() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     with construct(model) as optimizer:
         wrapped = DistributedDataParallel(model)
-        with pytest.raises(OverlapError, match=r"the model is called by one.*forward"):
+        with pytest.raises(
+            OverlapError, match=r"a DistributedDataParallel calls the model.*forward"
+        ):
             wrapped(torch.ones(2, 8))
         assert all(map(torch.equal, before, model.parameters()))
         del wrapped

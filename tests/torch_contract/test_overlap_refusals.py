@@ -216,12 +216,12 @@ def test_closures(half: Half) -> None:
 
 def assert_refused_until_restored(half: Half) -> None:
     for _ in range(2):
-        with pytest.raises(BrokenOptimizerError, match=r"call restore\(\) to go on from"):
+        with pytest.raises(BrokenOptimizerError, match=r"call restore\(\) to continue from"):
             half.optimizer.step()
     half.model.zero_grad()
-    with pytest.raises(BrokenOptimizerError, match=r"call restore\(\) to go on from"):
+    with pytest.raises(BrokenOptimizerError, match=r"call restore\(\) to continue from"):
         loss_of(half.model).backward()
-    with pytest.raises(BrokenOptimizerError, match=r"call restore\(\) to go on from"):
+    with pytest.raises(BrokenOptimizerError, match=r"call restore\(\) to continue from"):
         half.optimizer.checkpoint()
     found = half.optimizer.restore()
     assert found is not None
@@ -333,7 +333,7 @@ def test_grad_scalers(how: str) -> None:
     with pytest.raises(OverlapError, match=REMEDY) as error:
         getattr(scaler, how)(half.optimizer)
     assert ("GradScaler" if how == "step" else "unscale") in str(error.value)
-    assert "call restore() to go on from" in str(error.value)
+    assert "call restore() to continue from" in str(error.value)
     assert_refused_until_restored(half)
     half.optimizer.close()
 
@@ -421,7 +421,7 @@ def test_several_gradients_that_cannot_be_foreseen() -> None:
     optimizer.step()
     model.num_uses = 2
     with pytest.raises(
-        OverlapError, match=rf"activation checkpointing, which computes again.*{REMEDY}"
+        OverlapError, match=rf"the recomputation of activation checkpointing.*{REMEDY}"
     ):
         loss_of(model).backward()
     optimizer.close()

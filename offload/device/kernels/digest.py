@@ -66,7 +66,7 @@ def compile_kernels(device: int = 0) -> None:
 
 def _check(data: torch.Tensor, workspace: torch.Tensor, out: torch.Tensor) -> None:
     if not (data.is_contiguous() and workspace.is_contiguous() and out.is_contiguous()):
-        raise ValueError("what is digested, the workspace and the result must be contiguous")
+        raise ValueError("the data to digest, the workspace and the result must be contiguous")
     if len({t.device for t in (data, workspace, out)}) > 1:
         raise ValueError(
             f"data on {data.device}, workspace on {workspace.device} and result on {out.device} "

@@ -173,7 +173,7 @@ def why_not(optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, An
     """Return why the kernel cannot step a parameter group as torch would; empty if it can."""
     name = optimizer_class.__name__
     if optimizer_class not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-        return f"there is no kernel for {name}: it has Adam, AdamW and SGD"
+        return f"there is no kernel for {name}: only Adam, AdamW and SGD have one"
     if not group.get("fused") and _is_single_tensor(optimizer_class, group):
         return (
             "foreach=False (or fused=False, or a tensor as lr, without foreach=True) asks for "
@@ -234,7 +234,9 @@ def form_for(
         state = next((s for s, pair in _STATE_DTYPES.items() if pair[0] == dtype), "")
     for name, found in (("live parameter", live), ("gradient", gradient)):
         if found not in _DTYPES:
-            raise ValueError(f"the {name} is {found}: the kernel has float32, bfloat16 and float16")
+            raise ValueError(
+                f"the {name} is {found}, but the kernel supports float32, bfloat16 and float16 only"
+            )
     if (live == torch.float32) != (master == "own"):
         raise ValueError(f"a {live} parameter cannot have a master of the form {master}")
     if master == "split" and live != torch.bfloat16:
