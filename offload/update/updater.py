@@ -110,6 +110,7 @@ class ChunkUpdater:
         exact = layout.state_dtype == "float32"
         self._fused = [None if exact else rule.fused(group) for group in self._hyper]
         self._keys = _keys(inputs)
+        self._scalars_before = list(inputs.scalars)
         traffic = traffic or Traffic()
         self._live = flat_tensors(parameters, writable=True, traffic=traffic)
         self._gradients = FlatTensors(gradients, writable=False)
@@ -202,8 +203,13 @@ class ChunkUpdater:
         if all(key.scalars is not None for key in keys.values() if key.has_gradient):
             # If not, torch has created state and nothing was read: such a pass is not typical.
             self._pool.threads.passed(self._num_updated, self._updating_s, self._waiting_s)
-        scalars = {number: self._stepped.get(key, key.scalars) for number, key in keys.items()}
-        return [scalars[id(key)] for key in self._keys]
+        stepped = {
+            number: self._stepped[key] for number, key in keys.items() if key in self._stepped
+        }
+        return [
+            stepped.get(id(key), before)
+            for key, before in zip(self._keys, self._scalars_before, strict=True)
+        ]
 
     def _block_elements(self) -> int:
         """Return the maximal number of elements in a block."""
