@@ -261,7 +261,7 @@ class ChunkUpdater:
         elif master is not live:
             live.copy_(master)
         if len(views) > 1:
-            torch.split_with_sizes_copy(live, [view.numel() for view in views], out=views)
+            _take_apart(live, views)
         self._live.finish(block.pieces)
         self._gradients.finish(block.pieces)
 
@@ -356,6 +356,16 @@ def _keys(inputs: StepInputs) -> list[Key]:
             last = Key(*key)
         keys.append(last)
     return keys
+
+
+def _take_apart(joined: torch.Tensor, views: list[torch.Tensor]) -> None:
+    """Copy a flat tensor that `_joined` has returned back into the views it was made from."""
+    sizes = [view.numel() for view in views]
+    if any(view.is_neg() for view in views):  # torch has no operation on a list of these
+        for view, part in zip(views, torch.split(joined, sizes), strict=True):
+            view.copy_(part)
+    else:
+        torch.split_with_sizes_copy(joined, sizes, out=views)
 
 
 def _joined(

@@ -335,7 +335,7 @@ def _cases() -> Iterator[Hostile]:
                 if hasattr(t, "chunks")
             ]
         ),
-        "parts? (is|are) not",
+        "a stored part lies outside the tensor",
     )
     yield Hostile(
         "a-name-of-many-parts",

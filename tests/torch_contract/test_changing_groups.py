@@ -76,7 +76,7 @@ def test_a_parameter_replaced_by_another_object_is_refused() -> None:
     replacement = torch.nn.Parameter(ours[0].weight.detach().clone())
     ours[0].weight = replacement
     optimizer.param_groups[0]["params"][0] = replacement
-    with pytest.raises(MismatchError, match=r"'0\.weight' is another object"):
+    with pytest.raises(MismatchError, match=r"'0\.weight' has been replaced by another object"):
         step(ours, optimizer, 1)
     optimizer.close()
 
