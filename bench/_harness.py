@@ -22,7 +22,7 @@ from gds import probe
 
 RESULTS = Path(__file__).parent / "results"
 _QUICK_ROUNDS = 3
-_PLACES = ("directory", "output", "deepspeed_python", "deepspeed_extensions")
+_PLACES = ("directory", "output", "before", "deepspeed_python", "deepspeed_extensions")
 """Arguments that name a place on the machine. Results record whether they were given, but not
 their values."""
 

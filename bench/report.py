@@ -23,6 +23,7 @@ Run = dict[str, Any]
 _DOCS = Path(__file__).parent.parent / "docs"
 _TITLES = {
     "step": "The step, beside the drive",
+    "revisions": "The step, beside that of an earlier version",
     "digests": "What digests cost in a step",
     "overlap": "The step, behind compute",
     "checkpoint": "Checkpoints",

@@ -23,6 +23,7 @@ ONE_IN: Final = {
     "attacks/test_imports.py::test_every_file_is_refused_or_imported": 3,
     "bench/test_bench.py::test_frozen": NEVER,
     "bench/test_bench.py::test_resume": NEVER,
+    "bench/test_bench.py::test_revisions": NEVER,
     "cli/test_demo.py::test_losses_that_differ_after_the_resume_fail_the_demo": NEVER,
     "crash/test_beside_training.py::test_training_goes_on_before_any_operation_of_a_reader": 4,
     "crash/test_beside_training.py::test_training_goes_on_before_any_operation_of_verify": 4,

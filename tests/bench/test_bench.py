@@ -27,6 +27,7 @@ from bench import (
     peers,
     report,
     resume,
+    revisions,
     step,
     whole_files,
 )
@@ -101,7 +102,7 @@ def test_make_bench_runs_every_script_that_needs_nothing_special(quick: list[str
         for path in (ROOT / "bench").glob("[!_]*.py")
         if '__name__ == "__main__"' in path.read_text()
     }
-    by_hand = {"peers", "finetune", "kernel", "device", "gpu", "crossings"}  # as the Makefile says
+    by_hand = {"peers", "finetune", "kernel", "device", "gpu", "crossings", "revisions"}  # Makefile
     assert {name for name, _ in commands} == scripts - by_hand
     assert commands[-1][0] == "report"
     assert all(("--quick --output" in rest) == bool(quick) for _, rest in commands[:-1])
@@ -176,6 +177,13 @@ def test_hybrid(measured: Measured) -> None:
         assert claim["denominator"] == claim["numerator"].replace("hybrid", better)
     with pytest.raises(BenchError, match="stream-read"):
         hybrid.main(["--quick", "--scenarios", "nothing"])
+
+
+def test_revisions(measured: Measured) -> None:
+    found = measured(revisions.main, "--rounds", "1", "--before", str(ROOT))
+    assert [claim["numerator"] for claim in found["claims"]] == ["large_after_s", "small_after_s"]
+    assert all(claim["ratios"][0] > 0 for claim in found["claims"])
+    assert found["settings"]["before"] == "(before)"  # the path is not recorded
 
 
 def test_whole_files(measured: Measured) -> None:
