@@ -1,4 +1,4 @@
-"""Checkpoints as readers see them: open and verify. Needs no optimizer and writes nothing.
+"""A sealed checkpoint as a reader sees it. A reader needs no optimizer and writes nothing.
 
 Importing this module does not import torch, so that looking at a checkpoint is quick.
 """
@@ -68,7 +68,7 @@ class Checkpoint:
         self._backend = backend
         self._lock = lock
         self._resources = resources or ExitStack()
-        """What is closed with the checkpoint: the backend, unless it belongs to somebody else."""
+        """Resources that `close` closes: the backend, unless the caller has passed it in."""
         self._train_state: object = _UNREAD
         self._part_directories = parts
         self.manifest = manifest
@@ -92,7 +92,7 @@ class Checkpoint:
 
     @property
     def generation(self) -> int:
-        """Counter of the store: the checkpoint with the highest is the newest."""
+        """Counter of the store: the checkpoint with the highest generation is the newest."""
         return self.manifest.generation
 
     @property
@@ -128,14 +128,14 @@ class Checkpoint:
 
     @property
     def parts(self) -> list[str]:
-        """Directories that hold the rest of the state, for a store on several drives."""
+        """Directories on the store's other drives, which hold the rest of the state, in order."""
         return part_paths(self.manifest, self._part_directories, self.path)
 
     @property
     def parts_are_only_recorded(self) -> bool:
-        """Whether `parts` come from the manifest and not from whoever opened the checkpoint.
+        """Whether only the manifest names the directories of `parts`, and the caller gave none.
 
-        They may then belong to the store that this one is a copy of.
+        These directories may belong to the store that this one is a copy of.
         """
         return are_only_recorded(self.manifest, self._part_directories)
 
@@ -209,9 +209,10 @@ class Checkpoint:
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read every byte and compare it with the digests taken when it was written.
 
-        A range that is wrong is read a second time in another way before it counts as damaged. This
-        may run beside a process that trains in the store: meanwhile the checkpoint is not recycled.
-        Nothing is written; `offload.verify_and_mark` makes the verdict last.
+        A range whose digest is wrong is read a second time in another way before it counts as
+        damaged. This method may run beside a process that trains in the store: the checkpoint is
+        not recycled meanwhile. Nothing is written; `offload.verify_and_mark` also marks a damaged
+        checkpoint.
 
         Args:
             progress: Function that is called with the bytes checked so far and the total.
@@ -225,7 +226,7 @@ class Checkpoint:
         with self.held():
             findings = Findings()
             try:
-                # Read again, since it may have been damaged after opening.
+                # Read the manifest again, since it may have been damaged after opening.
                 found = read_manifest(
                     self._backend, self.path, need_parts=False, even_quarantined=True
                 )
@@ -259,7 +260,7 @@ class Checkpoint:
             )
 
     def close(self) -> None:
-        """Let the training process recycle this checkpoint again. Idempotent."""
+        """Release the lock, so that a training process may recycle the checkpoint. Idempotent."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -27,8 +27,8 @@ from offload.retention.pins import FoundPins, read_pins
 _NO_STORE = "there is no store here; give the directory= that the training was given"
 
 _MOST_LOOKS = 20
-"""Largest number of looks at a store, or at a directory, whose checkpoint is recycled each time
-before the look is complete."""
+"""Largest number of attempts to list a store, or to describe a directory. An attempt fails if a
+checkpoint is recycled during it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class CheckpointInfo:
     """Path of the directory."""
 
     step: int
-    """Number of optimizer steps taken; the one in the directory's name if the checkpoint is not
+    """Number of optimizer steps taken; the number in the directory's name if the checkpoint is not
     valid."""
 
     generation: int
-    """Counter of the store; the highest generation is the newest. -1 if the checkpoint is not
-    valid."""
+    """Counter of the store; the checkpoint with the highest generation is the newest. -1 if the
+    checkpoint is not valid."""
 
     created: str
     """ISO 8601 time at which the seal began; empty if the checkpoint is not valid."""
@@ -68,7 +68,7 @@ class CheckpointInfo:
     """Metrics that were given to ``checkpoint(metrics=...)``, by name."""
 
     store: str = ""
-    """Identity of the store that sealed it; empty where the manifest cannot be read."""
+    """Identity of the store that sealed the checkpoint; empty if the checkpoint is not valid."""
 
 
 def list_checkpoints(
@@ -79,8 +79,8 @@ def list_checkpoints(
 ) -> list[CheckpointInfo]:
     """Describe every directory of a store that is named like a checkpoint, the newest last.
 
-    They are in the order of their generations, whatever their steps are. A checkpoint that is not
-    valid has no generation: it comes before the first one that has a higher step.
+    The list is in the order of generations, whatever the steps are. A checkpoint that is not valid
+    has no generation: it comes before the first valid checkpoint that has a higher step.
 
     This may run beside a process that trains in the store. Checkpoints that are recycled meanwhile
     are left out.
@@ -142,10 +142,11 @@ def checkpoints_of(backend: Backend, directory: str) -> list[str]:
 def _describe_unchanged(
     backend: Backend, path: str, parts: PartDirectories, pins: FoundPins
 ) -> CheckpointInfo | None:
-    """Describe a directory that is the same before and after; None if it has been recycled.
+    """Describe a directory, anew if it is replaced meanwhile; return None if it is recycled.
 
-    Listing takes no lock. If a training process renames the directory during the look and begins to
-    rewrite it, the findings say nothing about what was sealed.
+    Listing takes no lock. If a training process renames the directory and rewrites it while it is
+    read, the description does not fit the checkpoint that was sealed. So a description counts only
+    if the path names the same directory before and after it is made.
     """
     for _ in range(_MOST_LOOKS):
         before = backend.stat(path)

@@ -34,8 +34,8 @@ from offload.format.unreadable import reading
 from offload.units import said_once, seen_from
 
 _MOST_LOOKS = 100
-"""Largest number of looks at a store whose newest checkpoint is recycled each time before it is
-locked."""
+"""Largest number of attempts to lock the newest checkpoint of a store. An attempt fails if the
+checkpoint is recycled before it is locked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,9 @@ def open_checkpoint(
         parts: Directories of the state on several drives, if they have moved: all but the first, in
             the store's order.
         even_quarantined: Whether to open a checkpoint that is marked as damaged, or whose directory
-            is named for another step than its own. This serves `Checkpoint.verify`, and a look at
-            what can be saved. In a store such checkpoints are passed over in any case.
+            is named for another step than its own. This serves `Checkpoint.verify`, and users who
+            want to save data from a damaged checkpoint. If `path` is a store, its marked and
+            misnamed checkpoints are passed over in any case.
         backend: Storage backend of the checkpoint; the local file system by default.
 
     Raises:
@@ -126,7 +127,7 @@ def _find_and_lock(
     need_parts: bool,
     even_quarantined: bool,
 ) -> tuple[str, Manifest, Lock, tuple[_PassedOver, ...]]:
-    """Find, lock and read the checkpoint that a path means, and start again if it is recycled.
+    """Find, lock and read the checkpoint that a path means; search again if it is recycled.
 
     Returns:
         Directory, manifest and lock of the checkpoint, and the checkpoints that may be newer and
@@ -179,7 +180,8 @@ def _warn_passed_over(
 def _checkpoints_at(backend: Backend, path: str) -> dict[str, int]:
     """Return the inode of each checkpoint that a path may mean, by the checkpoint's path.
 
-    The path may be that of one checkpoint, or of a store. The result is empty if it cannot be read.
+    The path may be that of one checkpoint, or of a store. The result is empty if the path cannot be
+    read.
     """
     stats: dict[str, int] = {}
     path = os.path.abspath(path)
@@ -201,7 +203,7 @@ def _look(
     need_parts: bool,
     even_quarantined: bool,
 ) -> tuple[str, Manifest, Lock, tuple[_PassedOver, ...]]:
-    """Find, lock and read the checkpoint that a path means; it may be recycled meanwhile."""
+    """Find, lock and read the checkpoint that a path means; fail if it is recycled meanwhile."""
     with reading():
         found, passed_over = _find(backend, path, parts, need_parts=need_parts)
         lock = lock_for_reading(backend, found)
@@ -274,7 +276,7 @@ def _find(
 
 
 def _without_any(backend: Backend, path: str) -> str:
-    """Return what is missing in a directory that has no checkpoint, for a message."""
+    """Return the part of a message that says what a directory without checkpoints lacks."""
     missing = "it has no step-<N> directory"
     is_store = backend.stat(f"{path}/{LOCK_NAME}") is not None
     return missing if is_store else f"{missing}; {stores_below(backend, path)}"

@@ -47,17 +47,17 @@ class SlotFiles:
     def unchecked(self) -> bool:
         """Whether state must be compared with its digests when it is read.
 
-        It must for state that an earlier process wrote, that was restored, or whose files others
-        may have changed.
+        The comparison is needed if an earlier process wrote the state, if the state was restored,
+        or if other programs may have changed its files.
         """
         return self._is_unchecked
 
     def distrust(self) -> None:
-        """Have state compared with its digests when it is read."""
+        """Require that state is compared with its digests when it is read."""
         self._is_unchecked = True
 
     def trust(self) -> None:
-        """Have state read without a comparison: all of it is as it was written."""
+        """Allow reads of state without a comparison, because all state is as it was written."""
         self._is_unchecked = False
 
     @property
@@ -74,7 +74,7 @@ class SlotFiles:
         return self._places[self.layout.plans[chunk].drive]
 
     def _take_digests(self, manifest: Manifest) -> None:
-        """Take the digests that the content was sealed with; state is compared with them."""
+        """Use the digests of a manifest, and require that state is compared with them when read."""
         self._context = DigestContext(manifest.store_id, manifest.generation)
         self._digests = {name: list(digests) for name, digests in manifest.digests.items()}
         self.distrust()

@@ -32,9 +32,9 @@ class VerifyReport:
     not_marked: tuple[str, ...] = ()
     """Problems for which `offload.verify_and_mark` does not mark the checkpoint.
 
-    There are two kinds. The damage may be in a directory that is known only from the manifest, and
-    so may belong to the store that this one is a copy of. Or nothing is wrong but the name of the
-    checkpoint."""
+    These problems are of two kinds. In the first, the damage is in a directory that only the
+    manifest names, and that may belong to the store that this one is a copy of. In the second, only
+    the name of the checkpoint's directory is wrong."""
 
     @property
     def ok(self) -> bool:
