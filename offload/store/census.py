@@ -1,13 +1,12 @@
 """Detection of changes that other programs make to a store's checkpoints during training.
 
-People and tools look after checkpoints while a process trains. They mark damaged checkpoints
-(``offload verify --quarantine``), remove checkpoints, move them away, or put copies of files in
-their place. Therefore, before this process relies on a checkpoint, it checks that the drive still
-has the checkpoint that it knows. Otherwise the last usable checkpoint could be withdrawn because of
-a newer one that is gone.
+Users and tools manage checkpoints while a process trains. They mark damaged checkpoints
+(``offload verify --quarantine``), remove checkpoints, move them away, or replace files by copies.
+Therefore, before this process relies on a checkpoint, it checks that the drive still has the
+checkpoint that it knows. Otherwise the last usable checkpoint could be withdrawn because of a newer
+one that is gone.
 
-One check takes a few calls of ``stat`` for each checkpoint. Only a checkpoint that has changed is
-read.
+A check takes a few ``stat`` calls for each checkpoint. Only a checkpoint that has changed is read.
 """
 
 from __future__ import annotations
@@ -49,15 +48,16 @@ class Census:
         self._lock = opened.lock
         self._left: list[tuple[Slot, Manifest | None]] = []
         """Old files of removed or changed checkpoints, as slots that state may still be read from.
-        Each has the manifest whose parts are free after that, or None."""
+        The manifest names the parts that become free when the slot is closed; None if no
+        parts become free."""
         self._untold: list[tuple[str, str]] = []
-        """Paths of removed checkpoints, each with a message that no user has been given yet."""
+        """Paths of checkpoints removed from the list, each with a warning that is not given yet."""
 
     def is_as_known(self, checkpoint: StoredCheckpoint) -> bool:
-        """Return whether a checkpoint is the one that this process knows, and is not quarantined.
+        """Return whether a checkpoint is unchanged and not quarantined.
 
-        It is the known one if its directory, and those of its parts, hold the same files of the
-        same sizes.
+        It is unchanged if its directory, and the directories of its parts, hold the same files with
+        the same sizes as when this process last examined or wrote them.
 
         Raises:
             gds.StorageError: The checkpoint cannot be examined at this moment.
@@ -84,7 +84,7 @@ class Census:
     def warn(self, *, refused: bool) -> None:
         """Warn once about each checkpoint that is no longer used.
 
-        The warning points four calls up, at the user's call that has led here.
+        The warning names the line of code four calls up, which is the user's call.
 
         Args:
             refused: Whether to warn of checkpoints in the list `refused` as well.
@@ -96,7 +96,9 @@ class Census:
                 warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     def release(self, slot: Slot) -> bool:
-        """Close the old files of a removed or changed checkpoint, once no state is read from them.
+        """Close a slot if it consists of the old files of a removed or changed checkpoint.
+
+        The caller reads no state from the slot any more.
 
         Returns:
             Whether the slot consists of such files.
@@ -156,11 +158,12 @@ class Census:
             checkpoint.manifest, checkpoint.known_ids = found, ids
 
     def _leave(self, checkpoint: StoredCheckpoint, *, free: Manifest | None = None) -> None:
-        """Close a checkpoint's files; those of the newest stay open until the state has moved.
+        """Close a checkpoint's files; the newest checkpoint's files stay open until `release`.
 
         Args:
-            checkpoint: One of the list.
-            free: Manifest whose parts are free after that; None if no parts become free.
+            checkpoint: Checkpoint in the list.
+            free: Manifest whose parts become free when the files are closed; None if no parts
+                become free.
         """
         slot, checkpoint.slot, checkpoint.model_leaves = checkpoint.slot, None, None
         newest = max(self._checkpoints, key=lambda c: c.manifest.generation)

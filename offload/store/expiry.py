@@ -1,4 +1,4 @@
-"""Expiry of checkpoints: a store's retention policy and pins, applied to its checkpoints now."""
+"""Expiry of checkpoints, which a store's retention policy and pins decide."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Keeping:
         self._lock = opened.lock
         self._census = census
         self._ranked: set[str] = set()
-        """Metrics of the policy that some checkpoint has had, or that a warning has been given
-        for."""
+        """Metrics of the policy that need no warning: a checkpoint has had the metric, or a warning
+        has been given."""
         self._missed: dict[str, int] = {}
         """First step that was sealed without a metric, by name of the metric."""
 
@@ -98,9 +98,7 @@ class Keeping:
         if found.unreadable:
             return []
         current = self.current
-        if (
-            incoming is not None
-        ):  # the incoming checkpoint takes the place of one of its own step, if there is one
+        if incoming is not None:
             current = [c for c in current if c.manifest.step != incoming.step]
         records = _records(current, found)
         if incoming is not None:
@@ -109,7 +107,7 @@ class Keeping:
         return [c for c in current if c.manifest.generation not in kept]
 
     def num_slots(self) -> int:
-        """Return how many slots the store needs for the checkpoints it keeps and one to work in."""
+        """Return the number of slots needed for the kept checkpoints and the working slot."""
         return num_wanted(self._policy, _records(self.current, self.pins())) + 1
 
     def warn(self, refused: Sequence[str]) -> None:
@@ -226,7 +224,8 @@ class Keeping:
             what: Description of the action that would withdraw the checkpoints, for the message.
 
         Raises:
-            PinError: A checkpoint is pinned, or a damaged pin hides whether it is.
+            PinError: A checkpoint is pinned, or a pin is damaged, so that it is unknown which
+                checkpoint it keeps.
             UnreadableError: A pin cannot be read at this moment. This says nothing about its
                 content.
         """
@@ -239,20 +238,23 @@ class Keeping:
         """Check that no checkpoint newer than the given one is pinned.
 
         Raises:
-            PinError: A newer checkpoint is pinned, or an unreadable pin hides whether it is.
+            PinError: A newer checkpoint is pinned, or a pin is unreadable, so that it is unknown
+                which checkpoint it keeps.
         """
         generation = checkpoint.manifest.generation
         newer = [c for c in self._checkpoints if c.manifest.generation > generation]
         self._require_unpinned(newer, f"going back to step {checkpoint.manifest.step}")
 
     def require_replaceable(self, path: str) -> None:
-        """Check that no pin keeps the checkpoint at a path, if there is one, from being replaced.
+        """Check that no pin keeps the checkpoint at a path from being replaced.
+
+        Nothing is checked if the path does not exist.
 
         The pin files are synced before the decision, as in `is_pinned`.
 
         Raises:
-            PinError: The checkpoint at the path is pinned, whether it is usable or not; or an
-                unreadable pin hides whether it is.
+            PinError: The checkpoint at the path is pinned, whether it is usable or not; or a pin is
+                unreadable, so that it is unknown which checkpoint it keeps.
             gds.StorageError: The pins could not be synced or read.
         """
         if self._backend.stat(path) is None:
@@ -272,13 +274,13 @@ class Keeping:
             )
 
     def describe(self) -> str:
-        """Describe the kept checkpoints in words that follow "keeping"."""
+        """Return a description of the kept checkpoints that can follow the word "keeping"."""
         words = describe(self._policy)
         pins = [f"{pin.name!r} ({pin.checkpoint})" for pin in self.pins().pins]
         return f"{words} and the pinned {', '.join(pins)}" if pins else words
 
     def advice(self) -> str:
-        """Return advice on pins that would make room, or an empty string."""
+        """Return advice on removing pins to make room; empty if the store has no pins."""
         found = self.pins()
         unpin = f"unpin with `offload unpin {self._directory} NAME`" if found.pins else ""
         return "; ".join(part for part in (unpin, *found.unreadable) if part)

@@ -24,7 +24,7 @@ def saying_what_is_free(
         backend: Backend of the file system.
         path: Path of the file or directory that is being created.
         needed_bytes: Size in bytes of everything that is being created.
-        what: Description of it for the message, such as "a slot".
+        what: Description of what is being created, for the message, such as "a slot".
 
     Raises:
         gds.StorageError: The error of the block. An ENOSPC error is replaced by one that names both
@@ -38,7 +38,7 @@ def saying_what_is_free(
         try:
             free = backend.free_bytes(os.path.dirname(path))
         except StorageError:
-            raise error from None  # more useful than the failed query of the free space
+            raise error from None  # this error is more useful than that of the query
         raise StorageError(
             errno.ENOSPC, f"reserve {size(needed_bytes)} for {what}, with {size(free)} free", path
         ) from error

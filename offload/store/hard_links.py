@@ -1,7 +1,7 @@
 """Files with further hard links, such as a backup by ``cp -al``, ``ln`` or ``rsync -H``.
 
-Slots are rewritten in place, which would change the backup as well. Therefore a slot or part with
-such a file is never rewritten: its names are removed, and a new one is created.
+Slots are rewritten in place, which would change the backup as well. Therefore a slot or part that
+has a file with several links is never rewritten: it is removed, and a new one is created.
 """
 
 from __future__ import annotations

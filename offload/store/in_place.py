@@ -1,8 +1,8 @@
-"""Identities of files: whether a path still names the file that is open, or that was seen.
+"""Identities of files, to find out whether a path still names a file that was opened or examined.
 
 A user may replace files of a store while a process trains in it: ``rsync``, or ``mv`` and ``cp``,
-leave the same bytes in other files. Data that the process writes to its open files then does not
-appear under their names.
+leave the same bytes in new files. Data that the process writes to its open files then does not
+appear under the paths of the store.
 """
 
 from __future__ import annotations

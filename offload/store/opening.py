@@ -1,9 +1,9 @@
 """Opening a store: lock its directories, and find their checkpoints, slots and parts.
 
 A rename that is visible may still exist only in the page cache. The names in the first directory
-decide, so that directory is synced before anything in it is trusted. A directory that looks like a
-checkpoint but is not a usable one is left alone and reported. A read error stops the opening,
-because the checkpoint that could not be read may be the newest.
+say which slots are checkpoints, so that directory is synced before anything in it is trusted. A
+directory that has the name of a checkpoint but is not usable is left alone and reported. A read
+error stops the opening, because the checkpoint that could not be read may be the newest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ class StoredCheckpoint:
     """A sealed slot of a store, as the store's writer knows it."""
 
     path: str
+    """Path of the checkpoint's directory."""
+
     manifest: Manifest
+    """Manifest of the checkpoint, as it was last read or written."""
+
     slot: Slot | None
     """Open files of the checkpoint; None if this process does not have them open."""
 
@@ -83,10 +87,11 @@ class OpenedDirectory:
     """Lock on each directory of the store."""
 
     store_id: str
+    """Identity of the store, as 32 hexadecimal digits."""
 
     is_identified: bool
-    """Whether ``store.json`` need not be written: it holds `store_id`, or the store has only one
-    directory."""
+    """Whether ``store.json`` need not be written, because it holds `store_id` already or because
+    the store has only one directory."""
 
     parts: PartPool
     """Parts on the store's further drives."""
@@ -129,7 +134,7 @@ def open_directories(
         UnreadableError: A file or directory could not be read, so that its content is unknown. No
             checkpoint has been changed.
         StoreError: A directory cannot be created or written, or does not fit the store; or the
-            store has a different number of directories.
+            store has another number of directories.
     """
     survey(drives, fresh=fresh)
     make_directories(drives, allow_volatile=allow_volatile, allow_remote=allow_remote)
@@ -139,8 +144,8 @@ def open_directories(
             with using(backend, directory):
                 lock.take(backend, directory)
         with stopping(NOTHING_CHANGED):
-            # Names in the other directories become durable when a part is sealed. Until then,
-            # none of them is trusted.
+            # Names in the other directories become durable when a part is sealed. Until then, no
+            # such name is trusted.
             drives[0][0].sync_dir(drives[0][1])
             return _look_around(drives, lock, poison)
     except BaseException:
@@ -181,7 +186,7 @@ def find_stored(
 def open_stored(
     backend: Backend, checkpoint: StoredCheckpoint, parts: PartPool, *, writable: bool
 ) -> Slot:
-    """Open a checkpoint's files, if they are not open already, and keep them open.
+    """Open a checkpoint's files if they are not open already, and keep them open.
 
     A checkpoint that this process has sealed is open for writing. A checkpoint that it has restored
     from is open for reading only.
@@ -214,7 +219,7 @@ def open_stored(
 def ids_at(backend: Backend, path: str, manifest: Manifest, parts: PartPool) -> FileIds:
     """Return the inodes and sizes of a checkpoint's files on the drives now.
 
-    Files in the checkpoint's directory are listed by name, files of its parts by path.
+    The keys are names for files in the checkpoint's directory, and paths for files of its parts.
 
     Args:
         backend: Backend of the checkpoint.
@@ -248,7 +253,7 @@ def _look_around(
         except CheckpointError as error:
             refused.append((path, str(error)))
         else:
-            backend.sync_dir(path)  # a train state may just have been replaced in it
+            backend.sync_dir(path)  # a process may have died after it replaced the train state
             checkpoints.append(StoredCheckpoint(path, manifest, None))
             del claims[path]
     checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.generation)

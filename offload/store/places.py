@@ -55,8 +55,7 @@ _UNSUITABLE = frozenset(
         errno.ENOSYS, errno.ENODEV, errno.ENXIO,
     }
 )  # fmt: skip
-"""Error numbers which say that a directory cannot hold a store, rather than that something is wrong
-at this moment."""
+"""Error numbers which say that a directory cannot hold a store. Other errors may be temporary."""
 
 NOTHING_CHANGED = "No checkpoint has been changed"
 
@@ -75,7 +74,7 @@ class _Place:
     """Names of the parts in the directory, sealed or not."""
 
     unfinished: set[str] = field(default_factory=set)
-    """Names of directories in which a process had begun to create a part before it was stopped."""
+    """Names of directories of parts whose creation was interrupted."""
 
     drives: dict[str, set[int]] = field(default_factory=dict)
     """Positions of the directory's sealed parts in their stores, by identity of the store."""
@@ -100,7 +99,7 @@ class _Place:
 
 
 def survey(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
-    """Refuse directories that do not fit the store that they are given for. Reads only.
+    """Refuse directories that do not fit the store that they are given for. Nothing is written.
 
     Args:
         drives: Backend and absolute path of each directory, the store's first one first.
@@ -216,7 +215,7 @@ def using(backend: Backend, directory: str) -> Iterator[None]:
     Raises:
         StoreLockedError: Another writer has locked the store.
         StoreFullError: There is no space.
-        UnreadableError: Something is wrong at this moment. This says nothing about the store.
+        UnreadableError: Another error, which may be temporary. It says nothing about the store.
         StoreError: The directory cannot hold a store.
     """
     try:
@@ -333,14 +332,14 @@ def _require_all(places: Sequence[_Place]) -> None:
 def _check_parts(
     places: Sequence[_Place], position: int, known: set[str], *, all_known: bool
 ) -> None:
-    """Refuse a directory whose sealed parts all belong to another store or another position.
+    """Refuse a directory if all its sealed parts belong to other stores or to other positions.
 
     Args:
         places: All given directories.
         position: Position of the directory to check.
-        known: Identities that the store has, or has had.
-        all_known: Whether every checkpoint in the first directory tells the identity of its store.
-            If not, parts of an unknown store may belong to this one, and are left alone.
+        known: Identities of the store in its manifests and in ``store.json``.
+        all_known: Whether the manifest of every checkpoint in the first directory could be read. If
+            not, parts of an unknown store may belong to this one, and are not refused.
     """
     place = places[position]
     own = set[int]().union(*(drives for store, drives in place.drives.items() if store in known))
@@ -351,7 +350,7 @@ def _check_parts(
 
 
 def _misplaced(places: Sequence[_Place], place: _Place, known: set[str]) -> StoreError:
-    """Return an error that says where a directory belongs, and the right order if it is known."""
+    """Return the error for a misplaced directory: its role, and the right order if it is known."""
     what = f"this directory is {_role(place, known)}, but was given as number "
     what += str(places.index(place) + 1)
     order = _order(places)
@@ -383,7 +382,7 @@ def _role(place: _Place, known: set[str]) -> str:
 
 
 def _order(places: Sequence[_Place]) -> list[str] | None:
-    """Return the directories in the order of their one store; None if they are not all of one."""
+    """Return the directories in their store's order; None unless they form one whole store."""
     first = [place for place in places if place.is_first]
     others = [place for place in places if not place.is_first]
     if len(first) != 1 or not others:
@@ -410,14 +409,14 @@ def _nearest(backend: Backend, directory: str) -> str:
 
 
 def _make(backend: Backend, directory: str) -> None:
-    """Create a directory and its parents, durably; other processes may create the same ones."""
+    """Create a directory and its parents, durably. Other processes may do so at the same time."""
     missing: list[str] = []
     path = directory
     while backend.stat(path) is None:
         missing.insert(0, path)
         path = os.path.dirname(path)
     try:
-        # The process that created it may have died before it synced the name.
+        # A process that created the directory may have died before it synced the name.
         backend.sync_dir(os.path.dirname(path))
     except StorageError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):

@@ -1,4 +1,4 @@
-"""Pruning: frees space that nobody needs, in a store in which no process trains.
+"""Pruning: removal of expired checkpoints and leftover slots, in a store that no process uses.
 
 Importing this module does not import torch.
 """
@@ -101,7 +101,7 @@ def prune(
     parts: PartDirectories = None,
     backend: Backend | None = None,
 ) -> PruneReport:
-    """Remove checkpoints that a policy does not keep, and slots that no process works in any more.
+    """Remove checkpoints that a policy does not keep, and slots that ended processes have left.
 
     Checkpoints are withdrawn durably, as in training, before any of their files is removed, because
     power may be lost at any moment. The newest checkpoint and pinned checkpoints always stay.
@@ -111,11 +111,11 @@ def prune(
         store: Directory of the store; the first one, if there are several.
         policy: Policy that selects the checkpoints to keep. None keeps all checkpoints, and removes
             leftovers only.
-        dry_run: Change nothing, and only report what would be done.
+        dry_run: Change nothing, and only report what would be removed.
         verify: Read every byte of the kept checkpoints before anything is removed, and remove
             nothing if one of them is damaged.
-        progress: Called while a checkpoint is verified, with the number of its bytes checked so far
-            and the total number of its bytes.
+        progress: Function that is called while a checkpoint is verified, with the number of its
+            bytes checked so far and the total number of its bytes.
         parts: Directories of the store on further drives, in the store's order. They must be given
             if the store has any: the directories that the manifests name may belong to the store
             that this one is a copy of.
@@ -211,7 +211,7 @@ def _open(backend: Backend, directory: str, others: list[str], policy: Retention
 def _require_metrics(store: Store, policy: Retention | None) -> None:
     """Refuse a policy that ranks by a metric that no checkpoint has.
 
-    Such a name is probably misspelt, and the policy would keep no checkpoint by it.
+    The name of the metric is probably misspelt, and the policy would rank no checkpoint.
     """
     given = {name for checkpoint in store.keeping.current for name in checkpoint.manifest.metrics}
     for part in policy.parts if policy is not None and store.keeping.current else ():

@@ -84,14 +84,14 @@ def verify_and_mark(
     beside a process that trains in the store, as `Checkpoint.verify` may.
 
     If the store is on several drives, open the checkpoint with ``parts=``, the directories on the
-    further drives. Directories that only the manifest names may belong to the store that this one
-    is a copy of. Then damage in them marks nothing (`VerifyReport.not_marked`), and no quarantine
-    is lifted because they are whole.
+    further drives. Without them, only the manifest names these directories, and they may belong to
+    the store that this one is a copy of. Then damage in them is reported but does not quarantine
+    the checkpoint (`VerifyReport.not_marked`), and a quarantine is never lifted.
 
     Args:
         checkpoint: Checkpoint to verify. Open it with ``even_quarantined=True`` if its quarantine
             is to be lifted.
-        progress: Called with the number of bytes checked so far and the total number of bytes.
+        progress: Function that is called with the bytes checked so far and the total.
 
     Returns:
         Result of the verification. Its `VerifyReport.quarantined` is the reason for the quarantine

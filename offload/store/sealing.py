@@ -2,13 +2,14 @@
 
 Sealing is three calls:
 
-- `compose` describes the checkpoint when it is asked for. Whatever can be too large for the slot
-  fails here.
+- `compose` describes the checkpoint when it is requested. It fails if the hyper-parameters or the
+  train state are too large for the slot.
 - `Sealing.prepare` makes every file of the slot and of its parts durable, and the manifest last.
 - `Sealing.publish` renames the slot to ``step-<N>`` and makes that name durable. The rename is the
   commit.
 
-Between `prepare` and `publish` everything of the checkpoint is durable, and no reader sees it.
+Between `prepare` and `publish` the whole content of the checkpoint is durable, and no reader sees
+it.
 """
 
 from __future__ import annotations
@@ -114,9 +115,9 @@ def compose(
 
 
 class Prepared:
-    """A slot that is durable in all its parts, and that `Sealing.publish` makes a checkpoint.
+    """A durable slot, with its parts, that `Sealing.publish` can make a checkpoint.
 
-    A ``with`` block that ends without `Sealing.publish` leaves a slot that is no checkpoint.
+    If its ``with`` block ends without `Sealing.publish`, the slot is not a checkpoint.
 
     Args:
         slot: The slot.
@@ -239,7 +240,7 @@ class Sealing:
         encoded = manifest.encode(slot.manifest.size_bytes)
         self._lock.require()
         if self._backend.stat(slot.path) is None:
-            slot.require_in_place()  # said before a sync fails, which would poison the store
+            slot.require_in_place()  # raises before a failed sync would poison the store
         path = self.path_of(manifest.step)
         replaced = lock_existing(self._backend, path, self._reader_timeout_s)
         prepared = Prepared(slot, path, manifest, replaced)

@@ -32,7 +32,7 @@ class SlotState(Enum):
     """Stage of a slot's life."""
 
     FREE = "free"
-    """Nobody needs the content. The next stage is WORKING."""
+    """The content is not needed. The next stage is WORKING."""
 
     WORKING = "working"
     """Steps write the content of one generation; it may be torn. The next stage is IN_DOUBT, or
@@ -281,7 +281,7 @@ class Slot(SlotFiles):
     def invalidate(self) -> None:
         """Durably overwrite the manifest, so that nobody takes this slot for a checkpoint.
 
-        The parts are durably invalidated after that. From now on the slot is free.
+        The parts are durably invalidated after the manifest. From now on the slot is free.
 
         Raises:
             gds.StorageError: A write or a sync failed.
@@ -293,9 +293,9 @@ class Slot(SlotFiles):
             part.invalidate()
 
     def sync(self) -> None:
-        """Make all tensor files and the train state durable, but neither the manifest nor names.
+        """Make all tensor files and the train state durable, but not the manifest or file names.
 
-        Parts are sealed: their ``part.json`` and their names become durable as well.
+        The parts are sealed: their ``part.json`` and their names become durable as well.
 
         Raises:
             gds.StorageError: A write or a sync failed.
@@ -421,7 +421,7 @@ def slot_sizes(layout: Layout, num_groups: int, *, train_state_bytes: int) -> di
 
 
 def _model_leaves(backend: Backend, path: str, *, readable: bool) -> KnownLeaves:
-    """Return an empty record of a slot's model file, which has just been opened."""
+    """Return a record of a newly opened model file, none of whose content is known yet."""
     stat = backend.stat(f"{path}/{MODEL_NAME}")
     return KnownLeaves(stat.inode if stat is not None else 0, readable=readable)
 

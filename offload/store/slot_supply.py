@@ -1,4 +1,4 @@
-"""Supply of slots to write into: free ones, those of expired checkpoints, and new ones."""
+"""Supply of slots to write into: free slots, slots of expired checkpoints, and new slots."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ class SlotSupply:
     # All methods below, except `_rooms`, are called with `_changed` held.
 
     def _next_slot(self, layout: Layout, num_groups: int, patience: Patience) -> Slot | str | None:
-        """Return a slot that is ready to be written, or what to wait for.
+        """Return a slot that is ready to be written, or `_READERS` or None if the caller must wait.
 
         The result is `_READERS` if only readers can free a slot, and None if a seal in flight may
-        free one. Raises the errors of `acquire`.
+        free one. The errors are those of `acquire`.
         """
-        self._lock.require()  # in each turn: the directory may be moved during a wait
+        self._lock.require()  # after each wait again: the directory may be moved
         self._lock.warn_once()
         self._poison.warn_once()
         slot = self._free_slot(layout, num_groups)
@@ -121,8 +121,8 @@ class SlotSupply:
     def _require_place_of(self, slot: Slot) -> None:
         """Check that a slot, which was opened by its path, is in the locked directory.
 
-        If the slot may be in another directory, it is closed and left. From here on the slot is
-        written through its file descriptors, wherever its directory is moved.
+        If the slot may be in another directory, it is closed and not used. After this check the
+        slot is written through its file descriptors, even if its directory is moved.
         """
         try:
             self._lock.require()

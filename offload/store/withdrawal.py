@@ -26,7 +26,8 @@ class Withdrawal:
     Args:
         opened: Content of the store. Withdrawn checkpoints are removed from its list.
         keeping: Retention policy and pins of the store.
-        census: Look at the checkpoints, so that only those that still exist make others expire.
+        census: Updates the list of checkpoints to match the drives, so that only checkpoints that
+            still exist make others expire.
         free: Free slots of the store. Withdrawn checkpoints are added to them.
         poison: Poison of the store. It is set if a withdrawal fails half way. Once it is set,
             nothing is withdrawn.
@@ -54,7 +55,7 @@ class Withdrawal:
         """Turn a checkpoint into a free slot, durably; return False if a reader or a pin holds it.
 
         The return value is False as well if the store is poisoned. A checkpoint that was removed by
-        hand is dropped from the list, and the return value is True.
+        hand is removed from the list, and the return value is True.
 
         Raises:
             StoreError: This process may not write to the store any more.
@@ -71,10 +72,10 @@ class Withdrawal:
         if lock is None:
             return False
         try:
-            if self._keeping.is_pinned(checkpoint):  # perhaps only just
+            if self._keeping.is_pinned(checkpoint):  # perhaps a new pin
                 return False
             slot = None
-            if self._parts.are_there(checkpoint.manifest):  # else removed by hand
+            if self._parts.are_there(checkpoint.manifest):  # a user may have removed them
                 slot = open_stored(self._backend, checkpoint, self._parts, writable=True)
             name = self._free.unused_path()
             with self._poison.fatal("a checkpoint could not be withdrawn"):
@@ -84,7 +85,7 @@ class Withdrawal:
                     slot.renamed(name)
                 self._backend.sync_dir(self._directory)
                 if slot is not None and _may_be_shared(slot):
-                    slot = None  # to be unlinked, and not rewritten: not even to be invalidated
+                    slot = None  # will be unlinked, and must not be written: not even invalidated
                 if slot is not None:
                     slot.invalidate()
                     if lift_quarantine(self._backend, name):  # a reader has found it damaged
@@ -124,7 +125,7 @@ class Withdrawal:
     def drop_spare_slots(self) -> None:
         """Remove free slots that retention has no room for, but keep one for the next step."""
         if not self._lock.is_held():
-            return  # by their paths they may be somebody else's
+            return  # their paths may name another process's files
         most = self._keeping.num_slots()
         self._free.drop(min(len(self._free) + len(self._checkpoints) - most, len(self._free) - 1))
         self._parts.trim(most)

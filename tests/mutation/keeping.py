@@ -282,7 +282,7 @@ KEEPING = (
         (
             Edit(
                 _WITHDRAWAL,
-                "            if self._keeping.is_pinned(checkpoint):  # perhaps only just\n",
+                "            if self._keeping.is_pinned(checkpoint):  # perhaps a new pin\n",
                 "            if False:\n",
             ),
         ),
@@ -300,7 +300,7 @@ KEEPING = (
             ),
             Edit(
                 _WITHDRAWAL,
-                "            if self._keeping.is_pinned(checkpoint):  # perhaps only just\n",
+                "            if self._keeping.is_pinned(checkpoint):  # perhaps a new pin\n",
                 "            if is_pinned:\n",
             ),
         ),
@@ -564,7 +564,7 @@ KEEPING = (
             ),
             Edit(
                 _WITHDRAWAL,
-                "            if self._keeping.is_pinned(checkpoint):  # perhaps only just\n",
+                "            if self._keeping.is_pinned(checkpoint):  # perhaps a new pin\n",
                 "            if False:\n",
             ),
         ),

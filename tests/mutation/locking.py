@@ -30,9 +30,7 @@ _ERRORS = "tests/crash/test_environment_errors.py"
 _DAMAGE = "tests/torch_contract/test_damaged_checkpoints.py::TestDamage"
 _OVERLOOKED = "tests/crash/test_overlooked_steps.py"
 
-_EACH_TURN = (
-    "        self._lock.require()  # in each turn: the directory may be moved during a wait\n"
-)
+_EACH_TURN = "        self._lock.require()  # after each wait again: the directory may be moved\n"
 _TAKES_TURNS = "test_small_writes_take_their_turn_on_a_thread_that_is_not_interrupted"
 _NOT_LATER = "test_a_transfer_that_an_interrupt_keeps_from_being_begun_does_not_run_later"
 
@@ -138,7 +136,7 @@ LOCKING = (
             gone(
                 _WITHDRAWAL,
                 "        if not self._lock.is_held():\n"
-                "            return  # by their paths they may be somebody else's\n",
+                "            return  # their paths may name another process's files\n",
             ),
         ),
         (f"{_MOVED}::test_spare_slots_are_not_removed_from_another_store",),

@@ -32,7 +32,7 @@ MEDDLING = (
         (
             Edit(
                 _SEALING,
-                "            slot.require_in_place()  # said before",
+                "            slot.require_in_place()  # raises before",
                 "            pass  # said before",
             ),
         ),

@@ -36,7 +36,7 @@ OPENING = (
             gone(
                 _OPENING,
                 "            backend.sync_dir(path)"
-                "  # a train state may just have been replaced in it\n",
+                "  # a process may have died after it replaced the train state\n",
             ),
         ),
         killed("replaced-train-state-keep=1", "replaced-train-state-keep=2"),

@@ -45,7 +45,7 @@ OVERLOOKED = (
         (
             Edit(
                 _POOL,
-                "                    continue  # nobody knows whose it is: it is left alone\n",
+                "                    continue  # its owner is unknown, so it is left alone\n",
                 "                    owner = None\n",
             ),
         ),
