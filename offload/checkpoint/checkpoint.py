@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gds import Backend, StorageError
 from offload.checkpoint.quarantine_mark import read_quarantine
-from offload.checkpoint.reader_lock import held, is_another, recycled
+from offload.checkpoint.reader_lock import held, recycled, was_recycled
 from offload.checkpoint.reading import (
     PartDirectories,
     are_only_recorded,
@@ -189,7 +189,7 @@ class Checkpoint:
             with reading(self.path):
                 return read_train_state_file(self._backend, path, self.manifest)
         except (CheckpointError, StorageError) as error:
-            if self._lock is None and is_another(self._backend, self.path, self.manifest):
+            if self._lock is None and was_recycled(self._backend, self.path, self.manifest):
                 raise recycled(self.path) from error
             raise
 

@@ -21,11 +21,11 @@ from offload.checkpoint.reading import (
     check_name,
     checkpoint_paths,
     decode_manifest,
-    given_directory,
     kind_of,
     read_in_store,
     read_manifest,
     refuse_link,
+    stat_given_path,
 )
 from offload.errors import CheckpointError, CheckpointNotFoundError, StoreBusyError
 from offload.format.manifest import Manifest
@@ -33,7 +33,7 @@ from offload.format.names import LOCK_NAME, MANIFEST_NAME, is_checkpoint_path
 from offload.format.unreadable import reading
 from offload.units import said_once, seen_from
 
-_MOST_LOOKS = 100
+_MAX_ATTEMPTS = 100
 """Largest number of attempts to lock the newest checkpoint of a store. An attempt fails if the
 checkpoint is recycled before it is locked."""
 
@@ -133,12 +133,12 @@ def _find_and_lock(
         Directory, manifest and lock of the checkpoint, and the checkpoints that may be newer and
         are not usable.
     """
-    looks_left = _MOST_LOOKS
+    attempts_left = _MAX_ATTEMPTS
     while True:
         present = _checkpoints_at(backend, path)
-        looks_left -= 1
+        attempts_left -= 1
         try:
-            return _look(
+            return _find_and_lock_once(
                 backend, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
             )
         except (
@@ -150,7 +150,7 @@ def _find_and_lock(
             # A store in training always has a newest checkpoint. If it was recycled during the
             # search, another one has taken its place, and the search starts again.
             now = _checkpoints_at(backend, path)
-            if not looks_left or present == now:
+            if not attempts_left or present == now:
                 raise
             if is_checkpoint_path(path) and not now:
                 raise recycled(os.path.abspath(path)) from error
@@ -195,7 +195,7 @@ def _checkpoints_at(backend: Backend, path: str) -> dict[str, int]:
     return stats
 
 
-def _look(
+def _find_and_lock_once(
     backend: Backend,
     path: str,
     parts: PartDirectories,
@@ -240,7 +240,7 @@ def _find(
             newest.
     """
     path = os.path.abspath(path)
-    stat = given_directory(backend, path)
+    stat = stat_given_path(backend, path)
     if stat is None:
         others = other_checkpoints(backend, path)
         raise CheckpointNotFoundError(
@@ -269,13 +269,13 @@ def _find(
             newest = max(newest or (-1, ""), (generation, checkpoint))
     if newest is None:
         reasons = said_once([one.reason for one in refused])
-        why = "; ".join(reasons) or _without_any(backend, path)
+        why = "; ".join(reasons) or _what_is_missing(backend, path)
         raise CheckpointError(f"{path}: no usable checkpoint here: {why}")
     passed_over = (r for r in refused if r.generation is None or r.generation > newest[0])
     return newest[1], tuple(passed_over)
 
 
-def _without_any(backend: Backend, path: str) -> str:
+def _what_is_missing(backend: Backend, path: str) -> str:
     """Return the part of a message that says what a directory without checkpoints lacks."""
     missing = "it has no step-<N> directory"
     is_store = backend.stat(f"{path}/{LOCK_NAME}") is not None

@@ -82,14 +82,14 @@ def held(backend: Backend, path: str, manifest: Manifest, lock: Lock | None) -> 
         return
     lock = lock_for_reading(backend, path)
     try:
-        if is_another(backend, path, manifest):
+        if was_recycled(backend, path, manifest):
             raise recycled(path)
         yield
     finally:
         lock.release()
 
 
-def is_another(backend: Backend, path: str, manifest: Manifest) -> bool:
+def was_recycled(backend: Backend, path: str, manifest: Manifest) -> bool:
     """Return whether a path belongs to another checkpoint now, or no longer exists.
 
     If the manifest cannot be read, the checkpoint counts as the same: its fault is damage.

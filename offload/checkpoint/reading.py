@@ -9,7 +9,7 @@ from typing import TypeAlias
 from gds import Backend
 from gds.contract import Stat
 from offload.checkpoint.quarantine_mark import read_quarantine
-from offload.checkpoint.second_look import read_document
+from offload.checkpoint.second_read import read_document
 from offload.errors import (
     CheckpointError,
     DamagedError,
@@ -365,7 +365,7 @@ def _compare_header(found: bytes, file_bytes: int, expected: Header, path: str) 
     raise CheckpointError(f"{path}: its header is not laid out as the manifest says")
 
 
-def given_directory(backend: Backend, path: str) -> Stat | None:
+def stat_given_path(backend: Backend, path: str) -> Stat | None:
     """Return the status of a path that a user gave; None if nothing exists at it.
 
     A store's path may be a symbolic link to a directory. A checkpoint's path may not.

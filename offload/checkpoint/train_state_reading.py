@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gds import ALIGNMENT, Backend, File
-from offload.checkpoint.second_look import read_document
+from offload.checkpoint.second_read import read_document
 from offload.errors import DamagedError
 from offload.format.header import TensorFileError, header_length
 from offload.format.manifest import Manifest

@@ -26,10 +26,10 @@ from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError
 from offload.format.layout import Layout
 from offload.format.train_state import encode
-from offload.format.unreadable import stopping
+from offload.format.unreadable import as_unreadable
+from offload.store.directories import NOTHING_CHANGED
 from offload.store.frozen_space import FrozenSpace
 from offload.store.opening import StoredCheckpoint
-from offload.store.places import NOTHING_CHANGED
 from offload.store.store import Store
 from offload.stream.state_check import check_state
 from offload.units import size
@@ -87,7 +87,7 @@ class Engine:
         that do not exist.
         """
         layout = self.lay_out(groups)
-        with stopping(NOTHING_CHANGED):
+        with as_unreadable(NOTHING_CHANGED):
             self.store.keeping.warn([path for path, _ in self.store.refused])
             self.store.require_space(layout, len(groups))
 
@@ -180,7 +180,7 @@ class Engine:
         lifecycle.require_alive()
         self.strategy.give_up()
         state.collect_seal(wait=True, errors=False)
-        store.look_again(warn_of_refused=False)
+        store.drop_unusable(warn_of_refused=False)
         found = choose_checkpoint(store, which, discard_newer=discard_newer)
         if found is None:
             if lifecycle.broken:
@@ -188,7 +188,7 @@ class Engine:
             lifecycle.decided = True
             self.strategy.restored()
             return None
-        store.keeping.require_none_after(found)
+        store.keeping.require_no_newer_pins(found)
         while True:
             try:
                 checkpoint = self.resume(found, groups, verify=verify)
@@ -257,7 +257,7 @@ class Engine:
         state.lifecycle.require_alive()
         self.join()
         state.collect_seal(wait=True)
-        self.store.look_again()
+        self.store.drop_unusable()
         self.store.keeping.pin(name, which)
 
     def synchronize(self) -> None:

@@ -27,8 +27,8 @@ from offload.model.parameters import (
     describe_parameters,
 )
 from offload.model.replacing import replacing
-from offload.store.giving_up import give_up
 from offload.store.opening import StoredCheckpoint
+from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.units import many, said_once, seen_from
@@ -99,7 +99,7 @@ def give_up_damaged(
     Raises:
         DamagedError: A newer checkpoint was quarantined already, so a person has to look.
     """
-    if refusal := give_up(store, damaged, error):
+    if refusal := try_to_quarantine(store, damaged, error):
         raise DamagedError(f"{error}. {refusal}") from error
     newest = store.newest
     if which is not None or newest is None:

@@ -21,7 +21,7 @@ from offload.exchange.torch_dicts import (
     read_state_dict,
     said_steps,
 )
-from offload.store.giving_up import give_up
+from offload.store.quarantine_limit import try_to_quarantine
 from offload.stream.passes import RingPass
 from offload.update.decoder import StateDecoder, kept_arrays
 from offload.update.filler import ParameterState, StateFiller
@@ -67,7 +67,7 @@ def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any])
         try:
             engine.resume(found, groups, parameters=False)
         except DamagedError as error:
-            refusal = give_up(engine.store, found, error)
+            refusal = try_to_quarantine(engine.store, found, error)
             raise DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}") from error
     check_groups(groups, hyper)
     load_groups(groups, hyper)

@@ -11,7 +11,7 @@ from offload.engine.chunk_pass import ChunkWork, StatePass
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError
 from offload.model.watch import settle_all
-from offload.store.giving_up import give_up
+from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slot import Slot
 from offload.update.device_updater import DeviceUpdater
 from offload.update.rules import Scalars
@@ -128,5 +128,5 @@ def pass_failed(state: TrainingState, state_pass: StatePass, error: BaseExceptio
         return error
     refusal = ""
     for checkpoint in [c for c in state.store.checkpoints if c.slot is state_pass.source]:
-        refusal = give_up(state.store, checkpoint, error)
+        refusal = try_to_quarantine(state.store, checkpoint, error)
     return DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}")

@@ -11,7 +11,7 @@ import torch
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.sealed_slot import SealedSlot
-from offload.checkpoint.second_look import look_again
+from offload.checkpoint.second_read import reread_and_check
 from offload.format.arrays import MASTER
 from offload.format.layout import Layout
 from offload.stream.passes import RingPass, ring_for_one_pass
@@ -122,7 +122,7 @@ class CheckpointStream:
             digest = partial(self._slot.context.digest, block.array, block.index)
             found = digest(memoryview(data))
             if found != block.digest:
-                again = look_again(
+                again = reread_and_check(
                     file,
                     block.offset,
                     block.nbytes,

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from gds import ALIGNMENT, Backend, Buffer, File, IOFuture
-from offload.checkpoint.second_look import look_again
+from offload.checkpoint.second_read import reread_and_check
 from offload.device.boundary import (
     Copies,
     Event,
@@ -219,7 +219,7 @@ def read_model(
 ) -> None:
     """Read a model file's data into the live tensors, and check every block's digest.
 
-    A block that is wrong is read a second time before an error is raised: see `second_look`.
+    A block that is wrong is read a second time before an error is raised: see `second_read`.
 
     Args:
         image: Live tensors; overwritten.
@@ -254,7 +254,7 @@ def read_model(
             if found != expected[index]:
                 offset, nbytes = image.data_start + start, stop - start
                 digest = partial(context.digest, MODEL_ARRAY, index)
-                again = look_again(
+                again = reread_and_check(
                     file, offset, nbytes, digest, found=found, expected=expected[index]
                 )
                 data = torch.frombuffer(again.memoryview(), dtype=torch.uint8)

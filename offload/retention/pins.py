@@ -53,7 +53,7 @@ class Pin:
     """Generation of the checkpoint. With `store_id` it identifies the checkpoint, even if another
     one gets the name of its directory."""
 
-    def means(self, path: str, manifest: Manifest) -> bool:
+    def refers_to(self, path: str, manifest: Manifest) -> bool:
         """Return whether this is a pin of the checkpoint at `path` that has this manifest."""
         return (self.checkpoint, self.store_id, self.generation) == (
             os.path.basename(path),
@@ -76,11 +76,11 @@ class FoundPins:
     failures: tuple[StorageError, ...] = ()
     """Errors of reading that say nothing about a pin's content, so that the pin may be intact."""
 
-    def of(self, path: str, manifest: Manifest) -> tuple[str, ...]:
+    def names_of(self, path: str, manifest: Manifest) -> tuple[str, ...]:
         """Return the names of a checkpoint's pins."""
-        return tuple(pin.name for pin in self.pins if pin.means(path, manifest))
+        return tuple(pin.name for pin in self.pins if pin.refers_to(path, manifest))
 
-    def at(self, path: str) -> tuple[str, ...]:
+    def names_at(self, path: str) -> tuple[str, ...]:
         """Return the names of all pins on a directory, whatever checkpoint it holds now."""
         return tuple(pin.name for pin in self.pins if pin.checkpoint == os.path.basename(path))
 
@@ -91,7 +91,7 @@ class FoundPins:
             checkpoints: Path and manifest of each checkpoint.
         """
         return tuple(
-            pin for pin in self.pins if not any(pin.means(*found) for found in checkpoints)
+            pin for pin in self.pins if not any(pin.refers_to(*found) for found in checkpoints)
         )
 
 

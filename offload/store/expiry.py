@@ -10,7 +10,7 @@ from gds import Backend
 from gds.waiting import Monitor
 from offload.errors import CheckpointNotFoundError, PinError
 from offload.format.manifest import Manifest
-from offload.format.unreadable import stopping
+from offload.format.unreadable import as_unreadable
 from offload.retention.pins import FoundPins, Pin, read_pins, remove_pin, sync_pins, write_pin
 from offload.retention.policy import (
     BestBy,
@@ -21,8 +21,8 @@ from offload.retention.policy import (
     num_wanted,
 )
 from offload.store.census import Census
-from offload.store.opening import OpenedDirectory, StoredCheckpoint, find_stored
-from offload.store.places import NOTHING_CHANGED
+from offload.store.directories import NOTHING_CHANGED
+from offload.store.opening import StoreContent, StoredCheckpoint, find_stored
 from offload.store.poison import Poison
 
 
@@ -48,7 +48,7 @@ class Keeping:
         backend: Backend,
         directory: str,
         policy: Retention,
-        opened: OpenedDirectory,
+        opened: StoreContent,
         changed: Monitor,
         poison: Poison,
         census: Census,
@@ -173,7 +173,7 @@ class Keeping:
         with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         found = self.pins()
-        return bool(found.unreadable or found.of(checkpoint.path, checkpoint.manifest))
+        return bool(found.unreadable or found.names_of(checkpoint.path, checkpoint.manifest))
 
     def pin(self, name: str, which: int | str | None = None) -> None:
         """Pin a checkpoint, by default the newest; durable on return.
@@ -190,7 +190,7 @@ class Keeping:
         """
         with self._changed:  # prevents a withdrawal meanwhile
             self._lock.require()
-            self._census.take()
+            self._census.update()
             if which is not None:
                 checkpoint = find_stored(self._checkpoints, which, self._directory)
             elif self.current:
@@ -217,7 +217,7 @@ class Keeping:
             guard = self._poison.fatal("a pin could not be removed")
             remove_pin(self._backend, self._directory, name, guard)
 
-    def require_none(self, what: str) -> None:
+    def require_no_pins(self, what: str) -> None:
         """Check that no checkpoint is pinned.
 
         Args:
@@ -229,12 +229,12 @@ class Keeping:
             UnreadableError: A pin cannot be read at this moment. This says nothing about its
                 content.
         """
-        with stopping(NOTHING_CHANGED):
+        with as_unreadable(NOTHING_CHANGED):
             if failures := self.pins().failures:
                 raise failures[0]
         self._require_unpinned(self._checkpoints, what)
 
-    def require_none_after(self, checkpoint: StoredCheckpoint) -> None:
+    def require_no_newer_pins(self, checkpoint: StoredCheckpoint) -> None:
         """Check that no checkpoint newer than the given one is pinned.
 
         Raises:
@@ -262,7 +262,7 @@ class Keeping:
         with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         found = self.pins()
-        if names := found.at(path):
+        if names := found.names_at(path):
             raise PinError(
                 f"{path}: pinned as {_listed(names)}, and sealing this step anew would replace it. "
                 f"{self._remedy(names)}, or take another step first"
@@ -288,7 +288,7 @@ class Keeping:
     def _require_unpinned(self, checkpoints: Iterable[StoredCheckpoint], what: str) -> None:
         found = self.pins()
         for checkpoint in checkpoints:
-            if names := found.of(checkpoint.path, checkpoint.manifest):
+            if names := found.names_of(checkpoint.path, checkpoint.manifest):
                 raise PinError(
                     f"{checkpoint.path}: pinned as {_listed(names)}, and {what} would withdraw "
                     f"it. {self._remedy(names)} if you no longer want it"
@@ -331,7 +331,7 @@ def pin_of(name: str, path: str, manifest: Manifest) -> Pin:
 
 
 def _records(checkpoints: Iterable[StoredCheckpoint], found: FoundPins) -> list[Record]:
-    return [record_of(c.manifest, found.of(c.path, c.manifest)) for c in checkpoints]
+    return [record_of(c.manifest, found.names_of(c.path, c.manifest)) for c in checkpoints]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from offload.checkpoint.reading import decode_manifest
 from offload.errors import CheckpointError, StoreBusyError
 from offload.format.layout import Layout
 from offload.format.names import slot_name
-from offload.store.full_disk import FULL, saying_what_is_free
+from offload.store.full_disk import FULL, naming_free_space
 from offload.store.part_pool import PartPool
 from offload.store.poison import Poison
 from offload.store.slot import Slot, SlotState, adopt_slot, create_slot, directories_in, remove_slot
@@ -112,7 +112,7 @@ class FreeSlots:
             if self.backend.stat(candidate) is None:
                 self._slots.remove(candidate)  # removed by hand
                 continue
-            if self._set_aside(candidate):
+            if self._drop_if_not_a_slot(candidate):
                 continue
             with self._locked(candidate) as lock:
                 if lock is None:
@@ -147,7 +147,7 @@ class FreeSlots:
         parts = self._parts.take(layout)
         try:
             path = self.unused_path()
-            with saying_what_is_free(self.backend, path, sum(sizes.values()), "a slot"):
+            with naming_free_space(self.backend, path, sum(sizes.values()), "a slot"):
                 slot = create_slot(self.backend, path, layout, sizes)
         except BaseException:
             self._parts.remove(parts)
@@ -208,7 +208,7 @@ class FreeSlots:
                 self._slots.remove(spare)
                 self.discard(spare)
                 continue
-            if self._set_aside(spare):
+            if self._drop_if_not_a_slot(spare):
                 continue
             with self._locked(spare) as lock:
                 if lock is not None:  # otherwise a reader still holds the former checkpoint
@@ -237,7 +237,7 @@ class FreeSlots:
             if isinstance(slot, Slot):
                 slot.close()
 
-    def _set_aside(self, path: str) -> bool:
+    def _drop_if_not_a_slot(self, path: str) -> bool:
         """Remove a path that cannot be a slot from the list, with a warning.
 
         The file or directory itself is left alone, so that a person can look at it.
@@ -271,7 +271,7 @@ class FreeSlots:
                 lock.release()
 
 
-class Patience:
+class ReaderWait:
     """Waits for readers of expired checkpoints: briefly at first, and longer after a warning.
 
     Args:
@@ -286,7 +286,7 @@ class Patience:
         self._warned = False
 
     @property
-    def is_tried(self) -> bool:
+    def is_spare_due(self) -> bool:
         """Whether to take one additional slot now, instead of waiting longer for a reader."""
         return self._waited_s() >= min(SPARE_AFTER_S, self._timeout_s / 2)
 
@@ -299,7 +299,7 @@ class Patience:
         Raises:
             StoreBusyError: The waits have exceeded `timeout_s`.
         """
-        if self.is_tried and not self._warned:
+        if self.is_spare_due and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{self._directory}: every expired checkpoint is being read, and the store cannot "

@@ -15,9 +15,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def saying_what_is_free(
-    backend: Backend, path: str, needed_bytes: int, what: str
-) -> Iterator[None]:
+def naming_free_space(backend: Backend, path: str, needed_bytes: int, what: str) -> Iterator[None]:
     """Add the needed and the free space to the error if the block finds no space.
 
     Args:

@@ -27,19 +27,19 @@ from offload.errors import CheckpointError, CheckpointNotFoundError
 from offload.format.known_leaves import KnownLeaves
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME, is_slot_name
-from offload.format.unreadable import stopping
-from offload.store.identity import read_store_id
-from offload.store.in_place import FileIds, ids_in
-from offload.store.part_pool import PartPool, part_numbers
-from offload.store.places import (
+from offload.format.unreadable import as_unreadable
+from offload.store.directories import (
     NOTHING_CHANGED,
+    as_store_errors,
+    check_directories,
     make_directories,
-    require_number,
-    survey,
-    using,
+    require_number_of_directories,
 )
+from offload.store.file_identity import FileIds, ids_in
+from offload.store.part_pool import PartPool, part_numbers
 from offload.store.poison import Poison
 from offload.store.slot import Slot, open_slot
+from offload.store.store_id import read_store_id
 from offload.store.writer_lock import WriterLock
 
 
@@ -80,7 +80,7 @@ class StoredCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedDirectory:
+class StoreContent:
     """Content of a store's directories when the store was opened."""
 
     lock: WriterLock
@@ -114,7 +114,7 @@ def open_directories(
     fresh: bool = False,
     allow_volatile: bool = False,
     allow_remote: bool = False,
-) -> OpenedDirectory:
+) -> StoreContent:
     """Open a store for writing.
 
     No directory is created before all given directories have been checked.
@@ -136,18 +136,18 @@ def open_directories(
         StoreError: A directory cannot be created or written, or does not fit the store; or the
             store has another number of directories.
     """
-    survey(drives, fresh=fresh)
+    check_directories(drives, fresh=fresh)
     make_directories(drives, allow_volatile=allow_volatile, allow_remote=allow_remote)
     lock = WriterLock()
     try:
         for backend, directory in drives:
-            with using(backend, directory):
+            with as_store_errors(backend, directory):
                 lock.take(backend, directory)
-        with stopping(NOTHING_CHANGED):
+        with as_unreadable(NOTHING_CHANGED):
             # Names in the other directories become durable when a part is sealed. Until then, no
             # such name is trusted.
             drives[0][0].sync_dir(drives[0][1])
-            return _look_around(drives, lock, poison)
+            return _read_content(drives, lock, poison)
     except BaseException:
         lock.release()
         raise
@@ -234,9 +234,9 @@ def ids_at(backend: Backend, path: str, manifest: Manifest, parts: PartPool) -> 
     return ids_in(backend, path, names) | parts.ids(manifest)
 
 
-def _look_around(
+def _read_content(
     drives: Sequence[tuple[Backend, str]], lock: WriterLock, poison: Poison
-) -> OpenedDirectory:
+) -> StoreContent:
     """Read the content of a store whose directories are locked."""
     (backend, directory), *others = drives
     other_directories = [path for _, path in others]
@@ -248,7 +248,7 @@ def _look_around(
             manifest = decode_manifest(backend, path)
             check_name(path, manifest)
             claims[path] = part_numbers(manifest)
-            require_number(manifest, directory, len(drives))
+            require_number_of_directories(manifest, directory, len(drives))
             check_files(backend, path, manifest, other_directories)
         except CheckpointError as error:
             refused.append((path, str(error)))
@@ -270,7 +270,7 @@ def _look_around(
             stacklevel=2,
         )
     leftover = _leftover_slots(backend, directory)
-    return OpenedDirectory(
+    return StoreContent(
         lock=lock,
         store_id=store_id,
         is_identified=recorded == store_id or not others,

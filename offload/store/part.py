@@ -13,8 +13,7 @@ from gds import Backend, File
 from offload.format.layout import Layout, array_file_name
 from offload.format.names import PART_FILE_NAME
 from offload.format.part_file import SealedPart, invalid_part, part_sizes
-from offload.store.hard_links import has_other_names
-from offload.store.in_place import FileIds, ids_in, ids_of
+from offload.store.file_identity import FileIds, has_other_names, ids_in, ids_of
 
 
 class Part:

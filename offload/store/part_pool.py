@@ -26,8 +26,8 @@ from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import PART_FILE_NAME, part_name, part_number
 from offload.format.part_file import SealedPart, part_sizes
-from offload.store.full_disk import saying_what_is_free
-from offload.store.in_place import FileIds, ids_in
+from offload.store.file_identity import FileIds, ids_in
+from offload.store.full_disk import naming_free_space
 from offload.store.part import Part, adopt_part, create_part, open_part, remove_part
 from offload.store.poison import Poison
 from offload.store.slot import directories_in
@@ -147,7 +147,7 @@ class PartPool:
             return ()
         free = self._free()
         # A number may lack its part on some drives; prefer the number with the most parts.
-        candidates = set[int]().union(*free) - self._kept(free)
+        candidates = set[int]().union(*free) - self._not_rewritable(free)
         if candidates and not self._poison:
             number = min(candidates, key=lambda n: (-sum(n in numbers for numbers in free), n))
         else:
@@ -166,7 +166,7 @@ class PartPool:
                 if part is None:
                     path = f"{directory}/{name}"
                     needed_bytes = part_bytes(layout, drive)
-                    with saying_what_is_free(backend, path, needed_bytes, "part of a slot"):
+                    with naming_free_space(backend, path, needed_bytes, "part of a slot"):
                         part = create_part(backend, directory, name, layout, drive)
                     made.append(part)
                 parts.append(part)
@@ -202,7 +202,7 @@ class PartPool:
             raise
         return tuple(parts)
 
-    def are_there(self, manifest: Manifest) -> bool:
+    def all_exist(self, manifest: Manifest) -> bool:
         """Return whether all parts of a checkpoint exist; a user may have removed one by hand."""
         return all(
             backend.stat(f"{directory}/{part.name}/{PART_FILE_NAME}") is not None
@@ -303,7 +303,7 @@ class PartPool:
             out.append(free)
         return out
 
-    def _kept(self, free: Sequence[set[int]]) -> set[int]:
+    def _not_rewritable(self, free: Sequence[set[int]]) -> set[int]:
         """Return the part numbers that may not be rewritten on at least one drive."""
         found = [_numbers(backend, directory) for backend, directory in self._drives]
         return set[int]().union(*(a - b for a, b in zip(found, free, strict=True)))

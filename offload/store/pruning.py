@@ -31,7 +31,7 @@ from offload.errors import (
 )
 from offload.format.manifest import Manifest
 from offload.format.names import LOCK_NAME
-from offload.format.unreadable import stopping
+from offload.format.unreadable import as_unreadable
 from offload.format.unwritable import writing
 from offload.retention.pins import read_pins
 from offload.retention.policy import BestBy, Record, Retention
@@ -83,7 +83,7 @@ class PruneReport:
         return sum(removed.bytes for removed in (*self.checkpoints, *self.leftovers))
 
 
-class _Everything(Retention):
+class _KeepAll(Retention):
     """Policy that keeps all checkpoints."""
 
     def kept(self, records: Sequence[Record]) -> set[int]:
@@ -139,7 +139,7 @@ def prune(
     directory = os.path.abspath(store)
     with given_or_local(backend) as storage:
         others, newest = _others(storage, directory, parts)
-        with closing(_open(storage, directory, others, policy or _Everything())) as opened:
+        with closing(_open(storage, directory, others, policy or _KeepAll())) as opened:
             _require_metrics(opened, policy)
             if verify:
                 _require_whole(storage, opened, others, progress)
@@ -234,7 +234,7 @@ def _require_whole(
     """Verify every byte of the kept checkpoints; the store's lock prevents changes meanwhile."""
     expired = {checkpoint.path for checkpoint in store.keeping.expired()}
     damaged: list[str] = []
-    with stopping("Nothing was removed"):
+    with as_unreadable("Nothing was removed"):
         for path in [c.path for c in store.checkpoints if c.path not in expired]:
             with open_checkpoint(path, parts=others, backend=backend) as opened:
                 report = opened.verify(progress)

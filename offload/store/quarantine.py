@@ -42,7 +42,7 @@ def write_quarantine(backend: Backend, path: str, reason: str, poison: Poison) -
     mark = f"{path}/{QUARANTINE_NAME}"
     if backend.stat(mark) is None:
         data = reason.encode(errors="replace")[:MAX_REASON_BYTES] + b"\n"
-        file = _created(backend, mark, len(data))
+        file = _create_mark(backend, mark, len(data))
         if file is not None:
             with file:
                 file.write_bytes(data, 0)
@@ -52,7 +52,7 @@ def write_quarantine(backend: Backend, path: str, reason: str, poison: Poison) -
         backend.sync_dir(path)
 
 
-def _created(backend: Backend, mark: str, nbytes: int) -> File | None:
+def _create_mark(backend: Backend, mark: str, nbytes: int) -> File | None:
     """Create the file of a mark; return None if another process has created it already."""
     try:
         return backend.create(mark, nbytes)
@@ -70,7 +70,7 @@ def remove_quarantine(backend: Backend, path: str) -> None:
     Raises:
         gds.StorageError: The mark could not be removed durably. It may or may not still exist.
     """
-    lift_quarantine(backend, path)
+    remove_mark(backend, path)
     backend.sync_dir(path)
 
 
@@ -154,7 +154,7 @@ class Quarantine:
                 checkpoint.slot.close()
 
 
-def lift_quarantine(backend: Backend, path: str) -> bool:
+def remove_mark(backend: Backend, path: str) -> bool:
     """Remove the mark of a checkpoint; durable once the caller has synced the directory.
 
     Returns:

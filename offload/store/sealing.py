@@ -33,7 +33,7 @@ from offload.format.train_state import EncodedState, pack_encoded
 from offload.retention.policy import Record
 from offload.store.expiry import Keeping, record_of
 from offload.store.free_slots import FreeSlots, lock_existing
-from offload.store.opening import OpenedDirectory, StoredCheckpoint
+from offload.store.opening import StoreContent, StoredCheckpoint
 from offload.store.poison import Poison
 from offload.store.slot import Slot
 from offload.store.withdrawal import Withdrawal
@@ -131,11 +131,11 @@ class Prepared:
         self.slot = slot
         self.path = path
         self.manifest = manifest
-        self._replaced = replaced
+        self._replaced_lock = replaced
 
     def release(self) -> None:
         """Release the lock on the checkpoint that has the path. Idempotent."""
-        replaced, self._replaced = self._replaced, None
+        replaced, self._replaced_lock = self._replaced_lock, None
         if replaced is not None:
             replaced.release()
 
@@ -167,7 +167,7 @@ class Sealing:
 
     def __init__(
         self,
-        opened: OpenedDirectory,
+        opened: StoreContent,
         keeping: Keeping,
         withdrawal: Withdrawal,
         free: FreeSlots,
@@ -314,7 +314,7 @@ class Sealing:
         slot.published()
         for old in replaced:
             self._checkpoints.remove(old)
-            self._withdrawal.gone(old)
+            self._withdrawal.forget(old)
         self._parts.release_claim(path)
         self._refused[:] = [(p, reason) for p, reason in self._refused if p != path]
         self._free.add(working)

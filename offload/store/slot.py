@@ -22,9 +22,8 @@ from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import Manifest, invalid_manifest, reserved_bytes
 from offload.format.names import MANIFEST_NAME, MODEL_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import PartReference, SealedPart, content_digest
-from offload.store.full_disk import saying_what_is_free
-from offload.store.hard_links import has_other_names
-from offload.store.in_place import FileIds, ids_in, ids_of
+from offload.store.file_identity import FileIds, has_other_names, ids_in, ids_of
+from offload.store.full_disk import naming_free_space
 from offload.store.part import Part
 
 
@@ -112,7 +111,7 @@ class Slot(SlotFiles):
     def add_parts(self, parts: tuple[Part, ...]) -> None:
         """Add the parts of a slot that was created or opened without them."""
         self._parts = parts
-        self._places = (self._files, *(part.files for part in parts))
+        self._files_by_drive = (self._files, *(part.files for part in parts))
 
     def renamed(self, path: str) -> None:
         """Record that the directory has a new path."""
@@ -200,7 +199,7 @@ class Slot(SlotFiles):
         path = f"{self._path}/{name}.new"
         if self._backend.stat(path) is not None:
             self._backend.remove(path)
-        with saying_what_is_free(self._backend, path, len(data), name):
+        with naming_free_space(self._backend, path, len(data), name):
             file = self._backend.create(path, len(data))
         try:
             file.write_bytes(data, 0)

@@ -127,7 +127,7 @@ class Store:
         if fresh:
             self.refused.clear()  # a fresh run does not continue from them
             try:
-                self.keeping.require_none("fresh=True")
+                self.keeping.require_no_pins("fresh=True")
             except BaseException:
                 self.close()
                 raise
@@ -160,7 +160,7 @@ class Store:
         """Warn of checkpoints that earlier checks have found unusable because of other programs."""
         self._census.warn(refused=True)
 
-    def look_again(self, *, warn_of_refused: bool = True) -> None:
+    def drop_unusable(self, *, warn_of_refused: bool = True) -> None:
         """Remove checkpoints that other programs have made unusable, and warn of each.
 
         Args:
@@ -170,7 +170,7 @@ class Store:
             gds.StorageError: A checkpoint cannot be examined at this moment.
         """
         with self._changed:
-            self._census.take()
+            self._census.update()
         self._census.warn(refused=warn_of_refused)
 
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
@@ -180,7 +180,7 @@ class Store:
             gds.StorageError: A checkpoint cannot be examined at this moment.
         """
         with self._changed:
-            self._census.take()
+            self._census.update()
             return checkpoint.slot is not None and checkpoint in self.checkpoints
 
     def is_in_place(self, slot: Slot) -> bool:
@@ -352,7 +352,7 @@ class Store:
         """
         with self._changed:
             newest_first = sorted(self.checkpoints, key=lambda c: -c.manifest.generation)
-            self.keeping.require_none_after(checkpoint)
+            self.keeping.require_no_newer_pins(checkpoint)
             for newer in newest_first[: newest_first.index(checkpoint)]:
                 self._poison.require_healthy(newer.path)
                 if not self._withdrawal.withdraw(newer):

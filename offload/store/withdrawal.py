@@ -12,9 +12,9 @@ from offload.retention.policy import Record
 from offload.store.census import Census
 from offload.store.expiry import Keeping
 from offload.store.free_slots import FreeSlots, try_lock
-from offload.store.opening import OpenedDirectory, StoredCheckpoint, open_stored
+from offload.store.opening import StoreContent, StoredCheckpoint, open_stored
 from offload.store.poison import Poison
-from offload.store.quarantine import lift_quarantine
+from offload.store.quarantine import remove_mark
 from offload.store.slot import Slot
 
 
@@ -35,7 +35,7 @@ class Withdrawal:
 
     def __init__(
         self,
-        opened: OpenedDirectory,
+        opened: StoreContent,
         keeping: Keeping,
         census: Census,
         free: FreeSlots,
@@ -66,7 +66,7 @@ class Withdrawal:
         self._lock.require()
         if self._backend.stat(checkpoint.path) is None:  # removed by hand
             self._checkpoints.remove(checkpoint)
-            self.gone(checkpoint)
+            self.forget(checkpoint)
             return True
         lock = try_lock(self._backend, checkpoint.path)
         if lock is None:
@@ -75,7 +75,7 @@ class Withdrawal:
             if self._keeping.is_pinned(checkpoint):  # perhaps a new pin
                 return False
             slot = None
-            if self._parts.are_there(checkpoint.manifest):  # a user may have removed them
+            if self._parts.all_exist(checkpoint.manifest):  # a user may have removed them
                 slot = open_stored(self._backend, checkpoint, self._parts, writable=True)
             name = self._free.unused_path()
             with self._poison.fatal("a checkpoint could not be withdrawn"):
@@ -88,10 +88,10 @@ class Withdrawal:
                     slot = None  # will be unlinked, and must not be written: not even invalidated
                 if slot is not None:
                     slot.invalidate()
-                    if lift_quarantine(self._backend, name):  # a reader has found it damaged
+                    if remove_mark(self._backend, name):  # a reader has found it damaged
                         slot.model_leaves.forget(readable=True)
             if slot is None:
-                self.gone(checkpoint)
+                self.forget(checkpoint)
             self._free.add(slot or name)
         finally:
             lock.release()
@@ -110,7 +110,7 @@ class Withdrawal:
         incoming = sealing and replace(sealing, metrics={})
         if not self._keeping.expired(incoming):
             return False
-        self._census.take()  # so that only checkpoints that still exist make others expire
+        self._census.update()  # so that only checkpoints that still exist make others expire
         newest = self._keeping.newest
         return any(self.withdraw(c) for c in self._keeping.expired(incoming) if c is not newest)
 
@@ -130,7 +130,7 @@ class Withdrawal:
         self._free.drop(min(len(self._free) + len(self._checkpoints) - most, len(self._free) - 1))
         self._parts.trim(most)
 
-    def gone(self, checkpoint: StoredCheckpoint) -> None:
+    def forget(self, checkpoint: StoredCheckpoint) -> None:
         """Close the files of a former checkpoint, and mark its parts as free."""
         if checkpoint.slot is not None:
             checkpoint.slot.close()

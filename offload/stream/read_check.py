@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from offload.checkpoint.sealed_slot import SlotFiles
-from offload.checkpoint.second_look import look_again, unreliable
+from offload.checkpoint.second_read import reread_and_check, unreliable
 from offload.format.digests import one_by_one
 from offload.stream.frame import Frame
 
@@ -41,7 +41,7 @@ def _look_again(frame: Frame, source: SlotFiles, name: str, found: str, expected
     chunk, file = frame.chunk, source.array(name, frame.chunk)
     buffer, offset = frame.buffer(source.layout.plans[chunk], name)
     digest = partial(source.context.digest, name, chunk)
-    look_again(file, offset, buffer.nbytes, digest, found=found, expected=expected)
+    reread_and_check(file, offset, buffer.nbytes, digest, found=found, expected=expected)
     file.read_again(buffer, offset, direct=not file.direct).result()
     if _digest_of(frame, source, name) != expected:
         raise unreliable(file, offset, buffer.nbytes)

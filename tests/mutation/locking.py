@@ -11,7 +11,7 @@ _LOCK = "offload/store/writer_lock.py"
 _STORE = "offload/store/store.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
 _OPENING = "offload/store/opening.py"
-_PLACES = "offload/store/places.py"
+_PLACES = "offload/store/directories.py"
 _UNREADABLE = "offload/format/unreadable.py"
 _VERIFY = "offload/checkpoint/verify.py"
 _SLOT = "offload/store/slot.py"
@@ -112,9 +112,9 @@ LOCKING = (
         (
             Edit(
                 _SUPPLY,
-                "        look = partial(self._next_slot, layout, num_groups, patience)\n",
+                "        look = partial(self._next_slot, layout, num_groups, reader_wait)\n",
                 "        self._lock.require()\n"
-                "        look = partial(self._next_slot, layout, num_groups, patience)\n",
+                "        look = partial(self._next_slot, layout, num_groups, reader_wait)\n",
             ),
             gone(
                 _SUPPLY,

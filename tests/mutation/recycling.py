@@ -30,7 +30,7 @@ _WITHDRAWN = """\
                     slot = None  # will be unlinked, and must not be written: not even invalidated
                 if slot is not None:
                     slot.invalidate()
-                    if lift_quarantine(self._backend, name):  # a reader has found it damaged
+                    if remove_mark(self._backend, name):  # a reader has found it damaged
                         slot.model_leaves.forget(readable=True)
 """
 
@@ -69,7 +69,7 @@ RECYCLING = (
                     slot.renamed(name)
                 self._backend.sync_dir(self._directory)
                 if slot is not None:
-                    lift_quarantine(self._backend, name)
+                    remove_mark(self._backend, name)
 """,
             ),
         ),

@@ -30,7 +30,7 @@ _ADVICE = (
 )
 
 
-def look_again(
+def reread_and_check(
     file: File,
     offset: int,
     nbytes: int,

@@ -25,7 +25,7 @@ from offload.store.store import Store
 from offload.units import part_options
 
 
-def give_up(store: Store, damaged: StoredCheckpoint, error: DamagedError) -> str:
+def try_to_quarantine(store: Store, damaged: StoredCheckpoint, error: DamagedError) -> str:
     """Quarantine a damaged checkpoint, unless a newer one is quarantined already.
 
     Args:
@@ -41,7 +41,7 @@ def give_up(store: Store, damaged: StoredCheckpoint, error: DamagedError) -> str
     if newer is None:
         store.quarantine(damaged, str(error))
         return ""
-    return two_in_a_row(damaged.path, newer, store.directories)
+    return two_in_a_row_message(damaged.path, newer, store.directories)
 
 
 def verify_before_resume(
@@ -77,12 +77,12 @@ def verify_before_resume(
     report = checkpoint.verify(progress)
     if report.problems and not report.unreadable:
         directories = [store, *map(os.path.dirname, checkpoint.parts)]
-        refusal = two_in_a_row(checkpoint.path, newer, directories)
+        refusal = two_in_a_row_message(checkpoint.path, newer, directories)
         raise DamagedError(f"{report.problems[0]}. {refusal}")
     return report
 
 
-def two_in_a_row(damaged: str, newer: str, directories: Sequence[str]) -> str:
+def two_in_a_row_message(damaged: str, newer: str, directories: Sequence[str]) -> str:
     """Return the message for a user if a second checkpoint in a row is damaged.
 
     Args:

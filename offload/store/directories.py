@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from gds import Backend, LockHeldError, StorageError
 from gds.probe import describe_remote
-from offload.checkpoint.reading import checkpoint_paths, decode_manifest, given_directory, read_part
+from offload.checkpoint.reading import checkpoint_paths, decode_manifest, read_part, stat_given_path
 from offload.errors import (
     CheckpointError,
     RemoteStoreError,
@@ -37,7 +37,7 @@ from offload.format.names import (
 )
 from offload.format.unreadable import unreadable
 from offload.store.full_disk import FULL
-from offload.store.identity import read_store_id
+from offload.store.store_id import read_store_id
 from offload.store.writer_lock import is_held_here
 
 _NOTHING = frozenset({"lost+found", CALIBRATION_NAME})
@@ -98,7 +98,7 @@ class _Place:
         return [n for n in self.names if n not in nothing and not n.startswith(".")]
 
 
-def survey(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
+def check_directories(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
     """Refuse directories that do not fit the store that they are given for. Nothing is written.
 
     Args:
@@ -113,17 +113,17 @@ def survey(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
     """
     places = []
     for backend, directory in drives:
-        with using(backend, directory):
+        with as_store_errors(backend, directory):
             places.append(_look_at(backend, directory))
     for place in places:
         if place.exists and not place.is_store and place.others:
             raise StoreError(errno.ENOTEMPTY, _holds_other_things(place), place.directory)
     first, *others = places
-    with using(*drives[0]):
+    with as_store_errors(*drives[0]):
         paths = checkpoint_paths(*drives[0]) if others and first.exists else []
         manifests = _manifests(drives[0][0], paths)
     for manifest in manifests:
-        require_number(manifest, first.directory, len(drives))
+        require_number_of_directories(manifest, first.directory, len(drives))
     known = {manifest.store_id for manifest in manifests} | {first.store_id or ""}
     _require_all(places)
     if first.parts and not first.is_first:
@@ -143,7 +143,7 @@ def survey(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
             )
 
 
-def require_number(manifest: Manifest, directory: str, num_given: int) -> None:
+def require_number_of_directories(manifest: Manifest, directory: str, num_given: int) -> None:
     """Check that the number of given directories matches a checkpoint of the store.
 
     Args:
@@ -172,7 +172,7 @@ def make_directories(
     """Create missing directories and their parents, durably.
 
     Args:
-        drives: Backend and absolute path of each directory, which `survey` has accepted.
+        drives: Backend and absolute path of each directory, which `check_directories` has accepted.
         allow_volatile: Accept a file system that loses its content at power-off.
         allow_remote: Accept a file system that another machine or a program serves.
 
@@ -184,7 +184,7 @@ def make_directories(
         StoreError: A directory cannot be created.
     """
     for backend, directory in drives:
-        with using(backend, directory):
+        with as_store_errors(backend, directory):
             # A new directory is on the file system of its nearest existing parent.
             capabilities = backend.capabilities(_nearest(backend, directory))
         if capabilities.volatile and not allow_volatile:
@@ -204,12 +204,12 @@ def make_directories(
                 directory,
             )
     for backend, directory in drives:
-        with using(backend, directory):
+        with as_store_errors(backend, directory):
             _make(backend, directory)
 
 
 @contextmanager
-def using(backend: Backend, directory: str) -> Iterator[None]:
+def as_store_errors(backend: Backend, directory: str) -> Iterator[None]:
     """Turn errors in the block into errors about a store in the given directory.
 
     Raises:
@@ -257,7 +257,7 @@ def _who_writes(directory: str) -> str:
 
 
 def _look_at(backend: Backend, directory: str) -> _Place:
-    stat = given_directory(backend, directory)
+    stat = stat_given_path(backend, directory)
     if stat is None:
         return _Place(directory, exists=False, names=[])
     if stat.kind != "directory":

@@ -12,7 +12,7 @@ import json
 import re
 
 from gds import Backend, File
-from offload.checkpoint.second_look import read_document
+from offload.checkpoint.second_read import read_document
 from offload.format.names import STORE_FILE_NAME
 from offload.format.strict_json import parse_json
 from offload.store.poison import Poison
