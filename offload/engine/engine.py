@@ -180,7 +180,7 @@ class Engine:
         lifecycle.require_alive()
         self.strategy.give_up()
         state.collect_seal(wait=True, errors=False)
-        store.drop_unusable(warn_of_refused=False)
+        store.refresh(warn_of_refused=False)
         found = choose_checkpoint(store, which, discard_newer=discard_newer)
         if found is None:
             if lifecycle.broken:
@@ -257,7 +257,7 @@ class Engine:
         state.lifecycle.require_alive()
         self.join()
         state.collect_seal(wait=True)
-        self.store.drop_unusable()
+        self.store.refresh()
         self.store.keeping.pin(name, which)
 
     def synchronize(self) -> None:

@@ -112,7 +112,7 @@ class FreeSlots:
             if self.backend.stat(candidate) is None:
                 self._slots.remove(candidate)  # removed by hand
                 continue
-            if self._drop_if_not_a_slot(candidate):
+            if self._delist_if_not_a_slot(candidate):
                 continue
             with self._locked(candidate) as lock:
                 if lock is None:
@@ -208,7 +208,7 @@ class FreeSlots:
                 self._slots.remove(spare)
                 self.discard(spare)
                 continue
-            if self._drop_if_not_a_slot(spare):
+            if self._delist_if_not_a_slot(spare):
                 continue
             with self._locked(spare) as lock:
                 if lock is not None:  # otherwise a reader still holds the former checkpoint
@@ -216,7 +216,7 @@ class FreeSlots:
                     remove_slot(self.backend, spare)
 
     def discard(self, slot: Slot) -> None:
-        """Close a slot and remove it, unless it may be a checkpoint (`Slot.in_doubt`).
+        """Close a slot and remove it, unless it may be a checkpoint (`SlotState.IN_DOUBT`).
 
         A slot that may be a checkpoint stays, and a later process finds out whether it is one. If
         other files are at the slot's path, they are left alone. Either a user has put them at this
@@ -237,7 +237,7 @@ class FreeSlots:
             if isinstance(slot, Slot):
                 slot.close()
 
-    def _drop_if_not_a_slot(self, path: str) -> bool:
+    def _delist_if_not_a_slot(self, path: str) -> bool:
         """Remove a path that cannot be a slot from the list, with a warning.
 
         The file or directory itself is left alone, so that a person can look at it.

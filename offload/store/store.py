@@ -160,8 +160,10 @@ class Store:
         """Warn of checkpoints that earlier checks have found unusable because of other programs."""
         self._census.warn(refused=True)
 
-    def drop_unusable(self, *, warn_of_refused: bool = True) -> None:
-        """Remove checkpoints that other programs have made unusable, and warn of each.
+    def refresh(self, *, warn_of_refused: bool = True) -> None:
+        """Compare `checkpoints` with the drives, and warn of those that others made unusable.
+
+        Unusable checkpoints are removed from the list. Nothing on the drives is changed.
 
         Args:
             warn_of_refused: Whether to warn of checkpoints that are in `refused` now as well.

@@ -118,7 +118,7 @@ MEDDLING = (
             gone(_EXPIRY, "            self._census.update()\n"),
             Edit(
                 _ENGINE,
-                "        self.store.drop_unusable()\n        self.store.keeping.pin(name, which)\n",
+                "        self.store.refresh()\n        self.store.keeping.pin(name, which)\n",
                 "        self.store.keeping.pin(name, which)\n",
             ),
         ),
@@ -151,7 +151,7 @@ MEDDLING = (
     Mutation(
         "restore-of-what-is-gone",
         "restore() looks at the checkpoints before it chooses one",
-        (gone(_ENGINE, "        store.drop_unusable(warn_of_refused=False)\n"),),
+        (gone(_ENGINE, "        store.refresh(warn_of_refused=False)\n"),),
         (f"{_TESTS}::test_a_process_goes_back_behind_what_was_lost_beside_it",),
     ),
     Mutation(
