@@ -1,9 +1,9 @@
-"""Destination of an export: it appears under its name once it is whole, or leaves nothing.
+"""Destination of an export, which gets its name once it is complete, or is removed.
 
-If it can be known beforehand that the destination cannot be written, the export fails before it
-reads anything. torch's own writers report a full disk or a missing permission in words of their
-implementation and without an error number. This module turns those reports into errors that name
-the path and the next thing to do.
+If the destination obviously cannot be written, the export fails before it reads anything. torch's
+own writers report a full disk or a missing permission in words of their implementation and without
+an error number. This module turns those reports into errors that name the path and the next thing
+to do.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def appearing(backend: Backend, target: str, needed_bytes: int) -> Iterator[str]
         backend.rename(partial, target)
         backend.sync_dir(directory)
     except BaseException as error:
-        # The first error says more. The next export names a temporary file that stays.
+        # If the removal fails, too, the first error says more. The next export names the leftover.
         with suppress(StorageError):
             _remove(backend, partial)
         if isinstance(error, StorageError) and not isinstance(error, OffloadError):
@@ -104,7 +104,7 @@ def torch_writing(path: str, needed_bytes: int = 0) -> Iterator[None]:
 def _number_of(said: str, path: str, needed_bytes: int) -> int:
     """Return the error number for a message of torch, which may not name the cause.
 
-    If the message names none, the error is ENOSPC if the space left is too small, else EIO.
+    For a message without a cause this is ENOSPC if the space left is too small, and EIO otherwise.
     """
     for number in (*_FORBIDDEN, *FULL, errno.EIO):
         if os.strerror(number) in said:
@@ -135,7 +135,8 @@ def _named(
 ) -> StoreError | None:
     """Return the error to raise for a failed write of the export.
 
-    None means that the error concerns another path (one that is read), or has another cause.
+    The result is None if the error concerns another path (such as one that is read), or has a cause
+    that this module does not explain.
     """
     directory = os.path.dirname(target)
     where = os.fsdecode(error.filename or "")

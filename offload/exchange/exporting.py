@@ -172,8 +172,8 @@ def _state_dict(
 
     Args:
         stream: The checkpoint.
-        make: Returns the value for a parameter's index and the name of a state array.
-        by_name: Whether keys are the names of parameters, and not their numbers.
+        make: Function that returns the value for a parameter's index and a state array's name.
+        by_name: Whether the names of parameters are the keys, instead of their numbers.
 
     Raises:
         MismatchError: torch's optimizer could not load the dict; see `_require_stepped`.

@@ -33,13 +33,13 @@ class Foreign:
     """Path of the checkpoint, for messages."""
 
     model: Mapping[str, TensorSource]
-    """Every tensor of the model's state dict, tied tensors once."""
+    """Every tensor of the model's state dict, by name. Tied tensors are listed once."""
 
     optimizer: Mapping[str, Any]
     """torch's state dict of the optimizer, keyed by numbers or names of parameters."""
 
     masters: Mapping[Any, TensorSource] = field(default_factory=dict)
-    """FP32 parameters, by the same numbers or names."""
+    """FP32 values of parameters, keyed like the state in `optimizer`."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of tied tensors, each with its name in `model`."""
@@ -166,7 +166,7 @@ def _require_torch_file(path: str, accepted: str) -> None:
 
 
 def _looks_like(start: bytes) -> str:
-    """Return a description of a file, given its first bytes; empty if it may be of `torch.save`."""
+    """Return the format of a file, given its first bytes; empty if it may be of `torch.save`."""
     if not start:
         return "is empty"
     if start.startswith(b"GGUF"):
@@ -223,7 +223,7 @@ def _shards(path: str) -> list[str]:
 
 
 def _with_tensors(foreign: Foreign, found: Mapping[str, Any]) -> Foreign:
-    """Add the tensors of a model's state dict to `foreign`, tied tensors once."""
+    """Add the tensors of a model's state dict to `foreign`, and list tied tensors once."""
     model: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}

@@ -93,7 +93,7 @@ def import_checkpoint(
     - a directory of `torch.distributed.checkpoint`.
 
     The import takes the memory of a ring of chunks and a constant, whatever the size of the state.
-    Pickles are read with ``weights_only=True``.
+    Reading a pickle executes nothing that it contains; see `pickle_reading`.
 
     Args:
         source: Path of the file or directory to import.
@@ -111,7 +111,8 @@ def import_checkpoint(
             parameters that become 16-bit are kept as masters.
         options: Options of the optimizer that will continue from the checkpoint.
         keep: Number of checkpoints to keep, or a policy, as for the optimizer that will continue.
-        fresh: Replace the checkpoints of a store that has some, once the new one is durable.
+        fresh: Whether the store may have checkpoints already. They are replaced once the new one is
+            durable.
         step: Number of optimizer steps that the state has seen; None to read it from the source.
         train_state: Value that `restore` returns as the train state.
         progress: Function that is called with the bytes of state written so far and in total.
@@ -319,8 +320,8 @@ def _names(
 ) -> list[list[str]]:
     """Return the names of each group's parameters.
 
-    They are the names given, the keys of the state dict, its ``param_names``, or the order of the
-    model.
+    The names come from the first of these sources that has them: `names`, the keys of the state
+    dict, its ``param_names``, and the order of the model's tensors.
 
     Raises:
         MismatchError: The names are unknown, or their number is wrong.

@@ -25,8 +25,8 @@ _LEAST_BUDGET_BYTES = 16 << 20
 _BUDGET_FACTOR = 56
 MAX_BUDGET_BYTES = 2 << 30
 """Most memory that the values of a pickle may take. The limit of one pickle is 56 times its length
-plus 16 MiB, and never more than this. Pickles that torch writes take 20 to 35 times their length by
-the count of this module, and really half of that."""
+plus 16 MiB, but at most this. Pickles that torch writes take 20 to 35 times their length as this
+module counts memory, and half of that in fact."""
 
 _MAX_INTEGER_BYTES = 32
 _MAX_KEY_BITS = 64
@@ -36,7 +36,7 @@ collide."""
 _LIST_BYTES, _DICT_BYTES, _SET_BYTES, _TUPLE_BYTES = 80, 88, 240, 64
 _TEXT_BYTES, _NUMBER_BYTES, _MARK_BYTES = 64, 40, 96
 _MEMO_BYTES, _PAIR_BYTES, _ITEM_BYTES, _MADE_BYTES = 80, 100, 9, 160
-"""Memory that objects take, on the stack and elsewhere, in bytes, rounded up."""
+"""Memory in bytes that objects of each type take with their place on the stack, rounded up."""
 
 
 class PickleError(ValueError):

@@ -23,7 +23,7 @@ from offload.exchange.torch_reading import read_structure
 class Room:
     """A contiguous tensor of a file, whose data is written later.
 
-    Two uses of the same object are tied tensors.
+    If a structure contains the same object twice, the two are tied tensors.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Room:
 
 
 def write_structure(path: str, value: Any) -> Callable[[Backend], tuple[File, dict[Room, int]]]:
-    """Write a file with everything but the data of its `Room`s.
+    """Write a file with its whole structure, but with room instead of the data of its tensors.
 
     Args:
         path: Path of the file, which must not exist.

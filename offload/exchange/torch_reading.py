@@ -134,7 +134,7 @@ def _read(file: BinaryIO, path: str, start: int, stop: int) -> Any:
 
 
 class _Storages:
-    """Lookup of persistent ids: finds the data of storages in an archive."""
+    """Function from persistent ids to storages, whose data is found in an archive."""
 
     def __init__(self, archive: TorchZip) -> None:
         self._archive = archive

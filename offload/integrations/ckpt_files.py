@@ -1,8 +1,8 @@
-"""Relation between files of another library and checkpoints, with the pins that keep these.
+"""Relation between another library's files and a store's checkpoints, which pins keep.
 
 The library saves files of its own, with the `state_dict()` of the optimizer in them: a small
-reference to a checkpoint. A checkpoint lists in its train state the files that it was sealed for,
-and has one pin for each of these files that names it.
+reference to a checkpoint. A checkpoint lists in its train state the files that it was sealed for.
+It has one pin for each of these files that still names it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ PIN_PREFIX = "lightning-"
 """Prefix of the names of all pins that belong to files."""
 
 _FILES = "lightning_files"
-"""Key in a checkpoint's train state of the files that the checkpoint was sealed for."""
+"""Key in a checkpoint's train state: its value lists the files that it was sealed for."""
 
 
 def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
-    """Return the train state for a checkpoint of the present state that a file will name.
+    """Return the train state to seal the present state with, as a checkpoint that a file names.
 
-    If this step has been sealed already, its train state is kept, and the file is added.
+    If this step has been sealed already, its train state is kept, and the file is added to it.
 
     Args:
         optimizer: Optimizer of the state.
@@ -58,7 +58,7 @@ def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
 
 
 def files_of(checkpoint: CheckpointInfo, loaded: str) -> list[str]:
-    """Return the files that may name a checkpoint; none if it was not sealed for any.
+    """Return the files that may name a checkpoint; empty if it was not sealed for a file.
 
     Args:
         checkpoint: Checkpoint with the list of files that it was sealed for.
@@ -145,7 +145,7 @@ def name_of_file(path: Any) -> str:
 
 
 def make_durable(file: str) -> None:
-    """Sync a local file and its directory, since an older file may be removed next."""
+    """Sync a local file and its directory, before an older file may be removed."""
     if os.path.isfile(file):
         for path in (file, os.path.dirname(file)):
             descriptor = os.open(path, os.O_RDONLY)

@@ -56,8 +56,8 @@ class Folders:
         library: Name of the library. It is the prefix of pins, and the key in train states.
         is_complete: Function that returns whether the library could continue from a folder.
         discard_newer: Whether going back may withdraw newer checkpoints that are in use.
-        remedy: Advice for a user to whom such a withdrawal is refused.
-        attach: Advice for a user whose folder was saved without a sealed checkpoint.
+        remedy: Advice for a user, for the message that refuses to withdraw checkpoints in use.
+        attach: Advice for a user, for the message about a folder without a sealed checkpoint.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Folders:
     ) -> None:
         own = {f"{self._library}-{c.step}" for c in newer}
         names = {name for c in newer for name in c.pins}
-        if names <= own:  # otherwise restore() refuses, and all pins stay
+        if names <= own:  # otherwise restore() raises PinError, and all pins stay
             for name in names:
                 optimizer.unpin(name)
             listed = ", ".join(os.path.basename(c.path) for c in newer)
@@ -202,7 +202,7 @@ class Folders:
     def _find(self, optimizer: OffloadedOptimizer, wanted: Position) -> CheckpointInfo | None:
         """Return the checkpoint that a reference names.
 
-        None means that the checkpoint is gone, and no complete folder has a checkpoint.
+        The result is None if the checkpoint is gone, and no complete folder has one either.
 
         Raises:
             MismatchError: The checkpoint does not exist any more. The message lists the folders

@@ -11,8 +11,8 @@ loaded:
 
 So at any time each ``.ckpt`` names a checkpoint that is sealed, and either pinned or the newest,
 which is always kept. A killed process can leave a file whose pin has not moved yet; the next fit
-corrects this. It can also leave a checkpoint whose file was never written. If the next fit
-continues from an older checkpoint, it withdraws this one, since nothing can name it.
+corrects this. It can also leave a checkpoint whose file was never written. No file can name such a
+checkpoint, so it is withdrawn if the next fit continues from an older one.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class OffloadCallback(pl.Callback):
                     "gains little, because the .ckpt is small without the optimizer's state"
                 )
             trainer.strategy.checkpoint_io = _SealingIO(files, trainer)
-        # They still hold their stores, however their fits ended, and this fit makes new ones.
+        # These optimizers hold their stores, however their fits ended, and this fit makes new ones.
         while _of_ended_fits:
             _of_ended_fits.pop().close()
 
@@ -328,14 +328,14 @@ _AFTER_A_STEP = (
     "on_train_epoch_end",
     "on_train_epoch_start",
 )
-"""Hooks of a module that may look at its parameters between a step and the next forward."""
+"""Hooks of a module that may read its parameters between a step and the next forward."""
 
 _READERS = ("WeightAveraging", "StochasticWeightAveraging")
-"""Callbacks of Lightning that look at parameters between a step and the next forward."""
+"""Callbacks of Lightning that read parameters between a step and the next forward."""
 
 
 def _has_readers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-    """Return whether there is code that may look at parameters before the next forward."""
+    """Return whether code may read parameters between a step and the next forward."""
     if any(
         getattr(type(pl_module), n) is not getattr(pl.LightningModule, n) for n in _AFTER_A_STEP
     ):
@@ -349,7 +349,7 @@ def _has_readers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
 
 
 def _let_look(*_: object) -> None:
-    """Do nothing. If a hook exists, a step waits for its end unless it can observe readers."""
+    """Do nothing: a step with post hooks waits for its end, unless it can observe readers."""
 
 
 def _offloaded(trainer: pl.Trainer) -> Iterator[tuple[int, OffloadedOptimizer]]:

@@ -177,7 +177,7 @@ class OffloadCallback(TrainerCallback):
         def seal(asked: torch.optim.Optimizer) -> None:
             """Seal the state for the Trainer's folder, if the Trainer asks for the state dict."""
             folder = _folder(args.output_dir or "", state.global_step)
-            # Other code may ask for the state dict, too. The Trainer makes its folder before.
+            # Other code may ask for the state dict, too. The Trainer first makes the folder.
             if asked is optimizer and os.path.isdir(folder):
                 self._folders.seal(optimizer, folder, self._measured.get(state.global_step))
 
@@ -388,7 +388,7 @@ def _paths(directory: Directories) -> list[str]:
 
 
 def _damage(path: str, parts: Sequence[str]) -> str:
-    """Return the damage of a checkpoint, and quarantine it if it is damaged; empty if it is whole.
+    """Return the damage of a checkpoint, which is then quarantined; empty if it is whole.
 
     Args:
         path: Path of the checkpoint.
@@ -406,7 +406,7 @@ def _damage(path: str, parts: Sequence[str]) -> str:
 
 
 def _has_readers(handler: object) -> bool:
-    """Return whether callbacks may look at parameters between a step and the next forward.
+    """Return whether callbacks may read parameters between a step and the next forward.
 
     Args:
         handler: Object that calls the callbacks of a Trainer.
@@ -419,7 +419,7 @@ def _has_readers(handler: object) -> bool:
 
 
 def _let_look(*_: object) -> None:
-    """Do nothing. If a hook exists, a step waits for its end unless it can observe readers."""
+    """Do nothing: a step with post hooks waits for its end, unless it can observe readers."""
 
 
 def _folder(output_dir: str | os.PathLike[str], step: int) -> str:

@@ -2,10 +2,10 @@
 
 The first gradient after a step opens a pass. A hook on each parameter takes its gradient as soon as
 the gradient is final, and leaves an `AppliedGradient` in its place, which refuses to be read,
-clipped or added to. `step` ends the supply of gradients, and waits for the pass. While a pass is
-open, the state is half stepped. Only `step` and `restore` are possible then; everything else is
-refused. A parameter whose gradient has been taken is watched, and any use of it through torch is
-refused, since its value before the step is lost.
+clipped or added to. `step` tells the pass that no more gradients will come, and waits for it. While
+a pass is open, the state is half stepped. Only `step` and `restore` are possible then; everything
+else is refused. A parameter whose gradient has been taken is watched, and any use of it through
+torch is refused, since its value before the step is lost.
 
 A backward that is not meant as a step opens no pass: see `BackwardHooks`. It leaves gradients in
 ``.grad``, as plain torch does, and `step` applies them.
@@ -60,7 +60,7 @@ class DuringBackward:
         """Handle of the hook that takes a parameter's gradient, by id of the parameter."""
         self._hooked: dict[int, torch.Tensor] = {}
         self._stepped = Watch(partial(_refuse_use, weakref.ref(self)), "stepped in backward")
-        """Watch on the parameters whose gradients the open pass has."""
+        """Watch on the parameters whose gradients the open pass has taken."""
         self._opening = False
         self._giving = threading.RLock()
         """Lock held while a gradient is handed over: autograd has a thread for each device."""
@@ -164,11 +164,11 @@ class DuringBackward:
         return None
 
     def give_up(self) -> None:
-        """Make an open pass fail, and close it. The state is torn then."""
+        """Make an open pass fail, and close it. The state is torn afterwards."""
         self._abandon()
 
     def restored(self) -> None:
-        """Drop what stands for gradients that were given up, and look at the model anew."""
+        """Drop placeholders of gradients, and examine the next forward like the first."""
         self._drop_applied()
         self._hooks.look_again()
 
@@ -180,7 +180,7 @@ class DuringBackward:
         self._hook_parameters(groups)
 
     def end(self) -> None:
-        """Give up a half-taken step, and take all hooks off."""
+        """Abandon an open pass, and remove all hooks."""
         self._abandon()
         for handle in self._handles.values():
             handle.remove()
@@ -188,7 +188,7 @@ class DuringBackward:
         self._hooks.remove()
 
     def raise_late(self) -> None:
-        """Do nothing: the error of a pass has been raised by `step`, or is given up with it."""
+        """Do nothing: `step` raises the error of a pass, unless the pass is abandoned."""
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Take the gradient of a parameter; called by autograd when it has been computed."""

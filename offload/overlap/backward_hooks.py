@@ -89,7 +89,7 @@ class BackwardHooks:
         self._calls = _Calls()
         self._num_steps = 0
         self._backward: int | None = None
-        """Number of the backward in progress, if it has passed an output of the model."""
+        """Number of the backward in progress, once it has reached an output of the model."""
         self._is_held = False
         self._is_hooked = False
         """Whether a module that has run since the last step has backward hooks."""
@@ -138,7 +138,7 @@ class BackwardHooks:
         return {backward_id(), *([] if self._backward is None else [self._backward])}
 
     def step_ended(self) -> None:
-        """Forget the calls that belong to the step that has been taken."""
+        """Forget all calls of modules, since they belong to the step that has ended."""
         self._num_steps += 1
         self._used.clear()
         self._rerun.clear()
@@ -150,7 +150,7 @@ class BackwardHooks:
         self._constant_uses.end()
 
     def look_again(self) -> None:
-        """Watch uses of parameters in the next forward, as in the first one."""
+        """Watch uses of parameters in the next forward, as if it were the first."""
         self._kinds.clear()
 
     def needed_in_forward(self) -> None:

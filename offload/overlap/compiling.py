@@ -110,7 +110,7 @@ _is_expected = _compiler.assume_constant_result(_ask_while_tracing)
 
 
 def before_traced_module(key: int, number: int) -> None:
-    """Make compiled code wait for all parameters before a module, unless the model's call waits.
+    """Make compiled code wait for all parameters before a module, unless the model's call does so.
 
     A hook on a module calls this while the hook is traced. The model itself (module 0) always
     waits.

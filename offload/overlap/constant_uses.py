@@ -1,9 +1,9 @@
 """Search, during a forward, for parameters whose values backward needs as constants.
 
-A parameter whose gradient is final may be stepped at once, if nothing needs its value any more. A
-use that is recorded in the graph no longer needs the value, since the part of backward for this use
-has run before. But a use that is not recorded may need it: ``p.data`` or ``p.detach()`` may put the
-value into the graph as a constant, and activation checkpointing may read it again for a
+A parameter whose gradient is final may be stepped at once, if nothing needs its value any more. If
+autograd recorded a use of the parameter, backward has already passed this use when the gradient is
+final. But a use that is not recorded may need the value later: ``p.data`` or ``p.detach()`` may put
+the value into the graph as a constant, and activation checkpointing may read it again for a
 recomputation. So every use of a parameter is examined from the first forward to the first gradient.
 The examination is repeated when a module is called in a new way, such as in evaluation mode.
 """

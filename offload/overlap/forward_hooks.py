@@ -1,11 +1,12 @@
 """Hooks that make readers of a parameter wait for its chunks in the step beside the model.
 
 Every parameter that the step changes is watched: any use of it through torch, on any thread, waits
-for its chunks. Hooks on modules wait earlier, so that a module finds parameters of their ordinary
-class when it runs. torch's own modules look at the class of their parameters, and take a code path
-with other last bits if the class is not an ordinary one. For the same reason a call of a kind that
-has not been recorded (another module or thread, evaluation, without gradients) first waits for all
-parameters. The end of each call of the model waits for all parameters, too.
+for its chunks. A watched parameter has another class. Hooks on modules wait earlier, so that the
+parameters of a module have their ordinary class again when it runs. torch's own modules look at the
+class of their parameters, and take a code path with other last bits if the class is not an ordinary
+one. For the same reason a call of a kind that has not been recorded (another module or thread,
+evaluation, without gradients) first waits for all parameters. The end of each call of the model
+waits for all parameters, too.
 
 Compiled code runs no hooks, and a compiled model is not watched. So each call of it waits for all
 parameters. If it is not known what reads the parameters, the step itself waits. The results
@@ -34,7 +35,7 @@ from offload.overlap.background_pass import RunningPass
 from offload.overlap.forward_order import ForwardOrder
 
 _MAX_RECORDS = 3
-"""Maximal number of recorded steps. A step after the first is recorded if a parameter gets a
+"""Largest number of recorded steps. A step after the first is recorded if a parameter gets a
 gradient although no reader of the parameter was observed."""
 
 _log = logging.getLogger("offload")
@@ -174,7 +175,7 @@ class ForwardHooks:
         """
         self._watch.release_all()
         self._owner = threading.get_ident()
-        self._num_steps += 1  # so notes of an interrupted call become stale
+        self._num_steps += 1  # makes the `_Calls` of an interrupted call stale
         self._entered = self._root_entered = False
         self._record.start_over()
         self._running = running

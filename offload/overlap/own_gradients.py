@@ -39,8 +39,8 @@ def copy_what_others_hold(gradients: list[torch.Tensor | None]) -> int:
 
     Args:
         gradients: Gradients of all parameters, None for a parameter without one. The caller must
-            refer to them only by this list and the parameters: any further reference counts as one
-            of the program.
+            refer to them only by this list and the parameters: any other reference counts as one of
+            the program.
 
     Returns:
         Size of the copies in bytes.

@@ -46,7 +46,7 @@ class StateDevice:
     def choose(
         self, groups: Groups, layout: Layout, trainables: Sequence[Trainable]
     ) -> Compute | None:
-        """Return the compute of the parameters' device; None if the CPU updates state.
+        """Return the `Compute` of the parameters' device, or None if the CPU updates the state.
 
         Args:
             groups: ``param_groups``.
@@ -103,13 +103,13 @@ class StateDevice:
 
 
 def device_of(groups: Groups) -> torch.device | None:
-    """Return the device of the first parameter that is on one; None if all are in host memory."""
+    """Return the device of the first parameter in device memory; None if all are in host memory."""
     parameters = (p for group in groups for p in group["params"])
     return next((p.device for p in parameters if is_on_device(p)), None)
 
 
 def why_not_there(trainables: Sequence[Trainable]) -> str:
-    """Return why the parameters are not all on one device with kernels; empty if they are."""
+    """Return why the parameters are not all on one device that has kernels; empty if they are."""
     first = trainables[0]
     for trainable in trainables:
         name, device = trainable.spec.name, trainable.tensor.device

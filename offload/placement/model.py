@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 Place: TypeAlias = Literal["host", "device"]
 
 _WORTH = 0.95
-"""Maximal ratio of a step's time on the device to its time on the CPU, for state to be placed in
+"""Largest ratio of a step's time on the device to its time on the CPU at which state is placed in
 device memory. It is below 1 because the ring takes device memory that the model could use."""
 
 _MOST_GBPS = 1e6
@@ -75,7 +75,7 @@ class Decision(NamedTuple):
     place: Place
 
     reason: str
-    """Reason in a sentence for people."""
+    """Reason, as text for people."""
 
 
 def decide(step: StepBytes, rates: Rates | str) -> Decision:
@@ -83,7 +83,7 @@ def decide(step: StepBytes, rates: Rates | str) -> Decision:
 
     Args:
         step: Bytes that a step moves.
-        rates: Measured rates; or the reason why nothing was measured. Then the host is chosen.
+        rates: Measured rates; or the reason why there are none, in which case the host is chosen.
     """
     if isinstance(rates, str):
         return Decision("host", f"steps are taken on the CPU, because {rates}")
@@ -110,12 +110,12 @@ def choose_placement(step: StepBytes, rates: Rates) -> Place:
 
 
 def host_s(step: StepBytes, rates: Rates) -> float:
-    """Return the seconds of a step on the CPU: gradients and parameters cross, state does not."""
+    """Return the seconds of a step on the CPU: only gradients and parameters cross the link."""
     return max(_host_parts(step, rates).values())
 
 
 def device_s(step: StepBytes, rates: Rates) -> float:
-    """Return the seconds of a step on the device: state crosses the link, directly or not."""
+    """Return the seconds of a step on the device: state crosses the link in both directions."""
     return max(_device_parts(step, rates).values())
 
 

@@ -42,7 +42,7 @@ _TRIAL_S = 0.2
 _MOST_TRIALS = 5
 _COPY_BYTES = 64 << 20
 _COPIES = 4
-"""Successive copies of `_COPY_BYTES` in one sample."""
+"""Number of successive copies of `_COPY_BYTES` in one sample."""
 
 _SAMPLES = 3
 _PLATFORM_FILES = ("/proc/driver/nvidia/version", "/proc/driver/nvidia-fs/version")
@@ -213,7 +213,7 @@ def update_gbps(
         clock: Clock that is read before and after each pass.
     """
     largest = max(layout.parameters, key=lambda p: (bool(p.arrays), p.num_elements))
-    # As long as a chunk of the store: data that fits in a cache would be faster than real chunks.
+    # The trial has the length of a chunk, since data that fits in a cache would be faster.
     num = min(layout.chunk_elements, _TRIAL_ELEMENTS)
     spec = dataclasses.replace(largest, name="trial", shape=(num,), group=0)
     trial = Layout(
@@ -296,7 +296,7 @@ def save_rates(path: str, conditions: Mapping[str, Any], rates: Rates) -> None:
 
 
 def load_rates(path: str, conditions: Mapping[str, Any]) -> Rates | None:
-    """Return the rates in a file; None if it has none, or has those of other conditions.
+    """Return the rates in a file; None if it has none, or if they belong to other conditions.
 
     Never raises: the remedy for any defect of the file is another measurement.
     """
@@ -310,7 +310,7 @@ def load_rates(path: str, conditions: Mapping[str, Any]) -> Rates | None:
 
 
 def _why_not(site: Site) -> str:
-    """Return why nothing can or need be measured; empty if a measurement is needed."""
+    """Return why a measurement is impossible or unnecessary; empty if it is needed."""
     if site.device.type not in BOUNDARIES:
         return f"transfers between {site.device} and host memory are not supported"
     for backend in site.backends:
