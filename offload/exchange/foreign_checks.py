@@ -100,7 +100,7 @@ def hyperparameters(
     return hyper
 
 
-def count_of_steps(value: Any, where: str) -> int:
+def checked_step_count(value: Any, where: str) -> int:
     """Return a number of optimizer steps, which may have any of several types in a file.
 
     Args:
