@@ -77,7 +77,7 @@ def _listed_files(train_state: Any) -> list[str]:
     return [f for f in listed if isinstance(f, str)] if isinstance(listed, list) else []
 
 
-def wanted_by(checkpoint: CheckpointInfo, loaded: str) -> str:
+def why_in_use(checkpoint: CheckpointInfo, loaded: str) -> str:
     """Return why a checkpoint must not be withdrawn without consent; empty if it is not in use."""
     files = files_of(checkpoint, loaded)
     if not files:
@@ -86,12 +86,12 @@ def wanted_by(checkpoint: CheckpointInfo, loaded: str) -> str:
     if others:
         return f"pinned as {others[0]!r}"
     for file in files:
-        if (named := named_by(file)) is None or _identity(checkpoint) in named:
+        if (named := checkpoints_named_in(file)) is None or _identity(checkpoint) in named:
             return f"named by {file}"
     return ""
 
 
-def named_by(file: str) -> set[tuple[str, int, int]] | None:
+def checkpoints_named_in(file: str) -> set[tuple[str, int, int]] | None:
     """Return the checkpoints that a file names, as store id, step and generation.
 
     None means that the file cannot be read. No tensor is read.
@@ -124,7 +124,7 @@ def mend_pins(optimizer: OffloadedOptimizer, loaded: str) -> None:
     """
     for checkpoint in optimizer.checkpoints():
         for file in files_of(checkpoint, loaded):
-            name, named = pin_name(file), named_by(file)
+            name, named = pin_name(file), checkpoints_named_in(file)
             pinned = name in checkpoint.pins
             if named is not None and pinned and not os.path.lexists(file):
                 optimizer.unpin(name)
