@@ -26,7 +26,7 @@ from offload.format.train_state import encode
 from offload.overlap.background_pass import RunningPass
 from offload.overlap.compiling import compile_lock
 from offload.overlap.forward_hooks import ForwardHooks
-from offload.overlap.own_gradients import copy_what_others_hold
+from offload.overlap.own_gradients import copy_shared_gradients
 from offload.store.slot import Slot
 from offload.update.rules import Scalars
 
@@ -102,7 +102,7 @@ class BesideForward:
                 return
             must_wait = self._hooks.plan(state.layout, table.trainables, gradients)
             state.order.learned = self._hooks.order
-            num_copied = copy_what_others_hold(gradients)
+            num_copied = copy_shared_gradients(gradients)
             state_pass = begin_pass(state, groups, gradients)
             failed = partial(pass_failed, state)
             running = RunningPass(state_pass, self._pass_ended, failed, state.meter)

@@ -30,7 +30,7 @@ each tensor that is a view of it, NumPy, Python).
 """
 
 
-def copy_what_others_hold(gradients: list[torch.Tensor | None]) -> int:
+def copy_shared_gradients(gradients: list[torch.Tensor | None]) -> int:
     """Replace gradients in the list by copies, if the program could still write to them.
 
     A gradient that is not copied takes 2 to 4 microseconds, whatever its size. The function may
