@@ -21,14 +21,14 @@ from offload.units import size
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 """Error numbers that mean that this user cannot make a file in a directory."""
 
-_TORCHS = ("inline_container", "iostream error", "PytorchStreamWriter")
+_TORCH_WRITER_WORDS = ("inline_container", "iostream error", "PytorchStreamWriter")
 """Words that mark a `RuntimeError` as raised by torch's file writer."""
 
 _LEFT_NOTHING = "No partial file is left"
 
 
 @contextmanager
-def appearing(backend: Backend, target: str, needed_bytes: int) -> Iterator[str]:
+def atomic_output(backend: Backend, target: str, needed_bytes: int) -> Iterator[str]:
     """Yield a temporary path to write to; rename it to the target at the end.
 
     The rename is durable when the block ends; the caller syncs the content of files. If the block
@@ -52,14 +52,14 @@ def appearing(backend: Backend, target: str, needed_bytes: int) -> Iterator[str]
         )
     partial = f"{target}.partial"
     for path in (target, partial):
-        if _is_there(backend, path):
+        if _exists(backend, path):
             raise StoreError(
                 errno.EEXIST,
                 "it already exists; remove it, or export elsewhere",
                 path,
             )
     try:
-        _try_out(backend, partial, needed_bytes)
+        _require_writable(backend, partial, needed_bytes)
         yield partial
         stat = backend.stat(partial)
         if stat is not None and stat.kind == "directory":
@@ -71,9 +71,9 @@ def appearing(backend: Backend, target: str, needed_bytes: int) -> Iterator[str]
         with suppress(StorageError):
             _remove(backend, partial)
         if isinstance(error, StorageError) and not isinstance(error, OffloadError):
-            named = _named(backend, error, target, needed_bytes)
-            if named is not None:
-                raise named from error
+            explained = _explained(backend, error, target, needed_bytes)
+            if explained is not None:
+                raise explained from error
         raise
 
 
@@ -95,26 +95,26 @@ def torch_writing(path: str, needed_bytes: int = 0) -> Iterator[None]:
     except OSError as error:
         raise StorageError(error.errno or errno.EIO, "write", path) from error
     except RuntimeError as error:
-        said = str(error)
-        if not any(word in said for word in _TORCHS):
+        message = str(error)
+        if not any(word in message for word in _TORCH_WRITER_WORDS):
             raise
-        raise StorageError(_number_of(said, path, needed_bytes), "write", path) from error
+        raise StorageError(_errno_of(message, path, needed_bytes), "write", path) from error
 
 
-def _number_of(said: str, path: str, needed_bytes: int) -> int:
+def _errno_of(message: str, path: str, needed_bytes: int) -> int:
     """Return the error number for a message of torch, which may not name the cause.
 
     For a message without a cause this is ENOSPC if the space left is too small, and EIO otherwise.
     """
     for number in (*_FORBIDDEN, *FULL, errno.EIO):
-        if os.strerror(number) in said:
+        if os.strerror(number) in message:
             return number
     space = os.statvfs(os.path.dirname(path))
-    is_full = space.f_bavail * space.f_frsize < max(needed_bytes - _taken(path), 1)
+    is_full = space.f_bavail * space.f_frsize < max(needed_bytes - _disk_usage(path), 1)
     return errno.ENOSPC if is_full else errno.EIO
 
 
-def _taken(path: str) -> int:
+def _disk_usage(path: str) -> int:
     """Return the disk space that a file, or the files of a directory, occupy, in bytes."""
     files = [path]
     if os.path.isdir(path):
@@ -122,7 +122,7 @@ def _taken(path: str) -> int:
     return sum(os.stat(file).st_blocks * 512 for file in files if os.path.exists(file))
 
 
-def _try_out(backend: Backend, partial: str, needed_bytes: int) -> None:
+def _require_writable(backend: Backend, partial: str, needed_bytes: int) -> None:
     """Raise `StorageError` if a file cannot be made at a path, or its disk has too little space."""
     backend.create(partial, 0).close()
     backend.remove(partial)
@@ -130,7 +130,7 @@ def _try_out(backend: Backend, partial: str, needed_bytes: int) -> None:
         raise StorageError(errno.ENOSPC, f"reserve {needed_bytes} bytes", partial)
 
 
-def _named(
+def _explained(
     backend: Backend, error: StorageError, target: str, needed_bytes: int
 ) -> StoreError | None:
     """Return the error to raise for a failed write of the export.
@@ -160,7 +160,7 @@ def _named(
     return None
 
 
-def _is_there(backend: Backend, path: str) -> bool:
+def _exists(backend: Backend, path: str) -> bool:
     try:
         return backend.stat(path) is not None
     except StorageError as error:

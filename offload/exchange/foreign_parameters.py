@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from offload.errors import MismatchError
-from offload.exchange.foreign import Foreign
+from offload.exchange.foreign import ForeignCheckpoint
 from offload.exchange.foreign_checks import checked_step_count, hyperparameters
 from offload.exchange.torch_dicts import NO_ENTRY, num_steps, read_parameter_state, scalar_template
 from offload.format.layout import ParameterSpec
@@ -37,7 +37,7 @@ class ForeignParameter:
     """Values that the live parameter is rounded from."""
 
 
-def with_ties(foreign: Foreign, tied: Mapping[str, str]) -> Foreign:
+def with_ties(foreign: ForeignCheckpoint, tied: Mapping[str, str]) -> ForeignCheckpoint:
     """Return a checkpoint with only one copy of the tensors that are tied in the model.
 
     Args:
@@ -60,7 +60,7 @@ def with_ties(foreign: Foreign, tied: Mapping[str, str]) -> Foreign:
 
 
 def match_parameters(
-    foreign: Foreign,
+    foreign: ForeignCheckpoint,
     rule: UpdateRule,
     names: Sequence[str] | None,
     frozen: Collection[str],
@@ -107,7 +107,7 @@ def match_parameters(
 
 
 def _parameter(
-    foreign: Foreign,
+    foreign: ForeignCheckpoint,
     key: Any,
     name: str,
     group: int,
@@ -147,7 +147,7 @@ def _parameter(
 
 
 def _names(
-    foreign: Foreign, saved: Sequence[Mapping[str, Any]], names: Sequence[str] | None
+    foreign: ForeignCheckpoint, saved: Sequence[Mapping[str, Any]], names: Sequence[str] | None
 ) -> list[list[str]]:
     """Return the names of each group's parameters.
 
@@ -180,7 +180,9 @@ def _names(
     )
 
 
-def _check_class(foreign: Foreign, index: int, hyper: Mapping[str, Any], rule: UpdateRule) -> None:
+def _check_class(
+    foreign: ForeignCheckpoint, index: int, hyper: Mapping[str, Any], rule: UpdateRule
+) -> None:
     """Refuse to import state of Adam as AdamW or the reverse, although both look the same."""
     flag = "decoupled_weight_decay"
     expected = rule.defaults.get(flag)
@@ -192,7 +194,9 @@ def _check_class(foreign: Foreign, index: int, hyper: Mapping[str, Any], rule: U
         )
 
 
-def step_count(given: int | None, foreign: Foreign, parameters: Sequence[ForeignParameter]) -> int:
+def step_count(
+    given: int | None, foreign: ForeignCheckpoint, parameters: Sequence[ForeignParameter]
+) -> int:
     """Return the number of optimizer steps that the state has seen.
 
     This is `given`, or else the number that the checkpoint states, or else the largest ``step`` of

@@ -18,7 +18,7 @@ import torch
 from offload.ambient import called_as_user, in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import StoreError
-from offload.exchange.foreign import Foreign, open_foreign
+from offload.exchange.foreign import ForeignCheckpoint, open_foreign
 from offload.exchange.foreign_checks import check_model
 from offload.exchange.foreign_parameters import (
     ForeignParameter,
@@ -278,7 +278,7 @@ def _fill(
 
 
 def _write_model(
-    drives: Drives, slot: Slot, foreign: Foreign, parameters: Sequence[ForeignParameter]
+    drives: Drives, slot: Slot, foreign: ForeignCheckpoint, parameters: Sequence[ForeignParameter]
 ) -> tuple[str, ...]:
     header = slot.layout.model_header
     image = _SourceImage(header, foreign, parameters)
@@ -293,7 +293,7 @@ class _SourceImage(ModelImage):
     """Content of a model file, computed from the source's tensors."""
 
     def __init__(
-        self, header: Header, foreign: Foreign, parameters: Sequence[ForeignParameter]
+        self, header: Header, foreign: ForeignCheckpoint, parameters: Sequence[ForeignParameter]
     ) -> None:
         self._entries = [e for e in header.entries.values() if e.nbytes]
         self._model = foreign.model

@@ -44,7 +44,7 @@ NO_ENTRY: Mapping[str, Any] = {}
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class StateElsewhere(defaultdict[torch.Tensor, Any]):
+class StateOnStorage(defaultdict[torch.Tensor, Any]):
     """Value of `torch.optim.Optimizer.state` while the state is on storage: an empty, truthy dict.
 
     torch.distributed.checkpoint asks ``if optimizer.state``. If that is false, it takes a step with
@@ -99,11 +99,11 @@ class MaterializedState:
                 state = unstepped_state(initial[trainable.spec.group], shape)
             else:
                 state = write_scalars(values)
-                state.update({name: _room(shape) for name in names})
+                state.update({name: _empty(shape) for name in names})
             if state:  # torch has no entry for parameters of an SGD without momentum
                 self.state[parameter] = state
             if has_master(trainable.spec):
-                self.masters[parameter] = _room(shape)
+                self.masters[parameter] = _empty(shape)
 
     def copy(self, index: int, start: int, values: Mapping[str, torch.Tensor]) -> None:
         """Copy one block of a parameter's state into the tensors in memory; see `decoder.Block`.
@@ -120,7 +120,7 @@ class MaterializedState:
             tensor.view(-1)[start : start + len(block)].copy_(block)
 
 
-def _room(shape: tuple[int, ...]) -> torch.Tensor:
+def _empty(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
@@ -284,7 +284,7 @@ def scalar_template(rule: UpdateRule, group: Mapping[str, Any], kept: Rule) -> S
     return read_scalars(state, kept)
 
 
-def said_steps(state_dict: Mapping[str, Any]) -> int | None:
+def stated_steps(state_dict: Mapping[str, Any]) -> int | None:
     """Return the number of optimizer steps stated in a state dict; None if it states none.
 
     Raises:
