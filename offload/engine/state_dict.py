@@ -20,7 +20,7 @@ from offload.exchange.torch_dicts import (
     load_groups,
     num_steps,
     read_state_dict,
-    said_steps,
+    stated_steps,
 )
 from offload.store.giving_up import give_up
 from offload.stream.passes import RingPass
@@ -128,7 +128,7 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
             "and 'param_groups'"
         )
     state = engine.state
-    said = said_steps(state_dict)
+    said = stated_steps(state_dict)
     state.lifecycle.require_usable()
     merged, states = read_state_dict(state_dict, groups, state.rule)
     layout, trainables = state.table.describe(merged)
