@@ -1,4 +1,4 @@
-"""Reading an optimizer's whole state, and replacing it by other state, through the ring."""
+"""State dicts: references, and the whole state, read or replaced through the ring."""
 
 from __future__ import annotations
 
