@@ -66,7 +66,8 @@ class Drives:
 
     Raises:
         ValueError: The number of shares in `options` is not the number of directories.
-        gds.RefusedError: State should be on a device, and a library or driver for that is missing.
+        gds.RefusedError: The options place state on a device, and a library or the driver for that
+            is missing.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class Drives:
     def shares(self) -> tuple[int, ...]:
         """Return the share of a new store's state for each drive, as small whole numbers.
 
-        Shares are proportional to bandwidth. It is measured now if there is more than one drive
-        and it is not known yet. If it stays unknown, the shares are equal.
+        Shares are proportional to bandwidth. If there is more than one drive, bandwidths that are
+        not known yet are measured now. If one stays unknown, the shares are equal.
         """
         if self._options.drives.shares is not None:
             return tuple(self._options.drives.shares)
@@ -115,7 +116,7 @@ class Drives:
         """Tune threads and request sizes for the drives; return the number of ring chunks.
 
         Args:
-            state_bytes: Bytes of all state. A small state is not worth a measurement.
+            state_bytes: Bytes of all state. Drives are not measured for a small state.
             frame_bytes: Bytes of one chunk in the ring.
         """
         self.calibrate(state_bytes)
@@ -123,7 +124,7 @@ class Drives:
         chunks = [apply_calibration(b, self._options, c, frame_bytes) for b, c in pairs]
         if self._options.ring_chunks is not None:
             return self._options.ring_chunks
-        return sum(chunks)  # chunks take turns on the drives, and each drive needs its own number
+        return sum(chunks)  # chunks take turns on the drives, and each needs enough
 
     def counters(self) -> Counters:
         """Return the sums of all transports' counters; seconds are those of the busiest one."""
@@ -193,7 +194,7 @@ def new_backend(options: Options, device: torch.device | None) -> Backend:
 
 
 def _may_be_on(device: torch.device | None) -> bool:
-    """Return whether state might be placed on a device, as far as this is known without trying."""
+    """Return whether state might be placed on a device, judged without use of the device."""
     if device is None or device.type not in COMPUTES:
         return False
     missing = [name for name in ("kvikio", "cupy") if importlib.util.find_spec(name) is None]

@@ -14,12 +14,12 @@ from offload.device.staging import Traffic
 from offload.stream.trace import Trace
 
 _OF_STEPS = ("compute_s", "wait_read_s", "wait_write_s", "wait_seal_s", "wait_device_s")
-"""Clocks that make up the time of a step. Outside of steps, their time goes into one total."""
+"""Clocks that make up the time of a step. Outside of steps, they all add to `Meter.outside_s`."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """Counters that only the engine knows. The rest of `Stats` comes from backend and ring."""
+    """Counters of the engine. The other counters of `Stats` belong to the backend and the ring."""
 
     steps: int = 0
     seals: int = 0

@@ -161,7 +161,7 @@ def _names() -> Iterator[dict[str, Any]]:
 
 
 def _placed(events: list[Event]) -> Iterator[dict[str, Any]]:
-    """Yield events as Chrome's; simultaneous events of a lane are placed in different rows."""
+    """Yield events in Chrome's format; simultaneous events of a lane are in different rows."""
     rows: dict[str, list[float]] = {}
     for event in events:
         ends = rows.setdefault(event.lane, [])
