@@ -1,4 +1,4 @@
-"""Compact encodings of the state: split masters, and names of the other codecs.
+"""Compact encodings of the state: split masters, and re-exports of the other codecs.
 
 The codecs are pure functions on flat, contiguous CPU tensors, meant for blocks that are in cache.
 Every operation is exact or correctly rounded, element by element. The bytes therefore depend

@@ -26,7 +26,7 @@ Block: TypeAlias = tuple[int, int, dict[str, torch.Tensor]]
 
 The values are flat FP32 tensors, one per state array and one for the master. They are valid until
 the next block is requested. A parameter that has no state yet has a master only. An FP32 parameter
-is its own master and has none here."""
+is its own master, so its blocks have no master."""
 
 
 class Live(Protocol):
@@ -37,7 +37,7 @@ class Live(Protocol):
         ...
 
     def finish(self, pieces: Sequence[Piece]) -> None:
-        """Report that the elements of pieces, which have been viewed, are done."""
+        """Report that elements of pieces, which have been viewed, are not used any more."""
         ...
 
 
@@ -68,7 +68,7 @@ class StoredParameters:
         return torch.frombuffer(bytearray(data), dtype=dtype)
 
     def finish(self, pieces: Sequence[Piece]) -> None:
-        """Do nothing: no elements are kept."""
+        """Do nothing: the elements are not kept."""
 
 
 def kept_arrays(spec: ParameterSpec, layout: Layout) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ def has_master(spec: ParameterSpec) -> bool:
 
 
 def cut_pieces(plan: ChunkPlan) -> list[Span]:
-    """Cut a chunk into blocks of one parameter each, at places that 8-bit state can be cut at."""
+    """Cut a chunk into blocks of one parameter each, where 8-bit state can be cut."""
     return [
         span
         for number in range(len(plan.pieces))

@@ -2,8 +2,8 @@
 
 AdamW, Adam and SGD have kernels that step a parameter in one pass over its state, whatever the
 state is encoded as. Other classes run torch's own step on flat views of whole runs, as
-`offload.update.updater` does on the CPU. This is limited to state that is stored as FP32, since the
-codecs are exact on a CPU only.
+`offload.update.updater` does on the CPU. Such classes need state that is stored as FP32, because
+the codecs are exact on a CPU only.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class DeviceUpdater(ChunkUpdater):
         compute = self._compute
         numbers = {piece.parameter for piece in self._layout.plans[chunk].pieces}
         given = numbers & self._given.keys()
-        # torch reuses freed memory at once for allocations on the training's stream. Gradients
-        # stay referenced until this chunk's work has ended.
+        # torch reuses freed memory at once for allocations on the training's stream. Gradients are
+        # therefore referenced until this chunk's work has ended.
         held = [self._gradients.tensor(number) for number in numbers]
         with compute.queue([*self._begun, *(self._given[index] for index in given)]):
             try:
@@ -136,7 +136,7 @@ class DeviceUpdater(ChunkUpdater):
                 if digests is not None:
                     for name, array in arrays.items():
                         digests.written(name, 0, array.nbytes)
-            finally:  # also after an error: the caller is about to use this memory otherwise
+            finally:  # also after an error, because the caller is about to reuse this memory
                 done = compute.mark()
                 compute.wait(done)
                 held.clear()

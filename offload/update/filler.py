@@ -61,7 +61,7 @@ class HeldTensor:
 
 @dataclass(slots=True)
 class ParameterState:
-    """State of one parameter, as far as its source has it."""
+    """State of one parameter; the source may lack some of it."""
 
     scalars: Scalars | None = None
     """Scalar state; None for a parameter that has never been stepped."""
@@ -80,7 +80,7 @@ class StateFiller:
         layout: Layout of the store.
         states: State of each parameter, in element-space order.
         live: Live parameters. A 16-bit parameter becomes its rounded master.
-        step: Number of optimizer steps that the state has seen. Seeds stochastic rounding,
+        step: Number of optimizer steps that the state has seen. It seeds stochastic rounding
             together with `seed`.
         seed: Seed of stochastic rounding, for state that is stored with it.
         progress: Called after each block with the number of elements in it.

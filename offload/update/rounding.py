@@ -62,7 +62,7 @@ def round_stochastic(
     """
     done = 0
     while done < values.numel():
-        # One 32-bit hash serves two elements, and one key 2**32 hashes.
+        # One 32-bit hash serves two elements, and one key serves 2**32 hashes.
         element = first_element + done
         window, pair = divmod(element >> 1, 1 << 32)
         num = min(values.numel() - done, (((window + 1) << WINDOW_BITS) - element))
@@ -81,9 +81,9 @@ def round_runs(
     keys: ParameterKeys,
     scratch: Scratch,
 ) -> None:
-    """Round runs of values that lie end to end, each as `round_stochastic` does.
+    """Round runs of values that lie end to end, with the results of `round_stochastic`.
 
-    Many short runs take as many operations as one.
+    Many short runs take as many operations of torch as one run.
 
     Args:
         values: FP32, shape (n,); unchanged.
@@ -145,7 +145,7 @@ def _groups(table: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Iterator
 
 
 def without_odd_nans(values: torch.Tensor) -> torch.Tensor:
-    """Return FP32 values in which each NaN is the quiet one of its sign; a copy only if needed."""
+    """Return FP32 values with each NaN replaced by the quiet NaN of its sign; a copy if needed."""
     if not has_nan(values):
         return values
     bits = values.view(torch.int32)
@@ -155,7 +155,7 @@ def without_odd_nans(values: torch.Tensor) -> torch.Tensor:
 
 def has_nan(values: torch.Tensor) -> bool:
     """Return whether any value is NaN. There must be at least one value."""
-    # The maximum is NaN if anything is: one pass, and nothing to write.
+    # The maximum is NaN if any value is. It takes one pass and writes nothing.
     return math.isnan(values.amax().item())
 
 
@@ -171,8 +171,8 @@ def _add(values: torch.Tensor, random: torch.Tensor, out: torch.Tensor, scratch:
 def _hash(first: int, num: int, key: Key, scratch: Scratch) -> torch.Tensor:
     """Return 32 random bits for each of `num` consecutive indexes, as int32.
 
-    This is lowbias32 (C. Wellons, hash-prospector) of a Weyl sequence: of indexes times the golden
-    ratio. For plain indexes, the differences of its results are far from uniform. Half of the key
+    This is lowbias32 (C. Wellons, hash-prospector) of a Weyl sequence: indexes times the golden
+    ratio. The hashes of plain indexes have differences that are far from uniform. Half of the key
     is added before the hash and half inside, so that two keys do not give the same numbers in
     another order.
     """

@@ -12,8 +12,8 @@ state. A run is cut into blocks of `HOT_ELEMENTS`. For each block:
 There is one call of torch's step per block, never one per parameter. Blocks are independent and run
 on several threads.
 
-The live parameter wins. If it differs from its rounded master, somebody has edited it since then
-(clamped it, loaded weights, swapped an average in). The edited elements then replace those of the
+The live parameter wins. If it differs from its rounded master, it has been edited since the last
+step (clamped, loaded, or replaced by an average). The edited elements then replace those of the
 master, as if the parameter had been FP32 all along. If the live parameter *is* the upper half of
 the master (``master="split"``), no comparison is needed. An edited value then keeps the lower half
 of the old master, which is less than half a step of bf16.
@@ -44,8 +44,8 @@ from offload.update.step_inputs import StepInputs
 HOT_ELEMENTS = 512 << 10
 """Maximal number of elements in one call of torch's step: about 15 MiB with temporary values.
 
-Half of that would stay in a cache for longer. But several threads take turns with the interpreter,
-so there must be few calls.
+Blocks of half this size would stay in a cache for longer. But several threads take turns with the
+interpreter, so there must be few calls.
 """
 
 HOT_ELEMENTS_ALONE = LEAF_BYTES // 4
@@ -81,7 +81,7 @@ class ChunkUpdater:
     """Updates the chunks of one step.
 
     Args:
-        rule: Update rule of the optimizer; tells which state torch's step keeps.
+        rule: Update rule of the optimizer, which says which state torch's step keeps.
         pool: Threads that run the blocks.
         inputs: Everything that the step computes with.
         traffic: Counter of the bytes that cross between the host and the parameters' device.
@@ -186,7 +186,7 @@ class ChunkUpdater:
         started = time.perf_counter()
         for tensors in self._crossing:
             tensors.arrive(chunk)
-        if chunk in self._asked_s:  # only waits for the drive count, so leave this one out
+        if chunk in self._asked_s:  # only waits for the drive count, so this wait is left out
             self._asked_s[chunk] += time.perf_counter() - started
 
     def fence(self) -> None:
@@ -201,7 +201,7 @@ class ChunkUpdater:
         if missing:  # only empty parameters have these keys: torch counts their steps all the same
             self._pool.run(self._update_nothing, [Block(key, [], 0, {}, {}) for key in missing])
         if all(key.scalars is not None for key in keys.values() if key.has_gradient):
-            # If not, torch has created state and nothing was read: such a pass is not typical.
+            # Otherwise torch has created state and nothing was read: such a pass is not typical.
             self._pool.threads.passed(self._num_updated, self._updating_s, self._waiting_s)
         stepped = {
             number: self._stepped[key] for number, key in keys.items() if key in self._stepped
@@ -236,7 +236,7 @@ class ChunkUpdater:
         views = self._live.views(block.pieces)
         live = _joined(context, "live", views, key.dtype)
         master = _master(context, key, live, stored)
-        if not key.has_gradient:  # new to the target: begins with the live parameter and zeros
+        if not key.has_gradient:  # no state yet: begins with the live parameter and zeros
             for name in stored.keys() - {MASTER}:
                 stored[name].zero_()
             self._live.finish(block.pieces)
@@ -280,7 +280,7 @@ class ChunkUpdater:
     ) -> None:
         key = block.key
         group, fused = self._hyper[key.group], self._fused[key.group]
-        # A new object for every block: otherwise torch's step would find the .grad of the last.
+        # A new object for every block: otherwise torch's step would find the last block's .grad.
         parameter = parameter.view(-1)
         if key.scalars is None:
             state = context.stepper.create(parameter, gradient, group)
@@ -361,7 +361,7 @@ def _keys(inputs: StepInputs) -> list[Key]:
 def _take_apart(joined: torch.Tensor, views: list[torch.Tensor]) -> None:
     """Copy a flat tensor that `_joined` has returned back into the views it was made from."""
     sizes = [view.numel() for view in views]
-    if any(view.is_neg() for view in views):  # torch has no operation on a list of these
+    if any(view.is_neg() for view in views):  # torch's list operation does not take them
         for view, part in zip(views, torch.split(joined, sizes), strict=True):
             view.copy_(part)
     else:
@@ -420,15 +420,15 @@ def _is_used(key: Key) -> bool:
 
 
 def _by_value(value: object) -> object:
-    # Every block reads the hyper-parameters. A read from a device would wait for its work.
+    # Every block reads the hyper-parameters. A read from a device would wait for the device's work.
     if isinstance(value, torch.Tensor) and is_on_device(value):
         return to_host(value)
     return copy.deepcopy(value)
 
 
 def _take_edits(master: torch.Tensor, live: torch.Tensor, rounded: torch.Tensor) -> None:
-    # The comparison is one of bits: NaN equals itself, and 0.0 differs from -0.0. It takes eight
-    # bytes at a time if the memory allows it, which takes a third of the time of a cast.
+    # Bits are compared: NaN equals itself, and 0.0 differs from -0.0. If the alignment allows it,
+    # eight bytes are compared at a time, which takes a third of the time of a cast.
     if is_on_device(master):  # torch.equal would wait for the device
         edited = rounded.view(torch.int16) != live.view(torch.int16)
         master.copy_(torch.where(edited, live.float(), master))
