@@ -1,4 +1,4 @@
-"""Error message about a parameter that has changed since its state was laid out."""
+"""Error about a parameter that has changed since its state was laid out."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class ParameterTable:
-    """Table that follows ``param_groups``, which libraries rewrite, and keeps elements in place.
+    """Table that follows changes of ``param_groups``, and keeps known parameters in place.
 
     Args:
         rule: Rule that determines the state arrays of a group's parameters.
@@ -124,7 +124,7 @@ class ParameterTable:
         return layout, trainables
 
     def is_current(self, groups: Groups) -> bool:
-        """Return whether the layout still fits the groups. Fast enough for every step."""
+        """Return whether the layout still fits the groups; fast enough for every step."""
         if self.layout is None:
             return False
         known = {id(t.tensor): t.spec.group for t in self.trainables}
@@ -174,8 +174,8 @@ class ParameterTable:
     def stored(self, groups: Groups) -> list[Stored]:
         """Return the present tensors of ``model.safetensors``, for a checkpoint.
 
-        Logs two facts, once each, that a user may not expect: without a model there are no buffers
-        in checkpoints, and a parameter that was unfrozen is not trained.
+        This logs two facts that users may not expect, once each: without a model, checkpoints have
+        no buffers; and a parameter that was unfrozen but is in no group is not trained.
         """
         if self.model is None and not self._has_told_of_names:
             self._has_told_of_names = True
