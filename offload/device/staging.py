@@ -1,8 +1,8 @@
 """Staging of device tensors in host memory, chunk by chunk, as flat views for the CPU.
 
 The data that a chunk needs is fetched into page-locked memory while the previous chunk is updated.
-Changes are sent back while the next chunk is updated. At most `_MAX_SENDING` chunks are on their
-way back and one on its way to the host, so the memory for this depends only on the chunk size.
+Changes are sent back while the next chunk is updated. At any time, at most one chunk is fetched and
+`_MAX_SENDING` chunks are sent back, so the memory for staging depends only on the chunk size.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Traffic:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """A range of one tensor, in host memory."""
+    """A range of one tensor, with its copy in host memory."""
 
     index: int
     start: int
@@ -83,7 +83,7 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Split:
-    """Pieces of a chunk on one device, and the events that their fetch must wait for."""
+    """Pieces of a chunk on one device, and the events that their fetch waits for."""
 
     pieces: list[Piece] = field(default_factory=list)
     after: list[Event] = field(default_factory=list)
@@ -96,8 +96,8 @@ class CrossingTensors(FlatTensors):
     `FlatTensors` handles the tensors in host memory.
 
     Args:
-        tensors: Parameters or gradients; None for a missing gradient. They are read only after the
-            work that is queued so far on the calling thread's current streams.
+        tensors: Parameters or gradients; None for a missing gradient. Fetches read them after the
+            work that is queued now on the calling thread's current streams.
         writable: Whether changes are sent back.
         traffic: Counter of the bytes that cross.
     """
@@ -128,7 +128,7 @@ class CrossingTensors(FlatTensors):
     def replace(self, index: int, tensor: torch.Tensor) -> None:
         """Set a tensor that has not been viewed yet.
 
-        The tensor is read only after the work that is queued so far on the current stream.
+        Fetches read the tensor after the work that is queued now on the current stream.
         """
         super().replace(index, tensor)
         if is_on_device(tensor):
@@ -140,7 +140,7 @@ class CrossingTensors(FlatTensors):
         Args:
             chunk: Index of the chunk.
             pieces: Parts of parameters to fetch; each parameter at most once.
-            changes: Returns whether a parameter, given by its index, is sent back.
+            changes: Function that returns whether a parameter, given by its index, is sent back.
         """
         if chunk in self._batches:
             return
@@ -207,7 +207,7 @@ class CrossingTensors(FlatTensors):
         return None
 
     def finish(self, pieces: Sequence[Piece]) -> None:
-        """Report that the elements of pieces, which have been viewed, are done."""
+        """Report that elements of pieces, which have been viewed, are not used any more."""
         super().finish([piece for piece in pieces if piece.parameter not in self._left])
 
     def _fetch(self, device: torch.device, split: _Split, changes: Callable[[int], bool]) -> _Batch:
@@ -267,14 +267,14 @@ def flat_tensors(
 
 @contextmanager
 def on_host(tensors: object, chunk: int, pieces: Sequence[Piece]) -> Iterator[None]:
-    """Hold parts of tensors in host memory within the block, and send all of them back after it.
+    """Stage parts of tensors in host memory for the block, and send all of them back after it.
 
     Does nothing if `tensors` are not `CrossingTensors`.
 
     Args:
         tensors: Source of the views.
         chunk: Index of the chunk.
-        pieces: Parts of parameters to hold; each parameter at most once.
+        pieces: Parts of parameters to stage; each parameter at most once.
     """
     if not isinstance(tensors, CrossingTensors):
         yield

@@ -20,7 +20,7 @@ Arithmetic = Literal["foreach", "fused"]
 """Operations and their order: torch's foreach step or its fused kernel, both as on CUDA."""
 
 BLOCK_ELEMENTS = 32
-"""Number of elements that a group of lanes steps, and that a block of 8-bit state has."""
+"""Number of elements of a block of 8-bit state. A group of lanes steps this many elements."""
 
 _RULES = {"sgd": 0, "adam": 1, "adamw": 2}
 _ARITHMETICS = {"foreach": 0, "fused": 1}
@@ -130,7 +130,7 @@ class DeviceBlock:
     therefore needs another call."""
 
     first_element: int = 0
-    """Index of the first element: within `parameter`, or in element space. Stochastic rounding
+    """Index of the first element, within `parameter` or in element space. Stochastic rounding
     depends on it."""
 
     parameter: str | None = None
@@ -143,7 +143,7 @@ class DeviceBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceScalars:
-    """Numbers in device memory that the host need not wait for: FP32, one element each."""
+    """Numbers in device memory, so that the host need not wait for them: FP32, one element each."""
 
     inverse_scale: torch.Tensor | None = None
     """First factor of the gradient, applied in FP32."""
@@ -163,7 +163,7 @@ class Launch:
 
     form: Form
     arguments: np.ndarray[Any, Any] = field(repr=False)
-    """Structure of dtype `ARGUMENTS`, shape (1,)."""
+    """Structure of arguments, of dtype `ARGUMENTS` and shape (1,)."""
 
     num_groups: int
     """Number of groups of 32 elements."""
