@@ -136,15 +136,15 @@ class StatePass:
         """
         seal = self._seal
         self.announce(self.chunks)
-        ahead = dict(pairwise(self.chunks)) if self.schedule is self.chunks else {}
+        following = dict(pairwise(self.chunks)) if self.schedule is self.chunks else {}
         for chunk in self.schedule:
-            crosses = self.updater.prepare(chunk)
+            is_staged = self.updater.prepare(chunk)
             with self._ring.taken(chunk) as frame:
                 if seal is not None:
                     seal.wait_copied(self._model_stops[chunk])
-                if crosses:
-                    if chunk in ahead:
-                        self.updater.prepare(ahead[chunk])
+                if is_staged:
+                    if chunk in following:
+                        self.updater.prepare(following[chunk])
                     with self._meter.timed("wait_device_s", chunk=chunk):
                         self.updater.arrive(chunk)
                 with self._meter.timed("compute_s", chunk=chunk):

@@ -290,6 +290,6 @@ class Engine:
             return
         self.strategy.end()  # after an interrupt here, `close` can be called again
         try:
-            self.strategy.raise_late()
+            self.strategy.raise_pending()
         finally:
             self.state.close()

@@ -69,7 +69,7 @@ class Lifecycle:
                 "optimizer to start over"
             )
 
-    def say_what_is_lost(self, num_steps: int) -> None:
+    def log_lost_steps(self, num_steps: int) -> None:
         """Log that no checkpoint has the last steps of this optimizer.
 
         Args:

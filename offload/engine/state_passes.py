@@ -108,10 +108,10 @@ def pass_ended(state: TrainingState, state_pass: StatePass, scalars: list[Scalar
     """Record that a pass has succeeded, and read ahead for the next one."""
     state.table.scalars = scalars
     sealing = state.seal.slot if state.seal is not None else None
-    ring, left = state_pass.streamer, state.slots.moved_to(state_pass.target, sealing)
-    if left is not None:
+    ring, previous = state_pass.streamer, state.slots.moved_to(state_pass.target, sealing)
+    if previous is not None:
         ring.synchronize()
-        state.store.release(left)
+        state.store.release(previous)
     ring.begin(state.slots.present, state.chunks())
 
 

@@ -197,7 +197,7 @@ class Stats:
         # The first step reads nothing, and its writes may still be in progress.
         lines += [line] if (line := f"{moved} {measured}".strip()) else []
         lines.append(f"{size(self.bytes_written)} written")
-        if self.drive_writes >= _FEWEST_WRITES:
+        if self.drive_writes >= _MIN_SHOWN_WRITES:
             digits = ",.0f" if self.drive_writes >= 10 else ".2g"
             lines[-1] += f", {self.drive_writes:{digits}} full drive writes"
         return "\n".join(lines)
@@ -213,7 +213,7 @@ class Stats:
         return f"{many(self.steps, 'step')} of {count(self.num_parameters)} parameters"
 
 
-_FEWEST_WRITES = 1e-4
+_MIN_SHOWN_WRITES = 1e-4
 """Smallest number of full drive writes that `summary` shows."""
 
 

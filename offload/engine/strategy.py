@@ -94,12 +94,12 @@ class StepStrategy(Protocol):
         """
         ...
 
-    def raise_late(self) -> None:
+    def raise_pending(self) -> None:
         """Raise an error that a step, or a checkpoint at its end, has left unraised."""
         ...
 
 
-class WaitedFor:
+class InsideStep:
     """Strategy whose steps have ended when `step` returns.
 
     Args:
@@ -152,7 +152,7 @@ class WaitedFor:
     def end(self) -> None:
         """Do nothing: no step is in progress."""
 
-    def raise_late(self) -> None:
+    def raise_pending(self) -> None:
         """Do nothing: every error has been raised."""
 
 

@@ -279,4 +279,4 @@ class TrainingState:
                 releases.callback(self.slots.close)
             self.lifecycle.released = True
         if self.meter.steps > self.lifecycle.steps_settled:
-            self.lifecycle.say_what_is_lost(self.meter.steps - self.lifecycle.steps_settled)
+            self.lifecycle.log_lost_steps(self.meter.steps - self.lifecycle.steps_settled)

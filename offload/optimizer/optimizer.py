@@ -16,8 +16,8 @@ from offload.ambient import neutral
 from offload.engine.engine import Engine
 from offload.engine.finalizer import close_left_open, close_quietly
 from offload.engine.reference import is_reference
-from offload.engine.state_dict import load_reference, load_tensors, materialize, refer
-from offload.engine.strategy import StepStrategy, WaitedFor
+from offload.engine.state_dict import load_reference, load_tensors, make_reference, materialize
+from offload.engine.strategy import InsideStep, StepStrategy
 from offload.engine.training_state import TrainingState
 from offload.errors import OffloadError
 from offload.exchange.torch_dicts import (
@@ -241,7 +241,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             torch_dict[NUM_STEPS] = engine.num_steps
             return torch_dict
         with neutral():
-            return refer(engine, torch_dict, warn=self.warn_unsealed)
+            return make_reference(engine, torch_dict, warn=self.warn_unsealed)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Read all state into memory, and return it as the state dict of the wrapped class.
@@ -355,7 +355,7 @@ def _strategy_for(
     overlap: Overlap | None, model: torch.nn.Module | None
 ) -> Callable[[TrainingState], StepStrategy]:
     if overlap is None or model is None:  # the latter with an overlap has been refused before
-        return WaitedFor
+        return InsideStep
     # Imported only on demand: both modules import torch's compiler, which takes seconds.
     if overlap == "forward":
         from offload.overlap.forward import BesideForward

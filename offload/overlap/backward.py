@@ -187,7 +187,7 @@ class DuringBackward:
         self._handles.clear()
         self._hooks.remove()
 
-    def raise_late(self) -> None:
+    def raise_pending(self) -> None:
         """Do nothing: the error of a pass has been raised by `step`, or is given up with it."""
 
     def ready(self, parameter: torch.Tensor) -> None:
