@@ -83,7 +83,7 @@ class StateDevice:
             options, drives = self._options, self._drives
             drives.calibrate(layout.state_bytes)
             site = Site(
-                backends=drives.transports,
+                backends=drives.untraced_backends,
                 directories=drives.directories,
                 drive_gbps=drives.rates()[2],
                 device=device,

@@ -119,7 +119,7 @@ class Streamer:
         """
         # If the chunk is not loading yet, writes hold all other frames. This waits for the writes.
         with self._meter.timed("wait_write_s", chunk=chunk):
-            frame = self._changed.wait_until(partial(self._give, chunk))
+            frame = self._changed.wait_until(partial(self._frame_if_ready, chunk))
         if chunk in self._held:
             return frame
         try:
@@ -137,7 +137,7 @@ class Streamer:
             frame.digests = frame.new_digests()
         return frame
 
-    def _give(self, chunk: int) -> Frame | None:
+    def _frame_if_ready(self, chunk: int) -> Frame | None:
         """Return the frame of a chunk that is being read or is in memory; None if it is neither."""
         self.raise_error()
         if chunk in self._loading or self._is_idle(chunk):
