@@ -374,7 +374,7 @@ def _steps(given: int | None, foreign: Foreign, parameters: Sequence[_Parameter]
 
 
 class _SourceParameters:
-    """Live parameters, computed from the source each time they are read; implements `Live`."""
+    """Live parameters, computed from the source at each read; implements `ParameterViews`."""
 
     def __init__(self, parameters: Sequence[_Parameter]) -> None:
         self._parameters = parameters

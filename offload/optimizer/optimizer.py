@@ -34,7 +34,7 @@ from offload.options import Options, Overlap
 from offload.placement.choose import device_of
 from offload.retention.policy import Retention, as_retention
 from offload.stream.drives import Directory, as_directories
-from offload.update.device_updater import require_steps
+from offload.update.device_updater import require_steppable
 from offload.update.rules import UpdateRule
 
 
@@ -132,7 +132,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             describe_parameters(self.param_groups, model, rule, options.state_format)
         if on_device:
             split = options.master == "split"
-            require_steps(rule, self.param_groups, options.state_dtype, split=split)
+            require_steppable(rule, self.param_groups, options.state_dtype, split=split)
         strategy = _strategy_for(options.overlap, model)
         state = TrainingState(
             rule,

@@ -23,7 +23,7 @@ TOO_LARGE = 2.0**120
 """Magnitude from which a signed moment is treated like an infinity: 254 times this may overflow."""
 
 _NAN_BITS = 0x7FC0
-_TO_SCALE = constant(0x7FFD)
+_SCALE_ROUND_UP = constant(0x7FFD)
 _DOUBLE_LARGEST_CODE = constant(254, torch.uint8)
 _ONE_255TH = constant(1 / 255, torch.float32)  # 255 times this is exactly 1.0
 _ONE = constant(1)
@@ -213,7 +213,7 @@ def _round_scales(largest: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Te
     if has_nan:
         largest = torch.where(largest < TOO_LARGE, largest, math.nan)
     # Half a unit of bfloat16, minus 3 units of FP32. torch then rounds the sum to nearest.
-    largest.view(torch.int32).add_(_TO_SCALE)
+    largest.view(torch.int32).add_(_SCALE_ROUND_UP)
     scales.copy_(largest)
     if has_nan:  # always the same NaN: torch's vector and scalar code produce different ones
         scales.view(torch.int16).masked_fill_(scales.isnan(), _NAN_BITS)

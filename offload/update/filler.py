@@ -17,7 +17,13 @@ from offload.format.digests import Digests
 from offload.format.layout import Layout
 from offload.update import codecs
 from offload.update.coder import StateCoder
-from offload.update.decoder import Live, cut_pieces, has_master, kept_arrays, stored_block
+from offload.update.decoder import (
+    ParameterViews,
+    cut_by_parameter,
+    has_master,
+    kept_arrays,
+    stored_block,
+)
 from offload.update.pool import BlockMemory
 from offload.update.rules import Scalars
 
@@ -93,7 +99,7 @@ class StateFiller:
         self,
         layout: Layout,
         states: Sequence[ParameterState],
-        live: Live,
+        live: ParameterViews,
         *,
         step: int = 0,
         seed: int = 0,
@@ -125,7 +131,7 @@ class StateFiller:
         """
         plan = self._layout.plans[chunk]
         with on_host(self._live, chunk, plan.pieces):
-            for span in cut_pieces(plan):
+            for span in cut_by_parameter(plan):
                 (piece,) = span.pieces
                 self._fill(piece, stored_block(span, arrays), plan.first + piece.at)
                 if self._progress is not None:

@@ -108,7 +108,7 @@ class UpdateThreads:
         """Number of threads for the next pass."""
         self._passes: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         """Seconds of updating and of waiting, per chunk, of the last passes with `num_threads`."""
-        self._alone_s = 0.0
+        self._one_thread_s = 0.0
         """Seconds per chunk of the last updates on one thread; shrinks from pass to pass."""
 
     def passed(self, num_chunks: int, updating_s: float, waiting_s: float) -> None:
@@ -121,17 +121,17 @@ class UpdateThreads:
         """
         if self.most == 1 or not num_chunks:
             return
-        self._alone_s *= _FADING
+        self._one_thread_s *= _FADING
         self._passes.append((updating_s / num_chunks, waiting_s / num_chunks))
         if len(self._passes) < _WINDOW:
             return
         update_s, wait_s = (sum(seconds) / _WINDOW for seconds in zip(*self._passes, strict=True))
         pass_s = update_s + wait_s
         if self.num_threads == 1:
-            self._alone_s = update_s
+            self._one_thread_s = update_s
             if wait_s < _FEW_WAITS * pass_s:
                 self._use(self.most)
-        elif pass_s - max(self._alone_s, update_s) > _MANY_WAITS * pass_s:
+        elif pass_s - max(self._one_thread_s, update_s) > _MANY_WAITS * pass_s:
             self._use(1)
 
     def _use(self, num_threads: int) -> None:

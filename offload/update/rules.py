@@ -35,7 +35,7 @@ _HAVE_FUSED = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 _CHANGED_BY_SCHEDULES = {"lr", "momentum", "betas", "weight_decay"}
 """Hyper-parameters that may change at every step, and whose new values need no new probe."""
 
-_MOST_RULES = 64
+_MAX_RULES = 64
 
 _PLACE = (
     "it uses a function of torch whose last bits depend on where an element lies in a tensor "
@@ -139,7 +139,7 @@ class UpdateRule:
         key = tuple((k, self._key(k, v)) for k, v in sorted(options.items()))
         if key not in self._rules:
             rule = self._probe(options)
-            if len(self._rules) >= _MOST_RULES:
+            if len(self._rules) >= _MAX_RULES:
                 self._rules.clear()
             self._rules[key] = rule
         return self._rules[key]
