@@ -154,7 +154,7 @@ class TrainingState:
     def block_buffers(self) -> BlockBuffers:
         """Return the buffers of ``model.safetensors``, ready for the parameters' devices."""
         blocks = self.memory.blocks(self.layout)
-        return blocks.serve({t.tensor.device for t in self.table.trainables} - {HOST})
+        return blocks.page_lock_for({t.tensor.device for t in self.table.trainables} - {HOST})
 
     def choose_device(
         self, groups: Groups, layout: Layout, trainables: Sequence[Any]

@@ -8,7 +8,7 @@ from offload.errors import MismatchError
 from offload.format.layout import ParameterSpec
 
 
-def changed(
+def changed_error(
     before: ParameterSpec,
     now: ParameterSpec,
     parameter: torch.Tensor,

@@ -80,10 +80,10 @@ def find_overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     for number, tensor in enumerate(tensors):
         start = _address(tensor)
         if start and tensor.numel():
-            if not _is_apart(tensor):
+            if not _has_distinct_elements(tensor):
                 return number, number
             spans.append((str(tensor.device), start, start + _span_bytes(tensor), number))
-    for group in _crossing(sorted(spans)):
+    for group in _crossing_groups(sorted(spans)):
         mask = _Mask([tensors[number] for number in group])
         for position, number in enumerate(group):
             if mask.add(tensors[number]):
@@ -170,7 +170,7 @@ class _Mask:
         return int(self._used.sum(dtype=torch.int64).item())
 
 
-def _is_apart(tensor: torch.Tensor) -> bool:
+def _has_distinct_elements(tensor: torch.Tensor) -> bool:
     """Return whether no two elements of a tensor are at the same place."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -184,7 +184,7 @@ def _is_apart(tensor: torch.Tensor) -> bool:
     return mask.count() == tensor.numel()
 
 
-def _crossing(spans: Iterable[tuple[str, int, int, int]]) -> Iterator[list[int]]:
+def _crossing_groups(spans: Iterable[tuple[str, int, int, int]]) -> Iterator[list[int]]:
     """Yield the numbers of the tensors in each group of two or more crossing address ranges.
 
     Args:

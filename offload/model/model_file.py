@@ -50,7 +50,7 @@ class BlockBuffers:
             torch.frombuffer(buffer.memoryview(), dtype=torch.uint8) for buffer in self._buffers
         ]
 
-    def serve(self, devices: Iterable[torch.device]) -> BlockBuffers:
+    def page_lock_for(self, devices: Iterable[torch.device]) -> BlockBuffers:
         """Page-lock the two buffers for fast copies from and to these devices; return self."""
         for device in devices:
             if device not in self._locked:

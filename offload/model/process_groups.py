@@ -58,7 +58,7 @@ def require_one_process(process_group: ProcessGroup, model: torch.nn.Module | No
             "process_group takes None, or offload.SEPARATE for a separate model in each process; "
             f"got {type(process_group).__name__}: process groups are not accepted yet"
         )
-    if process_group is None and (found := _several()):
+    if process_group is None and (found := _detected_ranks()):
         raise ProcessGroupError(
             f"{found}, but a store belongs to one process: training one model with several ranks "
             "is not supported yet. If each rank trains a separate model, pass "
@@ -106,7 +106,7 @@ def _require_unwrapped(model: torch.nn.Module) -> None:
             )
 
 
-def _several() -> str:
+def _detected_ranks() -> str:
     """Return, for a message, how several ranks were detected; empty if they were not."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -162,7 +162,7 @@ class Watch:
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Stop watching tensors and give them their own class back. Ignores unwatched tensors."""
         for tensor in tensors:
-            _give_back(tensor)
+            _restore_class(tensor)
             self._watched.pop(id(tensor), None)
 
     def release_all(self) -> None:
@@ -173,13 +173,13 @@ class Watch:
     def pause(self) -> None:
         """Give all tensors their own class back until `resume`."""
         for tensor in list(self._watched.values()):
-            _give_back(tensor)
+            _restore_class(tensor)
 
     def resume(self) -> None:
         """Watch all tensors again that have not been released since `pause`."""
         self.add(list(self._watched.values()))
 
-    def ask(self, tensor: torch.Tensor | None) -> bool:
+    def announce(self, tensor: torch.Tensor | None) -> bool:
         """Announce a use.
 
         Args:
@@ -275,9 +275,9 @@ def settle(tensor: torch.Tensor) -> None:
     """Announce a use of a tensor on the calling thread, which waits for pending changes of it."""
     watch = _watch_of(tensor)
     if watch is not None:
-        watch.ask(tensor)
+        watch.announce(tensor)
     else:
-        _give_back(tensor)
+        _restore_class(tensor)
 
 
 def settle_all(tensors: Iterable[torch.Tensor]) -> None:
@@ -299,7 +299,7 @@ def _watch_of(tensor: torch.Tensor) -> Watch | None:
     return watch
 
 
-def _give_back(tensor: torch.Tensor) -> None:
+def _restore_class(tensor: torch.Tensor) -> None:
     original = type(tensor).__dict__.get(_ORIGINAL)
     if original is not None:
         _set_class(tensor, original)
@@ -315,14 +315,14 @@ def _call(
     for tensor in found:
         watch = _watch_of(tensor)
         if watch is not None:
-            is_free &= watch.ask(tensor)
+            is_free &= watch.announce(tensor)
             if watch.after_use is not None:
                 kept.append((watch, tensor))
         else:
-            _give_back(tensor)
+            _restore_class(tensor)
     if not found:  # the tensor is inside an object that is not searched
         watch = kind.__dict__[_WATCH]()
-        is_free = watch is not None and watch.ask(None)
+        is_free = watch is not None and watch.announce(None)
     if not is_free:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
