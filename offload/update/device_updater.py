@@ -22,7 +22,7 @@ from offload.device.kernels.forms import (
     DeviceBlock,
     DeviceScalars,
     form_for,
-    why_not,
+    why_no_kernel,
 )
 from offload.device.staging import Traffic
 from offload.errors import UnsupportedOptimizerError, UnsupportedParameterError
@@ -248,7 +248,7 @@ def why_not_by_kernel(
     """
     if len(factors) > _MAX_FACTORS:
         return f"gradients are multiplied {len(factors)} times"
-    return why_not(rule.optimizer_class, group)
+    return why_no_kernel(rule.optimizer_class, group)
 
 
 def why_not_by_torch(

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from offload.device.boundary import HOST
-from offload.device.staging import CrossingTensors, on_host
+from offload.device.staging import StagedTensors, on_host
 from offload.errors import MismatchError
 from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.chunk_plan import Piece
@@ -146,7 +146,7 @@ class StateFiller:
 
     def fence(self) -> None:
         """Make the calling thread's current streams wait for the parameters filled so far."""
-        if isinstance(self._live, CrossingTensors):
+        if isinstance(self._live, StagedTensors):
             self._live.fence()
 
     def finish(self) -> list[Scalars | None]:

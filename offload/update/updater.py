@@ -31,7 +31,7 @@ import torch
 
 from offload.device.boundary import HOST, is_on_device, to_host
 from offload.device.flat_tensors import FlatTensors
-from offload.device.staging import CrossingTensors, Traffic, flat_tensors
+from offload.device.staging import StagedTensors, Traffic, flat_tensors
 from offload.format.arrays import BLOCK_ELEMENTS, MASTER, MASTER_LOW
 from offload.format.chunk_plan import Piece
 from offload.format.digests import LEAF_BYTES, Digests
@@ -114,9 +114,9 @@ class ChunkUpdater:
         traffic = traffic or Traffic()
         self._live = flat_tensors(parameters, writable=True, traffic=traffic)
         self._gradients = FlatTensors(gradients, writable=False)
-        self._staged: list[CrossingTensors] = []
-        if isinstance(self._live, CrossingTensors):
-            self._gradients = CrossingTensors(gradients, writable=False, traffic=traffic)
+        self._staged: list[StagedTensors] = []
+        if isinstance(self._live, StagedTensors):
+            self._gradients = StagedTensors(gradients, writable=False, traffic=traffic)
             self._staged = [self._live, self._gradients]
         self._stepped: dict[Key, Scalars] = {}
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
