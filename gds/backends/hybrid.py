@@ -196,7 +196,7 @@ class Hybrid:
                 )
             return self._pressed
 
-    def keep(self, nbytes: int) -> bool:
+    def claim_memory(self, nbytes: int) -> bool:
         """Claim memory for a file that is read repeatedly; returns whether it fits the share.
 
         Args:
@@ -208,8 +208,8 @@ class Hybrid:
             self._kept_bytes += nbytes * fits
             return fits
 
-    def unkeep(self, nbytes: int) -> None:
-        """Release a claim of `nbytes` bytes that `keep` granted."""
+    def release_memory(self, nbytes: int) -> None:
+        """Release a claim of `nbytes` bytes that `claim_memory` granted."""
         with self._lock:
             self._kept_bytes -= nbytes
 
@@ -353,7 +353,7 @@ class HybridFile:
         """Release the file's claim on memory. Idempotent."""
         kept, self._kept = self._kept, False
         if kept:
-            self._hybrid.unkeep(self._size_bytes)
+            self._hybrid.release_memory(self._size_bytes)
 
     def _is_cached(self, fd: int, offset: int, nbytes: int) -> bool:
         """Return whether the page cache holds a range, as far as samples tell."""
@@ -391,7 +391,7 @@ class HybridFile:
         inside = self._read_before[self._granules(offset, end)]
         if not inside or not all(inside):
             return False
-        self._kept = self._kept or self._hybrid.keep(self._size_bytes)
+        self._kept = self._kept or self._hybrid.claim_memory(self._size_bytes)
         return self._kept
 
     def _note(self, offset: int, end: int, *, was_read: bool) -> None:

@@ -97,7 +97,8 @@ class PosixBackend(Closing, PosixNames):
         self.sync_meter = Meter()
         self._files: weakref.WeakSet[PosixFile] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._tried: dict[int, str] = {}  # device number -> why direct I/O fails on it, or ""
+        # By device number: the reason why direct I/O fails on the device, or "" if it works.
+        self._direct_refusals: dict[int, str] = {}
         self._warned = False
         # The threads of a backend must end even if it is collected without close().
         for pool in self._pools.values():
@@ -147,7 +148,7 @@ class PosixBackend(Closing, PosixNames):
         """
         self.check_usable("probe", directory)
         with reporting("probe", directory):
-            refusal = self._tried.get(os.stat(directory).st_dev, "")
+            refusal = self._direct_refusals.get(os.stat(directory).st_dev, "")
             mount = probe.mount_of(directory)
             if self._wanted is False:
                 found = probe.no_direct_io("switched off by direct=False")
@@ -264,11 +265,13 @@ class PosixBackend(Closing, PosixNames):
             refused = partial(self._direct_refused, found.st_dev, path)
             direct_fd, memory_alignment = -1, 1
             chooser = HybridFile(self.hybrid, found.st_size) if self.hybrid else None
-            spared = bool(chooser and chooser.is_small and self._tried.get(found.st_dev) == "")
+            spared = bool(
+                chooser and chooser.is_small and self._direct_refusals.get(found.st_dev) == ""
+            )
             if self._wanted is not False and not spared:
                 reason, direct_fd, memory_alignment = self._open_direct(path, fd, flags)
                 if reason:
-                    self._settle(path, reason)
+                    self._report_buffered(path, reason)
             descriptors = Descriptors(
                 fd,
                 direct_fd,
@@ -310,7 +313,7 @@ class PosixBackend(Closing, PosixNames):
             -1; the required alignment of memory, in bytes.
         """
         found = os.fstat(fd)
-        reason = self._tried.get(found.st_dev)
+        reason = self._direct_refusals.get(found.st_dev)
         untried = reason is None
         if reason is None:
             reason = probe.refused_filesystem(probe.mount_of(path).filesystem)
@@ -325,23 +328,25 @@ class PosixBackend(Closing, PosixNames):
                 raise StorageError(errno.ESTALE, "open: the name was replaced meanwhile", path)
             if untried:
                 os.preadv(direct_fd, [HostBuffer(ALIGNMENT).memoryview()], 0)
-                self._tried[found.st_dev] = ""
+                self._direct_refusals[found.st_dev] = ""
         except OSError as error:
             if direct_fd >= 0:
                 os.close(direct_fd)
             if error.errno not in probe.REFUSALS:
                 raise
             attempt = "O_DIRECT at open" if direct_fd < 0 else "a direct read"
-            reason = self._tried[found.st_dev] = f"{attempt} was refused ({error.strerror})"
+            reason = self._direct_refusals[found.st_dev] = (
+                f"{attempt} was refused ({error.strerror})"
+            )
             return reason, -1, 1
         return "", direct_fd, required[0]
 
     def _direct_refused(self, device: int, path: str, reason: str) -> None:
         """Record that a device refused a direct transfer, and use the page cache instead."""
-        self._tried[device] = reason
-        self._settle(path, reason)
+        self._direct_refusals[device] = reason
+        self._report_buffered(path, reason)
 
-    def _settle(self, path: str, reason: str) -> None:
+    def _report_buffered(self, path: str, reason: str) -> None:
         """Warn once that transfers are buffered; raises `StorageError` if `direct` is True."""
         if self._wanted:
             raise StorageError(

@@ -86,7 +86,7 @@ def _no_gds(direction: Direction, storage: Storage, gpu: Gpu) -> str:
     if gpu.no_driver:
         return f"no CUDA driver: {gpu.no_driver}"
     reasons = [gpu.cufile.reason]
-    if not gpu.nvidia_fs and gpu.p2pdma:
+    if not gpu.nvidia_fs and gpu.p2pdma_off_reason:
         reasons.append("nvidia-fs is not loaded")
     if storage.gds_refusal:
         reasons.append(storage.gds_refusal)

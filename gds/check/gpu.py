@@ -79,7 +79,7 @@ class Gpu:
     nvidia_fs: str
     """Version of nvidia-fs, or ``loaded`` if that is not known; empty if it is not loaded."""
 
-    p2pdma: str
+    p2pdma_off_reason: str
     """Reason why PCI peer-to-peer transfers, which need no nvidia-fs, are off; empty if on."""
 
     config: Config
@@ -135,7 +135,7 @@ def examine_gpu(system: System, storage: Storage, *, timeout_s: float) -> Gpu:
         open_driver=open_driver,
         devices=devices,
         nvidia_fs=_nvidia_fs(system),
-        p2pdma=_no_p2pdma(system, config, open_driver=open_driver),
+        p2pdma_off_reason=_no_p2pdma(system, config, open_driver=open_driver),
         config=config,
         kvikio=_version(system, KVIKIO),
         cufile_version=_version(system, CUFILE),
@@ -188,7 +188,7 @@ def _module(gpu: Gpu) -> Finding:
     if gpu.nvidia_fs:
         return Finding("gpu", "nvidia-fs", gpu.nvidia_fs, "ok")
     why = "the module is not loaded: cuFile would copy through the host"
-    if not gpu.p2pdma:
+    if not gpu.p2pdma_off_reason:
         return Finding("gpu", "nvidia-fs", "not loaded", "ok", "PCI peer-to-peer is used instead")
     do = "install nvidia-gds and modprobe nvidia-fs; in a container: on the host"
     return Finding("gpu", "nvidia-fs", "not loaded", "missing", why, do)
@@ -196,11 +196,11 @@ def _module(gpu: Gpu) -> Finding:
 
 def _peer(gpu: Gpu) -> Finding:
     """Return the finding about PCI peer-to-peer transfers."""
-    if not gpu.p2pdma:
+    if not gpu.p2pdma_off_reason:
         return Finding("gpu", "PCI peer-to-peer", "switched on", "ok")
     if gpu.nvidia_fs:
         return Finding("gpu", "PCI peer-to-peer", "off", "ok", "nvidia-fs does not need it")
-    why = f"to use it instead of nvidia-fs: {gpu.p2pdma}"
+    why = f"to use it instead of nvidia-fs: {gpu.p2pdma_off_reason}"
     return Finding("gpu", "PCI peer-to-peer", "off", "limits", why)
 
 

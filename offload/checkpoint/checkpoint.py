@@ -23,8 +23,7 @@ from offload.checkpoint.reading import (
     read_manifest,
 )
 from offload.checkpoint.sealed_slot import SealedSlot
-from offload.checkpoint.train_state_reading import StoredTrainState, read_train_state_file
-from offload.checkpoint.train_state_reading import train_state_header as train_state_header
+from offload.checkpoint.train_state_reading import read_train_state_file
 from offload.checkpoint.verify import Findings, verify_tensors
 from offload.checkpoint.verify import VerifyReport as VerifyReport
 from offload.errors import (
@@ -35,7 +34,12 @@ from offload.format.header import TensorEntry
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import part_sizes
-from offload.format.train_state import TrainStateFormatError, TrainStateTagError, decode
+from offload.format.train_state import (
+    EncodedState,
+    TrainStateFormatError,
+    TrainStateTagError,
+    decode,
+)
 from offload.format.unreadable import reading
 
 if TYPE_CHECKING:
@@ -176,13 +180,13 @@ class Checkpoint:
         stored = self.read_train_state()
         path = f"{self.path}/{TRAIN_STATE_NAME}"
         try:
-            return decode(stored.state)
+            return decode(stored)
         except TrainStateTagError as error:  # written by a later version, not damaged
             raise TrainStateTagError(f"{path}: {error}") from error
         except TrainStateFormatError as error:
             raise DamagedError(f"{path}: damaged: {error}") from error
 
-    def read_train_state(self) -> StoredTrainState:
+    def read_train_state(self) -> EncodedState:
         """Read and check the train state as it is stored, with the errors of `train_state`."""
         path = f"{self.path}/{TRAIN_STATE_NAME}"
         try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from gds import ALIGNMENT, Backend, File
 from offload.checkpoint.second_look import read_document
 from offload.errors import DamagedError
@@ -19,17 +17,7 @@ from offload.format.train_state import (
 from offload.units import seen_from
 
 
-class StoredTrainState(NamedTuple):
-    """Content and size of a train state's file."""
-
-    state: EncodedState
-    """The encoded train state."""
-
-    capacity_bytes: int
-    """Size of the file in bytes."""
-
-
-def read_train_state_file(backend: Backend, path: str, manifest: Manifest) -> StoredTrainState:
+def read_train_state_file(backend: Backend, path: str, manifest: Manifest) -> EncodedState:
     """Read a train state without building its values. Wrong content is read a second time.
 
     Args:
@@ -47,10 +35,9 @@ def read_train_state_file(backend: Backend, path: str, manifest: Manifest) -> St
             raise DamagedError(f"{path}: {size_bytes} bytes, expected at most {MAX_CAPACITY_BYTES}")
         first_bytes = min(ALIGNMENT, size_bytes)
         read_document(file, first_bytes, lambda first: _refuse_hole(first, file), DamagedError)
-        state = read_document(
+        return read_document(
             file, size_bytes, lambda data: _unpack(data, path, manifest), DamagedError
         )
-    return StoredTrainState(state, size_bytes)
 
 
 def train_state_header(manifest: Manifest) -> dict[str, str]:

@@ -6,32 +6,22 @@ steps are taken. This module only coordinates the two.
 
 from __future__ import annotations
 
-import time
-
 from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.reference import Position
 from offload.engine.reseal import is_unchanged, replace_train_state
-from offload.engine.resume import (
-    choose_checkpoint,
-    give_up_damaged,
-    load_checkpoint,
-    match_checkpoint,
-)
+from offload.engine.resume import restore
 from offload.engine.seal import SealHandle, capture
 from offload.engine.state_passes import step_chunks
 from offload.engine.stats import Stats, collect_stats
 from offload.engine.strategy import Metrics, StepStrategy
 from offload.engine.training_state import Groups, TrainingState
-from offload.errors import DamagedError
 from offload.format.layout import Layout
 from offload.format.train_state import encode
 from offload.format.unreadable import stopping
 from offload.store.frozen_space import FrozenSpace
-from offload.store.opening import StoredCheckpoint
 from offload.store.places import NOTHING_CHANGED
 from offload.store.store import Store
-from offload.stream.state_check import check_state
 from offload.units import size
 
 
@@ -176,79 +166,10 @@ class Engine:
         verify: bool | None = None,
     ) -> Checkpoint | None:
         """Continue from a checkpoint; see `OffloadedOptimizer.restore`."""
-        state, store, lifecycle = self.state, self.store, self.state.lifecycle
-        lifecycle.require_alive()
+        self.state.lifecycle.require_alive()
         self.strategy.give_up()
-        state.collect_seal(wait=True, errors=False)
-        store.look_again(warn_of_refused=False)
-        found = choose_checkpoint(store, which, discard_newer=discard_newer)
-        if found is None:
-            if lifecycle.broken:
-                lifecycle.require_usable()
-            lifecycle.decided = True
-            self.strategy.restored()
-            return None
-        store.keeping.require_none_after(found)
-        while True:
-            try:
-                checkpoint = self.resume(found, groups, verify=verify)
-                break
-            except DamagedError as error:
-                older = give_up_damaged(store, found, error, which)
-                if older is None:
-                    raise DamagedError(f"{error}; {lifecycle.remedy()}") from error
-                found = older
+        checkpoint = restore(self.state, groups, which, discard_newer=discard_newer, verify=verify)
         self.strategy.restored()
-        return checkpoint
-
-    def resume(
-        self,
-        found: StoredCheckpoint,
-        groups: Groups,
-        *,
-        parameters: bool = True,
-        verify: bool | None = None,
-    ) -> Checkpoint:
-        """Make a checkpoint the present state.
-
-        Args:
-            found: One of the store's checkpoints.
-            groups: ``param_groups`` of the optimizer.
-            parameters: Whether parameters, buffers and hyper-parameters are loaded as well.
-            verify: Whether the state is read and checked at once; None to follow the options.
-
-        Raises:
-            DamagedError: The content is not what was written. The model may hold parts of it.
-        """
-        state, store, lifecycle = self.state, self.store, self.state.lifecycle
-        trainables, stored = match_checkpoint(
-            found, groups, state.table.model, state.rule, state.table.state_format
-        )
-        compute = state.choose_device(groups, found.manifest.layout, trainables)
-        started = time.perf_counter()
-        checkpoint = Checkpoint(store.backend, found.path, found.manifest, store.directories[1:])
-        _ = checkpoint.train_state  # read and checked before anything is changed
-        lifecycle.broken = f"restoring {found.path} failed half way"
-        state.forget()
-        state.compute = compute
-        slot = store.slot_of(found)
-        state.table.adopt(found.manifest.layout, trainables, found.manifest.scalars)
-        state.meter.restore_bytes = 0
-        if parameters:
-            state.meter.restore_bytes = load_checkpoint(
-                found, slot, stored, state.block_buffers(), groups
-            )
-        slot.distrust()  # the first pass checks the state, even if this process wrote it
-        if state.options.verify == "at_restore" if verify is None else verify:
-            state.meter.restore_bytes += check_state(
-                state.ring(), slot, state.chunks(), state.meter
-            )
-        store.withdraw_newer(found)  # now that the older one has proved to be readable
-        state.num_steps = found.manifest.step
-        state.slots.resume(slot, found)
-        lifecycle.decided, lifecycle.broken = True, ""
-        lifecycle.steps_settled = state.meter.steps  # steps after the checkpoint are abandoned
-        state.meter.restore_s = time.perf_counter() - started
         return checkpoint
 
     def pin(self, name: str, which: int | str | None) -> None:

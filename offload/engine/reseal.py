@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from offload.checkpoint.checkpoint import Checkpoint, train_state_header
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.seal import SealHandle
 from offload.format.manifest import encode_group
-from offload.format.train_state import EncodedState, pack_encoded
+from offload.format.train_state import EncodedState
 from offload.model.model_file import BlockBuffers, ModelImage, digest_model
 from offload.model.parameters import Stored
 from offload.model.table import ParameterTable
@@ -66,12 +66,8 @@ def replace_train_state(
         gds.StorageError: There is no space. Whichever of the two was not replaced is unchanged.
     """
     checkpoint = Checkpoint(store.backend, sealed.path, sealed.manifest, store.directories[1:])
-    present, capacity_bytes = checkpoint.read_train_state()
-    if present != encoded:
-        packed = pack_encoded(
-            encoded, capacity_bytes=capacity_bytes, header=train_state_header(sealed.manifest)
-        )
-        store.replace_train_state(sealed, packed)
+    if checkpoint.read_train_state() != encoded:
+        store.replace_train_state(sealed, encoded)
     if metrics is not None and metrics != sealed.manifest.metrics:
         store.replace_manifest(sealed, replace(sealed.manifest, metrics=metrics))
         checkpoint = Checkpoint(store.backend, sealed.path, sealed.manifest, store.directories[1:])

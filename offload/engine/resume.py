@@ -1,51 +1,133 @@
-"""Continuing from a checkpoint: match it with the live model, then load the parameters.
+"""Continuing from a checkpoint: choose one, match it with the live model, and load it.
 
-The optimizer state is not read: the next step reads it from the checkpoint. Everything is matched
-by name before anything is changed.
+The optimizer state is not read, unless the user asks for its check: the next step reads it from the
+checkpoint.
 """
 
 from __future__ import annotations
 
 import copy
+import time
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.engine.matching import match_checkpoint
+from offload.engine.training_state import Groups, TrainingState
 from offload.errors import CheckpointError, DamagedError, MismatchError
-from offload.format.arrays import StateFormat
-from offload.format.layout import ParameterSpec
-from offload.format.manifest import Manifest
-from offload.model.loading import check_same
 from offload.model.model_file import BlockBuffers, ModelImage, read_model
-from offload.model.parameters import (
-    Stored,
-    Trainable,
-    check_parameter,
-    describe_model,
-    describe_parameters,
-)
-from offload.model.replacing import replacing
+from offload.model.parameters import Stored
 from offload.store.giving_up import give_up
 from offload.store.opening import StoredCheckpoint
 from offload.store.slot import Slot
 from offload.store.store import Store
-from offload.units import many, said_once, seen_from
-from offload.update.dtypes import DTYPE_CODES
-from offload.update.hyperparameters import check_hyperparameters, check_scalars, rules_of
-from offload.update.rules import UpdateRule
+from offload.stream.state_check import check_state
+from offload.units import said_once, seen_from
 
-_ADVICE = {
-    "call": "restore()",
-    "instead": (
-        "if this is another run, give it another directory=, or pass fresh=True to start over"
-    ),
-}
-"""Advice for the user about a checkpoint of another model."""
+_CALLER = 5
+"""Stack level of the code that called the optimizer's `restore`, seen from the helpers of `restore`
+here that warn."""
 
 
-def choose_checkpoint(
+def restore(
+    state: TrainingState,
+    groups: Groups,
+    which: int | str | None,
+    *,
+    discard_newer: bool,
+    verify: bool | None = None,
+) -> Checkpoint | None:
+    """Continue from a checkpoint of the store, or from the one before it if it is damaged.
+
+    Args:
+        state: State that the checkpoint replaces. No step may be in flight.
+        groups: ``param_groups`` of the optimizer.
+        which: Step number, or path or name of the checkpoint's directory; None for the newest.
+        discard_newer: Whether newer checkpoints may be given up.
+        verify: Whether the state is read and checked at once; None to follow the options.
+
+    Returns:
+        The checkpoint; None if the store has none and none was asked for.
+
+    Raises:
+        CheckpointNotFoundError: No checkpoint has that step, path or name.
+        CheckpointError: There are checkpoints, but none can be used.
+        MismatchError: The checkpoint does not fit the optimizer and the model, or there are newer
+            checkpoints and `discard_newer` is not set.
+        DamagedError: The content is not what was written, and no older checkpoint may take its
+            place. The model may hold parts of it.
+    """
+    store, lifecycle = state.store, state.lifecycle
+    state.collect_seal(wait=True, errors=False)
+    store.look_again(warn_of_refused=False)
+    found = _choose(store, which, discard_newer=discard_newer)
+    if found is None:
+        if lifecycle.broken:
+            lifecycle.require_usable()
+        lifecycle.decided = True
+        return None
+    store.keeping.require_none_after(found)
+    while True:
+        try:
+            return resume(state, groups, found, verify=verify)
+        except DamagedError as error:
+            older = _give_up_damaged(store, found, error, which)
+            if older is None:
+                raise DamagedError(f"{error}; {lifecycle.remedy()}") from error
+            found = older
+
+
+def resume(
+    state: TrainingState,
+    groups: Groups,
+    found: StoredCheckpoint,
+    *,
+    parameters: bool = True,
+    verify: bool | None = None,
+) -> Checkpoint:
+    """Make a checkpoint the present state.
+
+    Args:
+        state: State that the checkpoint replaces.
+        groups: ``param_groups`` of the optimizer.
+        found: One of the store's checkpoints.
+        parameters: Whether parameters, buffers and hyper-parameters are loaded as well.
+        verify: Whether the state is read and checked at once; None to follow the options.
+
+    Raises:
+        MismatchError: The checkpoint does not fit the optimizer and the model. Nothing has changed.
+        DamagedError: The content is not what was written. The model may hold parts of it.
+    """
+    store, lifecycle = state.store, state.lifecycle
+    trainables, stored = match_checkpoint(
+        found, groups, state.table.model, state.rule, state.table.state_format
+    )
+    compute = state.choose_device(groups, found.manifest.layout, trainables)
+    started = time.perf_counter()
+    checkpoint = Checkpoint(store.backend, found.path, found.manifest, store.directories[1:])
+    _ = checkpoint.train_state  # read and checked before anything is changed
+    lifecycle.broken = f"restoring {found.path} failed half way"
+    state.forget()
+    state.compute = compute
+    slot = store.slot_of(found)
+    state.table.adopt(found.manifest.layout, trainables, found.manifest.scalars)
+    state.meter.restore_bytes = 0
+    if parameters:
+        state.meter.restore_bytes = _load(found, slot, stored, state.block_buffers(), groups)
+    slot.distrust()  # the first pass checks the state, even if this process wrote it
+    if state.options.verify == "at_restore" if verify is None else verify:
+        state.meter.restore_bytes += check_state(state.ring(), slot, state.chunks(), state.meter)
+    store.withdraw_newer(found)  # now that the older one has proved to be readable
+    state.num_steps = found.manifest.step
+    state.slots.resume(slot, found)
+    lifecycle.decided, lifecycle.broken = True, ""
+    lifecycle.steps_settled = state.meter.steps  # steps after the checkpoint are abandoned
+    state.meter.restore_s = time.perf_counter() - started
+    return checkpoint
+
+
+def _choose(
     store: Store, which: int | str | None, *, discard_newer: bool
 ) -> StoredCheckpoint | None:
     """Return the checkpoint to restore; None if there is none and none was asked for.
@@ -64,7 +146,7 @@ def choose_checkpoint(
     """
     reasons = said_once([seen_from(path, reason) for path, reason in store.refused])
     for (path, _), reason in zip(store.refused, reasons, strict=True):
-        warnings.warn(f"not using {path}: {reason}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"not using {path}: {reason}", RuntimeWarning, stacklevel=_CALLER)
     newest = store.newest
     found = newest if which is None else store.find(which)
     if found is None and store.refused:
@@ -82,7 +164,7 @@ def choose_checkpoint(
     return found
 
 
-def give_up_damaged(
+def _give_up_damaged(
     store: Store, damaged: StoredCheckpoint, error: DamagedError, which: int | str | None
 ) -> StoredCheckpoint | None:
     """Quarantine a damaged checkpoint, and choose the newest one left, with a warning.
@@ -107,142 +189,12 @@ def give_up_damaged(
     warnings.warn(
         f"{error}. {damaged.path} is quarantined; continuing from the one before it, {newest.path}",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=_CALLER,
     )
     return newest
 
 
-def match_checkpoint(
-    checkpoint: StoredCheckpoint,
-    groups: Sequence[Mapping[str, Any]],
-    model: torch.nn.Module | None,
-    rule: UpdateRule,
-    state_format: StateFormat,
-) -> tuple[list[Trainable], list[Stored]]:
-    """Find, by name, the live tensor for every tensor of a checkpoint.
-
-    The hyper-parameters are those of the checkpoint, as in torch's `load_state_dict`. A parameter
-    that has state and is frozen now keeps its state, and is not stepped. A parameter that was
-    frozen when the checkpoint was made and is trained now joins with the next step, like an added
-    one.
-
-    Args:
-        checkpoint: Checkpoint to match.
-        groups: ``param_groups`` of the optimizer.
-        model: Model of the optimizer, or None.
-        rule: Update rule of the optimizer.
-        state_format: Form in which the optimizer stores its state.
-
-    Returns:
-        The trainable parameters in the checkpoint's order, and the tensors of its model file.
-
-    Raises:
-        MismatchError: The optimizer class, the groups, or names, shapes or dtypes are different.
-        CheckpointError: The class cannot have the checkpoint's hyper-parameters or scalar state.
-    """
-    manifest, path = checkpoint.manifest, checkpoint.path
-    if manifest.optimizer != rule.class_name:
-        raise MismatchError(
-            f"{path} was made with {manifest.optimizer}, this optimizer is {rule.class_name}: "
-            "construct the same class, or use another directory"
-        )
-    check_hyperparameters(manifest, rule.defaults, path)
-    if len(manifest.groups) != len(groups):
-        raise MismatchError(
-            f"{path} has {many(len(manifest.groups), 'parameter group')}, this optimizer has "
-            f"{len(groups)}: construct it with the same groups, and add those that were added "
-            "during training, before calling restore()"
-        )
-    restored = [
-        {**rule.defaults, **saved, **{k: g[k] for k in ("params", "param_names") if k in g}}
-        for saved, g in zip(manifest.groups, groups, strict=True)
-    ]
-    check_scalars(manifest, rules_of(rule, restored, path), path)
-    saved_specs = {spec.name: spec for spec in manifest.layout.parameters}
-    live = {
-        t.spec.name: t
-        for t in describe_parameters(
-            restored, model, rule, state_format, also=saved_specs, constructed=True
-        )
-    }
-    held = {tensor.name for tensor in manifest.layout.model}
-    for name in live.keys() & held - saved_specs.keys():
-        del live[name]  # it was frozen in the checkpoint, and joins with the next step
-    live |= _not_given(manifest, restored, model, rule, state_format, live.keys(), path)
-    check_same(
-        {n: (s.dtype, s.shape) for n, s in saved_specs.items()},
-        {n: (t.spec.dtype, t.spec.shape) for n, t in live.items()},
-        path,
-        **_ADVICE,
-    )
-    for name, spec in saved_specs.items():
-        if live[name].spec != spec:
-            raise MismatchError(
-                f"{path}: parameter {name!r} was in group {spec.group} and kept "
-                f"{list(spec.arrays)}; it is in group {live[name].spec.group} and would keep "
-                f"{list(live[name].spec.arrays)}. Construct the optimizer with the same groups and "
-                "with the same Options(master=, state_dtype=)."
-            )
-    if manifest.layout.state_dtype != state_format.state_dtype:
-        raise MismatchError(
-            f"{path} keeps its state as {manifest.layout.state_dtype}, this optimizer as "
-            f"{state_format.state_dtype}: pass "
-            f"options=Options(state_dtype={manifest.layout.state_dtype!r})"
-        )
-    trainables = [live[spec.name] for spec in manifest.layout.parameters]
-    with replacing():
-        stored = describe_model(model, groups, trainables)
-    check_same(
-        {t.name: (t.dtype, t.shape) for t in manifest.layout.model},
-        {item.spec.name: (item.spec.dtype, item.spec.shape) for item in stored},
-        path,
-        **_ADVICE,
-    )
-    return trainables, stored
-
-
-def _not_given(
-    manifest: Manifest,
-    groups: Sequence[Mapping[str, Any]],
-    model: torch.nn.Module | None,
-    rule: UpdateRule,
-    state_format: StateFormat,
-    given: Container[str],
-    path: str,
-) -> dict[str, Trainable]:
-    """Find parameters of the model that have state but are in no group; their state is kept.
-
-    These parameters are frozen now, or had been taken out of their group before the checkpoint.
-
-    Raises:
-        MismatchError: A parameter requires gradients, and may have been in a group of the
-            checkpoint.
-    """
-    parameters = {} if model is None else dict(model.named_parameters())
-    names = [tensor.name for tensor in manifest.layout.model]
-    were_given = {names[i] for group in manifest.order or () for i in group}
-    found = {}
-    for spec in manifest.layout.parameters:
-        parameter = parameters.get(spec.name)
-        if spec.name in given or parameter is None:
-            continue
-        if parameter.requires_grad and (manifest.order is None or spec.name in were_given):
-            raise MismatchError(
-                f"{path}: parameter {spec.name!r} has optimizer state in the checkpoint and "
-                "requires gradients now, but was not given to this optimizer. Construct it with "
-                "that parameter, too, or freeze the parameter (requires_grad_(False)): then its "
-                "state is kept for later"
-            )
-        check_parameter(spec.name, parameter)
-        dtype = DTYPE_CODES[parameter.dtype]
-        arrays = state_format.stored_arrays(dtype, rule.rule(groups[spec.group]).arrays)
-        shape = tuple(parameter.shape)
-        now = ParameterSpec(spec.name, dtype, shape, spec.group, arrays)
-        found[spec.name] = Trainable(now, parameter)
-    return found
-
-
-def load_checkpoint(
+def _load(
     checkpoint: StoredCheckpoint,
     slot: Slot,
     stored: Sequence[Stored],

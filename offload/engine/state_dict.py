@@ -10,6 +10,7 @@ from offload.device.staging import flat_tensors
 from offload.engine.caller_hints import warn_unsealed
 from offload.engine.engine import Engine
 from offload.engine.reference import find_referenced, read_reference, reference_to
+from offload.engine.resume import resume
 from offload.engine.state_passes import new_pass, run_pass
 from offload.engine.training_state import Groups
 from offload.errors import DamagedError, MismatchError
@@ -19,7 +20,7 @@ from offload.exchange.torch_dicts import (
     load_groups,
     num_steps,
     read_state_dict,
-    said_steps,
+    stated_steps,
 )
 from offload.store.giving_up import give_up
 from offload.stream.passes import RingPass
@@ -65,7 +66,7 @@ def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any])
         state.lifecycle.require_alive()
         state.collect_seal(wait=True, errors=False)
         try:
-            engine.resume(found, groups, parameters=False)
+            resume(state, groups, found, parameters=False)
         except DamagedError as error:
             refusal = give_up(engine.store, found, error)
             raise DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}") from error
@@ -127,7 +128,7 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
             "and 'param_groups'"
         )
     state = engine.state
-    said = said_steps(state_dict)
+    said = stated_steps(state_dict)
     state.lifecycle.require_usable()
     merged, states = read_state_dict(state_dict, groups, state.rule)
     layout, trainables = state.table.describe(merged)

@@ -10,7 +10,7 @@ import torch
 from offload.engine.chunk_pass import ChunkWork, StatePass
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError
-from offload.model.watch import settle_all
+from offload.model.watch import announce_uses
 from offload.store.giving_up import give_up
 from offload.store.slot import Slot
 from offload.update.device_updater import DeviceUpdater
@@ -50,7 +50,7 @@ def begin_pass(
 ) -> StatePass:
     """Prepare a step over every chunk that needs it, or over all chunks if the state moves."""
     table, traffic = state.table, state.meter.traffic
-    settle_all(t.tensor for t in table.trainables)
+    announce_uses(t.tensor for t in table.trainables)
     inputs = StepInputs(
         layout=state.layout,
         groups=groups,

@@ -27,7 +27,7 @@ from offload.format.layout import Layout
 from offload.model.model_file import BlockBuffers
 from offload.model.table import ParameterTable
 from offload.options import Options
-from offload.placement.choose import StateDevice
+from offload.placement.choose import PlacementChooser
 from offload.retention.policy import Retention
 from offload.store.slot import Slot
 from offload.store.store import Store
@@ -96,7 +96,7 @@ class TrainingState:
         self.meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
         self.drives = Drives(directories, options, self.meter.trace, device)
         self.memory = WorkingMemory(self.drives, options, self.meter)
-        self._state_device = StateDevice(options, rule, self.pool, self.drives)
+        self._placement = PlacementChooser(options, rule, self.pool, self.drives)
         try:
             backends = self.drives.backends
             self.store = store = Store(
@@ -160,7 +160,7 @@ class TrainingState:
         self, groups: Groups, layout: Layout, trainables: Sequence[Any]
     ) -> Compute | None:
         """Return the `Compute` of the device that will update a state; None for the CPU."""
-        return self._state_device.choose(groups, layout, trainables)
+        return self._placement.choose(groups, layout, trainables)
 
     def relayout(self, groups: Groups) -> bool:
         """Update the layout for parameters and model tensors that are new since the last call.

@@ -29,7 +29,7 @@ Progress: TypeAlias = Callable[[int, int], object]
 
 
 class CheckpointStream:
-    """Source of an export's data: one checkpoint, read in order. Made by `open_stream`.
+    """Source of an export's data: one checkpoint, read in order; see `open_stream`.
 
     Args:
         checkpoint: The open checkpoint, locked against recycling.
@@ -67,7 +67,7 @@ class CheckpointStream:
         return write_scalars(values) if values is not None else {}
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return torch's parameter groups: hyper-parameters, names, and numbers in their order."""
+        """Return parameter groups as in torch's state dict, with parameter numbers and names."""
         layout, out, number = self.layout, [], 0
         for hyper, members in zip(self.manifest.groups, self._members(), strict=True):
             group = {k: v for k, v in hyper.items() if k not in ("params", "param_names")}

@@ -17,7 +17,13 @@ import torch
 from offload.errors import CheckpointError
 from offload.exchange.dcp_writer import boxes
 from offload.exchange.foreign_paths import require_file
-from offload.exchange.pickle_reading import MAX_PICKLE_BYTES, Name, PickleError, Record, read_pickle
+from offload.exchange.pickle_reading import (
+    MAX_PICKLE_BYTES,
+    PickleError,
+    Record,
+    StandIn,
+    read_pickle,
+)
 from offload.exchange.stored_tensor import StoredTensor, scratch_tensor
 from offload.exchange.torch_reading import DTYPES, read_structure
 
@@ -29,11 +35,11 @@ _MAX_DEPTH = 64
 _MAX_NAME_BYTES = 4096
 
 
-def _record(kind: str) -> Name:
-    return Name(kind, lambda *arguments: Record(kind, *arguments))
+def _record(kind: str) -> StandIn:
+    return StandIn(kind, lambda *arguments: Record(kind, *arguments))
 
 
-def _same(value: Any = None, *_: Any) -> Any:
+def _identity(value: Any = None, *_: Any) -> Any:
     return value
 
 
@@ -54,18 +60,18 @@ _NAMES: Final[Mapping[tuple[str, str], Any]] = {
             "TensorStorageMetadata",
         )
     },
-    (_METADATA, "_MEM_FORMAT_ENCODING"): Name("_MEM_FORMAT_ENCODING", _same),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): StandIn("_MEM_FORMAT_ENCODING", _identity),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("_StorageInfo"),
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _record("_StoragePrefix"),
-    ("torch.serialization", "_get_layout"): Name("_get_layout", _same),
-    ("torch", "Size"): Name("torch.Size", tuple, copies=True),
-    ("torch", "device"): Name("torch.device", _same),
+    ("torch.serialization", "_get_layout"): StandIn("_get_layout", _identity),
+    ("torch", "Size"): StandIn("torch.Size", tuple, copies=True),
+    ("torch", "device"): StandIn("torch.device", _identity),
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
     **{
-        ("pathlib", kind): Name(kind, _path, copies=True)
+        ("pathlib", kind): StandIn(kind, _path, copies=True)
         for kind in ("Path", "PosixPath", "PurePosixPath")
     },
-    ("collections", "OrderedDict"): Name("OrderedDict", dict),
+    ("collections", "OrderedDict"): StandIn("OrderedDict", dict),
 }
 
 
@@ -139,7 +145,7 @@ class _Directory:
         for key, what in metadata["state_dict_metadata"].items():
             if not isinstance(key, str) or len(key) > _MAX_NAME_BYTES:
                 raise PickleError(f"a key is not a string: {str(key)[:80]!r}")
-            _put(root, names.get(key) or tuple(key.split(".")), self._value(key, what))
+            _insert(root, names.get(key) or tuple(key.split(".")), self._value(key, what))
         return _with_lists(root)
 
     def _value(self, key: str, what: Any) -> Any:
@@ -182,7 +188,7 @@ class _Directory:
         return f"{self.path}/{name}", begin, begin + length
 
 
-def _put(root: dict[Any, Any], names: Any, value: Any) -> None:
+def _insert(root: dict[Any, Any], names: Any, value: Any) -> None:
     """Put a value into nested dictionaries, under a path of names."""
     if type(names) is not tuple or not 0 < len(names) <= _MAX_DEPTH:
         raise PickleError(f"a name of {len(names)} parts, at most {_MAX_DEPTH} are read")

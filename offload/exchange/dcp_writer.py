@@ -118,7 +118,7 @@ class _Source:
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Planner of boxes in the order of the stream; a box is read at the moment it is written.
+    """Planner that cuts tensors into boxes in stream order, and reads each box on demand.
 
     Args:
         stream: Checkpoint that the data is read from.

@@ -1,9 +1,9 @@
-"""Destination of an export: it appears under its name once it is whole, or leaves nothing.
+"""Destination of an export, which gets its name once it is complete, or is removed.
 
-If it can be known beforehand that the destination cannot be written, the export fails before it
-reads anything. torch's own writers report a full disk or a missing permission in words of their
-implementation and without an error number. This module turns those reports into errors that name
-the path and the next thing to do.
+If the destination obviously cannot be written, the export fails before it reads anything. torch's
+own writers report a full disk or a missing permission in words of their implementation and without
+an error number. This module turns those reports into errors that name the path and the next thing
+to do.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from offload.units import size
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 """Error numbers that mean that this user cannot make a file in a directory."""
 
-_TORCHS = ("inline_container", "iostream error", "PytorchStreamWriter")
+_TORCH_WRITER_WORDS = ("inline_container", "iostream error", "PytorchStreamWriter")
 """Words that mark a `RuntimeError` as raised by torch's file writer."""
 
 _LEFT_NOTHING = "No partial file is left"
 
 
 @contextmanager
-def appearing(backend: Backend, target: str, needed_bytes: int) -> Iterator[str]:
+def atomic_output(backend: Backend, target: str, needed_bytes: int) -> Iterator[str]:
     """Yield a temporary path to write to; rename it to the target at the end.
 
     The rename is durable when the block ends; the caller syncs the content of files. If the block
@@ -52,14 +52,14 @@ def appearing(backend: Backend, target: str, needed_bytes: int) -> Iterator[str]
         )
     partial = f"{target}.partial"
     for path in (target, partial):
-        if _is_there(backend, path):
+        if _exists(backend, path):
             raise StoreError(
                 errno.EEXIST,
                 "it already exists; remove it, or export elsewhere",
                 path,
             )
     try:
-        _try_out(backend, partial, needed_bytes)
+        _require_writable(backend, partial, needed_bytes)
         yield partial
         stat = backend.stat(partial)
         if stat is not None and stat.kind == "directory":
@@ -67,13 +67,13 @@ def appearing(backend: Backend, target: str, needed_bytes: int) -> Iterator[str]
         backend.rename(partial, target)
         backend.sync_dir(directory)
     except BaseException as error:
-        # The first error says more. The next export names a temporary file that stays.
+        # If the removal fails, too, the first error says more. The next export names the leftover.
         with suppress(StorageError):
             _remove(backend, partial)
         if isinstance(error, StorageError) and not isinstance(error, OffloadError):
-            named = _named(backend, error, target, needed_bytes)
-            if named is not None:
-                raise named from error
+            explained = _explained(backend, error, target, needed_bytes)
+            if explained is not None:
+                raise explained from error
         raise
 
 
@@ -95,26 +95,26 @@ def torch_writing(path: str, needed_bytes: int = 0) -> Iterator[None]:
     except OSError as error:
         raise StorageError(error.errno or errno.EIO, "write", path) from error
     except RuntimeError as error:
-        said = str(error)
-        if not any(word in said for word in _TORCHS):
+        message = str(error)
+        if not any(word in message for word in _TORCH_WRITER_WORDS):
             raise
-        raise StorageError(_number_of(said, path, needed_bytes), "write", path) from error
+        raise StorageError(_errno_of(message, path, needed_bytes), "write", path) from error
 
 
-def _number_of(said: str, path: str, needed_bytes: int) -> int:
+def _errno_of(message: str, path: str, needed_bytes: int) -> int:
     """Return the error number for a message of torch, which may not name the cause.
 
-    If the message names none, the error is ENOSPC if the space left is too small, else EIO.
+    For a message without a cause this is ENOSPC if the space left is too small, and EIO otherwise.
     """
     for number in (*_FORBIDDEN, *FULL, errno.EIO):
-        if os.strerror(number) in said:
+        if os.strerror(number) in message:
             return number
     space = os.statvfs(os.path.dirname(path))
-    is_full = space.f_bavail * space.f_frsize < max(needed_bytes - _taken(path), 1)
+    is_full = space.f_bavail * space.f_frsize < max(needed_bytes - _disk_usage(path), 1)
     return errno.ENOSPC if is_full else errno.EIO
 
 
-def _taken(path: str) -> int:
+def _disk_usage(path: str) -> int:
     """Return the disk space that a file, or the files of a directory, occupy, in bytes."""
     files = [path]
     if os.path.isdir(path):
@@ -122,7 +122,7 @@ def _taken(path: str) -> int:
     return sum(os.stat(file).st_blocks * 512 for file in files if os.path.exists(file))
 
 
-def _try_out(backend: Backend, partial: str, needed_bytes: int) -> None:
+def _require_writable(backend: Backend, partial: str, needed_bytes: int) -> None:
     """Raise `StorageError` if a file cannot be made at a path, or its disk has too little space."""
     backend.create(partial, 0).close()
     backend.remove(partial)
@@ -130,12 +130,13 @@ def _try_out(backend: Backend, partial: str, needed_bytes: int) -> None:
         raise StorageError(errno.ENOSPC, f"reserve {needed_bytes} bytes", partial)
 
 
-def _named(
+def _explained(
     backend: Backend, error: StorageError, target: str, needed_bytes: int
 ) -> StoreError | None:
     """Return the error to raise for a failed write of the export.
 
-    None means that the error concerns another path (one that is read), or has another cause.
+    The result is None if the error concerns another path (such as one that is read), or has a cause
+    that this module does not explain.
     """
     directory = os.path.dirname(target)
     where = os.fsdecode(error.filename or "")
@@ -159,7 +160,7 @@ def _named(
     return None
 
 
-def _is_there(backend: Backend, path: str) -> bool:
+def _exists(backend: Backend, path: str) -> bool:
     try:
         return backend.stat(path) is not None
     except StorageError as error:

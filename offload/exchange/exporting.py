@@ -19,9 +19,9 @@ from offload.ambient import called_as_user, in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import DamagedError, MismatchError
 from offload.exchange.checkpoint_stream import CheckpointStream, Progress, open_stream
-from offload.exchange.destination import appearing
+from offload.exchange.destination import atomic_output
 from offload.exchange.torch_dicts import MASTERS, NUM_STEPS
-from offload.exchange.torch_file import Room, write_structure, write_tensor
+from offload.exchange.torch_file import Placeholder, write_structure, write_tensor
 from offload.format.arrays import MASTER
 from offload.format.header import Header, build_header
 from offload.format.layout import array_file_name
@@ -99,7 +99,7 @@ def _export(
 ) -> None:
     with (
         open_stream(checkpoint, progress) as stream,
-        appearing(backend, target, stream.total_bytes) as partial,
+        atomic_output(backend, target, stream.total_bytes) as partial,
     ):
         if to == "pt":
             _export_pt(backend, stream, partial)
@@ -116,24 +116,24 @@ def _export(
 
 
 def _export_pt(backend: Backend, stream: CheckpointStream, path: str) -> None:
-    model = {t.name: Room(t.shape, DTYPES[t.dtype]) for t in stream.layout.model}
+    model = {t.name: Placeholder(t.shape, DTYPES[t.dtype]) for t in stream.layout.model}
     aliases = {alias: model[t.name] for t in stream.layout.model for alias in t.aliases}
-    rooms: dict[_Key, Room] = {}
-    optimizer = _state_dict(stream, _room_maker(stream, rooms), by_name=False)
-    optimizer[MASTERS] = _masters(stream, rooms)
+    placeholders: dict[_Key, Placeholder] = {}
+    optimizer = _state_dict(stream, _placeholder_maker(stream, placeholders), by_name=False)
+    optimizer[MASTERS] = _masters(stream, placeholders)
     value = {"model": {**model, **aliases}, "optimizer": optimizer, "step": stream.manifest.step}
     file, offsets = write_structure(path, value)(backend)
-    with _written(file):
-        _write_model(stream, {name: (file, offsets[room]) for name, room in model.items()})
-        _write_state(stream, {key: (file, offsets[room]) for key, room in rooms.items()})
+    with _synced(file):
+        _write_model(stream, {name: (file, offsets[tensor]) for name, tensor in model.items()})
+        _write_state(stream, {key: (file, offsets[tensor]) for key, tensor in placeholders.items()})
 
 
 def _export_hf(backend: Backend, stream: CheckpointStream, path: str) -> None:
-    rooms: dict[_Key, Room] = {}
-    optimizer = _state_dict(stream, _room_maker(stream, rooms), by_name=False)
+    placeholders: dict[_Key, Placeholder] = {}
+    optimizer = _state_dict(stream, _placeholder_maker(stream, placeholders), by_name=False)
     file, offsets = write_structure(f"{path}/{OPTIMIZER_PT}", optimizer)(backend)
-    places = {key: (file, offsets[room]) for key, room in rooms.items()}
-    with _written(file), _array_files(backend, stream, path, [MASTER]) as masters:
+    places = {key: (file, offsets[tensor]) for key, tensor in placeholders.items()}
+    with _synced(file), _array_files(backend, stream, path, [MASTER]) as masters:
         _copy_model(backend, stream, f"{path}/{MODEL_NAME}")
         _write_state(stream, {**places, **masters})
 
@@ -158,7 +158,7 @@ def _export_safetensors(backend: Backend, stream: CheckpointStream, path: str) -
     }
     text = json.dumps(document, indent=1).encode()
     file = backend.create(f"{path}/{OPTIMIZER_JSON}", len(text))
-    with _written(file):
+    with _synced(file):
         file.write_bytes(text, 0)
     with _array_files(backend, stream, path, list(arrays)) as places:
         _copy_model(backend, stream, f"{path}/{MODEL_NAME}")
@@ -172,8 +172,8 @@ def _state_dict(
 
     Args:
         stream: The checkpoint.
-        make: Returns the value for a parameter's index and the name of a state array.
-        by_name: Whether keys are the names of parameters, and not their numbers.
+        make: Function that returns the value for a parameter's index and a state array's name.
+        by_name: Whether the names of parameters are the keys, instead of their numbers.
 
     Raises:
         MismatchError: torch's optimizer could not load the dict; see `_require_stepped`.
@@ -217,17 +217,21 @@ def _require_stepped(stream: CheckpointStream) -> None:
             )
 
 
-def _room_maker(stream: CheckpointStream, rooms: dict[_Key, Room]) -> Callable[[int, str], Room]:
-    def make(index: int, name: str) -> Room:
-        """Return the room of a parameter's state array, made at the first call."""
-        room = Room(stream.layout.parameters[index].shape, torch.float32)
-        return rooms.setdefault((index, name), room)
+def _placeholder_maker(
+    stream: CheckpointStream, placeholders: dict[_Key, Placeholder]
+) -> Callable[[int, str], Placeholder]:
+    def make(index: int, name: str) -> Placeholder:
+        """Return the placeholder of a parameter's state array, made at the first call."""
+        placeholder = Placeholder(stream.layout.parameters[index].shape, torch.float32)
+        return placeholders.setdefault((index, name), placeholder)
 
     return make
 
 
-def _masters(stream: CheckpointStream, rooms: dict[_Key, Room]) -> dict[int, Room]:
-    make = _room_maker(stream, rooms)
+def _masters(
+    stream: CheckpointStream, placeholders: dict[_Key, Placeholder]
+) -> dict[int, Placeholder]:
+    make = _placeholder_maker(stream, placeholders)
     indices = {p.name: i for i, p in enumerate(stream.layout.parameters)}
     return {
         number: make(indices[name], MASTER)
@@ -238,7 +242,7 @@ def _masters(stream: CheckpointStream, rooms: dict[_Key, Room]) -> dict[int, Roo
 
 
 @contextmanager
-def _written(*files: File, more: Sequence[File] = ()) -> Iterator[None]:
+def _synced(*files: File, more: Sequence[File] = ()) -> Iterator[None]:
     """Sync files at the end of the block, and close them; `more` may grow within the block."""
     try:
         yield
@@ -263,7 +267,7 @@ def _array_files(
     parameters = stream.layout.parameters
     places: dict[_Key, tuple[File, int]] = {}
     files: list[File] = []
-    with _written(more=files):
+    with _synced(more=files):
         for array in names:
             have = [i for i in range(len(parameters)) if array in stream.exported_arrays(i)]
             if not have:
@@ -291,7 +295,7 @@ def _create(backend: Backend, path: str, header: Header) -> File:
 def _copy_model(backend: Backend, stream: CheckpointStream, path: str) -> None:
     header = stream.layout.model_header
     file = _create(backend, path, header)
-    with _written(file):
+    with _synced(file):
         for start, data in stream.model_blocks():
             file.write_bytes(data, header.data_start + start)
 

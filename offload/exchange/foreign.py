@@ -26,20 +26,20 @@ _SNIFFED_BYTES = 512
 
 
 @dataclass(slots=True)
-class Foreign:
+class ForeignCheckpoint:
     """A checkpoint of another program; its tensors are read when they are needed."""
 
     path: str
     """Path of the checkpoint, for messages."""
 
     model: Mapping[str, TensorSource]
-    """Every tensor of the model's state dict, tied tensors once."""
+    """Every tensor of the model's state dict, by name. Tied tensors are listed once."""
 
     optimizer: Mapping[str, Any]
     """torch's state dict of the optimizer, keyed by numbers or names of parameters."""
 
     masters: Mapping[Any, TensorSource] = field(default_factory=dict)
-    """FP32 parameters, by the same numbers or names."""
+    """FP32 values of parameters, keyed like the state in `optimizer`."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of tied tensors, each with its name in `model`."""
@@ -56,7 +56,7 @@ class Foreign:
 
 
 @in_neutral
-def open_foreign(path: str, model: str | None = None) -> Foreign:
+def open_foreign(path: str, model: str | None = None) -> ForeignCheckpoint:
     """Recognize the format of another program's checkpoint, and open it.
 
     Known formats:
@@ -96,7 +96,7 @@ def open_foreign(path: str, model: str | None = None) -> Foreign:
     return _from_structure(path, read_structure(path), model)
 
 
-def _from_structure(path: str, found: Any, model: str | None) -> Foreign:
+def _from_structure(path: str, found: Any, model: str | None) -> ForeignCheckpoint:
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected state dicts")
     optimizer: Any = found
@@ -109,7 +109,7 @@ def _from_structure(path: str, found: Any, model: str | None) -> Foreign:
         )
     masters = optimizer.get(MASTERS) or found.get(MASTERS) or {}
     check_optimizer(path, optimizer, masters)
-    out = Foreign(path, {}, optimizer, masters)
+    out = ForeignCheckpoint(path, {}, optimizer, masters)
     for holder, key in ((found, "step"), (optimizer, NUM_STEPS)):
         if key in holder:
             out.step, out.step_from = holder[key], f"{key!r} in {path}"
@@ -125,7 +125,7 @@ def _from_structure(path: str, found: Any, model: str | None) -> Foreign:
     return _with_tensors(out, tensors)
 
 
-def _open_hf(path: str, model: str | None) -> Foreign:
+def _open_hf(path: str, model: str | None) -> ForeignCheckpoint:
     optimizer = read_structure(f"{path}/optimizer.pt")
     out = _from_structure(path, optimizer, model or _model_file(path))
     if os.path.exists(f"{path}/master.safetensors"):
@@ -166,7 +166,7 @@ def _require_torch_file(path: str, accepted: str) -> None:
 
 
 def _looks_like(start: bytes) -> str:
-    """Return a description of a file, given its first bytes; empty if it may be of `torch.save`."""
+    """Return the format of a file, given its first bytes; empty if it may be of `torch.save`."""
     if not start:
         return "is empty"
     if start.startswith(b"GGUF"):
@@ -188,7 +188,7 @@ def _model_file(path: str) -> str:
     raise CheckpointError(f"{path}: has none of {', '.join(names)}")
 
 
-def _with_model(foreign: Foreign, path: str) -> Foreign:
+def _with_model(foreign: ForeignCheckpoint, path: str) -> ForeignCheckpoint:
     if path.endswith(".index.json"):
         tensors: dict[str, StoredTensor] = {}
         for shard in _shards(path):
@@ -222,8 +222,8 @@ def _shards(path: str) -> list[str]:
     return shards
 
 
-def _with_tensors(foreign: Foreign, found: Mapping[str, Any]) -> Foreign:
-    """Add the tensors of a model's state dict to `foreign`, tied tensors once."""
+def _with_tensors(foreign: ForeignCheckpoint, found: Mapping[str, Any]) -> ForeignCheckpoint:
+    """Add the tensors of a model's state dict to `foreign`, and list tied tensors once."""
     model: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -235,7 +235,7 @@ def _with_tensors(foreign: Foreign, found: Mapping[str, Any]) -> Foreign:
                 f"{foreign.path}: a key of the model's state dict is {name!a:.80}, expected "
                 "Unicode text"
             )
-        key = getattr(tensor, "place", None)
+        key = getattr(tensor, "tie_key", None)
         if key is not None and key in first:
             aliases[name] = first[key]
             continue

@@ -54,7 +54,7 @@ def check_optimizer(path: str, optimizer: Mapping[str, Any], masters: Any) -> No
 
 
 def check_model(path: str, model: Mapping[str, Any]) -> None:
-    """Check that a checkpoint can hold the tensors of a model.
+    """Check that a store's checkpoint can hold the tensors of another program's model.
 
     Args:
         path: Path of the file, for messages.
@@ -82,8 +82,8 @@ def hyperparameters(
         defaults: Default hyper-parameters of the optimizer class.
 
     Raises:
-        CheckpointError: The class does not take the type of a hyper-parameter, or the value is a
-            tensor without a single real number, or it cannot be stored. The message names it.
+        CheckpointError: A hyper-parameter has a type that the class does not take, is a tensor but
+            not a single real number, or cannot be stored. The message names it.
     """
     found = {
         key: _value(f"{path}: param_groups[{index}][{key!r:.80}]", value)
@@ -100,7 +100,7 @@ def hyperparameters(
     return hyper
 
 
-def count_of_steps(value: Any, where: str) -> int:
+def checked_step_count(value: Any, where: str) -> int:
     """Return a number of optimizer steps, which may have any of several types in a file.
 
     Args:

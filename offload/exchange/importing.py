@@ -11,27 +11,25 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from offload.ambient import called_as_user, in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.errors import MismatchError, StoreError
-from offload.exchange.foreign import Foreign, open_foreign
-from offload.exchange.foreign_checks import check_model, count_of_steps, hyperparameters
-from offload.exchange.torch_dicts import NO_ENTRY, num_steps, read_parameter_state, scalar_template
+from offload.errors import StoreError
+from offload.exchange.foreign import ForeignCheckpoint, open_foreign
+from offload.exchange.foreign_checks import check_model
+from offload.exchange.foreign_parameters import (
+    ForeignParameter,
+    match_parameters,
+    step_count,
+    with_ties,
+)
 from offload.format.arrays import MASTER_LOW
 from offload.format.chunk_plan import Piece
 from offload.format.header import Header
-from offload.format.layout import (
-    Layout,
-    ModelTensor,
-    ParameterSpec,
-    element_space_order,
-    model_order,
-)
+from offload.format.layout import Layout, ModelTensor, element_space_order, model_order
 from offload.format.train_state import encode
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.model.model_writing import write_model
@@ -44,24 +42,10 @@ from offload.stream.drives import Directory, Drives, as_directories
 from offload.stream.passes import RingPass, ring_for_one_pass
 from offload.update import codecs
 from offload.update.dtypes import DTYPE_CODES, DTYPES
-from offload.update.filler import ParameterState, StateFiller, TensorSource
-from offload.update.rules import Rule, Scalars, UpdateRule
+from offload.update.filler import StateFiller
+from offload.update.rules import Scalars, UpdateRule
 
 _READ_ELEMENTS = 512 << 10
-
-
-@dataclass(slots=True)
-class _Parameter:
-    """A trainable parameter of the source."""
-
-    spec: ParameterSpec
-    """Description of the parameter in the new store's layout."""
-
-    state: ParameterState
-    """State of the parameter in the source."""
-
-    value: TensorSource
-    """Values that the live parameter is rounded from."""
 
 
 @in_neutral
@@ -93,7 +77,7 @@ def import_checkpoint(
     - a directory of `torch.distributed.checkpoint`.
 
     The import takes the memory of a ring of chunks and a constant, whatever the size of the state.
-    Pickles are read with ``weights_only=True``.
+    Reading a pickle executes nothing that it contains; see `pickle_reading`.
 
     Args:
         source: Path of the file or directory to import.
@@ -111,7 +95,8 @@ def import_checkpoint(
             parameters that become 16-bit are kept as masters.
         options: Options of the optimizer that will continue from the checkpoint.
         keep: Number of checkpoints to keep, or a policy, as for the optimizer that will continue.
-        fresh: Replace the checkpoints of a store that has some, once the new one is durable.
+        fresh: Whether the store may have checkpoints already. They are replaced once the new one is
+            durable.
         step: Number of optimizer steps that the state has seen; None to read it from the source.
         train_state: Value that `restore` returns as the train state.
         progress: Function that is called with the bytes of state written so far and in total.
@@ -132,9 +117,9 @@ def import_checkpoint(
     progress = called_as_user(progress) if progress is not None else None
     rule = UpdateRule(optimizer_class, {})
     if tied:
-        foreign = _with_ties(foreign, tied)
-    groups, found, order = _match(foreign, rule, names, frozen, dtype, options)
-    steps = _steps(step, foreign, found)
+        foreign = with_ties(foreign, tied)
+    groups, found, order = match_parameters(foreign, rule, names, frozen, dtype, options)
+    steps = step_count(step, foreign, found)
     by_name = {p.spec.name: p for p in found}
     specs = element_space_order([p.spec for p in found])
     parameters = [by_name[spec.name] for spec in specs]
@@ -228,155 +213,10 @@ def _open_store(
     return store
 
 
-def _with_ties(foreign: Foreign, tied: Mapping[str, str]) -> Foreign:
-    """Return `foreign` with only one copy of each group of tensors that are tied in the model."""
-    for alias, name in tied.items():
-        first, second = foreign.model.get(name), foreign.model.get(alias)
-        if first is None or (second is not None and second.shape != first.shape):
-            raise MismatchError(
-                f"{foreign.path}: {alias!r} and {name!r} cannot be tied: their shapes differ, or "
-                f"the source has no {name!r}"
-            )
-    model = {name: source for name, source in foreign.model.items() if name not in tied}
-    return replace(foreign, model=model, aliases={**foreign.aliases, **tied})
-
-
-def _match(
-    foreign: Foreign,
-    rule: UpdateRule,
-    names: Sequence[str] | None,
-    frozen: Collection[str],
-    dtype: torch.dtype | None,
-    options: Options,
-) -> tuple[list[dict[str, Any]], list[_Parameter], list[list[str]]]:
-    """Find the name, the tensor and the state of each parameter of the optimizer.
-
-    Returns:
-        The hyper-parameters of each group; the parameters that are not frozen; and the names of the
-        parameters in each group.
-    """
-    saved = foreign.optimizer["param_groups"]
-    order = _names(foreign, saved, names)
-    groups, found = [], []
-    seen: set[str] = set()
-    for index, (values, members) in enumerate(zip(saved, order, strict=True)):
-        hyper = hyperparameters(foreign.path, index, values, rule.defaults)
-        _check_class(foreign, index, hyper, rule)
-        kept = rule.rule(hyper)
-        template = scalar_template(rule, hyper, kept)
-        groups.append(hyper)
-        for key, name in zip(values["params"], members, strict=True):
-            if name in seen:
-                raise MismatchError(f"{foreign.path}: parameter {name!r} is in two groups")
-            seen.add(name)
-            if name in frozen:
-                continue
-            found.append(_parameter(foreign, key, name, index, kept, template, dtype, options))
-    return groups, found, order
-
-
-def _parameter(
-    foreign: Foreign,
-    key: Any,
-    name: str,
-    group: int,
-    kept: Rule,
-    template: Scalars,
-    dtype: torch.dtype | None,
-    options: Options,
-) -> _Parameter:
-    name_in_model = foreign.aliases.get(name, name)
-    value = foreign.model.get(name_in_model)
-    if value is None:
-        raise MismatchError(
-            f"{foreign.path}: the optimizer has a parameter {name!r}, but the model has none of "
-            "that name"
-        )
-    wanted = dtype or value.dtype
-    code = DTYPE_CODES.get(wanted, str(wanted))
-    if code not in ("F32", "BF16", "F16"):
-        raise MismatchError(f"{foreign.path}: parameter {name!r} is {wanted}; expected a float")
-    master = foreign.masters.get(key)
-    if master is None and value.dtype == torch.float32 != wanted:
-        master = value
-    if code == "F32":
-        value, master = master or value, None
-    state = read_parameter_state(
-        f"state of {name!r} in {foreign.path}",
-        foreign.optimizer["state"].get(key, NO_ENTRY),
-        master,
-        value.shape,
-        kept,
-        template,
-    )
-    arrays = options.state_format.stored_arrays(code, kept.arrays)
-    spec = ParameterSpec(name_in_model, code, value.shape, group, arrays)
-    return _Parameter(spec, state, value)
-
-
-def _names(
-    foreign: Foreign, saved: Sequence[Mapping[str, Any]], names: Sequence[str] | None
-) -> list[list[str]]:
-    """Return the names of each group's parameters.
-
-    They are the names given, the keys of the state dict, its ``param_names``, or the order of the
-    model.
-
-    Raises:
-        MismatchError: The names are unknown, or their number is wrong.
-    """
-    members = [list(group["params"]) for group in saved]
-    if names is not None:
-        if len(names) != sum(map(len, members)):
-            raise MismatchError(
-                f"{foreign.path}: the optimizer has {sum(map(len, members))} parameters, but "
-                f"{len(names)} names were given"
-            )
-        rest = iter(names)
-        return [[next(rest) for _ in group] for group in members]
-    if all(isinstance(key, str) for group in members for key in group):
-        return members
-    if all(len(g.get("param_names", ())) == len(m) for g, m in zip(saved, members, strict=True)):
-        return [list(group["param_names"]) for group in saved]
-    if len(members) == 1 and len(members[0]) == len(foreign.model) and foreign.is_ordered:
-        return [list(foreign.model)]
-    raise MismatchError(
-        f"{foreign.path}: the optimizer's parameters have numbers only, which cannot be matched "
-        f"with the model's {len(foreign.model)} tensors: give their names with --names (names= in "
-        "Python), in the order of the optimizer's groups, or save param_names by constructing the "
-        "optimizer with named_parameters()"
-    )
-
-
-def _check_class(foreign: Foreign, index: int, hyper: Mapping[str, Any], rule: UpdateRule) -> None:
-    """Refuse to import state of Adam as AdamW or the reverse, although both look the same."""
-    flag = "decoupled_weight_decay"
-    expected = rule.defaults.get(flag)
-    if rule.class_name.endswith((".Adam", ".AdamW")) and hyper.get(flag) != expected:
-        raise MismatchError(
-            f"{foreign.path}: group {index} has {flag}={hyper.get(flag)}, and "
-            f"{rule.optimizer_class.__name__} has {flag}={expected}: pass the other one of Adam "
-            "and AdamW as the class"
-        )
-
-
-def _steps(given: int | None, foreign: Foreign, parameters: Sequence[_Parameter]) -> int:
-    """Return the number of optimizer steps that the state has seen.
-
-    It is `given`, or else the number in the source, or else the largest ``step`` of a parameter.
-    """
-    by_state = num_steps([p.state.scalars for p in parameters])
-    if given is not None:
-        return count_of_steps(given, "step")
-    if foreign.step is not None:
-        return count_of_steps(foreign.step, foreign.step_from)
-    return by_state or 0
-
-
 class _SourceParameters:
     """Live parameters, computed from the source at each read; implements `ParameterViews`."""
 
-    def __init__(self, parameters: Sequence[_Parameter]) -> None:
+    def __init__(self, parameters: Sequence[ForeignParameter]) -> None:
         self._parameters = parameters
         self._scratch = codecs.Scratch()
 
@@ -402,7 +242,7 @@ class _SourceParameters:
 def _fill(
     drives: Drives,
     slot: Slot,
-    parameters: Sequence[_Parameter],
+    parameters: Sequence[ForeignParameter],
     step: int,
     options: Options,
     progress: Callable[[int, int], object] | None,
@@ -438,7 +278,7 @@ def _fill(
 
 
 def _write_model(
-    drives: Drives, slot: Slot, foreign: Foreign, parameters: Sequence[_Parameter]
+    drives: Drives, slot: Slot, foreign: ForeignCheckpoint, parameters: Sequence[ForeignParameter]
 ) -> tuple[str, ...]:
     header = slot.layout.model_header
     image = _SourceImage(header, foreign, parameters)
@@ -452,7 +292,9 @@ def _write_model(
 class _SourceImage(ModelImage):
     """Content of a model file, computed from the source's tensors."""
 
-    def __init__(self, header: Header, foreign: Foreign, parameters: Sequence[_Parameter]) -> None:
+    def __init__(
+        self, header: Header, foreign: ForeignCheckpoint, parameters: Sequence[ForeignParameter]
+    ) -> None:
         self._entries = [e for e in header.entries.values() if e.nbytes]
         self._model = foreign.model
         self._live = _SourceParameters(parameters)

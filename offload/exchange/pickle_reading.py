@@ -25,8 +25,8 @@ _LEAST_BUDGET_BYTES = 16 << 20
 _BUDGET_FACTOR = 56
 MAX_BUDGET_BYTES = 2 << 30
 """Most memory that the values of a pickle may take. The limit of one pickle is 56 times its length
-plus 16 MiB, and never more than this. Pickles that torch writes take 20 to 35 times their length by
-the count of this module, and really half of that."""
+plus 16 MiB, but at most this. Pickles that torch writes take 20 to 35 times their length as this
+module counts memory, and half of that in fact."""
 
 _MAX_INTEGER_BYTES = 32
 _MAX_KEY_BITS = 64
@@ -36,7 +36,7 @@ collide."""
 _LIST_BYTES, _DICT_BYTES, _SET_BYTES, _TUPLE_BYTES = 80, 88, 240, 64
 _TEXT_BYTES, _NUMBER_BYTES, _MARK_BYTES = 64, 40, 96
 _MEMO_BYTES, _PAIR_BYTES, _ITEM_BYTES, _MADE_BYTES = 80, 100, 9, 160
-"""Memory that objects take, on the stack and elsewhere, in bytes, rounded up."""
+"""Memory in bytes that objects of each type take with their place on the stack, rounded up."""
 
 
 class PickleError(ValueError):
@@ -44,10 +44,10 @@ class PickleError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class StandIn:
     """Stand-in for a function or class that a pickle names."""
 
-    text: str
+    name: str
     """Name of the function or class, for messages."""
 
     call: Callable[..., Any] | None = None
@@ -88,8 +88,8 @@ def read_pickle(
 
     Args:
         data: The whole pickle; bytes behind its end are ignored.
-        names: Names that the pickle may use, by module and name. Each maps to a `Name`, or to the
-            value itself.
+        names: Globals that the pickle may use, by module and name. Each value is a `StandIn`, or
+            the object itself.
         persistent: Function that returns the value of a persistent id; None to refuse such ids.
 
     Raises:
@@ -161,7 +161,7 @@ class _Machine:
         self.spend(num_bytes)
         self._stack.append(value)
 
-    def take(self, num: int) -> bytes:
+    def read(self, num: int) -> bytes:
         """Consume the next bytes of the pickle."""
         start = self._at
         if num > len(self._data) - start:
@@ -169,38 +169,38 @@ class _Machine:
         self._at = start + num
         return self._data[start : start + num]
 
-    def count(self, num_bytes: int) -> int:
+    def read_unsigned(self, num_bytes: int) -> int:
         """Consume an unsigned integer of this many bytes."""
-        return int.from_bytes(self.take(num_bytes), "little")
+        return int.from_bytes(self.read(num_bytes), "little")
 
-    def line(self) -> str:
+    def read_line(self) -> str:
         """Consume a line of at most 300 bytes, and return it without its end."""
         end = self._data.index(b"\n", self._at, self._at + 300)
         text = self._data[self._at : end].decode()
         self._at = end + 1
         return text
 
-    def text(self, num: int) -> None:
+    def push_text(self, num: int) -> None:
         """Consume bytes, and push them as text."""
-        data = self.take(num)
+        data = self.read(num)
         width = 1 if data.isascii() else 4
         self.push(data.decode("utf-8", "surrogatepass"), _TEXT_BYTES + num * width)
 
-    def binary(self, num: int) -> None:
+    def push_bytes(self, num: int) -> None:
         """Consume bytes, and push them as `bytes`."""
-        self.push(self.take(num), _TEXT_BYTES + num)
+        self.push(self.read(num), _TEXT_BYTES + num)
 
-    def array(self, num: int) -> None:
+    def push_bytearray(self, num: int) -> None:
         """Consume bytes, and push them as `bytearray`."""
-        self.push(bytearray(self.take(num)), _TEXT_BYTES + num)
+        self.push(bytearray(self.read(num)), _TEXT_BYTES + num)
 
-    def integer(self, num: int) -> None:
+    def push_integer(self, num: int) -> None:
         """Consume a signed integer of this many bytes, and push it."""
         if num > _MAX_INTEGER_BYTES:
             raise PickleError(f"an integer of {num} bytes, at most {_MAX_INTEGER_BYTES} are read")
-        self.push(int.from_bytes(self.take(num), "little", signed=True), _NUMBER_BYTES)
+        self.push(int.from_bytes(self.read(num), "little", signed=True), _NUMBER_BYTES)
 
-    def remember(self, index: int) -> None:
+    def memoize(self, index: int) -> None:
         """Store the top of the stack in the memo."""
         self.spend(_MEMO_BYTES)
         self._memo[index] = self._stack[-1]
@@ -211,7 +211,7 @@ class _Machine:
         self._marks.append(self._stack)
         self._stack = []
 
-    def since_mark(self) -> list[Any]:
+    def pop_mark(self) -> list[Any]:
         """Remove the last mark and the values above it, and return these values."""
         items, self._stack = self._stack, self._marks.pop()
         return items
@@ -227,17 +227,17 @@ class _Machine:
 
     def marked_tuple(self) -> None:
         """Replace the values above the mark by a tuple of them."""
-        items = tuple(self.since_mark())
+        items = tuple(self.pop_mark())
         self.push(items, _TUPLE_BYTES + 8 * len(items))
 
     def marked_list(self) -> None:
         """Replace the values above the mark by a list of them."""
-        items = self.since_mark()
+        items = self.pop_mark()
         self.push(items, _LIST_BYTES + 8 * len(items))
 
     def marked_dict(self) -> None:
         """Replace the keys and values above the mark by a dict of them."""
-        items = self.since_mark()
+        items = self.pop_mark()
         self.push({}, _DICT_BYTES)
         self.set_items(items)
 
@@ -269,7 +269,7 @@ class _Machine:
             check_key(items[at])
             target[items[at]] = items[at + 1]
 
-    def named(self, module: object, name: object) -> None:
+    def push_global(self, module: object, name: object) -> None:
         """Push the stand-in for a name."""
         if not isinstance(module, str) or not isinstance(name, str):
             raise PickleError("the name of a global is not text")
@@ -281,15 +281,15 @@ class _Machine:
     def stack_global(self) -> None:
         """Replace a module and a name on the stack by the stand-in for them."""
         name, module = self._stack.pop(), self._stack.pop()
-        self.named(module, name)
+        self.push_global(module, name)
 
     def call(self) -> None:
         """Replace a stand-in and a tuple of arguments on the stack by the result of a call."""
         arguments, function = self._stack.pop(), self._stack.pop()
-        if not isinstance(function, Name) or type(arguments) is not tuple:
+        if not isinstance(function, StandIn) or type(arguments) is not tuple:
             raise PickleError("it calls an object that is not a function")
         if function.call is None:
-            raise PickleError(f"it calls {function.text}")
+            raise PickleError(f"it calls {function.name}")
         if function.copies:
             sized = (list, tuple, dict, set, str, bytes)
             self.spend(_PAIR_BYTES * sum(len(a) for a in arguments if isinstance(a, sized)))
@@ -318,7 +318,7 @@ class _Machine:
 
     def skip_protocol(self) -> None:
         """Consume the version of the protocol, and refuse an unknown one."""
-        version = self.count(1)
+        version = self.read_unsigned(1)
         if version > pickle.HIGHEST_PROTOCOL:
             raise PickleError(f"protocol {version}, at most {pickle.HIGHEST_PROTOCOL} are read")
 
@@ -349,26 +349,26 @@ _OPERATIONS: dict[int, _Operation] = {
     code[0]: operation
     for code, operation in {
         pickle.PROTO: _Machine.skip_protocol,
-        pickle.FRAME: lambda m: m.take(8),
+        pickle.FRAME: lambda m: m.read(8),
         pickle.STOP: _Machine.stop,
         pickle.MARK: _Machine.mark,
-        pickle.POP: lambda m: m._stack.pop() if m._stack else m.since_mark(),
-        pickle.POP_MARK: _Machine.since_mark,
+        pickle.POP: lambda m: m._stack.pop() if m._stack else m.pop_mark(),
+        pickle.POP_MARK: _Machine.pop_mark,
         pickle.NONE: lambda m: m.push(None, 8),
         pickle.NEWTRUE: lambda m: m.push(True, 8),
         pickle.NEWFALSE: lambda m: m.push(False, 8),
-        pickle.BININT: lambda m: m.integer(4),
-        pickle.BININT1: lambda m: m.push(m.count(1), 8),
-        pickle.BININT2: lambda m: m.push(m.count(2), _NUMBER_BYTES),
-        pickle.LONG1: lambda m: m.integer(m.count(1)),
-        pickle.BINFLOAT: lambda m: m.push(struct.unpack(">d", m.take(8))[0], _NUMBER_BYTES),
-        pickle.BINUNICODE: lambda m: m.text(m.count(4)),
-        pickle.SHORT_BINUNICODE: lambda m: m.text(m.count(1)),
-        pickle.BINUNICODE8: lambda m: m.text(m.count(8)),
-        pickle.BINBYTES: lambda m: m.binary(m.count(4)),
-        pickle.SHORT_BINBYTES: lambda m: m.binary(m.count(1)),
-        pickle.BINBYTES8: lambda m: m.binary(m.count(8)),
-        pickle.BYTEARRAY8: lambda m: m.array(m.count(8)),
+        pickle.BININT: lambda m: m.push_integer(4),
+        pickle.BININT1: lambda m: m.push(m.read_unsigned(1), 8),
+        pickle.BININT2: lambda m: m.push(m.read_unsigned(2), _NUMBER_BYTES),
+        pickle.LONG1: lambda m: m.push_integer(m.read_unsigned(1)),
+        pickle.BINFLOAT: lambda m: m.push(struct.unpack(">d", m.read(8))[0], _NUMBER_BYTES),
+        pickle.BINUNICODE: lambda m: m.push_text(m.read_unsigned(4)),
+        pickle.SHORT_BINUNICODE: lambda m: m.push_text(m.read_unsigned(1)),
+        pickle.BINUNICODE8: lambda m: m.push_text(m.read_unsigned(8)),
+        pickle.BINBYTES: lambda m: m.push_bytes(m.read_unsigned(4)),
+        pickle.SHORT_BINBYTES: lambda m: m.push_bytes(m.read_unsigned(1)),
+        pickle.BINBYTES8: lambda m: m.push_bytes(m.read_unsigned(8)),
+        pickle.BYTEARRAY8: lambda m: m.push_bytearray(m.read_unsigned(8)),
         pickle.EMPTY_TUPLE: lambda m: m.push((), 8),
         pickle.TUPLE1: lambda m: m.tuple_of(1),
         pickle.TUPLE2: lambda m: m.tuple_of(2),
@@ -377,24 +377,24 @@ _OPERATIONS: dict[int, _Operation] = {
         pickle.EMPTY_LIST: lambda m: m.push([], _LIST_BYTES),
         pickle.LIST: _Machine.marked_list,
         pickle.APPEND: lambda m: m.append([m._stack.pop()]),
-        pickle.APPENDS: lambda m: m.append(m.since_mark()),
+        pickle.APPENDS: lambda m: m.append(m.pop_mark()),
         pickle.EMPTY_DICT: lambda m: m.push({}, _DICT_BYTES),
         pickle.DICT: _Machine.marked_dict,
         pickle.SETITEM: lambda m: m.set_items([m._stack.pop(-2), m._stack.pop()]),
-        pickle.SETITEMS: lambda m: m.set_items(m.since_mark()),
+        pickle.SETITEMS: lambda m: m.set_items(m.pop_mark()),
         pickle.EMPTY_SET: lambda m: m.push(set(), _SET_BYTES),
-        pickle.ADDITEMS: lambda m: m.add(m.since_mark()),
-        pickle.GLOBAL: lambda m: m.named(m.line(), m.line()),
+        pickle.ADDITEMS: lambda m: m.add(m.pop_mark()),
+        pickle.GLOBAL: lambda m: m.push_global(m.read_line(), m.read_line()),
         pickle.STACK_GLOBAL: _Machine.stack_global,
         pickle.REDUCE: _Machine.call,
         pickle.NEWOBJ: _Machine.call,
         pickle.BUILD: _Machine.build,
         pickle.BINPERSID: _Machine.persistent,
-        pickle.BINGET: lambda m: m.push(m._memo[m.count(1)], 8),
-        pickle.LONG_BINGET: lambda m: m.push(m._memo[m.count(4)], 8),
-        pickle.BINPUT: lambda m: m.remember(m.count(1)),
-        pickle.LONG_BINPUT: lambda m: m.remember(m.count(4)),
-        pickle.MEMOIZE: lambda m: m.remember(len(m._memo)),
+        pickle.BINGET: lambda m: m.push(m._memo[m.read_unsigned(1)], 8),
+        pickle.LONG_BINGET: lambda m: m.push(m._memo[m.read_unsigned(4)], 8),
+        pickle.BINPUT: lambda m: m.memoize(m.read_unsigned(1)),
+        pickle.LONG_BINPUT: lambda m: m.memoize(m.read_unsigned(4)),
+        pickle.MEMOIZE: lambda m: m.memoize(len(m._memo)),
     }.items()
 }
 """Function for each operation of a pickle, by the operation's byte."""

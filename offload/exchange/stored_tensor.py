@@ -49,7 +49,7 @@ class StoredTensor:
         self.dtype = dtype
 
     @property
-    def place(self) -> tuple[Any, ...] | None:
+    def tie_key(self) -> tuple[Any, ...] | None:
         """Key that is equal for tied tensors; None for an empty tensor."""
         return (self._path, self.offset, self.shape, self.dtype) if math.prod(self.shape) else None
 

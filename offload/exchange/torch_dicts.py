@@ -1,9 +1,9 @@
 """Conversion between a store's state and torch's own state dict, for other programs.
 
-The dictionary is that of the wrapped class: ``state`` by number, with FP32 arrays and scalars, and
-``param_groups``. Two more keys stand beside them. `MASTERS` has the FP32 values of parameters that
-are live in 16 bits, by the same numbers. `NUM_STEPS` has the number of optimizer steps. torch's
-`load_state_dict` ignores both.
+The dictionary has the form of the wrapped class: ``state``, keyed by the numbers of parameters,
+with FP32 arrays and scalars, and ``param_groups``. It has two more keys, which torch's
+`load_state_dict` ignores. `MASTERS` has the FP32 values of parameters that are live in 16 bits, by
+the same numbers. `NUM_STEPS` has the number of optimizer steps.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from offload.update.rules import (
 )
 
 MASTERS = "master"
-"""Key in a full state dict of the FP32 parameters by number."""
+"""Key in a full state dict: its value has the FP32 parameters by number."""
 
 NUM_STEPS = "num_steps"
-"""Key in a full state dict of the number of optimizer steps taken. The ``step`` of a parameter may
-be smaller, since it does not count steps in which the parameter has no gradient."""
+"""Key in a full state dict: its value is the number of optimizer steps taken. The ``step`` of a
+parameter may be smaller, since it does not count steps in which the parameter has no gradient."""
 
 NO_ENTRY: Mapping[str, Any] = {}
 """Placeholder for the missing entry of a parameter that has never been stepped."""
@@ -44,12 +44,12 @@ NO_ENTRY: Mapping[str, Any] = {}
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class StateElsewhere(defaultdict[torch.Tensor, Any]):
-    """Value of `torch.optim.Optimizer.state` while the state is on storage: empty, yet true.
+class StateOnStorage(defaultdict[torch.Tensor, Any]):
+    """Value of `torch.optim.Optimizer.state` while the state is on storage: an empty, truthy dict.
 
     torch.distributed.checkpoint asks ``if optimizer.state``. If that is false, it takes a step with
-    gradients of zero, in order to make the state of a new optimizer. Such a step would change the
-    state on storage.
+    gradients of zero to make the state of a new optimizer. This step would change the state on
+    storage.
     """
 
     def __init__(self) -> None:
@@ -99,11 +99,11 @@ class MaterializedState:
                 state = unstepped_state(initial[trainable.spec.group], shape)
             else:
                 state = write_scalars(values)
-                state.update({name: _room(shape) for name in names})
+                state.update({name: _empty(shape) for name in names})
             if state:  # torch has no entry for parameters of an SGD without momentum
                 self.state[parameter] = state
             if has_master(trainable.spec):
-                self.masters[parameter] = _room(shape)
+                self.masters[parameter] = _empty(shape)
 
     def copy(self, index: int, start: int, values: Mapping[str, torch.Tensor]) -> None:
         """Copy one block of a parameter's state into the tensors in memory; see `DecodedBlock`.
@@ -120,7 +120,7 @@ class MaterializedState:
             tensor.view(-1)[start : start + len(block)].copy_(block)
 
 
-def _room(shape: tuple[int, ...]) -> torch.Tensor:
+def _empty(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
@@ -231,7 +231,7 @@ def read_parameter_state(
             parameter, or if the dict has none.
         shape: Shape of the parameter.
         kept: State that the optimizer keeps of the parameter.
-        template: Scalar state of the parameter after some step, for the kinds of the values.
+        template: Names and kinds of the parameter's scalar state, as from `scalar_template`.
 
     Raises:
         MismatchError: The entry differs from the state that the optimizer keeps.
@@ -266,7 +266,7 @@ def read_parameter_state(
 
 
 def _check_steps(at: str, scalars: Scalars) -> None:
-    """Refuse a ``step`` that is not a possible number of steps, since it names a checkpoint."""
+    """Refuse an impossible number of steps as ``step``, since checkpoints are named by it."""
     for name, _, value in scalars:
         if name == "step" and (not 0 <= value <= MAX_STEPS or value != int(value)):
             raise MismatchError(
@@ -276,7 +276,7 @@ def _check_steps(at: str, scalars: Scalars) -> None:
 
 
 def scalar_template(rule: UpdateRule, group: Mapping[str, Any], kept: Rule) -> Scalars:
-    """Return the scalar state of some parameter after a first step, to learn names and kinds."""
+    """Return the scalar state of a parameter after one step, as a template of names and kinds."""
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     tiny = torch.zeros(1, dtype=torch.float32, device="cpu")
     with torch.no_grad():
@@ -284,7 +284,7 @@ def scalar_template(rule: UpdateRule, group: Mapping[str, Any], kept: Rule) -> S
     return read_scalars(state, kept)
 
 
-def said_steps(state_dict: Mapping[str, Any]) -> int | None:
+def stated_steps(state_dict: Mapping[str, Any]) -> int | None:
     """Return the number of optimizer steps stated in a state dict; None if it states none.
 
     Raises:

@@ -20,60 +20,66 @@ from offload.exchange.torch_reading import read_structure
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Room:
+class Placeholder:
     """A contiguous tensor of a file, whose data is written later.
 
-    Two uses of the same object are tied tensors.
+    If a structure contains the same object twice, the two are tied tensors.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def write_structure(path: str, value: Any) -> Callable[[Backend], tuple[File, dict[Room, int]]]:
-    """Write a file with everything but the data of its `Room`s.
+def write_structure(
+    path: str, value: Any
+) -> Callable[[Backend], tuple[File, dict[Placeholder, int]]]:
+    """Write the whole structure of a file, with room for the data of its tensors.
 
     Args:
         path: Path of the file, which must not exist.
-        value: Nested structure of builtins, tensors and `Room`s.
+        value: Nested structure of builtins, tensors and `Placeholder`s.
 
     Returns:
         A function that opens the file with a backend and writes the data of the tensors in `value`.
-        It returns the open file, and the offset in bytes at which each room begins.
+        It returns the open file, and the offset in bytes at which each placeholder's data begins.
 
     Raises:
         gds.StorageError: The file cannot be written.
     """
-    rooms: dict[Room, torch.Tensor] = {}
-    small: list[tuple[Room, torch.Tensor]] = []
+    placeholders: dict[Placeholder, torch.Tensor] = {}
+    small: list[tuple[Placeholder, torch.Tensor]] = []
 
-    def emptied(tensor: torch.Tensor) -> Room:
-        """Return a room for a tensor, and note the tensor's data for later."""
-        small.append((Room(tuple(tensor.shape), tensor.dtype), tensor.detach().cpu().contiguous()))
+    def emptied(tensor: torch.Tensor) -> Placeholder:
+        """Return a placeholder for a tensor, and note the tensor's data for later."""
+        small.append(
+            (Placeholder(tuple(tensor.shape), tensor.dtype), tensor.detach().cpu().contiguous())
+        )
         return small[-1][0]
 
-    def fake(room: Room) -> torch.Tensor:
-        """Return a fake tensor for a room, the same one at each call."""
-        if room not in rooms:
-            rooms[room] = torch.empty(room.shape, dtype=room.dtype, device="cpu")
-        return rooms[room]
+    def fake(placeholder: Placeholder) -> torch.Tensor:
+        """Return a fake tensor for a placeholder, the same one at each call."""
+        if placeholder not in placeholders:
+            placeholders[placeholder] = torch.empty(
+                placeholder.shape, dtype=placeholder.dtype, device="cpu"
+            )
+        return placeholders[placeholder]
 
     value = _replaced(value, torch.Tensor, emptied)  # real tensors cannot be used in FakeTensorMode
     with FakeTensorMode():
-        imitation = _replaced(value, Room, fake)
+        imitation = _replaced(value, Placeholder, fake)
         with torch.serialization.skip_data(materialize_fake_tensors=True), torch_writing(path):
             torch.save(imitation, path)
-    offsets: dict[Room, int] = {}
-    by_tensor = {id(tensor): room for room, tensor in rooms.items()}
+    offsets: dict[Placeholder, int] = {}
+    by_tensor = {id(tensor): placeholder for placeholder, tensor in placeholders.items()}
     stored = _leaves(read_structure(path), StoredTensor)
     for mine, theirs in zip(_leaves(imitation, torch.Tensor), stored, strict=True):
         offsets[by_tensor[id(mine)]] = theirs.offset
 
-    def opened(backend: Backend) -> tuple[File, dict[Room, int]]:
+    def opened(backend: Backend) -> tuple[File, dict[Placeholder, int]]:
         """Open the file for writing, and write the data that is known already."""
         file = backend.open(path, writable=True)
-        for room, tensor in small:
-            write_tensor(file, offsets[room], tensor)
+        for placeholder, tensor in small:
+            write_tensor(file, offsets[placeholder], tensor)
         return file, offsets
 
     return opened

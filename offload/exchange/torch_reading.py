@@ -18,8 +18,8 @@ from offload.errors import CheckpointError
 from offload.exchange.foreign_paths import require_file
 from offload.exchange.pickle_reading import (
     MAX_PICKLE_BYTES,
-    Name,
     PickleError,
+    StandIn,
     check_key,
     read_pickle,
 )
@@ -134,7 +134,7 @@ def _read(file: BinaryIO, path: str, start: int, stop: int) -> Any:
 
 
 class _Storages:
-    """Lookup of persistent ids: finds the data of storages in an archive."""
+    """Function from persistent ids to storages, whose data is found in an archive."""
 
     def __init__(self, archive: TorchZip) -> None:
         self._archive = archive
@@ -153,7 +153,7 @@ class _Storages:
         if not isinstance(kind, _StorageType) or not isinstance(key, str) or type(num) is not int:
             raise PickleError("a persistent id does not name a storage")
         if key not in self._places:
-            self._places[key] = self._archive.place(f"data/{key}")
+            self._places[key] = self._archive.locate(f"data/{key}")
         begin, nbytes = self._places[key]
         if not 0 <= num * kind.dtype.itemsize <= nbytes:
             raise PickleError(f"storage {key:.40} has {nbytes} bytes for {num} elements")
@@ -172,26 +172,27 @@ def _names(path: str) -> dict[tuple[str, str], Any]:
         **{name: partial(_not_read, what) for name, what in _NOT_READ.items()},
     }
     names: dict[tuple[str, str], Any] = {
-        **{("torch._utils", name): Name(name, call) for name, call in rebuild.items()},
+        **{("torch._utils", name): StandIn(name, call) for name, call in rebuild.items()},
         **{("torch", name): dtype for name, dtype in DTYPES.items()},
         **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
         ("torch.storage", "UntypedStorage"): _StorageType(torch.uint8),
-        ("torch._tensor", "_rebuild_from_type_v2"): Name("_rebuild_from_type_v2", _of_type),
-        ("torch", "Tensor"): Name("torch.Tensor"),
-        ("torch.nn.parameter", "Parameter"): Name("torch.nn.Parameter"),
-        ("torch.nn.parameter", "Buffer"): Name("torch.nn.Buffer"),
-        ("torch", "Size"): Name("torch.Size", tuple, copies=True),
-        ("torch", "device"): Name("torch.device", _device),
-        ("torch.serialization", "_get_layout"): Name("layout", str),
-        ("collections", "OrderedDict"): Name("OrderedDict", _dict, copies=True),
-        ("collections", "Counter"): Name("Counter", _dict, copies=True),
-        ("_codecs", "encode"): Name("encode", _encoded, copies=True),
+        ("torch._tensor", "_rebuild_from_type_v2"): StandIn("_rebuild_from_type_v2", _of_type),
+        ("torch", "Tensor"): StandIn("torch.Tensor"),
+        ("torch.nn.parameter", "Parameter"): StandIn("torch.nn.Parameter"),
+        ("torch.nn.parameter", "Buffer"): StandIn("torch.nn.Buffer"),
+        ("torch", "Size"): StandIn("torch.Size", tuple, copies=True),
+        ("torch", "device"): StandIn("torch.device", _device),
+        ("torch.serialization", "_get_layout"): StandIn("layout", str),
+        ("collections", "OrderedDict"): StandIn("OrderedDict", _dict, copies=True),
+        ("collections", "Counter"): StandIn("Counter", _dict, copies=True),
+        ("_codecs", "encode"): StandIn("encode", _encoded, copies=True),
     }
     for module in ("builtins", "__builtin__"):
-        names[module, "bytes"] = Name("bytes", lambda: b"")  # only empty bytes are pickled this way
-        names[module, "set"] = Name("set", _set, copies=True)
-        names[module, "complex"] = Name("complex", _complex)
-        names[module, "bytearray"] = Name("bytearray", _bytearray, copies=True)
+        # Only empty bytes are pickled by this name.
+        names[module, "bytes"] = StandIn("bytes", lambda: b"")
+        names[module, "set"] = StandIn("set", _set, copies=True)
+        names[module, "complex"] = StandIn("complex", _complex)
+        names[module, "bytearray"] = StandIn("bytearray", _bytearray, copies=True)
     return names
 
 
@@ -274,9 +275,9 @@ def _parameter(data: Any, *_: Any) -> StoredTensor:
 
 
 def _of_type(function: Any, kind: Any, arguments: Any, _: Any) -> Any:
-    if not isinstance(function, Name) or function.call is None or type(arguments) is not tuple:
+    if not isinstance(function, StandIn) or function.call is None or type(arguments) is not tuple:
         raise PickleError("a tensor is built by an object that is not a function")
-    if not isinstance(kind, Name):
+    if not isinstance(kind, StandIn):
         raise PickleError("a tensor of a class of its own, which is not read")
     return function.call(*arguments)
 

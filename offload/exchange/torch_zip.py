@@ -76,20 +76,20 @@ class TorchZip:
             if name.startswith(prefix)
         }
 
-    def read(self, name: str, most_bytes: int) -> bytes:
+    def read(self, name: str, max_bytes: int) -> bytes:
         """Return the content of a small record; empty if the archive has no record of that name.
 
         Raises:
-            CheckpointError: The record is larger than `most_bytes`, or damaged.
+            CheckpointError: The record is larger than `max_bytes`, or damaged.
         """
         record = self._named.get(name)
         if record is None:
             return b""
-        if record.nbytes > most_bytes:
-            self._refuse(f"its {name} has {record.nbytes} bytes, at most {most_bytes} are read")
+        if record.nbytes > max_bytes:
+            self._refuse(f"its {name} has {record.nbytes} bytes, at most {max_bytes} are read")
         return self._bytes(self._data_start(record), record.nbytes)
 
-    def place(self, name: str) -> tuple[int, int]:
+    def locate(self, name: str) -> tuple[int, int]:
         """Return the offset of a record's content in the file, and its length, in bytes.
 
         Raises:
@@ -132,9 +132,9 @@ class TorchZip:
             self._refuse(f"a central directory of {num} records in {length} bytes")
         self._end = self._start + offset
         listed = self._bytes(self._end, length)
-        return self._parsed(listed, num, offset)
+        return self._parse_entries(listed, num, offset)
 
-    def _parsed(self, listed: bytes, num: int, most: int) -> dict[str, Record]:
+    def _parse_entries(self, listed: bytes, num: int, end: int) -> dict[str, Record]:
         records: dict[str, Record] = {}
         at = 0
         for _ in range(num):
@@ -154,7 +154,7 @@ class TorchZip:
             if method or packed != nbytes or flags & _ENCRYPTED:
                 self._compressed = self._compressed or name
                 continue
-            if header + _LOCAL.size + nbytes > most:
+            if header + _LOCAL.size + nbytes > end:
                 self._refuse(f"its record {name!r:.80} extends past the end of the file")
             if name in records:
                 self._refuse(f"it has two records {name!r:.80}")

@@ -1,8 +1,8 @@
-"""Relation between files of another library and checkpoints, with the pins that keep these.
+"""Relation between another library's files and a store's checkpoints, which pins keep.
 
 The library saves files of its own, with the `state_dict()` of the optimizer in them: a small
-reference to a checkpoint. A checkpoint lists in its train state the files that it was sealed for,
-and has one pin for each of these files that names it.
+reference to a checkpoint. A checkpoint lists in its train state the files that it was sealed for.
+It has one pin for each of these files that still names it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ PIN_PREFIX = "lightning-"
 """Prefix of the names of all pins that belong to files."""
 
 _FILES = "lightning_files"
-"""Key in a checkpoint's train state of the files that the checkpoint was sealed for."""
+"""Key in a checkpoint's train state: its value lists the files that it was sealed for."""
 
 
 def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
-    """Return the train state for a checkpoint of the present state that a file will name.
+    """Return the train state to seal the present state with, as a checkpoint that a file names.
 
-    If this step has been sealed already, its train state is kept, and the file is added.
+    If this step has been sealed already, its train state is kept, and the file is added to it.
 
     Args:
         optimizer: Optimizer of the state.
@@ -58,7 +58,7 @@ def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
 
 
 def files_of(checkpoint: CheckpointInfo, loaded: str) -> list[str]:
-    """Return the files that may name a checkpoint; none if it was not sealed for any.
+    """Return the files that may name a checkpoint; empty if it was not sealed for a file.
 
     Args:
         checkpoint: Checkpoint with the list of files that it was sealed for.
@@ -77,7 +77,7 @@ def _listed_files(train_state: Any) -> list[str]:
     return [f for f in listed if isinstance(f, str)] if isinstance(listed, list) else []
 
 
-def wanted_by(checkpoint: CheckpointInfo, loaded: str) -> str:
+def why_in_use(checkpoint: CheckpointInfo, loaded: str) -> str:
     """Return why a checkpoint must not be withdrawn without consent; empty if it is not in use."""
     files = files_of(checkpoint, loaded)
     if not files:
@@ -86,12 +86,12 @@ def wanted_by(checkpoint: CheckpointInfo, loaded: str) -> str:
     if others:
         return f"pinned as {others[0]!r}"
     for file in files:
-        if (named := named_by(file)) is None or _identity(checkpoint) in named:
+        if (named := checkpoints_named_in(file)) is None or _identity(checkpoint) in named:
             return f"named by {file}"
     return ""
 
 
-def named_by(file: str) -> set[tuple[str, int, int]] | None:
+def checkpoints_named_in(file: str) -> set[tuple[str, int, int]] | None:
     """Return the checkpoints that a file names, as store id, step and generation.
 
     None means that the file cannot be read. No tensor is read.
@@ -124,7 +124,7 @@ def mend_pins(optimizer: OffloadedOptimizer, loaded: str) -> None:
     """
     for checkpoint in optimizer.checkpoints():
         for file in files_of(checkpoint, loaded):
-            name, named = pin_name(file), named_by(file)
+            name, named = pin_name(file), checkpoints_named_in(file)
             pinned = name in checkpoint.pins
             if named is not None and pinned and not os.path.lexists(file):
                 optimizer.unpin(name)
@@ -145,7 +145,7 @@ def name_of_file(path: Any) -> str:
 
 
 def make_durable(file: str) -> None:
-    """Sync a local file and its directory, since an older file may be removed next."""
+    """Sync a local file and its directory, before an older file may be removed."""
     if os.path.isfile(file):
         for path in (file, os.path.dirname(file)):
             descriptor = os.open(path, os.O_RDONLY)

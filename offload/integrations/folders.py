@@ -44,7 +44,7 @@ def unwrap(optimizer: object, remedy: str) -> OffloadedOptimizer:
     inner = optimizer
     while not isinstance(inner, OffloadedOptimizer):
         if not hasattr(inner, "optimizer"):
-            raise TypeError(f"expected an OffloadedOptimizer, got {_name(inner)}: {remedy}")
+            raise TypeError(f"expected an OffloadedOptimizer, got {_class_name(inner)}: {remedy}")
         inner = inner.optimizer
     return inner
 
@@ -56,8 +56,8 @@ class Folders:
         library: Name of the library. It is the prefix of pins, and the key in train states.
         is_complete: Function that returns whether the library could continue from a folder.
         discard_newer: Whether going back may withdraw newer checkpoints that are in use.
-        remedy: Advice for a user to whom such a withdrawal is refused.
-        attach: Advice for a user whose folder was saved without a sealed checkpoint.
+        remedy: Advice for a user, for the message that refuses to withdraw checkpoints in use.
+        attach: Advice for a user, for the message about a folder without a sealed checkpoint.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Folders:
         self._discard_newer = discard_newer
         self._remedy = remedy
         self._attach = attach
-        self._read: dict[int, dict[str, int] | None] = {}
-        """Results of `_folders`, by generation."""
+        self._folders_of_generation: dict[int, dict[str, int] | None] = {}
+        """Results of `_folders`, by generation of the checkpoint."""
         self._seen: set[str] = set()
         """Folders that have existed during the life of this process."""
 
@@ -115,7 +115,7 @@ class Folders:
             # changed the learning rate since the last save. The library overwrites its folder, too.
             optimizer.unpin(name)
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
-        self._read[checkpoint.generation] = folders
+        self._folders_of_generation[checkpoint.generation] = folders
         optimizer.pin(name, checkpoint)
         return checkpoint
 
@@ -171,16 +171,16 @@ class Folders:
         if found is None:
             return
         newer = [c for c in optimizer.checkpoints() if c.generation > found.generation]
-        used = [use for c in newer if (use := self._use_of(optimizer, c))]
+        used = [use for c in newer if (use := self._describe_use(optimizer, c))]
         if used and not self._discard_newer:
             raise MismatchError(
                 f"continuing from step {wanted.step} would withdraw newer checkpoints of "
                 f"{optimizer.directories[0]}: {'; '.join(used)}. {self._remedy}"
             )
         if newer:
-            self._give_up(optimizer, found, newer)
+            self._withdraw_newer(optimizer, found, newer)
 
-    def _give_up(
+    def _withdraw_newer(
         self,
         optimizer: OffloadedOptimizer,
         found: CheckpointInfo,
@@ -188,7 +188,7 @@ class Folders:
     ) -> None:
         own = {f"{self._library}-{c.step}" for c in newer}
         names = {name for c in newer for name in c.pins}
-        if names <= own:  # otherwise restore() refuses, and all pins stay
+        if names <= own:  # otherwise restore() raises PinError, and all pins stay
             for name in names:
                 optimizer.unpin(name)
             listed = ", ".join(os.path.basename(c.path) for c in newer)
@@ -202,7 +202,7 @@ class Folders:
     def _find(self, optimizer: OffloadedOptimizer, wanted: Position) -> CheckpointInfo | None:
         """Return the checkpoint that a reference names.
 
-        None means that the checkpoint is gone, and no complete folder has a checkpoint.
+        The result is None if the checkpoint is gone, and no complete folder has one either.
 
         Raises:
             MismatchError: The checkpoint does not exist any more. The message lists the folders
@@ -220,7 +220,7 @@ class Folders:
             )
         return None
 
-    def _use_of(self, optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo) -> str:
+    def _describe_use(self, optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo) -> str:
         """Return the text that says which folders use a checkpoint; empty if it is not in use."""
         base = os.path.basename(checkpoint.path)
         folders = self._folders(optimizer, checkpoint)
@@ -256,9 +256,11 @@ class Folders:
         The keys are paths, and the values are the inodes of the parent directories.
         """
         generation = checkpoint.generation
-        if generation not in self._read:
-            self._read[generation] = self._folders_in(_read_train_state(optimizer, checkpoint))
-        return self._read[generation]
+        if generation not in self._folders_of_generation:
+            self._folders_of_generation[generation] = self._folders_in(
+                _read_train_state(optimizer, checkpoint)
+            )
+        return self._folders_of_generation[generation]
 
     def _folders_in(self, train_state: Mapping[Any, Any]) -> dict[str, int] | None:
         own = train_state.get(self._library)
@@ -284,5 +286,5 @@ def _read_train_state(
     return train_state if isinstance(train_state, dict) else {}
 
 
-def _name(value: object) -> str:
+def _class_name(value: object) -> str:
     return "nothing" if value is None else f"{type(value).__module__}.{type(value).__name__}"

@@ -11,8 +11,8 @@ loaded:
 
 So at any time each ``.ckpt`` names a checkpoint that is sealed, and either pinned or the newest,
 which is always kept. A killed process can leave a file whose pin has not moved yet; the next fit
-corrects this. It can also leave a checkpoint whose file was never written. If the next fit
-continues from an older checkpoint, it withdraws this one, since nothing can name it.
+corrects this. It can also leave a checkpoint whose file was never written. No file can name such a
+checkpoint, so it is withdrawn if the next fit continues from an older one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from offload.integrations.ckpt_files import (
     name_of_file,
     pin_name,
     train_state,
-    wanted_by,
+    why_in_use,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ else:
         import pytorch_lightning as pl
         from pytorch_lightning.plugins import CheckpointIO
 
-_of_ended_fits: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
+_optimizers_of_ended_fits: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 """Optimizers that are closed when the next fit of this process begins."""
 
 
@@ -110,9 +110,9 @@ class OffloadCallback(pl.Callback):
                     "gains little, because the .ckpt is small without the optimizer's state"
                 )
             trainer.strategy.checkpoint_io = _SealingIO(files, trainer)
-        # They still hold their stores, however their fits ended, and this fit makes new ones.
-        while _of_ended_fits:
-            _of_ended_fits.pop().close()
+        # These optimizers hold their stores, however their fits ended, and this fit makes new ones.
+        while _optimizers_of_ended_fits:
+            _optimizers_of_ended_fits.pop().close()
 
     @override
     def on_load_checkpoint(
@@ -151,7 +151,7 @@ class OffloadCallback(pl.Callback):
             optimizer.warn_unsealed = False  # `_SealingIO` seals before a file is written
             mend_pins(optimizer, loaded)
             if _has_readers(trainer, pl_module):
-                optimizer.register_step_post_hook(_let_look)
+                optimizer.register_step_post_hook(_make_steps_wait)
         if self._random is not None:
             _set_random_states(self._random)
 
@@ -234,7 +234,7 @@ class OffloadCallback(pl.Callback):
             found = optimizer.find(wanted)
         except MismatchError as error:
             raise MismatchError(f"{loaded}: {error}") from error
-        reasons = {c.path: wanted_by(c, loaded) for c in _newer(optimizer, found)}
+        reasons = {c.path: why_in_use(c, loaded) for c in _newer(optimizer, found)}
         listed = "; ".join(f"{path}, {reason}" for path, reason in reasons.items() if reason)
         if listed and not self._discard_newer:
             raise MismatchError(
@@ -304,7 +304,7 @@ class _SealingIO(CheckpointIO):
     @override
     def teardown(self) -> None:
         """Note that a fit has ended. Optimizers stay open, for ``Trainer.save_checkpoint``."""
-        _of_ended_fits.update(optimizer for _, optimizer in _offloaded(self._trainer))
+        _optimizers_of_ended_fits.update(optimizer for _, optimizer in _offloaded(self._trainer))
         self._inner.teardown()
 
 
@@ -321,35 +321,35 @@ def _newer(optimizer: OffloadedOptimizer, than: CheckpointInfo) -> list[Checkpoi
     return [c for c in optimizer.checkpoints() if c.generation > than.generation]
 
 
-_AFTER_A_STEP = (
+_HOOKS_AFTER_STEP = (
     "on_before_zero_grad",
     "on_train_batch_end",
     "on_train_batch_start",
     "on_train_epoch_end",
     "on_train_epoch_start",
 )
-"""Hooks of a module that may look at its parameters between a step and the next forward."""
+"""Hooks of a module that may read its parameters between a step and the next forward."""
 
-_READERS = ("WeightAveraging", "StochasticWeightAveraging")
-"""Callbacks of Lightning that look at parameters between a step and the next forward."""
+_READING_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
+"""Callbacks of Lightning that read parameters between a step and the next forward."""
 
 
 def _has_readers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-    """Return whether there is code that may look at parameters before the next forward."""
+    """Return whether code may read parameters between a step and the next forward."""
     if any(
-        getattr(type(pl_module), n) is not getattr(pl.LightningModule, n) for n in _AFTER_A_STEP
+        getattr(type(pl_module), n) is not getattr(pl.LightningModule, n) for n in _HOOKS_AFTER_STEP
     ):
         return True
     classes = [type(callback).__mro__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
     return any(
         not mro[0].__module__.startswith(("lightning.", "pytorch_lightning.", "offload."))
-        or any(kind.__name__ in _READERS for kind in mro)
+        or any(kind.__name__ in _READING_CALLBACKS for kind in mro)
         for mro in classes
     )
 
 
-def _let_look(*_: object) -> None:
-    """Do nothing. If a hook exists, a step waits for its end unless it can observe readers."""
+def _make_steps_wait(*_: object) -> None:
+    """Do nothing: a step with post hooks waits for its end, unless it can observe readers."""
 
 
 def _offloaded(trainer: pl.Trainer) -> Iterator[tuple[int, OffloadedOptimizer]]:

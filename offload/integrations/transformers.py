@@ -94,9 +94,9 @@ class OffloadCallback(TrainerCallback):
         self._args: TrainingArguments | None = None
         self._optimizer: OffloadedOptimizer | None = None
         self._created: OffloadedOptimizer | None = None
-        self._loading: RemovableHandle | None = None
-        self._saving: RemovableHandle | None = None
-        self._looking: RemovableHandle | None = None
+        self._load_hook: RemovableHandle | None = None
+        self._save_hook: RemovableHandle | None = None
+        self._wait_hook: RemovableHandle | None = None
 
     def optimizer_cls_and_kwargs(
         self,
@@ -171,19 +171,19 @@ class OffloadCallback(TrainerCallback):
             )
         optimizer = _unwrap(kwargs.get("optimizer"))
         self._follow(optimizer)
-        self._stop_saving()
+        self._remove_save_hooks()
         self._measured = {}  # metrics of another training, perhaps with the same number of steps
 
         def seal(asked: torch.optim.Optimizer) -> None:
             """Seal the state for the Trainer's folder, if the Trainer asks for the state dict."""
             folder = _folder(args.output_dir or "", state.global_step)
-            # Other code may ask for the state dict, too. The Trainer makes its folder before.
+            # Other code may ask for the state dict, too. The Trainer first makes the folder.
             if asked is optimizer and os.path.isdir(folder):
                 self._folders.seal(optimizer, folder, self._measured.get(state.global_step))
 
-        self._saving = optimizer.register_state_dict_pre_hook(seal)
+        self._save_hook = optimizer.register_state_dict_pre_hook(seal)
         if _has_readers(sys._getframe(1).f_locals.get("self")):
-            self._looking = optimizer.register_step_post_hook(_let_look)
+            self._wait_hook = optimizer.register_step_post_hook(_make_steps_wait)
         self._folders.sync(optimizer)
 
     def on_save(
@@ -237,16 +237,16 @@ class OffloadCallback(TrainerCallback):
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         """Wait for a step beside the model, and stop sealing when the Trainer saves."""
-        self._stop_saving()
+        self._remove_save_hooks()
         if self._optimizer is not None:
             self._optimizer.synchronize()
             self._folders.sync(self._optimizer)
 
     def _follow(self, optimizer: OffloadedOptimizer) -> None:
-        if self._loading is not None:
-            self._loading.remove()
+        if self._load_hook is not None:
+            self._load_hook.remove()
         self._optimizer = optimizer
-        self._loading = optimizer.register_load_state_dict_pre_hook(self._before_loading)
+        self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_loading)
 
     def _before_loading(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
@@ -261,11 +261,11 @@ class OffloadCallback(TrainerCallback):
         ]
         return {**state_dict, "param_groups": groups}
 
-    def _stop_saving(self) -> None:
-        for handle in (self._saving, self._looking):
+    def _remove_save_hooks(self) -> None:
+        for handle in (self._save_hook, self._wait_hook):
             if handle is not None:
                 handle.remove()
-        self._saving = self._looking = None
+        self._save_hook = self._wait_hook = None
 
 
 def create_optimizer(
@@ -388,7 +388,7 @@ def _paths(directory: Directories) -> list[str]:
 
 
 def _damage(path: str, parts: Sequence[str]) -> str:
-    """Return the damage of a checkpoint, and quarantine it if it is damaged; empty if it is whole.
+    """Return the damage of a checkpoint, which is then quarantined; empty if it is whole.
 
     Args:
         path: Path of the checkpoint.
@@ -406,7 +406,7 @@ def _damage(path: str, parts: Sequence[str]) -> str:
 
 
 def _has_readers(handler: object) -> bool:
-    """Return whether callbacks may look at parameters between a step and the next forward.
+    """Return whether callbacks may read parameters between a step and the next forward.
 
     Args:
         handler: Object that calls the callbacks of a Trainer.
@@ -418,8 +418,8 @@ def _has_readers(handler: object) -> bool:
     )
 
 
-def _let_look(*_: object) -> None:
-    """Do nothing. If a hook exists, a step waits for its end unless it can observe readers."""
+def _make_steps_wait(*_: object) -> None:
+    """Do nothing: a step with post hooks waits for its end, unless it can observe readers."""
 
 
 def _folder(output_dir: str | os.PathLike[str], step: int) -> str:

@@ -145,7 +145,7 @@ class Watch:
                 if _watch_of(tensor) is self:
                     watched[id(tensor)] = tensor
                     continue
-                settle(tensor)
+                announce_use(tensor)
             kind = classes.get(type(tensor)) or self._class_for(type(tensor))
             if kind is None:
                 stuck.append(tensor)
@@ -179,7 +179,7 @@ class Watch:
         """Watch all tensors again that have not been released since `pause`."""
         self.add(list(self._watched.values()))
 
-    def announce(self, tensor: torch.Tensor | None) -> bool:
+    def announce_use(self, tensor: torch.Tensor | None) -> bool:
         """Announce a use.
 
         Args:
@@ -229,24 +229,24 @@ class Watch:
 
         def set_class(tensor: torch.Tensor, kind: type) -> None:
             """Assign ``__class__`` after an announcement."""
-            settle(tensor)
+            announce_use(tensor)
             _set_class(tensor, kind)
 
         def as_subclass(tensor: torch.Tensor, kind: type) -> Any:
             """Call ``Tensor.as_subclass`` after an announcement."""
-            settle(tensor)
+            announce_use(tensor)
             return _T.as_subclass(tensor, kind)
 
         def set_(*args: Any, **kwargs: Any) -> Any:
             """Call ``Tensor.set_`` after announcements for all tensors among its arguments."""
             for tensor in tensors_in((args, kwargs)):
-                settle(tensor)
+                announce_use(tensor)
             return _T.set_(*args, **kwargs)
 
         def set_real(tensor: torch.Tensor, value: Any) -> None:
             """Assign ``Tensor.real`` after announcements."""
             for used in tensors_in((tensor, value)):
-                settle(used)
+                announce_use(used)
             _T.real.__set__(tensor, value)
 
         namespace: dict[str, Any] = {
@@ -271,21 +271,21 @@ class Watch:
         return made
 
 
-def settle(tensor: torch.Tensor) -> None:
+def announce_use(tensor: torch.Tensor) -> None:
     """Announce a use of a tensor on the calling thread, which waits for pending changes of it."""
     watch = _watch_of(tensor)
     if watch is not None:
-        watch.announce(tensor)
+        watch.announce_use(tensor)
     else:
         _restore_class(tensor)
 
 
-def settle_all(tensors: Iterable[torch.Tensor]) -> None:
-    """Settle the tensors that are watched by any watch. Fast if nothing is watched."""
+def announce_uses(tensors: Iterable[torch.Tensor]) -> None:
+    """Announce a use of each tensor that any watch has. Fast if nothing is watched."""
     if any(map(len, list(_watches))):
         for tensor in tensors:
             if is_watched(tensor):
-                settle(tensor)
+                announce_use(tensor)
 
 
 def is_watched(tensor: torch.Tensor) -> bool:
@@ -315,14 +315,14 @@ def _call(
     for tensor in found:
         watch = _watch_of(tensor)
         if watch is not None:
-            is_free &= watch.announce(tensor)
+            is_free &= watch.announce_use(tensor)
             if watch.after_use is not None:
                 kept.append((watch, tensor))
         else:
             _restore_class(tensor)
     if not found:  # the tensor is inside an object that is not searched
         watch = kind.__dict__[_WATCH]()
-        is_free = watch is not None and watch.announce(None)
+        is_free = watch is not None and watch.announce_use(None)
     if not is_free:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

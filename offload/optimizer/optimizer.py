@@ -24,7 +24,7 @@ from offload.exchange.torch_dicts import (
     MASTERS,
     NUM_STEPS,
     MaterializedState,
-    StateElsewhere,
+    StateOnStorage,
     number_parameters,
 )
 from offload.model.parameters import check_given_once, check_iterable, describe_parameters
@@ -121,7 +121,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         on_device = options.placement == "device"
         rule = UpdateRule(optimizer_class, hyper, allow_fused=on_device)
         super().__init__(params, dict(rule.defaults))
-        self.state = StateElsewhere()
+        self.state = StateOnStorage()
         if options.overlap == "backward":
             from offload.overlap.backward_hooks import require_no_ddp  # slow, see `_strategy_for`
 

@@ -95,10 +95,10 @@ class AppliedGradient(torch.Tensor):
     ) -> Any:
         """Refuse uses by autograd, which only ever adds another gradient."""
         gradient = next(_applied((args, kwargs)))
-        raise gradient._refuse(second_backward(gradient.parameter_name))
+        raise gradient._refuse(second_backward_message(gradient.parameter_name))
 
 
-def second_backward(name: str) -> str:
+def second_backward_message(name: str) -> str:
     """Return the message about a second gradient for a parameter called `name`."""
     return (
         f"the gradient of {name!r} had been applied already when more was added to it before "

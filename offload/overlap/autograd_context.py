@@ -1,4 +1,4 @@
-"""Functions that tell in which state of autograd the calling code runs."""
+"""Queries about the state of autograd on the calling thread."""
 
 from __future__ import annotations
 

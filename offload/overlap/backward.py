@@ -2,10 +2,10 @@
 
 The first gradient after a step opens a pass. A hook on each parameter takes its gradient as soon as
 the gradient is final, and leaves an `AppliedGradient` in its place, which refuses to be read,
-clipped or added to. `step` ends the supply of gradients, and waits for the pass. While a pass is
-open, the state is half stepped. Only `step` and `restore` are possible then; everything else is
-refused. A parameter whose gradient has been taken is watched, and any use of it through torch is
-refused, since its value before the step is lost.
+clipped or added to. `step` tells the pass that no more gradients will come, and waits for it. While
+a pass is open, the state is half stepped. Only `step` and `restore` are possible then; everything
+else is refused. A parameter whose gradient has been taken is watched, and any use of it through
+torch is refused, since its value before the step is lost.
 
 A backward that is not meant as a step opens no pass: see `BackwardHooks`. It leaves gradients in
 ``.grad``, as plain torch does, and `step` applies them.
@@ -32,7 +32,7 @@ from offload.errors import OverlapError
 from offload.model.parameters import check_gradients
 from offload.model.watch import Watch
 from offload.overlap import compiling
-from offload.overlap.applied_gradient import REMEDY, AppliedGradient, second_backward
+from offload.overlap.applied_gradient import REMEDY, AppliedGradient, second_backward_message
 from offload.overlap.autograd_context import backward_id
 from offload.overlap.background_pass import RunningPass
 from offload.overlap.backward_hooks import BackwardHooks, TakeGradient
@@ -60,9 +60,9 @@ class DuringBackward:
         """Handle of the hook that takes a parameter's gradient, by id of the parameter."""
         self._hooked: dict[int, torch.Tensor] = {}
         self._stepped = Watch(partial(_refuse_use, weakref.ref(self)), "stepped in backward")
-        """Watch on the parameters whose gradients the open pass has."""
-        self._opening = False
-        self._giving = threading.RLock()
+        """Watch on the parameters whose gradients the open pass has taken."""
+        self._is_opening = False
+        self._hand_over_lock = threading.RLock()
         """Lock held while a gradient is handed over: autograd has a thread for each device."""
         self._running: RunningPass | None = None
         self._schedule: GradientSchedule | None = None
@@ -85,7 +85,7 @@ class DuringBackward:
         Args:
             call: Name of the refused call, for the message.
         """
-        if self._opening or self._running is not None:
+        if self._is_opening or self._running is not None:
             raise OverlapError(
                 f"{call} was called between backward() and step(), when the parameters are half "
                 f'stepped (overlap="backward"): call step() first, or {REMEDY}. After an error in '
@@ -102,7 +102,9 @@ class DuringBackward:
     def require_unscaled(self) -> None:
         """Abandon an open pass, and raise `OverlapError`: it has applied scaled gradients."""
         if self._running is not None:
-            raise self._broken_by("GradScaler.step() found that scaled gradients had been applied")
+            raise self._abandon_because(
+                "GradScaler.step() found that scaled gradients had been applied"
+            )
 
     def step(self, groups: Groups) -> None:
         """Step all parameters that the open pass has not stepped, and wait for the pass.
@@ -121,7 +123,7 @@ class DuringBackward:
             for number, gradient in self._taken.items():
                 parameter = self._state.table.trainables[number].tensor
                 if parameter.grad is not gradient or gradient.cleared:
-                    raise self._broken_by(
+                    raise self._abandon_because(
                         f"the gradient of {gradient.parameter_name!r} was cleared or replaced "
                         "between backward() and step(), after it had been applied"
                     )
@@ -164,13 +166,13 @@ class DuringBackward:
         return None
 
     def give_up(self) -> None:
-        """Make an open pass fail, and close it. The state is torn then."""
+        """Make an open pass fail, and close it. The state is torn afterwards."""
         self._abandon()
 
     def restored(self) -> None:
-        """Drop what stands for gradients that were given up, and look at the model anew."""
+        """Drop placeholders of gradients, and examine the next forward like the first."""
         self._drop_applied()
-        self._hooks.look_again()
+        self._hooks.watch_again()
 
     def laid_out(self) -> None:
         """Do nothing: new parameters are hooked when they are added, or after a step."""
@@ -180,7 +182,7 @@ class DuringBackward:
         self._hook_parameters(groups)
 
     def end(self) -> None:
-        """Give up a half-taken step, and take all hooks off."""
+        """Abandon an open pass, and remove all hooks."""
         self._abandon()
         for handle in self._handles.values():
             handle.remove()
@@ -188,14 +190,14 @@ class DuringBackward:
         self._hooks.remove()
 
     def raise_pending(self) -> None:
-        """Do nothing: the error of a pass has been raised by `step`, or is given up with it."""
+        """Do nothing: `step` raises the error of a pass, unless the pass is abandoned."""
 
-    def ready(self, parameter: torch.Tensor) -> None:
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
         """Take the gradient of a parameter; called by autograd when it has been computed."""
-        with self._giving:
-            self._give(parameter)
+        with self._hand_over_lock:
+            self._hand_over(parameter)
 
-    def _give(self, parameter: torch.Tensor) -> None:
+    def _hand_over(self, parameter: torch.Tensor) -> None:
         groups = self._groups()
         if groups is None or self._state.lifecycle.closed or parameter.grad is None:
             return
@@ -214,7 +216,7 @@ class DuringBackward:
         if running.ended:
             self._finish()
         if number in self._taken:
-            raise self._broken_by(second_backward(self._taken[number].parameter_name))
+            raise self._abandon_because(second_backward_message(self._taken[number].parameter_name))
         gradient = parameter.grad.detach()
         self._stepped.add([parameter])  # before its chunk is stepped, which may be at once
         self._take(schedule, number, gradient)
@@ -247,9 +249,9 @@ class DuringBackward:
                 "neither read nor edited: use it before backward() or after step(). After an "
                 f"error in backward() call restore(). Otherwise, {REMEDY}"
             )
-        with self._giving:
+        with self._hand_over_lock:
             self._hooks.needed_in_backward()
-            raise self._broken_by(
+            raise self._abandon_because(
                 f"the parameter{name} was used within backward() after its gradient had been "
                 "applied: by a hook, a function of autograd, or the recomputation of activation "
                 "checkpointing. After restore() each backward() is applied at step()"
@@ -270,7 +272,9 @@ class DuringBackward:
         if self._running is None:
             return True
         if self._taken and not self._opened_by & self._hooks.backward_ids:
-            raise self._broken_by(second_backward(next(iter(self._taken.values())).parameter_name))
+            raise self._abandon_because(
+                second_backward_message(next(iter(self._taken.values())).parameter_name)
+            )
         return False
 
     def is_trained(self, tensor: torch.Tensor) -> bool:
@@ -284,7 +288,7 @@ class DuringBackward:
     def _open(self, groups: Groups) -> None:
         """Open a pass, whose gradients come later."""
         state = self._state
-        self._opening = True
+        self._is_opening = True
         try:
             state.lifecycle.require_usable()
             state.collect_seal()
@@ -311,7 +315,7 @@ class DuringBackward:
                     pass_failed(state, state_pass, error)
                 raise
         finally:
-            self._opening = False
+            self._is_opening = False
 
     def _finish(self) -> None:
         """Close the pass, which gets no more gradients: wait for it, and raise its error."""
@@ -333,7 +337,7 @@ class DuringBackward:
             self._running = self._schedule = None
             self._stepped.release_all()
 
-    def _broken_by(self, reason: str) -> OverlapError:
+    def _abandon_because(self, reason: str) -> OverlapError:
         """Abandon the pass, mark the state as broken, and return the error with the reason."""
         self._abandon()
         self._state.lifecycle.broken = reason
@@ -346,7 +350,7 @@ class DuringBackward:
         """Move a gradient from its parameter to the pass."""
         trainable = self._state.table.trainables[number]
         check_gradients([trainable], [gradient])
-        stand_in = AppliedGradient(gradient, trainable.spec.name, self._broken_by)
+        stand_in = AppliedGradient(gradient, trainable.spec.name, self._abandon_because)
         self._taken[number] = trainable.tensor.grad = stand_in
         schedule.give(number, gradient)
 
@@ -378,7 +382,7 @@ class DuringBackward:
                     if key.id in hooks:
                         hooks[key.id] = hooks.pop(key.id)
         if has_new:
-            self._hooks.look_again()
+            self._hooks.watch_again()
 
     def _is_last_hook(self, parameter: torch.Tensor) -> bool:
         """Return whether this engine's hook on a parameter is called after all others."""

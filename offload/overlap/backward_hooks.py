@@ -89,16 +89,16 @@ class BackwardHooks:
         self._calls = _Calls()
         self._num_steps = 0
         self._backward: int | None = None
-        """Number of the backward in progress, if it has passed an output of the model."""
+        """Number of the backward in progress, once it has reached an output of the model."""
         self._is_held = False
         self._is_hooked = False
         """Whether a module that has run since the last step has backward hooks."""
         self._is_needed_later = False
         """Whether backwards need the values of parameters whose gradients are final."""
-        self._constant_uses = ConstantUses(_Found(self))
-        self._kinds: set[tuple[object, ...]] = set()
+        self._constant_uses = ConstantUses(_ConstantFound(self))
+        self._watched_kinds: set[tuple[object, ...]] = set()
         """Kinds of calls of modules during which uses of parameters have been watched."""
-        self._has_said = False
+        self._has_warned = False
         self._used: set[int] = set()
         """Ids of parameters whose modules have run since the last step."""
         self._rerun: set[int] = set()
@@ -138,7 +138,7 @@ class BackwardHooks:
         return {backward_id(), *([] if self._backward is None else [self._backward])}
 
     def step_ended(self) -> None:
-        """Forget the calls that belong to the step that has been taken."""
+        """Forget all calls of modules, since they belong to the step that has ended."""
         self._num_steps += 1
         self._used.clear()
         self._rerun.clear()
@@ -149,19 +149,19 @@ class BackwardHooks:
         """Stop watching uses of parameters, since the first gradient ends the forward."""
         self._constant_uses.end()
 
-    def look_again(self) -> None:
-        """Watch uses of parameters in the next forward, as in the first one."""
-        self._kinds.clear()
+    def watch_again(self) -> None:
+        """Watch uses of parameters in the next forward, as if it were the first."""
+        self._watched_kinds.clear()
 
     def needed_in_forward(self) -> None:
         """Hold every backward from now on: a forward uses a parameter as a constant."""
         self._is_needed_later = True
-        self._say(_CONSTANT)
+        self._warn_once(_CONSTANT)
 
     def needed_in_backward(self) -> None:
         """Hold every backward from now on: a backward used a parameter that had been stepped."""
         self._is_needed_later = True
-        self._say(_LATE)
+        self._warn_once(_LATE)
 
     def require_at_rest(self, what: str) -> None:
         """Raise `OverlapError` if the state is half stepped.
@@ -174,7 +174,7 @@ class BackwardHooks:
         if strategy is not None and backward_id() == -1:
             strategy.settle(what)
 
-    def before(self, number: int, module: torch.nn.Module, inputs: object) -> None:
+    def before_module(self, number: int, module: torch.nn.Module, inputs: object) -> None:
         """Note that a module is about to run, with these inputs.
 
         Raises:
@@ -194,13 +194,13 @@ class BackwardHooks:
             )
             _require_no_active_ddp(strategy)
         if calls.has_gradients:
-            self._look(number, module, strategy)
-            self._note(module)
+            self._watch_new_kind(number, module, strategy)
+            self._note_uses(module)
             if not self._is_hooked and _has_backward_hooks(module):
                 self._is_hooked = True
-                self._say(_HOOKED)
+                self._warn_once(_HOOKED)
 
-    def after(self, number: int, output: object) -> None:
+    def after_module(self, number: int, output: object) -> None:
         """Put hooks on a module's output, if a backward through it must be noticed."""
         calls = self._calls
         if backward_id() != -1 or calls.outermost is None or not calls.has_gradients:
@@ -212,34 +212,35 @@ class BackwardHooks:
         if (is_outermost or calls.leads_elsewhere) and torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(_Begins(self, leads_elsewhere=calls.leads_elsewhere))  # type: ignore[no-untyped-call]
+                    begins = _BackwardBegins(self, leads_elsewhere=calls.leads_elsewhere)
+                    tensor.register_hook(begins)  # type: ignore[no-untyped-call]
                     node: Any = tensor.grad_fn
                     if is_outermost and not calls.leads_elsewhere:
                         node.metadata[self._key] = True
 
-    def begins(self, *, leads_elsewhere: bool) -> None:
+    def backward_begins(self, *, leads_elsewhere: bool) -> None:
         """Note that a backward has reached an output of the model, and hold it if necessary."""
         if self._backward != backward_id():  # a failed backward did not reset `_backward`
             self._backward, self._is_held = backward_id(), False
             autograd: Any = torch.autograd.Variable
-            autograd._execution_engine.queue_callback(partial(self._ended, self._backward))
+            autograd._execution_engine.queue_callback(partial(self._backward_ended, self._backward))
         strategy = self._strategy()
         if strategy is None or not strategy.is_first_backward():
             return
         if not self._is_held and (leads_elsewhere or self._is_used_again):
             self._is_held = True
-            self._say(_INPUT if leads_elsewhere else _RERUN)
+            self._warn_once(_INPUT if leads_elsewhere else _RERUN)
 
-    def _say(self, reason: str) -> None:
-        if not self._has_said:
-            self._has_said = True
+    def _warn_once(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "a backward() is not applied while it runs, but at step(), which waits for it "
                 '(overlap="backward"): %s. This is logged only once',
                 reason,
             )
 
-    def _ended(self, backward: int) -> None:
+    def _backward_ended(self, backward: int) -> None:
         if self._backward == backward:
             self._backward, self._is_held = None, False
 
@@ -262,14 +263,16 @@ class BackwardHooks:
             found += [following for following, _ in node.next_functions if following is not None]
         return False
 
-    def _look(self, number: int, module: torch.nn.Module, strategy: DuringBackward) -> None:
+    def _watch_new_kind(
+        self, number: int, module: torch.nn.Module, strategy: DuringBackward
+    ) -> None:
         """Watch uses of parameters until the first gradient, if this kind of call is new."""
         kind = (number, module.training, torch.is_grad_enabled(), is_recomputed_later())
-        if kind not in self._kinds and not self._is_needed_later:
-            self._kinds.add(kind)
+        if kind not in self._watched_kinds and not self._is_needed_later:
+            self._watched_kinds.add(kind)
             self._constant_uses.begin(self._model.modules(), strategy.trained())
 
-    def _note(self, module: torch.nn.Module) -> None:
+    def _note_uses(self, module: torch.nn.Module) -> None:
         """Note a use of a module's parameters."""
         is_rerun = not torch.is_grad_enabled()
         if is_rerun and not is_in_function():
@@ -300,7 +303,7 @@ class _Inert:
         """Do nothing."""
 
 
-class _Found(_Hook):
+class _ConstantFound(_Hook):
     def __call__(self) -> None:
         owner = self._owner()
         if owner is not None:
@@ -316,7 +319,7 @@ class _Before(_Hook):
         if not torch.compiler.is_compiling():
             owner = self._owner()
             if owner is not None:
-                owner.before(self._number, module, (args, kwargs))
+                owner.before_module(self._number, module, (args, kwargs))
 
 
 class _After(_Hook):
@@ -328,7 +331,7 @@ class _After(_Hook):
         if not torch.compiler.is_compiling():
             owner = self._owner()
             if owner is not None:
-                owner.after(self._number, output)
+                owner.after_module(self._number, output)
 
 
 class _Refusal(_Hook):
@@ -344,7 +347,7 @@ class _Refusal(_Hook):
             owner.require_at_rest(self._what)
 
 
-class _Begins(_Hook):
+class _BackwardBegins(_Hook):
     def __init__(self, owner: BackwardHooks, *, leads_elsewhere: bool) -> None:
         super().__init__(owner)
         self._leads_elsewhere = leads_elsewhere
@@ -352,7 +355,7 @@ class _Begins(_Hook):
     def __call__(self, _gradient: torch.Tensor) -> None:
         owner = self._owner()
         if owner is not None:
-            owner.begins(leads_elsewhere=self._leads_elsewhere)
+            owner.backward_begins(leads_elsewhere=self._leads_elsewhere)
 
 
 class TakeGradient:
@@ -368,7 +371,7 @@ class TakeGradient:
         """Hand over a parameter's final gradient to the engine."""
         strategy = self._strategy()
         if strategy is not None:
-            strategy.ready(parameter)
+            strategy.gradient_ready(parameter)
 
 
 def require_no_ddp(tensors: Iterable[torch.Tensor]) -> None:

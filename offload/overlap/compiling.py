@@ -28,7 +28,7 @@ class Follower(Protocol):
         ...
 
     @property
-    def knows_compiled(self) -> bool:
+    def is_partly_compiled(self) -> bool:
         """Whether part of the model is compiled, so that its calls wait for all parameters."""
         ...
 
@@ -97,7 +97,7 @@ def _wait_amid_compiled(key: int, number: int) -> None:
 def _ask_while_tracing(key: int) -> bool:
     # This must not wait: the step waits for the end of tracing.
     follower = _followers.get(key)
-    return follower is None or follower.knows_compiled
+    return follower is None or follower.is_partly_compiled
 
 
 _compiler: Any = torch.compiler  # torch.compiler has no types
@@ -106,14 +106,14 @@ _before_compiled = _compiler.disable(
     reason='the model must wait for its parameters here (overlap="forward"). To compile it without '
     "a graph break, construct the optimizer with model=torch.compile(model, fullgraph=True)",
 )
-_is_expected = _compiler.assume_constant_result(_ask_while_tracing)
+_is_known_compiled = _compiler.assume_constant_result(_ask_while_tracing)
 
 
 def before_traced_module(key: int, number: int) -> None:
-    """Make compiled code wait for all parameters before a module, unless the model's call waits.
+    """Make compiled code wait for all parameters before a module, unless the model's call does so.
 
     A hook on a module calls this while the hook is traced. The model itself (module 0) always
     waits.
     """
-    if number == 0 or not _is_expected(key):
+    if number == 0 or not _is_known_compiled(key):
         _before_compiled(key, number)

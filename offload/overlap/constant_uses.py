@@ -1,9 +1,9 @@
 """Search, during a forward, for parameters whose values backward needs as constants.
 
-A parameter whose gradient is final may be stepped at once, if nothing needs its value any more. A
-use that is recorded in the graph no longer needs the value, since the part of backward for this use
-has run before. But a use that is not recorded may need it: ``p.data`` or ``p.detach()`` may put the
-value into the graph as a constant, and activation checkpointing may read it again for a
+A parameter whose gradient is final may be stepped at once, if nothing needs its value any more. If
+autograd recorded a use of the parameter, backward has already passed this use when the gradient is
+final. But a use that is not recorded may need the value later: ``p.data`` or ``p.detach()`` may put
+the value into the graph as a constant, and activation checkpointing may read it again for a
 recomputation. So every use of a parameter is examined from the first forward to the first gradient.
 The examination is repeated when a module is called in a new way, such as in evaluation mode.
 """
@@ -21,7 +21,7 @@ from offload.overlap import compiling
 from offload.overlap.autograd_context import backward_id, function_call, is_recomputed_later
 
 _T: Any = torch.Tensor
-_LOOKS = {_T.dim, _T.ndimension, _T.__len__, _T.type, _T.is_same_size, torch.is_tensor}
+_VALUE_INDEPENDENT = {_T.dim, _T.ndimension, _T.__len__, _T.type, _T.is_same_size, torch.is_tensor}
 """Functions whose results do not depend on values, beyond those that `Watch` does not report."""
 
 
@@ -34,14 +34,14 @@ class ConstantUses:
 
     def __init__(self, found: Callable[[], None]) -> None:
         self._found = found
-        self._watch = Watch(lambda _: True, "looked at in the first forward", self._used)
+        self._watch = Watch(lambda _: True, "looked at in the first forward", self._examine)
         self._with_graph: set[int] = set()
         """Ids of parameters whose uses give them a gradient."""
         self._in_functions: dict[int, int] = {}
         """Number of the call in which a `torch.autograd.Function` used a parameter, by id of the
         parameter. The function may use it again in backward."""
         self._key = compiling.follow(self)
-        self._is_looking = False
+        self._is_watching = False
 
     def begin(self, modules: Iterable[torch.nn.Module], trained: Iterable[torch.Tensor]) -> None:
         """Watch the trained parameters, except those of compiled modules.
@@ -50,9 +50,9 @@ class ConstantUses:
             modules: Modules that may run.
             trained: Parameters that the optimizer steps.
         """
-        if self._is_looking:
+        if self._is_watching:
             return
-        self._is_looking = True
+        self._is_watching = True
         self._with_graph.clear()
         self._in_functions.clear()
         compiled = filter(compiling.is_compiled, modules)
@@ -62,13 +62,13 @@ class ConstantUses:
 
     def end(self) -> None:
         """Stop watching."""
-        if self._is_looking:
-            self._is_looking = False
+        if self._is_watching:
+            self._is_watching = False
             self._watch.release_all()
 
-    def _used(self, tensor: torch.Tensor, function: Callable[..., Any], result: Any) -> None:
+    def _examine(self, tensor: torch.Tensor, function: Callable[..., Any], result: Any) -> None:
         """Examine a use of a parameter: the function that was called, and its result."""
-        if function in _LOOKS or not self._is_looking or backward_id() != -1:
+        if function in _VALUE_INDEPENDENT or not self._is_watching or backward_id() != -1:
             return
         key = id(tensor)
         results = list(tensors_in(result))
@@ -95,9 +95,9 @@ class ConstantUses:
         """Do nothing: the hooks of this mode are not compiled."""
 
     @property
-    def knows_compiled(self) -> bool:
+    def is_partly_compiled(self) -> bool:
         """Whether the watch is off; required of a `Follower`, and not used in this mode."""
-        return not self._is_looking
+        return not self._is_watching
 
     def compiling_begins(self) -> None:
         """Pause the watch, so that the compiler finds parameters of ordinary classes."""

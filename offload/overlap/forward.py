@@ -26,7 +26,7 @@ from offload.format.train_state import encode
 from offload.overlap.background_pass import RunningPass
 from offload.overlap.compiling import compile_lock
 from offload.overlap.forward_hooks import ForwardHooks
-from offload.overlap.own_gradients import copy_what_others_hold
+from offload.overlap.own_gradients import copy_shared_gradients
 from offload.store.slot import Slot
 from offload.update.rules import Scalars
 
@@ -56,9 +56,9 @@ class BesideForward:
         self._hooks.attach()
 
     def settle(self, call: str) -> None:  # noqa: ARG002
-        """Wait for the step that is running, and for what has been asked for since.
+        """Wait for the running step, and for a checkpoint that was requested during it to begin.
 
-        Raises what `raise_pending` does.
+        The errors are those of `raise_pending`.
         """
         self.raise_pending()
 
@@ -102,7 +102,7 @@ class BesideForward:
                 return
             must_wait = self._hooks.plan(state.layout, table.trainables, gradients)
             state.order.learned = self._hooks.order
-            num_copied = copy_what_others_hold(gradients)
+            num_copied = copy_shared_gradients(gradients)
             state_pass = begin_pass(state, groups, gradients)
             failed = partial(pass_failed, state)
             running = RunningPass(state_pass, self._pass_ended, failed, state.meter)
@@ -125,10 +125,10 @@ class BesideForward:
     def seal_at_end(
         self, groups: Groups, train_state: object, metrics: Metrics
     ) -> SealHandle | None:
-        """Begin a checkpoint that is made when the step that is running has ended.
+        """Capture a checkpoint during the running step, and seal it when the step has ended.
 
-        Returns None when that step has been waited for instead: only an engine at rest can capture
-        this checkpoint.
+        Returns:
+            None if only an engine at rest can capture the checkpoint. The step has ended then.
         """
         running = self._running
         if running is not None and not running.ended and self._late_error is None:
@@ -141,7 +141,7 @@ class BesideForward:
         return None
 
     def give_up(self) -> None:
-        """Wait for the step that is running, and warn of its error."""
+        """Wait for the running step. If it failed, warn of its error."""
         try:
             self.raise_pending()
         except Exception as error:  # noqa: BLE001  (the restore replaces the state that failed)
@@ -149,14 +149,14 @@ class BesideForward:
         self._late_error = None
 
     def restored(self) -> None:
-        """Do nothing: what hooks have recorded of the model is still so."""
+        """Do nothing: the order of modules that the hooks have recorded is still valid."""
 
     def laid_out(self) -> None:
-        """Put hooks on the model's modules anew: some may be new."""
+        """Put hooks on the model's modules again, since some modules may be new."""
         self._hooks.attach()
 
     def added(self, groups: Groups) -> None:
-        """Do nothing: new parameters are followed when they are laid out."""
+        """Do nothing: `laid_out` is called for new parameters, and puts the hooks."""
 
     def require_closures(self) -> None:
         """Do nothing: a step can evaluate the model before it begins."""
@@ -165,7 +165,7 @@ class BesideForward:
         """Do nothing: no gradient is applied before `step`."""
 
     def end(self) -> None:
-        """Wait for the step that is running, and take the hooks off the model."""
+        """Wait for the running step, and remove the hooks from the model."""
         if self._running is not None:
             self._running.join()
         self._hooks.remove()

@@ -1,11 +1,12 @@
 """Hooks that make readers of a parameter wait for its chunks in the step beside the model.
 
 Every parameter that the step changes is watched: any use of it through torch, on any thread, waits
-for its chunks. Hooks on modules wait earlier, so that a module finds parameters of their ordinary
-class when it runs. torch's own modules look at the class of their parameters, and take a code path
-with other last bits if the class is not an ordinary one. For the same reason a call of a kind that
-has not been recorded (another module or thread, evaluation, without gradients) first waits for all
-parameters. The end of each call of the model waits for all parameters, too.
+for its chunks. A watched parameter has another class. Hooks on modules wait earlier, so that the
+parameters of a module have their ordinary class again when it runs. torch's own modules look at the
+class of their parameters, and take a code path with other last bits if the class is not an ordinary
+one. For the same reason a call of a kind that has not been recorded (another module or thread,
+evaluation, without gradients) first waits for all parameters. The end of each call of the model
+waits for all parameters, too.
 
 Compiled code runs no hooks, and a compiled model is not watched. So each call of it waits for all
 parameters. If it is not known what reads the parameters, the step itself waits. The results
@@ -34,7 +35,7 @@ from offload.overlap.background_pass import RunningPass
 from offload.overlap.forward_order import ForwardOrder
 
 _MAX_RECORDS = 3
-"""Maximal number of recorded steps. A step after the first is recorded if a parameter gets a
+"""Largest number of recorded steps. A step after the first is recorded if a parameter gets a
 gradient although no reader of the parameter was observed."""
 
 _log = logging.getLogger("offload")
@@ -76,11 +77,11 @@ class ForwardHooks:
         """Whether calls of the model are being recorded."""
         self._recorded: set[tuple[object, ...]] = set()
         """Kinds of calls that have been recorded."""
-        self._has_news = False
+        self._has_new_record = False
         """Whether a call has been recorded since the last step."""
         self._num_records = 0
         self._compiled = False
-        self._is_read_compiled = False
+        self._is_read_by_compiled = False
         """Whether compiled code outside the model was observed to read parameters."""
         self._num_recompiled = 0
         self.order: Sequence[int] = ()
@@ -98,7 +99,7 @@ class ForwardHooks:
         self._subtrees: dict[int, list[int]] = {}
         """Numbers of the parameters that a module and its submodules own, by number of the
         module."""
-        self._outside: list[int] = []
+        self._unobserved: list[int] = []
         """Numbers of parameters whose readers were not observed."""
         self._changing: list[int] = []
         """Numbers of parameters that the next step changes."""
@@ -126,7 +127,7 @@ class ForwardHooks:
         self._compiled = any(map(compiling.is_compiled, self._modules))
         self._record = ForwardOrder()
         self._recorded.clear()
-        self._recording, self._has_news, self._num_records = True, False, 0
+        self._recording, self._has_new_record, self._num_records = True, False, 0
         self._layout = None
 
     def remove(self) -> None:
@@ -150,20 +151,20 @@ class ForwardHooks:
             trainables: Trained parameters, in element-space order.
             gradients: Gradient of each parameter in the step; None for a parameter without one.
         """
-        if self._has_news:
+        if self._has_new_record:
             self._num_records += 1
-        if self._has_news or layout is not self._layout:
+        if self._has_new_record or layout is not self._layout:
             self._lay_out(layout, trainables)
-        self._has_news = False
+        self._has_new_record = False
         self._changing = [n for n, gradient in enumerate(gradients) if gradient is not None]
-        outside = [number for number in self._outside if gradients[number] is not None]
+        unobserved = [number for number in self._unobserved if gradients[number] is not None]
         self._recording = not self._compiled and (
-            self._num_records == 0 or (bool(outside) and self._num_records < _MAX_RECORDS)
+            self._num_records == 0 or (bool(unobserved) and self._num_records < _MAX_RECORDS)
         )
         known = self._root_entered if self._compiled else self._entered and self._num_records > 0
-        if not known or self._is_read_compiled:
+        if not known or self._is_read_by_compiled:
             return list(self.order)
-        return [] if self._compiled else [c for number in outside for c in self._spans[number]]
+        return [] if self._compiled else [c for number in unobserved for c in self._spans[number]]
 
     def begin(self, running: RunningPass) -> list[int]:
         """Make readers wait for this pass from now on. Call this before the pass is started.
@@ -174,11 +175,11 @@ class ForwardHooks:
         """
         self._watch.release_all()
         self._owner = threading.get_ident()
-        self._num_steps += 1  # so notes of an interrupted call become stale
+        self._num_steps += 1  # makes the `_Calls` of an interrupted call stale
         self._entered = self._root_entered = False
         self._record.start_over()
         self._running = running
-        if self._compiled or self._is_read_compiled:
+        if self._compiled or self._is_read_by_compiled:
             return []
         compiling.listen()
         stuck = self._watch.add([self._tensors[number] for number in self._changing])
@@ -209,7 +210,7 @@ class ForwardHooks:
         finally:
             self._calls.is_suspended = False
 
-    def before(self, number: int) -> None:
+    def before_module(self, number: int) -> None:
         """Wait for the parameters that a module needs, before the module runs."""
         self._entered = True
         if number == 0:
@@ -222,21 +223,21 @@ class ForwardHooks:
         try:
             # A call that was interrupted did not reset `outermost`.
             if calls.outermost in (-1, number):
-                calls.is_recorded = self._enter(number)
+                calls.is_recorded = self._begin_outermost(number)
                 calls.outermost, calls.has_gradients = number, _has_gradients()
                 calls.stack.clear()
             elif calls.has_gradients and not _has_gradients():
-                self._settle(self._subtree(number), self._modules[number].parameters())
+                self._wait_and_release(self._subtree(number), self._modules[number].parameters())
             if calls.is_recorded:
                 self._record.ran(_own_parameters(self._modules[number]))
                 calls.stack.append(number)
             needs = self._needs[number] if self._layout is not None else []
-            self._settle(needs, _own_parameters(self._modules[number]))
+            self._wait_and_release(needs, _own_parameters(self._modules[number]))
         except BaseException:
             calls.outermost = -1
             raise
 
-    def after(self, number: int) -> None:
+    def after_module(self, number: int) -> None:
         """Note the end of a module's call; after an outermost call, wait for all parameters."""
         calls = self._calls
         if number in calls.stack:
@@ -273,13 +274,13 @@ class ForwardHooks:
         return not self._compiled
 
     @property
-    def knows_compiled(self) -> bool:
+    def is_partly_compiled(self) -> bool:
         """Whether part of the model is compiled, so that its calls wait for all parameters."""
         return self._compiled
 
     def before_compiled(self, number: int) -> None:
         """Wait for all parameters before compiled code runs, since it runs no hooks."""
-        self._know_compiled()
+        self._note_compiled()
         if number == 0:
             self._root_entered = True
         self.wait_unwatched()
@@ -289,8 +290,8 @@ class ForwardHooks:
         if threading.get_ident() != self._owner or not self._watch:
             return
         num_recompiled = compiling.num_recompiled(f"{self._watch.label}'>")
-        if num_recompiled > self._num_recompiled and not self._is_read_compiled:
-            self._is_read_compiled = True
+        if num_recompiled > self._num_recompiled and not self._is_read_by_compiled:
+            self._is_read_by_compiled = True
             _log.warning(
                 "compiled code that is not the model's own reads its parameters while a step runs "
                 'beside the model (overlap="forward"): from now on step() waits for the whole '
@@ -304,14 +305,14 @@ class ForwardHooks:
         if threading.get_ident() == self._owner and self._watch:
             self._watch.resume()
 
-    def _enter(self, number: int) -> bool:
+    def _begin_outermost(self, number: int) -> bool:
         """Begin an outermost call; if its kind is new, wait for all parameters.
 
         Returns:
             Whether the call is recorded.
         """
         if not self._compiled and any(map(compiling.is_compiled, self._modules)):
-            self._know_compiled()
+            self._note_compiled()
         kind = (
             number,
             self._modules[number].training,
@@ -324,17 +325,17 @@ class ForwardHooks:
             self.wait_unwatched()
         if records:
             self._recorded.add(kind)
-            self._has_news = True
+            self._has_new_record = True
             self._owner = threading.get_ident()
             compiling.listen()
             self._watch.add(
                 p
                 for p in self._model.parameters()
-                if p.requires_grad and self._record.turn(p) is None
+                if p.requires_grad and self._record.first_use(p) is None
             )
         return records
 
-    def _know_compiled(self) -> None:
+    def _note_compiled(self) -> None:
         self._compiled, self._recording = True, False
 
     def _before_use(self, parameter: torch.Tensor | None) -> bool:
@@ -358,7 +359,7 @@ class ForwardHooks:
             running.wait_for(self._spans[self._numbers[id(parameter)]])
         return True
 
-    def _settle(self, numbers: Sequence[int], parameters: Iterable[torch.Tensor]) -> None:
+    def _wait_and_release(self, numbers: Sequence[int], parameters: Iterable[torch.Tensor]) -> None:
         """Wait for parameters by number, and stop watching them and further parameters."""
         running = self._running
         if running is not None:
@@ -387,11 +388,11 @@ class ForwardHooks:
         ]
         self._subtrees = {}
         first_use = [sys.maxsize] * layout.num_chunks
-        self._outside = []
+        self._unobserved = []
         for number, tensor in enumerate(self._tensors):
-            turn = self._record.turn(tensor)
+            turn = self._record.first_use(tensor)
             if turn is None:
-                self._outside.append(number)
+                self._unobserved.append(number)
                 continue
             for chunk in self._spans[number]:
                 first_use[chunk] = min(first_use[chunk], turn)
@@ -425,7 +426,7 @@ class _Before(_Hook):
             return
         owner = self._owner()
         if owner is not None:
-            owner.before(self._number)
+            owner.before_module(self._number)
 
 
 class _After(_Hook):
@@ -433,7 +434,7 @@ class _After(_Hook):
         if not torch.compiler.is_dynamo_compiling():
             owner = self._owner()
             if owner is not None:
-                owner.after(self._number)
+                owner.after_module(self._number)
 
 
 class _OnStateDict(_Hook):

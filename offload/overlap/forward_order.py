@@ -17,7 +17,7 @@ class ForwardOrder:
     def __init__(self) -> None:
         self._parameters: dict[int, torch.Tensor] = {}
         """Known parameters, by id. They are kept alive so that their ids stay unique."""
-        self._turns: dict[int, int] = {}
+        self._first_uses: dict[int, int] = {}
         """Number of modules that had begun to run when a parameter was first needed, by its id."""
         self._readers: dict[int, int] = {}
         """Number of the module that read a parameter before its own module ran, by the
@@ -41,16 +41,16 @@ class ForwardOrder:
             parameter: Parameter that is read.
             reader: Number of the innermost module that is running; None outside of all modules.
         """
-        if id(parameter) not in self._turns and reader is not None:
+        if id(parameter) not in self._first_uses and reader is not None:
             self._readers[id(parameter)] = reader
         self._note(parameter)
 
-    def turn(self, parameter: torch.Tensor) -> int | None:
+    def first_use(self, parameter: torch.Tensor) -> int | None:
         """Return how many modules had begun to run when a parameter was first needed.
 
         None means that the parameter was never needed.
         """
-        return self._turns.get(id(parameter))
+        return self._first_uses.get(id(parameter))
 
     def readers(self, numbers: Mapping[int, int]) -> dict[int, list[int]]:
         """Return the parameters that modules read before the module that owns them has run.
@@ -69,4 +69,4 @@ class ForwardOrder:
 
     def _note(self, parameter: torch.Tensor) -> None:
         self._parameters.setdefault(id(parameter), parameter)
-        self._turns.setdefault(id(parameter), self._num_ran)
+        self._first_uses.setdefault(id(parameter), self._num_ran)

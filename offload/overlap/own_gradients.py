@@ -30,7 +30,7 @@ each tensor that is a view of it, NumPy, Python).
 """
 
 
-def copy_what_others_hold(gradients: list[torch.Tensor | None]) -> int:
+def copy_shared_gradients(gradients: list[torch.Tensor | None]) -> int:
     """Replace gradients in the list by copies, if the program could still write to them.
 
     A gradient that is not copied takes 2 to 4 microseconds, whatever its size. The function may
@@ -39,8 +39,8 @@ def copy_what_others_hold(gradients: list[torch.Tensor | None]) -> int:
 
     Args:
         gradients: Gradients of all parameters, None for a parameter without one. The caller must
-            refer to them only by this list and the parameters: any further reference counts as one
-            of the program.
+            refer to them only by this list and the parameters: any other reference counts as one of
+            the program.
 
     Returns:
         Size of the copies in bytes.

@@ -4,12 +4,12 @@ This wing may know `stream.drives`, `update`, `device`, `model`, `format`, `opti
 never imports `engine`.
 """
 
-from offload.placement.choose import StateDevice, device_of
+from offload.placement.choose import PlacementChooser, device_of
 from offload.placement.model import decide
 from offload.placement.rates import find_rates
 
 __all__ = [
-    "StateDevice",
+    "PlacementChooser",
     "decide",
     "device_of",
     "find_rates",

@@ -15,7 +15,7 @@ from offload.format.layout import Layout
 from offload.model.parameters import Trainable
 from offload.options import Options
 from offload.placement.model import decide
-from offload.placement.rates import Site, find_rates, step_bytes
+from offload.placement.rates import MeasurementSetup, find_rates, step_bytes
 from offload.stream.drives import Drives
 from offload.update.device_updater import require_steppable, why_not_steppable
 from offload.update.pool import UpdatePool
@@ -24,7 +24,7 @@ from offload.update.rules import UpdateRule
 Groups = Sequence[Mapping[str, Any]]
 
 
-class StateDevice:
+class PlacementChooser:
     """Chooses the placement for one optimizer. With ``placement="auto"`` it decides only once.
 
     Args:
@@ -46,7 +46,7 @@ class StateDevice:
     def choose(
         self, groups: Groups, layout: Layout, trainables: Sequence[Trainable]
     ) -> Compute | None:
-        """Return the compute of the parameters' device; None if the CPU updates state.
+        """Return the `Compute` of the parameters' device, or None if the CPU updates the state.
 
         Args:
             groups: ``param_groups``.
@@ -65,13 +65,13 @@ class StateDevice:
         split = self._options.master == "split"
         if placement == "device":
             require_steppable(self._rule, groups, layout.state_dtype, split=split)
-            if reason := why_not_there(trainables):
+            if reason := why_not_on_one_device(trainables):
                 raise UnsupportedParameterError(
                     'placement="device" updates parameters on the device that holds them, but '
                     f'{reason}: move the model to one device, or use placement="host"'
                 )
         elif (
-            why_not_there(trainables)
+            why_not_on_one_device(trainables)
             or why_not_steppable(self._rule, groups, layout.state_dtype, split=split)
             or self._choose(groups, layout, trainables[0].tensor.device) == "host"
         ):
@@ -82,7 +82,7 @@ class StateDevice:
         if self._chosen is None:
             options, drives = self._options, self._drives
             drives.calibrate(layout.state_bytes)
-            site = Site(
+            setup = MeasurementSetup(
                 backends=drives.untraced_backends,
                 directories=drives.directories,
                 drive_gbps=drives.rates()[2],
@@ -97,19 +97,19 @@ class StateDevice:
                 kept_on_host=options.host_memory_bytes,
                 kept_on_device=options.device_memory_bytes,
             )
-            self._chosen, reason = decide(step, find_rates(site))
+            self._chosen, reason = decide(step, find_rates(setup))
             logging.getLogger("offload").info("%s", reason)
         return self._chosen
 
 
 def device_of(groups: Groups) -> torch.device | None:
-    """Return the device of the first parameter that is on one; None if all are in host memory."""
+    """Return the device of the first parameter in device memory; None if all are in host memory."""
     parameters = (p for group in groups for p in group["params"])
     return next((p.device for p in parameters if is_on_device(p)), None)
 
 
-def why_not_there(trainables: Sequence[Trainable]) -> str:
-    """Return why the parameters are not all on one device with kernels; empty if they are."""
+def why_not_on_one_device(trainables: Sequence[Trainable]) -> str:
+    """Return why the parameters are not all on one device that has kernels; empty if they are."""
     first = trainables[0]
     for trainable in trainables:
         name, device = trainable.spec.name, trainable.tensor.device

@@ -10,11 +10,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 Place: TypeAlias = Literal["host", "device"]
 
-_WORTH = 0.95
-"""Maximal ratio of a step's time on the device to its time on the CPU, for state to be placed in
+_MAX_TIME_RATIO = 0.95
+"""Largest ratio of a step's time on the device to its time on the CPU at which state is placed in
 device memory. It is below 1 because the ring takes device memory that the model could use."""
 
-_MOST_GBPS = 1e6
+_MAX_GBPS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Rates:
             if field.name == "direct":
                 if not isinstance(value, bool):
                     raise ValueError(f"direct must be True or False, got {value!r}")
-            elif type(value) not in (int, float) or not 0 < value <= _MOST_GBPS:
+            elif type(value) not in (int, float) or not 0 < value <= _MAX_GBPS:
                 raise ValueError(f"{field.name} must be a rate in GB/s, got {value!r}")
 
 
@@ -75,7 +75,7 @@ class Decision(NamedTuple):
     place: Place
 
     reason: str
-    """Reason in a sentence for people."""
+    """Reason, as text for people."""
 
 
 def decide(step: StepBytes, rates: Rates | str) -> Decision:
@@ -83,20 +83,20 @@ def decide(step: StepBytes, rates: Rates | str) -> Decision:
 
     Args:
         step: Bytes that a step moves.
-        rates: Measured rates; or the reason why nothing was measured. Then the host is chosen.
+        rates: Measured rates; or the reason why there are none, in which case the host is chosen.
     """
     if isinstance(rates, str):
         return Decision("host", f"steps are taken on the CPU, because {rates}")
     host, device = _host_parts(step, rates), _device_parts(step, rates)
     place = choose_placement(step, rates)
-    there, here = _slowest(device, "on the device"), _slowest(host, "on the CPU")
-    expected = f"a step is expected to take {there}, and {here}"
+    on_device, on_host = _slowest(device, "on the device"), _slowest(host, "on the CPU")
+    expected = f"a step is expected to take {on_device}, and {on_host}"
     if place == "device":
         return Decision(place, f"steps are taken on the device: {expected}")
     return Decision(
         place,
         f"steps are taken on the CPU rather than on the device: {expected}; state is kept in "
-        f"device memory only if a step then takes at most {_WORTH:.0%} of the time",
+        f"device memory only if a step then takes at most {_MAX_TIME_RATIO:.0%} of the time",
     )
 
 
@@ -106,16 +106,16 @@ def choose_placement(step: StepBytes, rates: Rates) -> Place:
     All parts of a step happen at the same time, so a step takes as long as its slowest part. On a
     device the arithmetic is never the slowest part.
     """
-    return "device" if device_s(step, rates) <= _WORTH * host_s(step, rates) else "host"
+    return "device" if device_s(step, rates) <= _MAX_TIME_RATIO * host_s(step, rates) else "host"
 
 
 def host_s(step: StepBytes, rates: Rates) -> float:
-    """Return the seconds of a step on the CPU: gradients and parameters cross, state does not."""
+    """Return the seconds of a step on the CPU: only gradients and parameters cross the link."""
     return max(_host_parts(step, rates).values())
 
 
 def device_s(step: StepBytes, rates: Rates) -> float:
-    """Return the seconds of a step on the device: state crosses the link, directly or not."""
+    """Return the seconds of a step on the device: state crosses the link in both directions."""
     return max(_device_parts(step, rates).values())
 
 

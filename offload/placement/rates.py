@@ -39,10 +39,10 @@ _TRIAL_ELEMENTS = 8 << 20
 """Elements of the timed update: 96 MiB of FP32 state with Adam, more than caches hold."""
 
 _TRIAL_S = 0.2
-_MOST_TRIALS = 5
+_MAX_TRIALS = 5
 _COPY_BYTES = 64 << 20
 _COPIES = 4
-"""Successive copies of `_COPY_BYTES` in one sample."""
+"""Number of successive copies of `_COPY_BYTES` in one sample."""
 
 _SAMPLES = 3
 _PLATFORM_FILES = ("/proc/driver/nvidia/version", "/proc/driver/nvidia-fs/version")
@@ -61,7 +61,7 @@ class MovesDeviceMemory(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class MeasurementSetup:
     """Hardware and model whose rates are measured."""
 
     backends: Sequence[Backend]
@@ -107,27 +107,27 @@ def step_bytes(layout: Layout, *, kept_on_host: int = 0, kept_on_device: int = 0
     )
 
 
-def find_rates(site: Site, *, clock: Clock = time.perf_counter) -> Rates | str:
+def find_rates(setup: MeasurementSetup, *, clock: Clock = time.perf_counter) -> Rates | str:
     """Return the rates stored under the same conditions, or measure and store them.
 
     A measurement waits for the work that is queued on the device's current stream.
 
     Args:
-        site: Hardware and model.
+        setup: Hardware and model.
         clock: Clock for the measurements.
 
     Returns:
         The rates; or the reason why there are none, as text for people. In this case steps belong
         on the host.
     """
-    if reason := _why_not(site):
+    if reason := _why_not_measured(setup):
         return reason
-    path = os.path.join(site.directories[0], RATES_NAME)
-    conditions = conditions_of(site)
+    path = os.path.join(setup.directories[0], RATES_NAME)
+    conditions = conditions_of(setup)
     found = load_rates(path, conditions)
     if found is not None:
         return found
-    measured = measure_rates(site, clock=clock)
+    measured = measure_rates(setup, clock=clock)
     if isinstance(measured, Rates):
         try:
             save_rates(path, conditions, measured)
@@ -136,38 +136,38 @@ def find_rates(site: Site, *, clock: Clock = time.perf_counter) -> Rates | str:
     return measured
 
 
-def measure_rates(site: Site, *, clock: Clock = time.perf_counter) -> Rates | str:
+def measure_rates(setup: MeasurementSetup, *, clock: Clock = time.perf_counter) -> Rates | str:
     """Measure the link and the CPU, and find the path of device memory.
 
     The search for the path tries cuFile in a child process, once for each file system, and can take
     seconds.
 
     Args:
-        site: Hardware and model.
+        setup: Hardware and model.
         clock: Clock for the measurements.
 
     Returns:
         The rates, or the reason why there are none; see `find_rates`.
     """
-    if reason := _why_not(site):
+    if reason := _why_not_measured(setup):
         return reason
     try:
         direct = all(
             used.path == "gds"
-            for backend, directory in zip(site.backends, site.directories, strict=True)
+            for backend, directory in zip(setup.backends, setup.directories, strict=True)
             if isinstance(backend, MovesDeviceMemory)
             for used in backend.paths_in(directory).values()
         )
     except StorageError as error:
         return f"device memory cannot be transferred to the drives: {error}"
     try:
-        to_host, to_device = link_gbps(site.device, clock=clock)
+        to_host, to_device = link_gbps(setup.device, clock=clock)
     except (RuntimeError, MemoryError) as error:
         # torch raises these if no memory is left. A ring on the device would not fit either.
-        return f"the link to {site.device} could not be measured: {' '.join(str(error).split())}"
+        return f"the link to {setup.device} could not be measured: {' '.join(str(error).split())}"
     return Rates(
-        drive_gbps=site.drive_gbps,
-        update_gbps=update_gbps(site.pool, site.rule, site.groups, site.layout, clock=clock),
+        drive_gbps=setup.drive_gbps,
+        update_gbps=update_gbps(setup.pool, setup.rule, setup.groups, setup.layout, clock=clock),
         to_host_gbps=to_host,
         to_device_gbps=to_device,
         direct=direct,
@@ -181,14 +181,14 @@ def link_gbps(device: torch.device, *, clock: Clock = time.perf_counter) -> tupl
     load.
     """
     boundary = boundary_of(device)
-    host = boundary.allocate(_COPY_BYTES)
-    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    on_host = boundary.allocate(_COPY_BYTES)
+    on_device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     # The memory may have belonged to another tensor, which queued kernels still use.
     boundary.wait(boundary.now())
-    host.zero_()  # touches the memory before it is timed
+    on_host.zero_()  # touches the memory before it is timed
     return (
-        _copies_gbps(boundary, boundary.fetch, (there, host), clock),
-        _copies_gbps(boundary, boundary.send, (host, there), clock),
+        _copies_gbps(boundary, boundary.fetch, (on_device, on_host), clock),
+        _copies_gbps(boundary, boundary.send, (on_host, on_device), clock),
     )
 
 
@@ -213,7 +213,7 @@ def update_gbps(
         clock: Clock that is read before and after each pass.
     """
     largest = max(layout.parameters, key=lambda p: (bool(p.arrays), p.num_elements))
-    # As long as a chunk of the store: data that fits in a cache would be faster than real chunks.
+    # The trial has the length of a chunk, since data that fits in a cache would be faster.
     num = min(layout.chunk_elements, _TRIAL_ELEMENTS)
     spec = dataclasses.replace(largest, name="trial", shape=(num,), group=0)
     trial = Layout(
@@ -239,7 +239,7 @@ def update_gbps(
     best_s = float("inf")
     with torch.no_grad(), pool.all_threads():
         # The first pass creates the state, and touches memory and threads. It is not counted.
-        for number in range(1 + _MOST_TRIALS):
+        for number in range(1 + _MAX_TRIALS):
             updater = ChunkUpdater(
                 rule,
                 pool,
@@ -266,18 +266,18 @@ def update_gbps(
     return 2 * trial.state_bytes / best_s / 1e9
 
 
-def conditions_of(site: Site) -> dict[str, Any]:
+def conditions_of(setup: MeasurementSetup) -> dict[str, Any]:
     """Return the conditions under which stored rates are valid, as JSON values."""
-    names = {p.dtype: list(p.arrays) for p in site.layout.parameters}
+    names = {p.dtype: list(p.arrays) for p in setup.layout.parameters}
     return {
-        "device": _device_name(site.device),
-        "drive_gbps": site.drive_gbps,
+        "device": _device_name(setup.device),
+        "drive_gbps": setup.drive_gbps,
         "kernel": os.uname().release,
         "drivers": [_first_line(path) for path in _PLATFORM_FILES],
         "cores": len(os.sched_getaffinity(0)),
-        "optimizer": site.rule.class_name,
+        "optimizer": setup.rule.class_name,
         "arrays": names,
-        "state_dtype": site.layout.state_dtype,
+        "state_dtype": setup.layout.state_dtype,
     }
 
 
@@ -296,7 +296,7 @@ def save_rates(path: str, conditions: Mapping[str, Any], rates: Rates) -> None:
 
 
 def load_rates(path: str, conditions: Mapping[str, Any]) -> Rates | None:
-    """Return the rates in a file; None if it has none, or has those of other conditions.
+    """Return the rates in a file; None if it has none, or if they belong to other conditions.
 
     Never raises: the remedy for any defect of the file is another measurement.
     """
@@ -309,16 +309,16 @@ def load_rates(path: str, conditions: Mapping[str, Any]) -> Rates | None:
         return None
 
 
-def _why_not(site: Site) -> str:
-    """Return why nothing can or need be measured; empty if a measurement is needed."""
-    if site.device.type not in BOUNDARIES:
-        return f"transfers between {site.device} and host memory are not supported"
-    for backend in site.backends:
+def _why_not_measured(setup: MeasurementSetup) -> str:
+    """Return why a measurement is impossible or unnecessary; empty if it is needed."""
+    if setup.device.type not in BOUNDARIES:
+        return f"transfers between {setup.device} and host memory are not supported"
+    for backend in setup.backends:
         if not isinstance(backend, MovesDeviceMemory):
             return f"the {backend.name} backend does not transfer device memory"
-    if not site.layout.state_bytes:
+    if not setup.layout.state_bytes:
         return "there is no optimizer state"
-    if not site.drive_gbps > 0:
+    if not setup.drive_gbps > 0:
         return "the drives have not been measured, which is done only for a state of 1 GiB or more"
     return ""
 

@@ -105,12 +105,22 @@ def compose(
         order=None if order is None else tuple(map(tuple, order)),
     )
     manifest.encode(slot.manifest.size_bytes)
-    packed = pack_encoded(
-        train_state,
-        capacity_bytes=slot.train_state.size_bytes,
-        header=train_state_header(manifest),
-    )
+    packed = pack_train_state(train_state, manifest, slot.train_state.size_bytes)
     return Composition(manifest, packed)
+
+
+def pack_train_state(state: EncodedState, manifest: Manifest, size_bytes: int) -> bytes:
+    """Return the content of ``train_state.safetensors``, with metadata that names its checkpoint.
+
+    Args:
+        state: Train state of the user.
+        manifest: Manifest of the checkpoint.
+        size_bytes: Size of the file.
+
+    Raises:
+        offload.format.train_state.TrainStateTooLargeError: The train state does not fit.
+    """
+    return pack_encoded(state, capacity_bytes=size_bytes, header=train_state_header(manifest))
 
 
 class Prepared:

@@ -31,6 +31,7 @@ from offload.errors import StoreBusyError
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
+from offload.format.train_state import EncodedState
 from offload.retention.pins import drop_unfinished
 from offload.retention.policy import Retention
 from offload.store.census import Census
@@ -40,7 +41,7 @@ from offload.store.opening import StoredCheckpoint, find_stored, open_directorie
 from offload.store.part_pool import PartLeftovers
 from offload.store.poison import Poison
 from offload.store.quarantine import Quarantine
-from offload.store.sealing import Sealing
+from offload.store.sealing import Sealing, pack_train_state
 from offload.store.slot import Slot
 from offload.store.slot_supply import SlotSupply
 from offload.store.withdrawal import Withdrawal
@@ -248,19 +249,22 @@ class Store:
                 self._withdrawal.withdraw_expired(self.sealing.incoming)
             self._changed.notify_all()
 
-    def replace_train_state(self, checkpoint: StoredCheckpoint, data: bytes) -> None:
+    def replace_train_state(self, checkpoint: StoredCheckpoint, train_state: EncodedState) -> None:
         """Replace a checkpoint's train state atomically; durable on return.
 
         Args:
             checkpoint: Checkpoint to change.
-            data: New content of ``train_state.safetensors``.
+            train_state: New train state.
 
         Raises:
+            TrainStateTooLargeError: The train state does not fit.
             StoreError: This process may not write to the store any more, or not at this moment.
             gds.StorageError: There is no space, and the old train state remains; or the new one
                 could not be made durable.
         """
-        self._replace(checkpoint, TRAIN_STATE_NAME, data)
+        size_bytes = self.slot_of(checkpoint).train_state.size_bytes
+        packed = pack_train_state(train_state, checkpoint.manifest, size_bytes)
+        self._replace(checkpoint, TRAIN_STATE_NAME, packed)
 
     def replace_manifest(self, checkpoint: StoredCheckpoint, manifest: Manifest) -> None:
         """Replace a checkpoint's manifest atomically; durable on return.

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TypeAlias
 
 import torch
@@ -157,8 +158,9 @@ class Drives:
     def close(self) -> None:
         """Close the backends, except one that the user passed in."""
         if self._options.backend is None:
-            for backend in self.untraced_backends:
-                backend.close()
+            with ExitStack() as closing:  # an error in one backend does not skip the others
+                for backend in self.untraced_backends:
+                    closing.callback(backend.close)
 
     def calibrate(self, state_bytes: int) -> None:
         """Measure the drives that have not been measured, if a state of this size is worth it."""

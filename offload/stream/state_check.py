@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from offload.store.slot import Slot
 from offload.stream.meter import Meter
+from offload.stream.passes import RingPass
 from offload.stream.streamer import Streamer
 
 _log = logging.getLogger("offload")
@@ -34,10 +35,12 @@ def check_state(streamer: Streamer, slot: Slot, chunks: Sequence[int], meter: Me
     started = time.perf_counter()
     waited_s = meter.wait_read_s, meter.wait_write_s
     slot.distrust()
-    streamer.begin(slot, chunks)
+    reading = RingPass(streamer, source=slot)
+    reading.announce(chunks)
     try:
         for chunk in chunks:
-            streamer.keep(streamer.take(chunk))
+            with reading.taken(chunk):
+                pass  # a chunk is compared with its digests before it can be used
     finally:
         meter.wait_read_s, meter.wait_write_s = waited_s
     slot.trust()

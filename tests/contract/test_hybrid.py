@@ -340,8 +340,8 @@ def test_this_machine_tells_its_memory() -> None:
     hybrid = Hybrid()
     hybrid.pressed()
     physical = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    assert hybrid.keep(physical // 8)
-    assert not hybrid.keep(physical)
+    assert hybrid.claim_memory(physical // 8)
+    assert not hybrid.claim_memory(physical)
 
 
 def test_direct_and_hybrid_exclude_each_other() -> None:

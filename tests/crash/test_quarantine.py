@@ -97,6 +97,18 @@ def test_restore_takes_the_one_before(name: str) -> None:
     optimizer.close()
 
 
+def test_warnings_of_restore_point_at_the_line_that_called_it() -> None:
+    backend = MemoryBackend()
+    store_with(backend)
+    damage(backend, "model")
+    for message in ("is quarantined", "not using"):  # the first restore marks it
+        optimizer = optimizer_for(Model(), STORE, options(backend))
+        with pytest.warns(RuntimeWarning, match=message) as caught:
+            optimizer.restore()
+        assert {warning.filename for warning in caught} == {__file__}
+        optimizer.close()
+
+
 @pytest.mark.parametrize("directories", [1, 2])
 @pytest.mark.parametrize("overlap", [None, "forward"])
 @pytest.mark.parametrize("name", STATE)

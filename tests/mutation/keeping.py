@@ -13,6 +13,7 @@ _PRUNING = "offload/store/pruning.py"
 _STORE = "offload/store/store.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
 _ENGINE = "offload/engine/engine.py"
+_RESUME = "offload/engine/resume.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CLI = "tests/cli/test_cli_retention.py"
 _CONTRACT = "tests/torch_contract"
@@ -461,7 +462,7 @@ KEEPING = (
     Mutation(
         "pinned-gone-back",
         "order: going back is refused before the model is changed",
-        (gone(_ENGINE, "        store.keeping.require_none_after(found)\n"),),
+        (gone(_RESUME, "    store.keeping.require_none_after(found)\n"),),
         (_REPLACED,),
     ),
     Mutation(

@@ -12,6 +12,7 @@ _EXPIRY = "offload/store/expiry.py"
 _FREE = "offload/store/free_slots.py"
 _IN_PLACE = "offload/store/in_place.py"
 _ENGINE = "offload/engine/engine.py"
+_RESUME = "offload/engine/resume.py"
 _STATE = "offload/engine/training_state.py"
 _TESTS = "tests/crash/test_meddled_beside.py"
 _SEALED = f"{_TESTS}::test_a_slot_that_is_replaced_while_it_is_sealed_is_no_checkpoint"
@@ -151,7 +152,7 @@ MEDDLING = (
     Mutation(
         "restore-of-what-is-gone",
         "restore() looks at the checkpoints before it chooses one",
-        (gone(_ENGINE, "        store.look_again(warn_of_refused=False)\n"),),
+        (gone(_RESUME, "    store.look_again(warn_of_refused=False)\n"),),
         (f"{_TESTS}::test_a_process_goes_back_behind_what_was_lost_beside_it",),
     ),
     Mutation(

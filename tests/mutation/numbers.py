@@ -7,7 +7,7 @@ from tests.mutation.mutation import Edit, Mutation, gone
 _TABLE = "offload/model/table.py"
 _LAYOUT = "offload/format/layout.py"
 _MANIFEST = "offload/format/manifest.py"
-_RESUME = "offload/engine/resume.py"
+_MATCHING = "offload/engine/matching.py"
 _EDITS = "tests/numerics/test_edits_are_read.py"
 _OLD = "tests/format/test_old_stores.py"
 _PLACES = "tests/format/test_layout.py"
@@ -158,7 +158,7 @@ NUMBERS = (
     Mutation(
         "frozen-state-not-matched",
         "a parameter with state that is frozen now keeps it",
-        (Edit(_RESUME, ", also=saved_specs,", ","),),
+        (Edit(_MATCHING, ", also=saved_specs,", ","),),
         (_FREEZING,),
     ),
     Mutation(
@@ -166,7 +166,7 @@ NUMBERS = (
         "so does one that is not given to the optimizer any more",
         (
             gone(
-                _RESUME,
+                _MATCHING,
                 "    live |= _not_given(manifest, restored, model, rule, state_format, "
                 "live.keys(), path)\n",
             ),
@@ -178,7 +178,7 @@ NUMBERS = (
         "one that requires gradients and was not given is refused",
         (
             Edit(
-                _RESUME,
+                _MATCHING,
                 "        if parameter.requires_grad and (manifest.order is None or spec.name in "
                 "were_given):\n",
                 "        if False:\n",

@@ -23,7 +23,7 @@ OVERLAPPING = (
         (
             Edit(
                 "offload/overlap/forward.py",
-                "num_copied = copy_what_others_hold(gradients)",
+                "num_copied = copy_shared_gradients(gradients)",
                 "num_copied = 0",
             ),
         ),
@@ -115,8 +115,8 @@ OVERLAPPING = (
         (
             Edit(
                 _BACKWARD_HOOKS,
-                "        self._is_needed_later = True\n        self._say(_CONSTANT)\n",
-                "        self._say(_CONSTANT)\n",
+                "        self._is_needed_later = True\n        self._warn_once(_CONSTANT)\n",
+                "        self._warn_once(_CONSTANT)\n",
             ),
         ),
         (f"{_NEEDED}::test_a_value_that_is_a_constant_of_the_graph_too",),

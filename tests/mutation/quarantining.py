@@ -11,7 +11,6 @@ _STORE = "offload/store/store.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
 _READING = "offload/checkpoint/reading.py"
 _OPENING = "offload/store/opening.py"
-_ENGINE = "offload/engine/engine.py"
 _PASSES = "offload/engine/state_passes.py"
 _RESUME = "offload/engine/resume.py"
 _STREAMER = "offload/stream/streamer.py"
@@ -215,7 +214,7 @@ QUARANTINING = (
     Mutation(
         "restored-state-believed",
         "what this process wrote is not believed either when it goes back to it",
-        (Edit(_ENGINE, "        slot.distrust()  #", "        #"),),
+        (Edit(_RESUME, "    slot.distrust()  #", "    #"),),
         (f"{_TESTS}::test_one_that_this_process_wrote_is_checked_when_it_goes_back_to_it",),
     ),
     Mutation(

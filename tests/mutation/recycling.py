@@ -174,8 +174,8 @@ RECYCLING = (
         "going back withdraws what is newer",
         (
             gone(
-                "offload/engine/engine.py",
-                "        store.withdraw_newer(found)"
+                "offload/engine/resume.py",
+                "    store.withdraw_newer(found)"
                 "  # now that the older one has proved to be readable\n",
             ),
         ),

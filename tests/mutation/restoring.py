@@ -9,7 +9,6 @@ _SLOT = "offload/store/slot.py"
 _RESUME = "offload/engine/resume.py"
 _MODEL = "offload/model/model_file.py"
 _STREAMER = "offload/stream/streamer.py"
-_ENGINE = "offload/engine/engine.py"
 _STATE = "offload/engine/training_state.py"
 _PASSES = "offload/engine/state_passes.py"
 _USABLE = "offload/engine/lifecycle.py"
@@ -41,7 +40,7 @@ RESTORING = (
         "what an earlier process wrote is not believed",
         (
             Edit(_SEALED_SLOT, "        self.distrust()\n", ""),
-            Edit(_ENGINE, "        slot.distrust()  #", "        #"),
+            Edit(_RESUME, "    slot.distrust()  #", "    #"),
         ),
         (f"{_INTERRUPTED}::test_damaged_state_is_not_trained_on",),
     ),
@@ -74,9 +73,8 @@ RESTORING = (
         "the train state is read and checked before anything is changed",
         (
             gone(
-                _ENGINE,
-                "        _ = checkpoint.train_state"
-                "  # read and checked before anything is changed\n",
+                _RESUME,
+                "    _ = checkpoint.train_state  # read and checked before anything is changed\n",
             ),
         ),
         (_LOST, _DAMAGE),
@@ -84,7 +82,7 @@ RESTORING = (
     Mutation(
         "restore-half-way-goes-on",
         "a restore that failed half way leaves an optimizer that refuses to go on",
-        (gone(_ENGINE, '        lifecycle.broken = f"restoring {found.path} failed half way"\n'),),
+        (gone(_RESUME, '    lifecycle.broken = f"restoring {found.path} failed half way"\n'),),
         (_DAMAGE, *faults("read-once-keep=1")),
     ),
     Mutation(
@@ -92,15 +90,15 @@ RESTORING = (
         "order: newer checkpoints are withdrawn when the older one has proved readable",
         (
             gone(
-                _ENGINE,
-                "        store.withdraw_newer(found)"
+                _RESUME,
+                "    store.withdraw_newer(found)"
                 "  # now that the older one has proved to be readable\n",
             ),
             Edit(
-                _ENGINE,
-                '        lifecycle.broken = f"restoring {found.path} failed half way"\n',
-                '        lifecycle.broken = f"restoring {found.path} failed half way"\n'
-                "        store.withdraw_newer(found)\n",
+                _RESUME,
+                '    lifecycle.broken = f"restoring {found.path} failed half way"\n',
+                '    lifecycle.broken = f"restoring {found.path} failed half way"\n'
+                "    store.withdraw_newer(found)\n",
             ),
         ),
         (_RESUMING,),
@@ -129,7 +127,7 @@ RESTORING = (
         (
             Edit(
                 _RESUME,
-                'warnings.warn(f"not using {path}: {reason}", RuntimeWarning, stacklevel=4)',
+                'warnings.warn(f"not using {path}: {reason}", RuntimeWarning, stacklevel=_CALLER)',
                 "del path, reason",
             ),
         ),

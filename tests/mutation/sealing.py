@@ -469,7 +469,7 @@ SEALING = (
     Mutation(
         "reseal-train-state-kept",
         "a train state that differs is replaced",
-        (Edit(_RESEAL, "    if present != encoded:\n", "    if False:\n"),),
+        (Edit(_RESEAL, "    if checkpoint.read_train_state() != encoded:\n", "    if False:\n"),),
         (f"{_RESUME}::test_sealing_the_same_step_again_replaces_the_train_state",),
     ),
     Mutation(

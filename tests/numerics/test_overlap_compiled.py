@@ -211,7 +211,7 @@ def test_another_thread_that_compiles_does_not_make_a_call_pass_for_compiled(run
     run.live(X)
     go_on.set()
     thread.join(TIMEOUT_S)
-    assert not run.optimizer._engine.strategy._hooks.knows_compiled
+    assert not run.optimizer._engine.strategy._hooks.is_partly_compiled
     run.step_held(2, LAST)
     when_waiting(run, run.backend.release)
     assert_same_bits(run.live(X).detach(), run.expected(X).detach(), "output")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.model.watch import Watch, is_watched, settle
+from offload.model.watch import Watch, announce_use, is_watched
 
 
 class Uses:
@@ -422,7 +422,7 @@ def test_a_pause(uses):
     uses.watch.resume()
     assert uses.found == []
     assert (is_watched(p), is_watched(q)) == (True, False)
-    settle(p)
+    announce_use(p)
     assert uses.found == [p]
     assert len(uses.watch) == 0
 

@@ -20,7 +20,7 @@ from gds.errors import RefusedError
 from gds.probe import direct_io
 from offload.errors import BrokenOptimizerError
 from offload.placement.model import Rates
-from offload.placement.rates import Site
+from offload.placement.rates import MeasurementSetup
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.flipping import FlippingBackend
 from tests.fake_gpu.backend import DeviceBackend
@@ -186,8 +186,8 @@ def test_auto_goes_where_a_step_is_expected_to_take_less(
 ):
     asked = []
 
-    def find(site: Site) -> Rates | str:
-        asked.append(site)
+    def find(setup: MeasurementSetup) -> Rates | str:
+        asked.append(setup)
         return rates
 
     monkeypatch.setattr(offload.placement.choose, "find_rates", find)

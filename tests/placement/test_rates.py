@@ -22,7 +22,7 @@ from offload.format.arrays import StateFormat
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.placement import rates
 from offload.placement.model import Rates, decide
-from offload.placement.rates import Site, find_rates, load_rates, save_rates, step_bytes
+from offload.placement.rates import MeasurementSetup, find_rates, load_rates, save_rates, step_bytes
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 from tests.fake_gpu.device import Event
@@ -121,9 +121,9 @@ def boundary(time: Time, monkeypatch: pytest.MonkeyPatch) -> PacedBoundary:
 
 
 @pytest.fixture
-def make_site(
+def make_setup(
     time: Time, boundary: PacedBoundary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Site]]:
+) -> Iterator[Callable[..., MeasurementSetup]]:
     made: list[Any] = []
 
     def make(
@@ -131,7 +131,7 @@ def make_site(
         optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
         state_format: StateFormat = EXACT,
         **changes: Any,
-    ) -> Site:
+    ) -> MeasurementSetup:
         hyper = {"lr": 1e-3, "momentum": 0.9} if optimizer is torch.optim.SGD else {"lr": 1e-3}
         rule = UpdateRule(optimizer, hyper)
         arrays = state_format.stored_arrays("BF16", rule.rule(rule.defaults).arrays)
@@ -142,7 +142,7 @@ def make_site(
             ParameterSpec("small", "BF16", (7,), 0, arrays),
             ParameterSpec("large", "BF16", (5000, 3), 1, arrays),
         )
-        site = Site(
+        setup = MeasurementSetup(
             backends=[backend],
             directories=[str(tmp_path)],
             drive_gbps=DRIVE,
@@ -157,7 +157,7 @@ def make_site(
                 state_dtype=state_format.state_dtype,
             ),
         )
-        return dataclasses.replace(site, **changes)
+        return dataclasses.replace(setup, **changes)
 
     with installed(monkeypatch):
         yield make
@@ -165,8 +165,8 @@ def make_site(
             one.close()
 
 
-def test_each_rate_is_that_of_its_part(make_site, time, boundary) -> None:
-    found = rates.measure_rates(make_site(), clock=time)
+def test_each_rate_is_that_of_its_part(make_setup, time, boundary) -> None:
+    found = rates.measure_rates(make_setup(), clock=time)
     assert isinstance(found, Rates)
     assert found.drive_gbps == DRIVE
     assert found.update_gbps == pytest.approx(UPDATE)
@@ -186,24 +186,24 @@ def test_each_rate_is_that_of_its_part(make_site, time, boundary) -> None:
     ],
     ids=["split-int8", "bfloat16", "sgd"],
 )
-def test_bytes_are_those_that_are_stored(make_site, time, optimizer, state_format) -> None:
-    site = make_site(optimizer=optimizer, state_format=state_format)
-    found = rates.update_gbps(site.pool, site.rule, site.groups, site.layout, clock=time)
+def test_bytes_are_those_that_are_stored(make_setup, time, optimizer, state_format) -> None:
+    setup = make_setup(optimizer=optimizer, state_format=state_format)
+    found = rates.update_gbps(setup.pool, setup.rule, setup.groups, setup.layout, clock=time)
     assert found == pytest.approx(UPDATE)
-    assert site.pool.passes == 6, "one that is not counted, and five that are"
-    assert site.pool.threads_used == {site.pool.threads.most}
-    assert site.pool.threads.num_threads == 1, "what was chosen is as it was"
+    assert setup.pool.passes == 6, "one that is not counted, and five that are"
+    assert setup.pool.threads_used == {setup.pool.threads.most}
+    assert setup.pool.threads.num_threads == 1, "what was chosen is as it was"
 
 
-def test_a_slow_cpu_is_not_measured_for_long(make_site, time, monkeypatch) -> None:
-    site = make_site()
+def test_a_slow_cpu_is_not_measured_for_long(make_setup, time, monkeypatch) -> None:
+    setup = make_setup()
     monkeypatch.setattr(rates, "_TRIAL_S", 0.0)
-    rates.update_gbps(site.pool, site.rule, site.groups, site.layout, clock=time)
-    assert site.pool.passes == 2
+    rates.update_gbps(setup.pool, setup.rule, setup.groups, setup.layout, clock=time)
+    assert setup.pool.passes == 2
 
 
-def test_one_direction_through_the_host_is_not_direct(make_site, time) -> None:
-    found = rates.measure_rates(make_site(HALF), clock=time)
+def test_one_direction_through_the_host_is_not_direct(make_setup, time) -> None:
+    found = rates.measure_rates(make_setup(HALF), clock=time)
     assert isinstance(found, Rates)
     assert found.direct is False
 
@@ -236,15 +236,15 @@ class NoDeviceMemory(PosixBackend):
     ids=["drives", "device", "backend", "path", "state"],
 )
 def test_where_nothing_can_be_measured_the_host_is_the_place(
-    make_site, time, boundary, tmp_path, changes, why
+    make_setup, time, boundary, tmp_path, changes, why
 ) -> None:
     if "backends" in changes:
         changes = {"backends": [changes["backends"]()]}
-    site = make_site(**changes)
+    setup = make_setup(**changes)
     for function in (rates.measure_rates, find_rates):
-        found = function(site, clock=time)
+        found = function(setup, clock=time)
         assert isinstance(found, str)
-        decision = decide(step_bytes(site.layout), found)
+        decision = decide(step_bytes(setup.layout), found)
         assert decision.place == "host"
         assert decision.reason == f"steps are taken on the CPU, because {found}"
         assert re.search(why, found)
@@ -252,12 +252,12 @@ def test_where_nothing_can_be_measured_the_host_is_the_place(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_memory_on_the_device_is_a_reason(make_site, time, boundary, monkeypatch) -> None:
+def test_no_memory_on_the_device_is_a_reason(make_setup, time, boundary, monkeypatch) -> None:
     def allocate(_: int) -> torch.Tensor:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
     monkeypatch.setattr(boundary, "allocate", allocate)
-    found = rates.measure_rates(make_site(), clock=time)
+    found = rates.measure_rates(make_setup(), clock=time)
     assert found == (
         "the link to meta could not be measured: CUDA out of memory. Tried to allocate"
     )
@@ -267,12 +267,12 @@ def test_no_memory_on_the_device_is_a_reason(make_site, time, boundary, monkeypa
 
 
 def test_what_was_measured_is_believed_again_under_the_same_conditions(
-    make_site, time, boundary, tmp_path
+    make_setup, time, boundary, tmp_path
 ) -> None:
-    first = find_rates(make_site(), clock=time)
+    first = find_rates(make_setup(), clock=time)
     assert [path.name for path in tmp_path.iterdir()] == [rates.RATES_NAME]
     measured = len(boundary.log)
-    assert find_rates(make_site(), clock=time) == first
+    assert find_rates(make_setup(), clock=time) == first
     assert len(boundary.log) == measured, "nothing is measured again"
 
 
@@ -285,32 +285,32 @@ def test_what_was_measured_is_believed_again_under_the_same_conditions(
     ],
     ids=["drives", "optimizer", "format"],
 )
-def test_other_conditions_are_measured_anew(make_site, time, boundary, changes) -> None:
-    find_rates(make_site(), clock=time)
+def test_other_conditions_are_measured_anew(make_setup, time, boundary, changes) -> None:
+    find_rates(make_setup(), clock=time)
     measured = len(boundary.log)
-    again = find_rates(make_site(**changes), clock=time)
+    again = find_rates(make_setup(**changes), clock=time)
     assert isinstance(again, Rates)
     assert again.drive_gbps == changes.get("drive_gbps", DRIVE)
     assert len(boundary.log) > measured
 
 
-def test_another_driver_is_another_condition(make_site, time, boundary, tmp_path, monkeypatch):
+def test_another_driver_is_another_condition(make_setup, time, boundary, tmp_path, monkeypatch):
     driver = tmp_path / "version"
     driver.write_text("NVRM version: 580\nmore\n")
     monkeypatch.setattr(rates, "_PLATFORM_FILES", (str(driver),))
-    site = make_site()
-    before = rates.conditions_of(site)
+    setup = make_setup()
+    before = rates.conditions_of(setup)
     assert before["drivers"] == ["NVRM version: 580"]
     driver.write_text("NVRM version: 590\nmore\n")
-    assert rates.conditions_of(site) != before
+    assert rates.conditions_of(setup) != before
 
 
 def test_what_cannot_be_kept_is_used_all_the_same(
-    make_site, time, tmp_path, caplog, monkeypatch
+    make_setup, time, tmp_path, caplog, monkeypatch
 ) -> None:
     (tmp_path / f"{rates.RATES_NAME}.new").mkdir()
     with caplog.at_level(logging.WARNING, "offload"):
-        assert isinstance(find_rates(make_site(), clock=time), Rates)
+        assert isinstance(find_rates(make_setup(), clock=time), Rates)
     assert "the measured rates could not be saved" in caplog.text
 
 
@@ -369,12 +369,12 @@ def test_what_is_not_a_file_is_ignored(tmp_path) -> None:
 # What follows from it.
 
 
-def test_bytes_of_a_step_are_those_of_the_layout(make_site) -> None:
+def test_bytes_of_a_step_are_those_of_the_layout(make_setup) -> None:
     num = 7 + 15_000
-    step = step_bytes(make_site().layout, kept_on_host=5000, kept_on_device=1 << 40)
+    step = step_bytes(make_setup().layout, kept_on_host=5000, kept_on_device=1 << 40)
     assert (step.state, step.gradients, step.parameters) == (12 * num, 2 * num, 2 * num)
     assert (step.kept_on_host, step.kept_on_device) == (5000, 12 * num)
-    split = step_bytes(make_site(state_format=StateFormat("split", "bfloat16")).layout)
+    split = step_bytes(make_setup(state_format=StateFormat("split", "bfloat16")).layout)
     assert split.state == 6 * num
 
 

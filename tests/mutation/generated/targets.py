@@ -40,6 +40,7 @@ MODULES: Final[dict[str, str]] = {
     "train_state_reading": "offload/checkpoint/train_state_reading.py",
     "verify": "offload/checkpoint/verify.py",
     # restoring
+    "matching": "offload/engine/matching.py",
     "resume": "offload/engine/resume.py",
     "loading": "offload/model/loading.py",
     "state_check": "offload/stream/state_check.py",

@@ -1,0 +1,165 @@
+"""Match of a checkpoint with the live model, by name, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offload.errors import MismatchError
+from offload.format.arrays import StateFormat
+from offload.format.layout import ParameterSpec
+from offload.format.manifest import Manifest
+from offload.model.loading import check_same
+from offload.model.parameters import (
+    Stored,
+    Trainable,
+    check_parameter,
+    describe_model,
+    describe_parameters,
+)
+from offload.model.replacing import replacing
+from offload.store.opening import StoredCheckpoint
+from offload.units import many
+from offload.update.dtypes import DTYPE_CODES
+from offload.update.hyperparameters import check_hyperparameters, check_scalars, rules_of
+from offload.update.rules import UpdateRule
+
+_ADVICE = {
+    "call": "restore()",
+    "instead": (
+        "if this is another run, give it another directory=, or pass fresh=True to start over"
+    ),
+}
+"""Advice for the user about a checkpoint of another model."""
+
+
+def match_checkpoint(
+    checkpoint: StoredCheckpoint,
+    groups: Sequence[Mapping[str, Any]],
+    model: torch.nn.Module | None,
+    rule: UpdateRule,
+    state_format: StateFormat,
+) -> tuple[list[Trainable], list[Stored]]:
+    """Find, by name, the live tensor for every tensor of a checkpoint.
+
+    The hyper-parameters are those of the checkpoint, as in torch's `load_state_dict`. A parameter
+    that has state and is frozen now keeps its state, and is not stepped. A parameter that was
+    frozen when the checkpoint was made and is trained now joins with the next step, like an added
+    one.
+
+    Args:
+        checkpoint: Checkpoint to match.
+        groups: ``param_groups`` of the optimizer.
+        model: Model of the optimizer, or None.
+        rule: Update rule of the optimizer.
+        state_format: Form in which the optimizer stores its state.
+
+    Returns:
+        The trainable parameters in the checkpoint's order, and the tensors of its model file.
+
+    Raises:
+        MismatchError: The optimizer class, the groups, or names, shapes or dtypes are different.
+        CheckpointError: The class cannot have the checkpoint's hyper-parameters or scalar state.
+    """
+    manifest, path = checkpoint.manifest, checkpoint.path
+    if manifest.optimizer != rule.class_name:
+        raise MismatchError(
+            f"{path} was made with {manifest.optimizer}, this optimizer is {rule.class_name}: "
+            "construct the same class, or use another directory"
+        )
+    check_hyperparameters(manifest, rule.defaults, path)
+    if len(manifest.groups) != len(groups):
+        raise MismatchError(
+            f"{path} has {many(len(manifest.groups), 'parameter group')}, this optimizer has "
+            f"{len(groups)}: construct it with the same groups, and add those that were added "
+            "during training, before calling restore()"
+        )
+    restored = [
+        {**rule.defaults, **saved, **{k: g[k] for k in ("params", "param_names") if k in g}}
+        for saved, g in zip(manifest.groups, groups, strict=True)
+    ]
+    check_scalars(manifest, rules_of(rule, restored, path), path)
+    saved_specs = {spec.name: spec for spec in manifest.layout.parameters}
+    live = {
+        t.spec.name: t
+        for t in describe_parameters(
+            restored, model, rule, state_format, also=saved_specs, constructed=True
+        )
+    }
+    held = {tensor.name for tensor in manifest.layout.model}
+    for name in live.keys() & held - saved_specs.keys():
+        del live[name]  # it was frozen in the checkpoint, and joins with the next step
+    live |= _not_given(manifest, restored, model, rule, state_format, live.keys(), path)
+    check_same(
+        {n: (s.dtype, s.shape) for n, s in saved_specs.items()},
+        {n: (t.spec.dtype, t.spec.shape) for n, t in live.items()},
+        path,
+        **_ADVICE,
+    )
+    for name, spec in saved_specs.items():
+        if live[name].spec != spec:
+            raise MismatchError(
+                f"{path}: parameter {name!r} was in group {spec.group} and kept "
+                f"{list(spec.arrays)}; it is in group {live[name].spec.group} and would keep "
+                f"{list(live[name].spec.arrays)}. Construct the optimizer with the same groups and "
+                "with the same Options(master=, state_dtype=)."
+            )
+    if manifest.layout.state_dtype != state_format.state_dtype:
+        raise MismatchError(
+            f"{path} keeps its state as {manifest.layout.state_dtype}, this optimizer as "
+            f"{state_format.state_dtype}: pass "
+            f"options=Options(state_dtype={manifest.layout.state_dtype!r})"
+        )
+    trainables = [live[spec.name] for spec in manifest.layout.parameters]
+    with replacing():
+        stored = describe_model(model, groups, trainables)
+    check_same(
+        {t.name: (t.dtype, t.shape) for t in manifest.layout.model},
+        {item.spec.name: (item.spec.dtype, item.spec.shape) for item in stored},
+        path,
+        **_ADVICE,
+    )
+    return trainables, stored
+
+
+def _not_given(
+    manifest: Manifest,
+    groups: Sequence[Mapping[str, Any]],
+    model: torch.nn.Module | None,
+    rule: UpdateRule,
+    state_format: StateFormat,
+    given: Container[str],
+    path: str,
+) -> dict[str, Trainable]:
+    """Find parameters of the model that have state but are in no group; their state is kept.
+
+    These parameters are frozen now, or had been taken out of their group before the checkpoint.
+
+    Raises:
+        MismatchError: A parameter requires gradients, and may have been in a group of the
+            checkpoint.
+    """
+    parameters = {} if model is None else dict(model.named_parameters())
+    names = [tensor.name for tensor in manifest.layout.model]
+    were_given = {names[i] for group in manifest.order or () for i in group}
+    found = {}
+    for spec in manifest.layout.parameters:
+        parameter = parameters.get(spec.name)
+        if spec.name in given or parameter is None:
+            continue
+        if parameter.requires_grad and (manifest.order is None or spec.name in were_given):
+            raise MismatchError(
+                f"{path}: parameter {spec.name!r} has optimizer state in the checkpoint and "
+                "requires gradients now, but was not given to this optimizer. Construct it with "
+                "that parameter, too, or freeze the parameter (requires_grad_(False)): then its "
+                "state is kept for later"
+            )
+        check_parameter(spec.name, parameter)
+        dtype = DTYPE_CODES[parameter.dtype]
+        arrays = state_format.stored_arrays(dtype, rule.rule(groups[spec.group]).arrays)
+        shape = tuple(parameter.shape)
+        now = ParameterSpec(spec.name, dtype, shape, spec.group, arrays)
+        found[spec.name] = Trainable(now, parameter)
+    return found

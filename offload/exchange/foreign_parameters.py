@@ -1,0 +1,213 @@
+"""Parameters of another program's checkpoint, matched by name with their tensors and their state.
+
+The optimizer's state dict of such a checkpoint has parameters by number or by name. The model's
+state dict has tensors by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from offload.errors import MismatchError
+from offload.exchange.foreign import ForeignCheckpoint
+from offload.exchange.foreign_checks import checked_step_count, hyperparameters
+from offload.exchange.torch_dicts import NO_ENTRY, num_steps, read_parameter_state, scalar_template
+from offload.format.layout import ParameterSpec
+from offload.options import Options
+from offload.update.dtypes import DTYPE_CODES
+from offload.update.filler import ParameterState, TensorSource
+from offload.update.rules import Rule, Scalars, UpdateRule
+
+
+@dataclass(slots=True)
+class ForeignParameter:
+    """A trainable parameter of another program's checkpoint."""
+
+    spec: ParameterSpec
+    """Description of the parameter in the new store's layout."""
+
+    state: ParameterState
+    """State of the parameter in that checkpoint."""
+
+    value: TensorSource
+    """Values that the live parameter is rounded from."""
+
+
+def with_ties(foreign: ForeignCheckpoint, tied: Mapping[str, str]) -> ForeignCheckpoint:
+    """Return a checkpoint with only one copy of the tensors that are tied in the model.
+
+    Args:
+        foreign: The checkpoint, which may have several copies of a tied tensor.
+        tied: Other names of tied tensors, each with the name in the model's
+            ``named_parameters()``.
+
+    Raises:
+        MismatchError: The checkpoint lacks a named tensor, or the shapes of two copies differ.
+    """
+    for alias, name in tied.items():
+        first, second = foreign.model.get(name), foreign.model.get(alias)
+        if first is None or (second is not None and second.shape != first.shape):
+            raise MismatchError(
+                f"{foreign.path}: {alias!r} and {name!r} cannot be tied: their shapes differ, or "
+                f"the source has no {name!r}"
+            )
+    model = {name: source for name, source in foreign.model.items() if name not in tied}
+    return replace(foreign, model=model, aliases={**foreign.aliases, **tied})
+
+
+def match_parameters(
+    foreign: ForeignCheckpoint,
+    rule: UpdateRule,
+    names: Sequence[str] | None,
+    frozen: Collection[str],
+    dtype: torch.dtype | None,
+    options: Options,
+) -> tuple[list[dict[str, Any]], list[ForeignParameter], list[list[str]]]:
+    """Find the name, the tensor and the state of each parameter of the optimizer.
+
+    Args:
+        foreign: The checkpoint.
+        rule: Update rule of the optimizer that will continue.
+        names: Names of all parameters, in the order of the groups; None to find them in `foreign`.
+        frozen: Names of parameters that are not trained.
+        dtype: Dtype of the live parameters; None for the dtypes in `foreign`.
+        options: Options of the optimizer that will continue; they determine the stored arrays.
+
+    Returns:
+        The hyper-parameters of each group; the parameters that are not frozen; and the names of the
+        parameters in each group.
+
+    Raises:
+        MismatchError: The checkpoint belongs to another class, or contradicts itself. The message
+            names the parameter or the group.
+        CheckpointError: A hyper-parameter is invalid; see `hyperparameters`.
+    """
+    saved = foreign.optimizer["param_groups"]
+    order = _names(foreign, saved, names)
+    groups, found = [], []
+    seen: set[str] = set()
+    for index, (values, members) in enumerate(zip(saved, order, strict=True)):
+        hyper = hyperparameters(foreign.path, index, values, rule.defaults)
+        _check_class(foreign, index, hyper, rule)
+        kept = rule.rule(hyper)
+        template = scalar_template(rule, hyper, kept)
+        groups.append(hyper)
+        for key, name in zip(values["params"], members, strict=True):
+            if name in seen:
+                raise MismatchError(f"{foreign.path}: parameter {name!r} is in two groups")
+            seen.add(name)
+            if name in frozen:
+                continue
+            found.append(_parameter(foreign, key, name, index, kept, template, dtype, options))
+    return groups, found, order
+
+
+def _parameter(
+    foreign: ForeignCheckpoint,
+    key: Any,
+    name: str,
+    group: int,
+    kept: Rule,
+    template: Scalars,
+    dtype: torch.dtype | None,
+    options: Options,
+) -> ForeignParameter:
+    """Return one parameter: its state by `key`, and its tensor by `name`."""
+    name_in_model = foreign.aliases.get(name, name)
+    value = foreign.model.get(name_in_model)
+    if value is None:
+        raise MismatchError(
+            f"{foreign.path}: the optimizer has a parameter {name!r}, but the model has none of "
+            "that name"
+        )
+    wanted = dtype or value.dtype
+    code = DTYPE_CODES.get(wanted, str(wanted))
+    if code not in ("F32", "BF16", "F16"):
+        raise MismatchError(f"{foreign.path}: parameter {name!r} is {wanted}; expected a float")
+    master = foreign.masters.get(key)
+    if master is None and value.dtype == torch.float32 != wanted:
+        master = value
+    if code == "F32":
+        value, master = master or value, None
+    state = read_parameter_state(
+        f"state of {name!r} in {foreign.path}",
+        foreign.optimizer["state"].get(key, NO_ENTRY),
+        master,
+        value.shape,
+        kept,
+        template,
+    )
+    arrays = options.state_format.stored_arrays(code, kept.arrays)
+    spec = ParameterSpec(name_in_model, code, value.shape, group, arrays)
+    return ForeignParameter(spec, state, value)
+
+
+def _names(
+    foreign: ForeignCheckpoint, saved: Sequence[Mapping[str, Any]], names: Sequence[str] | None
+) -> list[list[str]]:
+    """Return the names of each group's parameters.
+
+    The names come from the first of these sources that has them: `names`, the keys of the state
+    dict, its ``param_names``, and the order of the model's tensors.
+
+    Raises:
+        MismatchError: The names are unknown, or their number is wrong.
+    """
+    members = [list(group["params"]) for group in saved]
+    if names is not None:
+        if len(names) != sum(map(len, members)):
+            raise MismatchError(
+                f"{foreign.path}: the optimizer has {sum(map(len, members))} parameters, but "
+                f"{len(names)} names were given"
+            )
+        rest = iter(names)
+        return [[next(rest) for _ in group] for group in members]
+    if all(isinstance(key, str) for group in members for key in group):
+        return members
+    if all(len(g.get("param_names", ())) == len(m) for g, m in zip(saved, members, strict=True)):
+        return [list(group["param_names"]) for group in saved]
+    if len(members) == 1 and len(members[0]) == len(foreign.model) and foreign.is_ordered:
+        return [list(foreign.model)]
+    raise MismatchError(
+        f"{foreign.path}: the optimizer's parameters have numbers only, which cannot be matched "
+        f"with the model's {len(foreign.model)} tensors: give their names with --names (names= in "
+        "Python), in the order of the optimizer's groups, or save param_names by constructing the "
+        "optimizer with named_parameters()"
+    )
+
+
+def _check_class(
+    foreign: ForeignCheckpoint, index: int, hyper: Mapping[str, Any], rule: UpdateRule
+) -> None:
+    """Refuse to import state of Adam as AdamW or the reverse, although both look the same."""
+    flag = "decoupled_weight_decay"
+    expected = rule.defaults.get(flag)
+    if rule.class_name.endswith((".Adam", ".AdamW")) and hyper.get(flag) != expected:
+        raise MismatchError(
+            f"{foreign.path}: group {index} has {flag}={hyper.get(flag)}, and "
+            f"{rule.optimizer_class.__name__} has {flag}={expected}: pass the other one of Adam "
+            "and AdamW as the class"
+        )
+
+
+def step_count(
+    given: int | None, foreign: ForeignCheckpoint, parameters: Sequence[ForeignParameter]
+) -> int:
+    """Return the number of optimizer steps that the state has seen.
+
+    This is `given`, or else the number that the checkpoint states, or else the largest ``step`` of
+    a parameter.
+
+    Raises:
+        CheckpointError: The number is not a possible number of steps.
+    """
+    by_state = num_steps([p.state.scalars for p in parameters])
+    if given is not None:
+        return checked_step_count(given, "step")
+    if foreign.step is not None:
+        return checked_step_count(foreign.step, foreign.step_from)
+    return by_state or 0
