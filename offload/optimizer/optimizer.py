@@ -31,6 +31,7 @@ from offload.model.parameters import check_given_once, check_iterable, describe_
 from offload.model.process_groups import ProcessGroup, require_one_process
 from offload.optimizer.checkpointing import CheckpointingOptimizer
 from offload.options import Options, Overlap
+from offload.overlap.ddp_refusal import require_no_ddp
 from offload.placement.choose import device_of
 from offload.retention.policy import Retention, as_retention
 from offload.stream.drives import Directory, as_directories
@@ -123,8 +124,6 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         super().__init__(params, dict(rule.defaults))
         self.state = StateOnStorage()
         if options.overlap == "backward":
-            from offload.overlap.backward_hooks import require_no_ddp  # slow, see `_strategy_for`
-
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse unsupported formats before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
