@@ -137,7 +137,7 @@ def _choose(
     Args:
         store: Store of the optimizer.
         which: Step number, or path or name of the checkpoint's directory; None for the newest.
-        discard_newer: Whether newer checkpoints may be given up.
+        discard_newer: Whether newer checkpoints may be withdrawn.
 
     Raises:
         CheckpointNotFoundError: No checkpoint has that step, path or name.

@@ -1,4 +1,4 @@
-"""Reading an optimizer's whole state, and replacing it by other state, through the ring."""
+"""State dicts: references, and the whole state, read or replaced through the ring."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from offload.update.decoder import StateDecoder, kept_arrays
 from offload.update.filler import ParameterState, StateFiller
 
 
-def refer(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
+def make_reference(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
     """Make a reference from torch's state dict; see `OffloadedOptimizer.state_dict`.
 
     Only that method may call this, because a warning points at the caller of that method.
@@ -85,7 +85,7 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
     state.lifecycle.require_usable()
     engine.relayout(groups)
     table, layout = state.table, state.layout
-    held = MaterializedState(
+    materialized = MaterializedState(
         table.trainables,
         table.scalars,
         [kept_arrays(t.spec, layout) for t in table.trainables],
@@ -104,9 +104,9 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
             frame.tensors_on(HOST, changes=False) as arrays,
         ):
             for block in decoder.blocks(chunk, arrays):
-                held.copy(*block)
+                materialized.copy(*block)
     streamer.begin(state.slots.present, state.chunks())
-    return held
+    return materialized
 
 
 def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from offload.format.arrays import MASTER
 from offload.format.layout import Layout
 from offload.stream.passes import RingPass, ring_for_one_pass
 from offload.update.decoder import (
-    Block,
+    DecodedBlock,
     StateDecoder,
     StoredParameters,
     has_master,
@@ -86,7 +86,7 @@ class CheckpointStream:
             members[spec.group].append(positions[spec.name])
         return members
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[DecodedBlock]:
         """Yield the FP32 state block by block, as the next step would see it.
 
         Every chunk is compared with its digests.

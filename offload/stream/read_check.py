@@ -1,4 +1,4 @@
-"""The comparison of a chunk that was read with its digests."""
+"""Comparison of a chunk that was read with its digests."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from offload.stream.frame import Frame
 def check_read(frame: Frame, source: SlotFiles) -> None:
     """Compare a chunk that was read with its digests.
 
-    A chunk that differs is read a second time, into other memory of the host, which says whether
-    the drive has the right bytes. If it has, the frame is filled anew, and the caller goes on.
+    If an array differs, it is read a second time, into other host memory, to find out whether the
+    drive has the right bytes. If it does, the frame is filled again, and the caller goes on.
 
     Args:
         frame: Frame of the chunk; all its reads have ended.
-        source: SlotFiles that the chunk was read from.
+        source: Slot that the chunk was read from.
 
     Raises:
         DamagedError: The second read is wrong, too.
-        UnreliableReadError: The second read is right, and the bytes still do not arrive in the
-            frame.
+        UnreliableReadError: The second read is right, but the frame is wrong again after a third
+            read.
     """
     if not frame.futures:
         return  # nothing was read: the chunk has never been written
@@ -37,7 +37,7 @@ def check_read(frame: Frame, source: SlotFiles) -> None:
 
 
 def _look_again(frame: Frame, source: SlotFiles, name: str, found: str, expected: str) -> None:
-    """Read a chunk of an array again, and fill the frame with it if it is what was written."""
+    """Read a chunk of an array again; if the drive has it intact, fill the frame again."""
     chunk, file = frame.chunk, source.array(name, frame.chunk)
     buffer, offset = frame.buffer(source.layout.plans[chunk], name)
     digest = partial(source.context.digest, name, chunk)
@@ -48,7 +48,7 @@ def _look_again(frame: Frame, source: SlotFiles, name: str, found: str, expected
 
 
 def _digest_of(frame: Frame, source: SlotFiles, name: str) -> str:
-    """Return the digest of what a frame holds of one state array, computed where the frame is."""
+    """Return the digest of a frame's content of one state array, computed on the frame's device."""
     plan = source.layout.plans[frame.chunk]
     digests = frame.digests_of({name: frame.bytes_of(plan, name)})
     return digests.finish(source.context, frame.chunk, one_by_one)[name]

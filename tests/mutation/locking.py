@@ -213,7 +213,7 @@ LOCKING = (
         (
             Edit(
                 "offload/engine/training_state.py",
-                "            if seal is None or seal.cancel():  # else it goes on\n",
+                "            if seal is None or seal.cancel():  # otherwise the seal goes on\n",
                 "            if False:\n",
             ),
         ),

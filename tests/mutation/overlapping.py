@@ -208,7 +208,7 @@ OVERLAPPING = (
             gone(
                 _STREAMER,
                 "                if not isinstance(error, Exception):\n"
-                "                    raise  # an interrupt, of this thread's caller\n",
+                "                    raise  # an interrupt, which this thread's caller handles\n",
             ),
         ),
         ("tests/crash/test_interrupted_transfers.py",),
