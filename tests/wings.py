@@ -27,11 +27,12 @@ MAY_KNOW = {
     "retention": {"gds", "errors", "format"},
     "checkpoint": _READERS,
     "store": _READERS | {"checkpoint"},
+    "sizing": {"gds", "errors", "units", "format", "checkpoint"},  # no torch
     "device": {"torch", "gds", "format"},
     "update": _ARITHMETIC,
     "model": _ARITHMETIC | {"update", "checkpoint"},
     "stream": _ARITHMETIC | {"update", "model", "options", "checkpoint", "store"},
-    "placement": _ARITHMETIC | {"update", "model", "options", "stream"},
+    "placement": _ARITHMETIC | {"update", "model", "options", "stream", "sizing"},
     "exchange": _ARITHMETIC
     | _READERS
     | {"update", "model", "options", "checkpoint", "store", "stream"},
