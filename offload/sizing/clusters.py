@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from offload.errors import SizingError
+from offload.sizing.checks import require_count, require_positive, shown
 from offload.sizing.failures import memory_fills_after
-from offload.sizing.machine import require_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +52,13 @@ class Cluster:
     def __post_init__(self) -> None:
         """Check the values."""
         for name in ("gpus", "tp", "pp", "gpus_per_node"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise SizingError(f"{name} is {value!r}, expected a whole number of at least 1")
+            require_count(name, getattr(self, name))
         for field in fields(self):
             if field.name.endswith("gbps"):
                 require_positive(field.name, getattr(self, field.name))
-        if not 0 < self.efficiency <= 1:
-            raise SizingError(f"efficiency is {self.efficiency!r}, expected more than 0, at most 1")
+        require_positive("efficiency", self.efficiency)
+        if self.efficiency > 1:
+            raise SizingError(f"efficiency is {shown(self.efficiency)}, expected at most 1")
         if self.gpus % (self.tp * self.pp):
             raise SizingError(
                 f"{self.gpus} GPUs cannot be divided into replicas of {self.tp} x {self.pp} GPUs "

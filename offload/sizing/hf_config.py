@@ -6,10 +6,14 @@ the transformers library.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from offload.errors import SizingError
+
+MAX_TENSORS = 100_000
+"""Largest number of tensors of a model; published models have some thousands."""
 
 
 class NamedShape(NamedTuple):
@@ -29,7 +33,8 @@ def tensors_of(config: Mapping[str, Any], path: str) -> list[NamedShape]:
         path: Path of the file, for messages.
 
     Raises:
-        SizingError: The family of the model is not known, or a field is missing or not a number.
+        SizingError: The family of the model is not known, a field is missing or not a number, or
+            the model has more than `MAX_TENSORS` tensors.
     """
     family = config.get("model_type")
     shapes = _FAMILIES.get(family) if isinstance(family, str) else None
@@ -38,7 +43,10 @@ def tensors_of(config: Mapping[str, Any], path: str) -> list[NamedShape]:
             f"{path}: model_type is {family!r}, known are {', '.join(sorted(_FAMILIES))}: give the "
             "number of parameters, or the model's safetensors files, instead"
         )
-    return list(shapes(_Fields(config, path)))
+    found = list(itertools.islice(shapes(_Fields(config, path)), MAX_TENSORS + 1))
+    if len(found) > MAX_TENSORS:
+        raise SizingError(f"{path}: more than {MAX_TENSORS} tensors")
+    return found
 
 
 class _Fields:

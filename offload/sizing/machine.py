@@ -8,8 +8,10 @@ from typing import Any
 
 from offload.errors import SizingError
 from offload.format.strict_json import parse_json
+from offload.sizing.checks import read_regular, require_positive
 
-_MAX_BENCH_BYTES = 256 << 20
+_MAX_BENCH_BYTES = 16 << 20
+_MAX_BENCH_VALUES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +68,6 @@ class Machine:
         return min(known, default=None)
 
 
-def require_positive(name: str, value: object) -> None:
-    """Refuse a value that is neither None nor a positive number, with a `SizingError`."""
-    if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30
-    ):
-        raise SizingError(f"{name} is {value!r}, expected a positive number")
-
-
 def measured_drives(path: str | os.PathLike[str]) -> dict[str, float]:
     """Return the rates of a drive that ``gds bench --json`` has measured, as fields of `Machine`.
 
@@ -87,12 +81,9 @@ def measured_drives(path: str | os.PathLike[str]) -> dict[str, float]:
         SizingError: The file cannot be read, or is not such an output.
     """
     path = os.fspath(path)
+    content = read_regular(path, _MAX_BENCH_BYTES)
     try:
-        with open(path, "rb") as file:
-            report = parse_json(file.read(_MAX_BENCH_BYTES), max_values=None)
-        rates = _rates(report)
-    except OSError as error:
-        raise SizingError(f"{path}: {error.strerror}") from error
+        rates = _rates(parse_json(content, max_values=_MAX_BENCH_VALUES))
     except (ValueError, KeyError, TypeError) as error:
         raise SizingError(f"{path}: not an output of `gds bench --json`: {error!r}") from error
     if not rates:

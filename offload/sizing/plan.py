@@ -14,9 +14,11 @@ from typing import Any
 
 from gds import ALIGNMENT
 from offload.errors import SizingError
+from offload.format.manifest import MAX_DIRECTORIES
+from offload.sizing.checks import MAX_COUNT, require_count, require_positive, shown
 from offload.sizing.clusters import Cluster, Copies, Restores, copies_of, restores_of
 from offload.sizing.failures import interval_for, optimal_interval, overhead, waste
-from offload.sizing.machine import Machine, require_positive
+from offload.sizing.machine import Machine
 from offload.sizing.models import ModelSize, model_size, slot_bytes
 from offload.sizing.published import remarks
 from offload.sizing.runs import Run
@@ -25,6 +27,7 @@ from offload.sizing.step_time import StepBytes, device_parts, host_parts, storag
 
 CHUNK_BYTES = 32 << 20
 TRAIN_STATE_BYTES = 256 << 10
+_MAX_SHARES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +209,18 @@ def size(
     precision, machine = precision or Precision(), machine or Machine()
     cluster, run = cluster or Cluster(), run or Run()
     require_positive("checkpoint_bytes_per_parameter", checkpoint_bytes_per_parameter)
-    if not shares or not all(type(share) is int and share >= 1 for share in shares):
-        raise SizingError(f"shares is {shares!r}, expected whole numbers of at least 1")
-    if chunk_bytes < ALIGNMENT:
-        raise SizingError(f"chunk_bytes is {chunk_bytes!r}, expected at least {ALIGNMENT}")
+    if (
+        not 1 <= len(shares) <= MAX_DIRECTORIES
+        or not all(type(share) is int and share >= 1 for share in shares)
+        or sum(shares) > _MAX_SHARES
+    ):
+        raise SizingError(
+            f"shares is {shown(shares)}, expected up to {MAX_DIRECTORIES} whole numbers of at "
+            f"least 1, and at most {_MAX_SHARES} together"
+        )
+    require_count("chunk_bytes", chunk_bytes, least=ALIGNMENT)
+    require_count("num_groups", num_groups)
+    require_count("train_state_bytes", train_state_bytes)
     found = model_size(
         model, precision, chunk_elements=chunk_bytes // ALIGNMENT * (ALIGNMENT // 4), shares=shares
     )
@@ -301,6 +312,8 @@ def _disk(
         if run.interval_s is None:
             raise SizingError("upload_s needs interval_s: the seconds between two checkpoints")
         slots += math.ceil(run.upload_s / run.interval_s)
+        if slots > MAX_COUNT:
+            raise SizingError("upload_s is too many times interval_s: no disk holds the slots")
     exact = found.layout is not None and cluster.gpus == 1
     if found.layout is not None and exact:
         if found.num_groups is not None:

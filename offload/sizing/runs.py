@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.errors import SizingError
-from offload.sizing.machine import require_positive
+from offload.sizing.checks import require_count, require_positive
 
 STALL_S = 0.02
 """Seconds for which a seal in place stops training, if nothing else is given. The recorded median
@@ -17,7 +16,7 @@ class Run:
     """What is known about a training run besides the model and the hardware.
 
     Raises:
-        SizingError: A value is not a positive number.
+        offload.errors.SizingError: A value is not a positive number.
     """
 
     keep: int = 2
@@ -55,8 +54,7 @@ class Run:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if type(self.keep) is not int or self.keep < 1:
-            raise SizingError(f"keep is {self.keep!r}, expected a whole number of at least 1")
+        require_count("keep", self.keep)
         for name in ("interval_s", "budget", "mttf_s", "stall_s", "iteration_s", "forward_s"):
             require_positive(name, getattr(self, name))
         for name in ("backward_s", "tokens", "tflops", "upload_s"):

@@ -122,7 +122,7 @@ def test_an_index_does_not_lead_out_of_its_directory(tmp_path: Path) -> None:
     inner.mkdir()
     index = {"weight_map": {"a": "../secret.safetensors"}}
     (inner / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(SizingError, match="No such file"):
+    with pytest.raises(SizingError, match=r"names '\.\./secret\.safetensors', expected"):
         size(inner)
 
 
