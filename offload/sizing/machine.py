@@ -47,10 +47,11 @@ class Machine:
     """Bytes of memory of one GPU."""
 
     host_memory: float | None = None
-    """Bytes of host memory for copies that wait for storage."""
+    """Bytes of host memory of one rank for copies that wait for storage."""
 
     drive_tbw: float | None = None
-    """Bytes that the drives may be written with in their lives (the rating "TBW")."""
+    """Bytes that all drives of one rank together may be written with in their lives (the sum of
+    their ratings "TBW")."""
 
     def __post_init__(self) -> None:
         """Check that every value is a positive number."""

@@ -101,7 +101,7 @@ def model_size(
     number = _number(model)
     if number is not None:
         return ModelSize(
-            f"{number:,} parameter{'' if number == 1 else 's'}",
+            _parameters(number),
             number,
             number * precision.parameter_bytes,
             number * precision.parameter_bytes,
@@ -161,6 +161,10 @@ def _number(model: object) -> int | None:
         return None
     _require_size(value, f"the model has {shown(model)}")
     return round(value)
+
+
+def _parameters(number: int) -> str:
+    return f"{number:,} parameter{'' if number == 1 else 's'}"
 
 
 def _require_size(number: float, subject: str) -> None:
@@ -266,14 +270,15 @@ def _of_tensors(
         layout.model_header  # noqa: B018  # computed here, so that a failure names the path
     except TensorFileError as error:
         raise SizingError(f"{path}: {error}") from error
-    return _of_layout(f"{path}: {number:,} parameters in {many(len(specs), 'tensor')}", layout)
+    return _of_layout(f"{path}: {_parameters(number)} in {many(len(specs), 'tensor')}", layout)
 
 
 def _of_store(path: str) -> ModelSize:
     try:
         with open_for_parameters(path) as checkpoint:
             layout = checkpoint.manifest.layout
-            found = _of_layout(f"{checkpoint.path}: step {checkpoint.step}", layout)
+            number = _parameters(layout.num_elements)
+            found = _of_layout(f"{checkpoint.path}: step {checkpoint.step}, {number}", layout)
             return replace(
                 found,
                 num_groups=len(checkpoint.manifest.groups),
