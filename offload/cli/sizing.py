@@ -65,7 +65,8 @@ def register(app: typer.Typer) -> None:
             ),
         ],
         optimizer: Annotated[
-            str, typer.Option(help="Class of torch, such as AdamW. A store has its own.")
+            str,
+            typer.Option(help="Class of torch: AdamW, 'SGD momentum'. A store has its own."),
         ] = "AdamW",
         dtype: Annotated[str, typer.Option(help="Dtype of parameters and gradients.")] = "bfloat16",
         master: Annotated[str, typer.Option(help="Options(master=).")] = "float32",

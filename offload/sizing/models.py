@@ -11,7 +11,7 @@ from functools import partial
 from gds import StorageError
 from offload.checkpoint.opening import open_for_parameters
 from offload.errors import CheckpointError, SizingError
-from offload.format.header import DTYPE_BYTES, TensorFileError, read_header
+from offload.format.header import DTYPE_BYTES, MAX_HEADER_BYTES, TensorFileError, read_header
 from offload.format.layout import (
     Layout,
     ModelTensor,
@@ -38,6 +38,7 @@ _POWERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 _CONFIG_NAME = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
+_MOST_HEADER_BYTES = 32 << 20
 _MAX_PARAMETERS = 10**18
 _MAX_CHUNKS = 1 << 18
 """Largest number of chunks of a model whose tensors are known. Finding out the sizes of the files
@@ -208,6 +209,7 @@ def _weights(paths: Iterable[str]) -> list[tuple[NamedShape, str]]:
             number = file.fileno()
             try:
                 nbytes = os.fstat(number).st_size
+                _require_small_header(os.pread(number, 8, 0), path)
                 header = read_header(partial(_read_at, number), nbytes, path)
             except OSError as error:
                 raise SizingError(f"{path}: {error.strerror}") from error
@@ -217,6 +219,15 @@ def _weights(paths: Iterable[str]) -> list[tuple[NamedShape, str]]:
             raise SizingError(f"{path}: more than {MAX_TENSORS} tensors")
         found += [(NamedShape(e.name, e.shape), e.dtype) for e in header.entries.values()]
     return found
+
+
+def _require_small_header(prefix: bytes, path: str) -> None:
+    """Refuse a header that would take many seconds to read; `prefix` holds its length."""
+    num_bytes = int.from_bytes(prefix, "little")
+    if _MOST_HEADER_BYTES < num_bytes <= MAX_HEADER_BYTES:
+        raise SizingError(
+            f"{path}: a header of {num_bytes} bytes, at most {_MOST_HEADER_BYTES} are read"
+        )
 
 
 def _read_at(number: int, offset: int, length: int) -> bytes:

@@ -111,6 +111,14 @@ def test_very_many_tensors_are_refused_at_once(tmp_path: Path) -> None:
         size(tmp_path)
 
 
+def test_a_huge_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", 90 << 20))
+    os.truncate(path, 91 << 20)
+    with pytest.raises(SizingError, match=r"a\.safetensors: a header of 94371840 bytes, at most"):
+        size(path)
+
+
 def test_very_many_chunks_are_refused_at_once(tmp_path: Path) -> None:
     changed = {"vocab_size": 1 << 20, "hidden_size": 1 << 14}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | changed))

@@ -155,6 +155,7 @@ def test_a_directory_with_only_a_lock_is_a_store_without_checkpoints(tmp_path: P
         (lambda: Cluster(efficiency=1.5), "efficiency is 1.5"),
         (lambda: Run(keep=0), "keep is 0"),
         (lambda: Run(mttf_s=-1.0), "mttf_s is -1.0"),
+        (lambda: Run(backward_s=6.0), "backward_s needs forward_s"),
         (lambda: size(7e9, run=Run(upload_s=9.0)), "upload_s needs interval_s"),
         (lambda: size(7e9, shares=()), "shares is ()"),
         (lambda: size(7e9, shares=(1, 0)), "shares is (1, 0)"),
