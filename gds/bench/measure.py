@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import resource
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from gds.bench.latency import latency_of
 from gds.bench.link import link_meter
+from gds.bench.result import Requests, Run
+from gds.bench.series import Series
 from gds.bench.stamps import Words
 from gds.bench.target import Target
 from gds.bench.workload import Workload
@@ -29,108 +30,11 @@ from gds.paths import PathName
 OpenBackend: TypeAlias = Callable[[PathName, int], Backend]
 """Function that makes a backend for a path, with a number of threads in each direction."""
 
+Values: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+"""Array of numbers, dtype float64."""
+
 _Order: TypeAlias = list[tuple[int, bool]]
 """Requests of a pass in order: number of the block, and whether it is read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Results of one run of a workload."""
-
-    num_requests: int
-    """Number of requests of all passes."""
-
-    bytes_read: int
-    """Bytes read in all passes."""
-
-    bytes_written: int
-    """Bytes written in all passes."""
-
-    elapsed_s: float
-    """Seconds from the start of the first request to the end of the last request, summed over all
-    passes. Syncs, and the preparation of the page cache between passes, are not included."""
-
-    sync_s: float
-    """Seconds of the syncs after all passes; 0 if nothing was written."""
-
-    latency_mean_s: float
-    """Mean latency: seconds from the start of a request to its end. A wait for a thread of the
-    backend is included; it occurs only if depth exceeds threads."""
-
-    latency_p50_s: float
-    """Median of the latency, in seconds."""
-
-    latency_p99_s: float
-    """99th percentile of the latency, in seconds."""
-
-    latency_max_s: float
-    """Largest latency, in seconds."""
-
-    cpu_user_s: float
-    """Processor seconds in user mode during `elapsed_s`, all threads of this process."""
-
-    cpu_system_s: float
-    """Processor seconds in the kernel during `elapsed_s`, all threads of this process."""
-
-    pcie_rx_gbps: float | None
-    """Traffic in GB/s that the GPU received over PCIe during `elapsed_s`, from any sender; None if
-    it cannot be read. See `gds.bench.link`."""
-
-    pcie_tx_gbps: float | None
-    """Traffic in GB/s that the GPU sent over PCIe; None if it cannot be read."""
-
-    pcie_samples: int
-    """Number of samples of 20 ms in the mean of the PCIe traffic."""
-
-    pcie_reason: str
-    """Reason, for people, why the PCIe traffic cannot be read; empty if it can."""
-
-    direct: bool
-    """Whether the transfers bypassed the page cache."""
-
-    cached_before: float | None
-    """Share of the file that the page cache held before a pass; the largest value of all passes, or
-    None if it is not known."""
-
-    verified_bytes: int
-    """Bytes that were compared with the expected data; 0 without verification."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes moved in both directions together."""
-        return self.bytes_read + self.bytes_written
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Rate of reads and writes together in bytes per second, without the time of the syncs."""
-        return self.num_bytes / self.elapsed_s if self.elapsed_s else math.inf
-
-    @property
-    def durable_bytes_per_s(self) -> float:
-        """Rate of reads and writes together in bytes per second, with the time of the syncs."""
-        whole_s = self.elapsed_s + self.sync_s
-        return self.num_bytes / whole_s if whole_s else math.inf
-
-    @property
-    def iops(self) -> float:
-        """Requests per second."""
-        return self.num_requests / self.elapsed_s if self.elapsed_s else math.inf
-
-    @property
-    def cpu_cores(self) -> float:
-        """Processor seconds per second; 1 is one core that is busy all the time."""
-        used_s = self.cpu_user_s + self.cpu_system_s
-        return used_s / self.elapsed_s if self.elapsed_s else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the results as JSON values. Later versions only add keys."""
-        return {
-            **dataclasses.asdict(self),
-            "bytes_per_s": self.bytes_per_s,
-            "durable_bytes_per_s": self.durable_bytes_per_s,
-            "iops": self.iops,
-            "cpu_cores": self.cpu_cores,
-        }
 
 
 def measure(
@@ -158,30 +62,35 @@ def measure(
     """
     check_allowed(workload, target, verify=verify)
     generator = np.random.default_rng(seed)
-    latencies = array("d")
-    elapsed_s = sync_s = user_s = system_s = 0.0
+    collected = _Collected(workload)
+    ramp_s = sync_s = user_s = system_s = 0.0
     cached: float | None = None
-    passes = verified = 0
+    verified = 0
     with (
         closing(open_backend(workload.path, workload.threads)) as backend,
         closing(link_meter(backend)) as meter,
     ):
         file = backend.open(target.path, writable=workload.writes)
         slots = _slots(backend, workload, target)
-        while passes < workload.passes or elapsed_s < workload.seconds:
+        while ramp_s < (0.0 if workload.cache == "as-is" else workload.ramp_s):
+            _prepare_cache(workload, target)
+            one = _Pass(workload, file, target, slots, verify=verify)
+            ramp_s += one.run(_order(workload, generator), limit_s=workload.ramp_s - ramp_s)
+            if workload.writes:
+                file.sync()
+        while collected.passes < workload.passes or collected.elapsed_s < workload.seconds:
             order = _order(workload, generator)
             found = _prepare_cache(workload, target)
             cached = found if cached is None else max(cached, found or 0.0)
             one = _Pass(workload, file, target, slots, verify=verify)
             before = resource.getrusage(resource.RUSAGE_SELF)
             with meter.running():
-                elapsed_s += one.run(order)
+                elapsed_s = one.run(order)
             after = resource.getrusage(resource.RUSAGE_SELF)
             user_s += after.ru_utime - before.ru_utime
             system_s += after.ru_stime - before.ru_stime
-            latencies.extend(one.latencies)
+            collected.add(one, elapsed_s)
             verified += one.verified_bytes
-            passes += 1
             if workload.writes:
                 started_s = time.perf_counter()
                 file.sync()
@@ -193,19 +102,14 @@ def measure(
             again.run([(block, True) for block in range(workload.num_requests)])
             verified += again.verified_bytes
     link = meter.use()
-    ordered = np.sort(np.frombuffer(latencies))
-    num_reads = workload.num_reads * passes
-    num_writes = workload.num_requests * passes - num_reads
     return Run(
-        num_requests=num_reads + num_writes,
-        bytes_read=num_reads * workload.size,
-        bytes_written=num_writes * workload.size,
-        elapsed_s=elapsed_s,
+        total=collected.requests(reads=True, writes=True),
+        reads=collected.requests(reads=True, writes=False) if workload.num_reads else None,
+        writes=collected.requests(reads=False, writes=True) if workload.num_writes else None,
+        intervals=collected.series.intervals(collected.elapsed_s),
+        elapsed_s=collected.elapsed_s,
+        ramp_s=ramp_s,
         sync_s=sync_s,
-        latency_mean_s=float(ordered.mean()),
-        latency_p50_s=percentile(ordered, 50),
-        latency_p99_s=percentile(ordered, 99),
-        latency_max_s=float(ordered[-1]),
         cpu_user_s=user_s,
         cpu_system_s=system_s,
         pcie_rx_gbps=link.rx_gbps,
@@ -218,14 +122,38 @@ def measure(
     )
 
 
-def percentile(ordered: Sequence[float] | np.ndarray[Any, Any], percent: float) -> float:
-    """Return a percentile: the smallest value that at least `percent` % of all do not exceed.
+class _Collected:
+    """Results of the passes so far."""
 
-    Args:
-        ordered: Values in ascending order; at least one.
-        percent: Percentage, more than 0 and at most 100.
-    """
-    return float(ordered[max(math.ceil(len(ordered) * percent / 100), 1) - 1])
+    def __init__(self, workload: Workload) -> None:
+        """Begin without any pass."""
+        self._size = workload.size
+        self._latencies: dict[bool, list[np.ndarray[Any, Any]]] = {True: [], False: []}
+        self.series = Series(workload.interval_s, workload.size)
+        self.elapsed_s = 0.0
+        self.passes = 0
+
+    def add(self, one: _Pass, elapsed_s: float) -> None:
+        """Add a pass that took `elapsed_s` seconds."""
+        begun_s, ended_s, is_read = one.records()
+        latency_s = ended_s - begun_s
+        self.series.add(self.elapsed_s + ended_s - one.started_s, latency_s, is_read)
+        for direction, kept in self._latencies.items():
+            kept.append(latency_s[is_read == direction])
+        self.elapsed_s += elapsed_s
+        self.passes += 1
+
+    def requests(self, *, reads: bool, writes: bool) -> Requests:
+        """Return the requests of the chosen directions; at least one must have been made."""
+        latency_s = np.concatenate(
+            [*(self._latencies[True] if reads else ()), *(self._latencies[False] if writes else ())]
+        )
+        return Requests(
+            num_requests=latency_s.size,
+            num_bytes=latency_s.size * self._size,
+            elapsed_s=self.elapsed_s,
+            latency=latency_of(latency_s),
+        )
 
 
 class _Pass:
@@ -256,26 +184,40 @@ class _Pass:
         self._verify = verify
         self._free: SimpleQueue[int] = SimpleQueue()
         self._pending: list[tuple[IOFuture, int, bool] | None] = [None] * len(slots)
-        self._ended_s = [0.0] * len(slots)
-        self.latencies = array("d")
+        # Three numbers for each request: its begin, its end, and 1 for a read. A slot has one
+        # request at a time, so no two threads append to the same array.
+        self._records = [array("d") for _ in slots]
+        self.started_s = 0.0
+        """Start of the pass in seconds, on the clock of `time.perf_counter`."""
         self.verified_bytes = 0
 
-    def run(self, order: _Order) -> float:
+    def run(self, order: _Order, *, limit_s: float = math.inf) -> float:
         """Run requests, and return the seconds until the end of the last one.
 
         Args:
             order: Number of the block for each request, and whether to read it.
+            limit_s: Time in seconds after which no further request is started.
         """
         for slot in range(len(self._slots)):
             self._free.put(slot)
-        started_s = time.perf_counter()
+        self.started_s = time.perf_counter()
         for block, is_read in order:
             slot = self._free.get()
             self._settle(slot)
             self._start(slot, block * self._size, is_read=is_read)
+            if time.perf_counter() - self.started_s >= limit_s:
+                break
         for _ in self._slots:
             self._settle(self._free.get())
-        return max(self._ended_s) - started_s
+        return max(record[-2] for record in self._records if record) - self.started_s
+
+    def records(self) -> tuple[Values, Values, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """Return begins and ends of all requests in seconds, and whether each is a read.
+
+        The arrays have the shape (requests,), and are in no particular order.
+        """
+        table = np.concatenate([np.frombuffer(record) for record in self._records]).reshape(-1, 3)
+        return table[:, 0], table[:, 1], table[:, 2] > 0
 
     def _start(self, slot: int, offset: int, *, is_read: bool) -> None:
         """Start a request with the buffer of a slot."""
@@ -288,13 +230,11 @@ class _Pass:
         move = self._file.read if is_read else self._file.write
         future = move(buffer, offset)
         self._pending[slot] = (future, offset, is_read)
-        future.add_done_callback(partial(self._ended, slot, begun_s))
+        future.add_done_callback(partial(self._ended, slot, begun_s, is_read))
 
-    def _ended(self, slot: int, begun_s: float, _: IOFuture) -> None:
+    def _ended(self, slot: int, begun_s: float, is_read: bool, _: IOFuture) -> None:
         """Record the end of a slot's request, on the thread of the transfer."""
-        now_s = time.perf_counter()
-        self.latencies.append(now_s - begun_s)
-        self._ended_s[slot] = now_s
+        self._records[slot].extend((begun_s, time.perf_counter(), is_read))
         self._free.put(slot)
 
     def _settle(self, slot: int) -> None:

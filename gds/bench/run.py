@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +14,12 @@ from typing import Protocol, runtime_checkable
 
 from gds import probe
 from gds.bench.compare import compare
+from gds.bench.figure import new_figure, plot_axis
 from gds.bench.fio import FioError, FioRunner
 from gds.bench.measure import OpenBackend, check_allowed, measure
-from gds.bench.report import Point, Report, new_figure, plot_axis
+from gds.bench.report import Point, Report
 from gds.bench.statistics import MIN_PAIRS
+from gds.bench.steadiness import MOST_ROUNDS
 from gds.bench.target import Target, target_at
 from gds.bench.workload import Workload
 from gds.check.system import System
@@ -36,7 +39,11 @@ class Plan:
     """Workloads to measure; at least one, all with the same file size."""
 
     repeat: int = 1
-    """Number of runs of each workload."""
+    """Number of runs of each workload; ignored if `until_steady` is True."""
+
+    until_steady: bool = False
+    """Whether to repeat the runs of each workload until they are steady; see
+    `gds.bench.steadiness`."""
 
     verify: bool = False
     """Whether to compare the data of reads with the expected data."""
@@ -80,6 +87,7 @@ def run(
         WrongDataError: A block did not hold the data that was written to it.
         OSError: The drive failed, or the place does not exist.
     """
+    began_s = time.perf_counter()
     system = system or System()
     make = backend or partial(open_path, no_driver=system.library_error("libcuda.so.1"))
     _check_paths(plan, make)
@@ -101,7 +109,8 @@ def run(
         ]
         for workload in workloads:  # check all of them before the first is measured
             check_allowed(workload, target, verify=plan.verify)
-        points = [Point(workload) for workload in workloads]
+        points = [Point(workload, until_steady=plan.until_steady) for workload in workloads]
+        say(duration_text(plan, target, time.perf_counter() - began_s))
         _measure_all(plan, points, target, make, say)
         report = _report(plan, points, target, system)
         if plan.compare_fio:
@@ -122,7 +131,34 @@ def run(
             except FioError as error:
                 notes.append(f"not compared with fio: {error}")
         report.notes = notes + _remarks(report)
+    report.took_s = time.perf_counter() - began_s
     return report
+
+
+def duration_text(plan: Plan, target: Target, filled_s: float) -> str:
+    """Return how long the measurement will take, for people.
+
+    Args:
+        plan: Plan of the benchmark.
+        target: File to measure.
+        filled_s: Seconds that it took to write the file; meaningless for an existing file.
+    """
+    pass_s = filled_s if target.made else 0.0
+    runs = MOST_ROUNDS if plan.until_steady else plan.repeat
+    seconds = runs * sum(
+        max(each.seconds, each.passes * pass_s) + each.ramp_s for each in plan.workloads
+    )
+    if plan.compare_fio:
+        seconds += 2 * plan.pairs * len(plan.workloads) * pass_s
+    rows = f"{len(plan.workloads)} {'rows' if len(plan.workloads) > 1 else 'row'}"
+    if plan.until_steady:
+        return f"{rows}, each until its runs are steady: at most about {_time_text(seconds)}"
+    return f"{rows} of {runs} {'runs' if runs > 1 else 'run'}: about {_time_text(seconds)}"
+
+
+def _time_text(seconds: float) -> str:
+    """Return a duration as text, in seconds or minutes."""
+    return f"{max(seconds, 1):.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 @runtime_checkable
@@ -153,6 +189,12 @@ def _check_paths(plan: Plan, make: OpenBackend) -> None:
         with probe.scratch_file(plan.place):
             pass
     except OSError as error:
+        filesystem = probe.mount_of(plan.place).filesystem
+        if filesystem in probe.KERNEL_FILESYSTEMS:
+            raise RefusedError(
+                f"{plan.place} is {filesystem}, a view of the kernel without files on a drive: "
+                "name a directory on a drive"
+            ) from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # `target_at` refuses these, with sizes
             raise RefusedError(
                 f"no file can be made in {plan.place} ({error.strerror}): give a directory that "
@@ -174,13 +216,28 @@ def _measure_all(
     make: OpenBackend,
     say: Callable[[str], None],
 ) -> None:
-    """Run every workload `plan.repeat` times, in alternating order, to spread drift evenly."""
+    """Run every workload, as often as the plan says.
+
+    The workloads take turns in alternating order, to spread drift evenly. If runs are repeated
+    until they are steady, one workload is finished before the next begins, as steadiness requires.
+    """
+
+    def measure_once(point: Point) -> None:
+        """Add one run to a point."""
+        workload = point.workload
+        number = len(point.runs)
+        say(f"{workload.rw} {workload.path}, requests of {workload.size} bytes, run {number + 1}")
+        seed = plan.seed + number
+        point.runs.append(measure(workload, target, make, verify=plan.verify, seed=seed))
+
+    if plan.until_steady:
+        for point in points:
+            while not point.found_steady and len(point.runs) < MOST_ROUNDS:
+                measure_once(point)
+        return
     for number in range(plan.repeat):
         for point in points if number % 2 == 0 else reversed(points):
-            workload = point.workload
-            say(f"{workload.rw} {workload.path}, requests of {workload.size} bytes")
-            seed = plan.seed + number
-            point.runs.append(measure(workload, target, make, verify=plan.verify, seed=seed))
+            measure_once(point)
 
 
 def _report(plan: Plan, points: list[Point], target: Target, system: System) -> Report:

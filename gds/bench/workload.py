@@ -65,6 +65,13 @@ class Workload:
     """Least time of all passes in seconds; the work between passes, such as syncs, does not count.
     Further passes are added until it is reached."""
 
+    ramp_s: float = 0.0
+    """Seconds of requests before each run that do not count, so that a drive that starts fast or
+    slow has settled. With the cache ``as-is`` there are none, since they would change its state."""
+
+    interval_s: float = 1.0
+    """Length of an interval of the time series, in seconds."""
+
     file_bytes: int = 1 << 30
     """Length of the file in bytes; a remainder shorter than a request is not touched."""
 
@@ -98,6 +105,10 @@ class Workload:
             raise RefusedError(f"mix is {self.mix} per cent of reads, not 1 to 99")
         if self.passes < 1 or self.seconds < 0:
             raise RefusedError("passes must be at least 1, and seconds must not be negative")
+        if self.ramp_s < 0:
+            raise RefusedError(f"ramp is {self.ramp_s:g} seconds, but must not be negative")
+        if not self.interval_s > 0:
+            raise RefusedError(f"interval is {self.interval_s:g} seconds, but must be positive")
 
     @property
     def in_flight(self) -> int:
@@ -131,6 +142,11 @@ class Workload:
             return self.num_requests
         return round(self.num_requests * self.mix / 100) if self.reads else 0
 
+    @property
+    def num_writes(self) -> int:
+        """Number of writes in one pass."""
+        return self.num_requests - self.num_reads
+
 
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as ``4096``, ``64K``, ``1M``, ``1MiB`` or ``2G``.
@@ -144,6 +160,14 @@ def parse_size(text: str) -> int:
     if found is None:
         raise RefusedError(f"{text!r} is not a size: write 4096, 64K, 1M or 1G")
     return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def size_text(nbytes: int) -> str:
+    """Return a size as text, such as ``64K`` or ``1M``; a size without such a unit in bytes."""
+    for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if nbytes >= factor and nbytes % factor == 0:
+            return f"{nbytes // factor}{unit}"
+    return str(nbytes)
 
 
 def parse_sweep(text: str) -> tuple[str, list[Any]]:
