@@ -149,12 +149,12 @@ class Cache(StrEnum):
 
 @app.command()
 def bench(
-    place: Annotated[
-        str,
+    places: Annotated[
+        list[str],
         typer.Argument(
-            metavar="DIRECTORY|FILE",
+            metavar="DIRECTORY|FILE...",
             help="A directory: a scratch file is made in it and removed. Or a file: it is only "
-            "read.",
+            "read. Several are measured at once.",
             show_default=False,
         ),
     ],
@@ -168,7 +168,11 @@ def bench(
         int | None, typer.Option(help="Requests in flight; default: one per thread.")
     ] = None,
     mix: Annotated[int, typer.Option(help="Percentage of reads in a mixed run.")] = 50,
-    file_size: Annotated[str, typer.Option(help="Size of the scratch file.")] = "1G",
+    file_size: Annotated[str, typer.Option(help="Size of each scratch file.")] = "1G",
+    files: Annotated[int, typer.Option(help="Number of scratch files in each directory.")] = 1,
+    reopen: Annotated[
+        bool, typer.Option("--reopen", help="Open and close a file in every request.")
+    ] = False,
     passes: Annotated[int, typer.Option(help="Number of times that every block is moved.")] = 1,
     seconds: Annotated[
         float, typer.Option(help="Least duration of a run in seconds; whole passes are run.")
@@ -251,10 +255,13 @@ def bench(
         seconds=seconds,
         ramp_s=ramp,
         interval_s=interval,
-        file_bytes=_file_bytes(place, parse_size(file_size)),
+        files=files,
+        reopen=reopen,
+        file_bytes=_file_bytes(places[0], parse_size(file_size)),
     )
     plan = Plan(
-        place=place,
+        place=places[0],
+        beside=places[1:],
         workloads=expand(base, [parse_sweep(text) for text in sweep or ()]),
         repeat=repeat,
         until_steady=steady,

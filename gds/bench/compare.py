@@ -113,7 +113,7 @@ def compare(
 
     def ours() -> float:
         """Return the rate of gds, in bytes per second."""
-        return measure(once, target, open_backend, seed=seed).bytes_per_s
+        return measure(once, [[target]], open_backend, seed=seed).bytes_per_s
 
     def theirs() -> float:
         """Return the rate of fio, in bytes per second."""

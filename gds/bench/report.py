@@ -120,8 +120,8 @@ class Point:
 class Report:
     """All results of one call of `gds bench`."""
 
-    place: str
-    """Directory or file that was measured."""
+    places: Sequence[str]
+    """Directories or files that were measured at the same time."""
 
     made: bool
     """Whether the file was a scratch file; otherwise it was an existing file of the user."""
@@ -161,7 +161,8 @@ class Report:
         return {
             "schema": SCHEMA,
             "target": {
-                "path": self.place,
+                "path": self.places[0],
+                "paths": list(self.places),
                 "scratch_file": self.made,
                 "file_bytes": self.file_bytes,
                 "filesystem": self.filesystem,

@@ -61,6 +61,10 @@ class Run:
     writes: Requests | None
     """Writes of all passes; None if the workload has none."""
 
+    lane_bytes_per_s: tuple[float, ...]
+    """Rate of each directory in bytes per second, each until the end of its own last request; the
+    mean over all passes. For a single directory it is the rate of the run."""
+
     intervals: tuple[Interval, ...]
     """Time series of the run, in order."""
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from gds import probe
 from gds.bench.compare import compare
@@ -20,12 +20,15 @@ from gds.bench.measure import OpenBackend, check_allowed, measure
 from gds.bench.report import Point, Report
 from gds.bench.statistics import MIN_PAIRS
 from gds.bench.steadiness import MOST_ROUNDS
-from gds.bench.target import Target, target_at
+from gds.bench.target import Target, targets_at
 from gds.bench.workload import Workload
 from gds.check.system import System
 from gds.errors import RefusedError
 from gds.opening import open_path
 from gds.paths import PATHS
+
+_SEEDS: Final = 100_000
+"""Distance between the seeds of two directories; more than the files of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,10 @@ class Plan:
     """Plan of a benchmark: the workloads, and how to measure them."""
 
     place: str
-    """Directory for a scratch file, or an existing file, which is only read."""
+    """Directory for scratch files, or an existing file, which is only read."""
+
+    beside: Sequence[str] = ()
+    """Further directories, or files, that are measured at the same time."""
 
     workloads: Sequence[Workload]
     """Workloads to measure; at least one, all with the same file size."""
@@ -66,6 +72,11 @@ class Plan:
     plot: bool = False
     """Whether a figure will be drawn. If that is impossible, nothing is measured."""
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """All directories or files, in order."""
+        return (self.place, *self.beside)
+
 
 def run(
     plan: Plan,
@@ -94,45 +105,69 @@ def run(
     if plan.plot:  # fail before the measurements, not after them
         plot_axis(plan.workloads)
         new_figure()
-    directory = plan.place if os.path.isdir(plan.place) else os.path.dirname(plan.place) or "."
-    notes: list[str] = []
-    with target_at(
-        plan.place,
-        plan.workloads[0].file_bytes,
-        seed=plan.seed,
-        allow_volatile=plan.allow_volatile,
-        allow_small=plan.allow_small,
-        say=say,
-    ) as target:
-        workloads = [
-            dataclasses.replace(each, file_bytes=target.size_bytes) for each in plan.workloads
+    with contextlib.ExitStack() as stack:
+        lanes = [
+            stack.enter_context(
+                targets_at(
+                    place,
+                    plan.workloads[0].file_bytes,
+                    count=plan.workloads[0].files,
+                    seed=plan.seed + number * _SEEDS,
+                    allow_volatile=plan.allow_volatile,
+                    allow_small=plan.allow_small,
+                    say=say,
+                )
+            )
+            for number, place in enumerate(plan.places)
         ]
+        file_bytes = _equal_size(lanes)
+        workloads = [dataclasses.replace(each, file_bytes=file_bytes) for each in plan.workloads]
         for workload in workloads:  # check all of them before the first is measured
-            check_allowed(workload, target, verify=plan.verify)
+            for targets in lanes:
+                check_allowed(workload, targets[0], verify=plan.verify)
         points = [Point(workload, until_steady=plan.until_steady) for workload in workloads]
-        say(duration_text(plan, target, time.perf_counter() - began_s))
-        _measure_all(plan, points, target, make, say)
-        report = _report(plan, points, target, system)
-        if plan.compare_fio:
-            try:
-                runner = FioRunner(directory)
-                for workload in workloads:
-                    report.comparisons.append(
-                        compare(
-                            workload,
-                            target,
-                            runner,
-                            make,
-                            pairs=plan.pairs,
-                            seed=plan.seed,
-                            say=say,
-                        )
-                    )
-            except FioError as error:
-                notes.append(f"not compared with fio: {error}")
+        say(duration_text(plan, lanes[0][0], time.perf_counter() - began_s))
+        _measure_all(plan, points, lanes, make, say)
+        report = _report(plan, points, lanes[0][0], system)
+        notes = _compare_all(plan, report, lanes, make, say) if plan.compare_fio else []
         report.notes = notes + _remarks(report)
     report.took_s = time.perf_counter() - began_s
     return report
+
+
+def _equal_size(lanes: Sequence[Sequence[Target]]) -> int:
+    """Return the size of the files in bytes; raises `RefusedError` if they differ."""
+    sizes = {target.size_bytes for targets in lanes for target in targets}
+    if len(sizes) > 1:
+        raise RefusedError(
+            f"the files have different sizes ({min(sizes)} and {max(sizes)} bytes), and only files "
+            "of the same size can be measured together: name directories, or one file"
+        )
+    return sizes.pop()
+
+
+def _compare_all(
+    plan: Plan,
+    report: Report,
+    lanes: Sequence[Sequence[Target]],
+    make: OpenBackend,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Add a comparison with fio for every workload; returns the reason if one cannot be made."""
+    if len(lanes) > 1 or len(lanes[0]) > 1 or plan.workloads[0].reopen:
+        return ["not compared with fio: only a single file, opened once, can be compared"]
+    target = lanes[0][0]
+    try:
+        runner = FioRunner(os.path.dirname(target.path) or ".")
+        for point in report.points:
+            report.comparisons.append(
+                compare(
+                    point.workload, target, runner, make, pairs=plan.pairs, seed=plan.seed, say=say
+                )
+            )
+    except FioError as error:
+        return [f"not compared with fio: {error}"]
+    return []
 
 
 def duration_text(plan: Plan, target: Target, filled_s: float) -> str:
@@ -179,32 +214,43 @@ def _check_paths(plan: Plan, make: OpenBackend) -> None:
     """
     for name in dict.fromkeys(workload.path for workload in plan.workloads):
         with contextlib.closing(make(name, 1)) as backend:
-            if os.path.isdir(plan.place) and isinstance(backend, FindsPaths):
-                backend.paths_in(plan.place)  # raises if GPUDirect Storage is demanded and missing
-    if not os.path.isdir(plan.place) or (
-        probe.mount_of(plan.place).volatile and not plan.allow_volatile  # `target_at` refuses it
+            for place in plan.places:
+                if os.path.isdir(place) and isinstance(backend, FindsPaths):
+                    backend.paths_in(place)  # raises if GPUDirect Storage is demanded and missing
+    for place in plan.places:
+        _check_directory(plan, place)
+
+
+def _check_directory(plan: Plan, place: str) -> None:
+    """Check that files can be made in a directory, and that direct I/O works if it is demanded.
+
+    Raises:
+        RefusedError: A file cannot be made, or there is no direct I/O.
+    """
+    if not os.path.isdir(place) or (
+        probe.mount_of(place).volatile and not plan.allow_volatile  # `target_at` refuses it
     ):
         return
     try:
-        with probe.scratch_file(plan.place):
+        with probe.scratch_file(place):
             pass
     except OSError as error:
-        filesystem = probe.mount_of(plan.place).filesystem
+        filesystem = probe.mount_of(place).filesystem
         if filesystem in probe.KERNEL_FILESYSTEMS:
             raise RefusedError(
-                f"{plan.place} is {filesystem}, a view of the kernel without files on a drive: "
+                f"{place} is {filesystem}, a view of the kernel without files on a drive: "
                 "name a directory on a drive"
             ) from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # `target_at` refuses these, with sizes
             raise RefusedError(
-                f"no file can be made in {plan.place} ({error.strerror}): give a directory that "
+                f"no file can be made in {place} ({error.strerror}): give a directory that "
                 "you may write to"
             ) from error
     if any(workload.path == "direct" for workload in plan.workloads):
-        found = probe.direct_io(plan.place)
+        found = probe.direct_io(place)
         if not found.supported:
             raise RefusedError(
-                f"no direct I/O in {plan.place} ({found.reason}): pass --path buffered to measure "
+                f"no direct I/O in {place} ({found.reason}): pass --path buffered to measure "
                 "the page cache together with the drive"
             )
 
@@ -212,7 +258,7 @@ def _check_paths(plan: Plan, make: OpenBackend) -> None:
 def _measure_all(
     plan: Plan,
     points: Sequence[Point],
-    target: Target,
+    lanes: Sequence[Sequence[Target]],
     make: OpenBackend,
     say: Callable[[str], None],
 ) -> None:
@@ -228,7 +274,7 @@ def _measure_all(
         number = len(point.runs)
         say(f"{workload.rw} {workload.path}, requests of {workload.size} bytes, run {number + 1}")
         seed = plan.seed + number
-        point.runs.append(measure(workload, target, make, verify=plan.verify, seed=seed))
+        point.runs.append(measure(workload, lanes, make, verify=plan.verify, seed=seed))
 
     if plan.until_steady:
         for point in points:
@@ -244,7 +290,7 @@ def _report(plan: Plan, points: list[Point], target: Target, system: System) -> 
     """Return the report of the results, without comparisons and notes."""
     mount = probe.mount_of(plan.place)
     return Report(
-        place=plan.place,
+        places=plan.places,
         made=target.made,
         file_bytes=target.size_bytes,
         filesystem=mount.filesystem,

@@ -34,10 +34,15 @@ def show(report: Report, console: Console, *, histograms: bool = False) -> None:
         histograms: Whether to print a histogram of the latencies of each row.
     """
     kind = "scratch file" if report.made else "existing file, read only"
+    files = report.points[0].workload.files
+    if files > 1:
+        kind = f"{files} scratch files"
+    beside = f", and {', '.join(report.places[1:])} at the same time" if report.places[1:] else ""
     _say(
         console,
-        f"{report.place}: {report.filesystem} on {report.source or 'an unknown source'}, {kind} of "
-        f"{size_text(report.file_bytes)}; kernel {report.kernel}, {report.cores} cores",
+        f"{report.places[0]}: {report.filesystem} on {report.source or 'an unknown source'}, "
+        f"{kind} of {size_text(report.file_bytes)}{beside}; kernel {report.kernel}, "
+        f"{report.cores} cores",
     )
     varied = _varied(report.points)
     fixed = {name: text for point in report.points for name, text in _settings(point).items()}
@@ -59,12 +64,18 @@ def show(report: Report, console: Console, *, histograms: bool = False) -> None:
     console.print()
     for point in report.points:
         label, stability = _label(point, varied), point.stability
+        if len(report.places) > 1:
+            _say(console, ", ".join([*([label] if label else []), *_lanes(report.places, point)]))
         if stability.reasons:
             _say(console, f"{label}: {stability.words}" if label else stability.words)
         if histograms:
             _say(console, f"{label or 'all'}, shares of the requests:")
             _print_histogram(console, point)
-    if histograms or any(point.stability.reasons for point in report.points):
+    if (
+        histograms
+        or len(report.places) > 1
+        or any(point.stability.reasons for point in report.points)
+    ):
         console.print()
     _say(
         console,
@@ -157,6 +168,14 @@ def _varied(points: Sequence[Point]) -> list[str]:
         if len({getattr(w, "in_flight" if name == "depth" else name) for w in chosen}) > 1:
             varied.append("page cache" if name == "cache" else name)
     return varied
+
+
+def _lanes(places: Sequence[str], point: Point) -> list[str]:
+    """Return the rate of each directory as text: the median of the runs."""
+    return [
+        f"{place}: {median([run.lane_bytes_per_s[number] for run in point.counted]) / 1e9:.3f} GB/s"
+        for number, place in enumerate(places)
+    ]
 
 
 def _runs_text(points: Sequence[Point]) -> str:

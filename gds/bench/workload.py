@@ -25,6 +25,8 @@ CACHES: Final[tuple[Cache, ...]] = get_args(Cache)
 _MOST_BUFFER_BYTES: Final = 4 << 30
 _MOST_THREADS: Final = 256
 _MOST_POINTS: Final = 1000
+_MOST_OPEN_FILES: Final = 64
+_MOST_FILES: Final = 20_000
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -73,7 +75,13 @@ class Workload:
     """Length of an interval of the time series, in seconds."""
 
     file_bytes: int = 1 << 30
-    """Length of the file in bytes; a remainder shorter than a request is not touched."""
+    """Length of each file in bytes; a remainder shorter than a request is not touched."""
+
+    files: int = 1
+    """Number of files in each directory. The requests go round them."""
+
+    reopen: bool = False
+    """Whether every request opens its file, and closes it afterwards."""
 
     def __post_init__(self) -> None:
         """Raise `RefusedError` if the workload cannot be measured."""
@@ -101,6 +109,10 @@ class Workload:
                 f"{self.in_flight} requests of {self.size} bytes need buffers of more than "
                 f"{_MOST_BUFFER_BYTES >> 30} GiB: use a smaller size or depth"
             )
+        most = _MOST_FILES if self.reopen else _MOST_OPEN_FILES
+        if not 1 <= self.files <= most:
+            hint = "" if self.reopen else f", or up to {_MOST_FILES} with --reopen"
+            raise RefusedError(f"files is {self.files}, not 1 to {most}{hint}")
         if not 1 <= self.mix <= 99:
             raise RefusedError(f"mix is {self.mix} per cent of reads, not 1 to 99")
         if self.passes < 1 or self.seconds < 0:
@@ -117,8 +129,8 @@ class Workload:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests in one pass."""
-        return self.file_bytes // self.size
+        """Number of requests in one pass, to all files of one directory."""
+        return self.file_bytes // self.size * self.files
 
     @property
     def random(self) -> bool:
@@ -137,14 +149,14 @@ class Workload:
 
     @property
     def num_reads(self) -> int:
-        """Number of reads in one pass; the other requests are writes."""
+        """Number of reads in one pass, in one directory; the other requests are writes."""
         if not self.writes:
             return self.num_requests
         return round(self.num_requests * self.mix / 100) if self.reads else 0
 
     @property
     def num_writes(self) -> int:
-        """Number of writes in one pass."""
+        """Number of writes in one pass, in one directory."""
         return self.num_requests - self.num_reads
 
 

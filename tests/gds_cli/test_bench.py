@@ -26,10 +26,10 @@ SMALL = ("--file-size", "1M", "--size", "64K", "--allow-small", *QUICK)
 SIZE = 64 << 10
 BLOCKS = 16
 
-TARGET = {"path", "scratch_file", "file_bytes", "filesystem", "source"}
+TARGET = {"path", "paths", "scratch_file", "file_bytes", "filesystem", "source"}
 WORKLOAD = {
     "rw", "path", "size", "threads", "depth", "mix", "cache", "passes", "seconds", "ramp_s",
-    "interval_s", "file_bytes",
+    "interval_s", "file_bytes", "files", "reopen",
 }  # fmt: skip
 LATENCY = {
     "latency_mean_s", "latency_stddev_s", "latency_min_s", "latency_p50_s", "latency_p90_s",
@@ -40,6 +40,7 @@ RUN = REQUESTS | {
     "bytes_read", "bytes_written", "elapsed_s", "ramp_s", "sync_s", "cpu_user_s", "cpu_system_s",
     "direct", "cached_before", "verified_bytes", "durable_bytes_per_s", "cpu_cores",
     "pcie_rx_gbps", "pcie_tx_gbps", "pcie_samples", "pcie_reason", "reads", "writes", "series",
+    "lane_bytes_per_s",
 }  # fmt: skip
 SUMMARY = {
     "bytes_per_s", "iops", "latency_mean_s", "latency_stddev_s", "latency_p50_s", "latency_p99_s",

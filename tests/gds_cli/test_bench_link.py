@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import gds.bench.measure
+import gds.bench.passes
 import gds.buffers.cuda
 from gds import PosixBackend
 from gds.backends.kvikio_file import Used
@@ -207,14 +208,14 @@ def report_of(drive: Path, machine: Machine, monkeypatch, load: Any) -> tuple[An
 
 
 def test_a_report_shows_what_crossed(drive, machine, gpu, nvml, monkeypatch) -> None:
-    real = gds.bench.measure._Pass.run
+    real = gds.bench.passes.Pass.run
 
     def run(self: Any, order: Any, **limits: float) -> float:
         elapsed_s = real(self, order, **limits)
         assert nvml.sampled.wait(60)  # so that there is a sample, however fast the drive is
         return elapsed_s
 
-    monkeypatch.setattr(gds.bench.measure._Pass, "run", run)
+    monkeypatch.setattr(gds.bench.passes.Pass, "run", run)
     report, shown = report_of(drive, machine, monkeypatch, lambda: nvml)
     (run_,) = report.to_json()["results"][0]["runs"]
     assert (run_["pcie_rx_gbps"], run_["pcie_tx_gbps"]) == (3.0, 0.5)
