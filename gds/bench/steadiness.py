@@ -20,6 +20,9 @@ RANGE_LIMIT: Final = 0.20
 SLOPE_LIMIT: Final = 0.10
 """Largest excursion of the linear fit of steady values, as a share of their average."""
 
+TREND_CORRELATION: Final = 0.5
+"""Least correlation of rates with time, of either sign, if the rates are to rise or to fall."""
+
 WINDOW_ROUNDS: Final = 5
 """Number of rounds in the window of the rule, and least number of intervals to judge."""
 
@@ -113,7 +116,8 @@ def assess(
 def _trend(intervals: Sequence[float]) -> tuple[str, str]:
     """Return the word and the reason for intervals that are not steady."""
     slope = slope_share(intervals)
-    if abs(slope) <= SLOPE_LIMIT or abs(slope) < range_share(intervals) / 2:
+    correlation = float(np.corrcoef(np.arange(len(intervals)), np.asarray(intervals))[0, 1])
+    if abs(slope) <= SLOPE_LIMIT or abs(correlation) < TREND_CORRELATION:
         return "uneven", f"uneven: {_span(min(intervals), max(intervals))} between intervals"
     part = max(len(intervals) // WINDOW_ROUNDS, 1)
     first, last = float(np.mean(intervals[:part])), float(np.mean(intervals[-part:]))

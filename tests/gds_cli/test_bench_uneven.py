@@ -106,15 +106,15 @@ def test_runs_of_different_speed_are_unstable(drive: Path) -> None:
 
 def test_a_cliff_is_seen_in_the_series_and_in_the_verdict(drive: Path, tmp_path: Path) -> None:
     def cliff(_: int, number: int, __: bool) -> float:
-        return FAST_S if number < 3 * REQUESTS else SLOW_S
+        return FAST_S if number < 7 * REQUESTS else SLOW_S
 
-    report = bench(drive, cliff, repeat=1, rw="write", passes=4, interval_s=0.05)
+    report = bench(drive, cliff, repeat=1, rw="write", passes=8, interval_s=0.08)
     (point,) = report.points
     assert point.stability.word == "falling"
     (result,) = point.runs
     counts = [each.num_writes for each in result.intervals]
-    assert sum(counts) == 4 * REQUESTS
-    assert max(counts[-4:]) <= 2, "an interval of 50 ms has at most two ends of requests of 40 ms"
+    assert sum(counts) == 8 * REQUESTS
+    assert max(counts[-4:]) <= 2, "80 ms have at most two ends of requests of 40 ms"
     assert max(counts) > 2 * max(counts[-4:])
     slowest = result.intervals[-2].write_latency_max_s
     assert slowest is not None
