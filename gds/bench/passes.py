@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -124,6 +125,10 @@ class Pass:
         self._slots = [(lane, buffer) for lane in lanes for buffer in lane.slots]
         self._free: SimpleQueue[int] = SimpleQueue()
         self._pending: list[_Request | None] = [None] * len(self._slots)
+        self._waiting: dict[int, Iterator[tuple[int, bool]]] = {}
+        self._until_s = math.inf
+        self._chains = False
+        self._starting = threading.local()
         # Three numbers for each request: its begin, its end, and 1 for a read. A slot has one
         # request at a time, so no two threads append to the same array.
         self._records = [array("d") for _ in self._slots]
@@ -141,20 +146,23 @@ class Pass:
             orders: For each lane the number of the block for each request, and whether to read it.
             limit_s: Time in seconds after which no further request is started.
         """
-        waiting = {id(lane): iter(order) for lane, order in zip(self._lanes, orders, strict=True)}
+        lanes = zip(self._lanes, orders, strict=True)
+        self._waiting = {id(lane): iter(order) for lane, order in lanes}
+        self._chains = not self._verify
+        self._starting.here = True  # this thread starts requests from its loop only
         for slot in range(len(self._slots)):
             self._free.put(slot)
         self.started_s = time.perf_counter()
+        self._until_s = self.started_s + limit_s
         busy = len(self._slots)
-        while busy:
-            slot = self._free.get()
-            self._settle(slot)
-            is_over = time.perf_counter() - self.started_s >= limit_s
-            request = None if is_over else next(waiting[id(self._slots[slot][0])], None)
-            if request is None:
-                busy -= 1
-            else:
-                self._start(slot, *request)
+        try:
+            while busy:
+                slot = self._free.get()
+                self._settle(slot)
+                if not self._start_next(slot):
+                    busy -= 1
+        finally:
+            self._chains = False
         return max(record[-2] for record in self._records if record) - self.started_s
 
     def records(self) -> tuple[Values, Values, np.ndarray[Any, np.dtype[np.bool_]]]:
@@ -175,6 +183,16 @@ class Pass:
             found.append(moved / (max(record[-2] for record in records) - self.started_s))
         return found
 
+    def _start_next(self, slot: int) -> bool:
+        """Start the next request of a slot's lane; returns False if there is none."""
+        lane, _ = self._slots[slot]
+        if time.perf_counter() >= self._until_s:
+            return False
+        request = next(self._waiting[id(lane)], None)
+        if request is not None:
+            self._start(slot, *request)
+        return request is not None
+
     def _start(self, slot: int, block: int, is_read: bool) -> None:
         """Start a request with the buffer of a slot."""
         lane, buffer = self._slots[slot]
@@ -189,9 +207,26 @@ class Pass:
         self._pending[slot] = (future, file, offset, is_read)
         future.add_done_callback(partial(self._ended, slot, begun_s, is_read))
 
-    def _ended(self, slot: int, begun_s: float, is_read: bool, _: IOFuture) -> None:
-        """Record the end of a slot's request, on the thread of the transfer."""
+    def _ended(self, slot: int, begun_s: float, is_read: bool, future: IOFuture) -> None:
+        """Record the end of a slot's request, on the thread of the transfer.
+
+        The next request is started by this thread, which then finds it in the backend's queue. The
+        thread of `run` would first have to wake up, while the drive waits. It gets the slot after
+        an error, after the last request, and if data is verified.
+        """
         self._records[slot].extend((begun_s, time.perf_counter(), is_read))
+        # A request may be done before its callback is set, which then runs within `_start`.
+        is_nested = getattr(self._starting, "here", False)
+        if self._chains and not is_nested:
+            self._starting.here = True
+            try:
+                future.result()
+                if self._start_next(slot):
+                    return
+            except Exception as error:  # noqa: BLE001 - the thread of `run` raises it
+                self._pending[slot] = (failed(error), 0, 0, is_read)
+            finally:
+                self._starting.here = False
         self._free.put(slot)
 
     def _settle(self, slot: int) -> None:
@@ -206,6 +241,13 @@ class Pass:
             target = lane.targets[file]
             _compare(buffer, target, offset, target.generations_of(offset, self._size))
             self.verified_bytes += self._size
+
+
+def failed(error: Exception) -> IOFuture:
+    """Return a future with an error."""
+    future: Future[int] = Future()
+    future.set_exception(error)
+    return future
 
 
 def order_of(workload: Workload, generator: np.random.Generator) -> Order:
