@@ -152,7 +152,7 @@ def bench(
     places: Annotated[
         list[str],
         typer.Argument(
-            metavar="DIRECTORY|FILE...",
+            metavar="DIRECTORY|FILE",
             help="A directory: a scratch file is made in it and removed. Or a file: it is only "
             "read. Several are measured at once.",
             show_default=False,

@@ -182,8 +182,8 @@ def _runs_text(points: Sequence[Point]) -> str:
     """Return the number and the length of the runs as text."""
     counts = sorted({len(point.counted) for point in points})
     lengths_s = [run.elapsed_s for point in points for run in point.counted]
-    ramp_s = max(point.workload.ramp_s for point in points)
-    ramp = f", each after {ramp_s:g} s that do not count" if ramp_s else ""
+    ramped = [p.workload.ramp_s for p in points if any(run.ramp_s for run in p.runs)]
+    ramp = f", each after {max(ramped):g} s that do not count" if ramped else ""
     searched = ""
     if any(point.until_steady for point in points):
         searched = f"; of each row the last {WINDOW_ROUNDS} rounds of a search for a steady window"

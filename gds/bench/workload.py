@@ -22,6 +22,9 @@ PATTERNS: Final[tuple[Pattern, ...]] = get_args(Pattern)
 CACHES: Final[tuple[Cache, ...]] = get_args(Cache)
 """All preparations of the page cache."""
 
+LEAST_INTERVAL_S: Final = 0.001
+"""Shortest interval of a time series, in seconds."""
+
 _MOST_BUFFER_BYTES: Final = 4 << 30
 _MOST_THREADS: Final = 256
 _MOST_POINTS: Final = 1000
@@ -119,8 +122,11 @@ class Workload:
             raise RefusedError("passes must be at least 1, and seconds must not be negative")
         if self.ramp_s < 0:
             raise RefusedError(f"ramp is {self.ramp_s:g} seconds, but must not be negative")
-        if not self.interval_s > 0:
-            raise RefusedError(f"interval is {self.interval_s:g} seconds, but must be positive")
+        if not self.interval_s >= LEAST_INTERVAL_S:
+            raise RefusedError(
+                f"interval is {self.interval_s:g} seconds, but must be at least "
+                f"{LEAST_INTERVAL_S:g}"
+            )
 
     @property
     def in_flight(self) -> int:
