@@ -117,6 +117,24 @@ def arrows() -> dict[str, set[str]]:
     return found
 
 
+def modules_imported(package: str) -> dict[str, set[str]]:
+    """Return which modules of a package each of its modules imports, anywhere in it.
+
+    The package's own face is left out: it imports lazily, or nearly everything.
+    """
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files(package)
+    }
+    del paths[package]
+    found: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names = set(names_imported(path))
+        names |= {name.rpartition(".")[0] for name in names - paths.keys()}
+        found[module] = names & paths.keys() - {module}
+    return found
+
+
 def drawn() -> str:
     """Return the picture, and a table of the wings, as Markdown."""
     every = arrows()
