@@ -54,12 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the result."""
     parser = Parser("fio_axes", __doc__ or "")
     parser.add_argument("--file-mib", type=int, default=1024, help="size of the file in MiB")
-    parser.add_argument("--points", type=words, default=[], help="names of points (default: all)")
+    parser.add_argument("--points", type=words, help="names of points, with commas (default: all)")
     args = parser.read(arguments, quick={"file_mib": 64})
     file_bytes = args.file_mib << 20
     args.what = args.what or size(file_bytes).replace(" ", "").replace(".00", "")
     known = points(file_bytes)
-    if unknown := [name for name in args.points if name not in known]:
+    if unknown := [name for name in args.points or () if name not in known]:
         raise BenchError(f"--points {unknown[0]}: there are {', '.join(known)}")
     with scratch(args.directory) as directory:
         require_space(directory, file_bytes)

@@ -52,7 +52,7 @@ def plot(report: Report, path: str) -> None:
     for label, points in lines.items():
         points.sort(key=lambda point: getattr(point.workload, axis))
         values = [getattr(point.workload, axis) for point in points]
-        rates = [point.middle("bytes_per_s") / 1e9 for point in points]
+        rates = [point.median("bytes_per_s") / 1e9 for point in points]
         axes.plot(values, rates, marker="o", label=label or report.points[0].workload.rw)
     ticks = sorted({getattr(point.workload, axis) for point in report.points})
     if axis != "mix":

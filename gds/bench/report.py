@@ -49,7 +49,7 @@ class Point:
             return None
         return window_is_steady([run.bytes_per_s for run in self.runs])
 
-    def middle(self, name: str) -> float:
+    def median(self, name: str) -> float:
         """Return the median of a number over the runs; `name` is an attribute of `Run`."""
         return median([getattr(run, name) for run in self.counted])
 
@@ -99,7 +99,7 @@ class Point:
         rates = self.rates()
         mixed = self.workload.num_reads and self.workload.num_writes
         middles = {
-            name: self.middle(name) for name in ("durable_bytes_per_s", "cpu_cores", "sync_s")
+            name: self.median(name) for name in ("durable_bytes_per_s", "cpu_cores", "sync_s")
         }
         return {
             "workload": dataclasses.asdict(self.workload),
@@ -203,8 +203,8 @@ class Report:
                     **point.summary(part),
                     "lowest_bytes_per_s": min(rates),
                     "highest_bytes_per_s": max(rates),
-                    "cpu_cores": point.middle("cpu_cores"),
-                    "sync_s": point.middle("sync_s"),
+                    "cpu_cores": point.median("cpu_cores"),
+                    "sync_s": point.median("sync_s"),
                     "verdict": point.stability.words,
                 }
                 if number == 0 and part == "total":

@@ -227,7 +227,7 @@ def _rates(rows: Sequence[tuple[Point, Part]]) -> list[Column]:
             [f"{min(p.rates(part)) / 1e9:.3f}-{max(p.rates(part)) / 1e9:.3f}" for p, part in rows],
         ),
         ("IOPS", "right", [f"{p.summary(part)['iops']:.0f}" for p, part in rows]),
-        ("CPU", "right", _of_total(rows, lambda p: f"{p.middle('cpu_cores'):.2f}")),
+        ("CPU", "right", _of_total(rows, lambda p: f"{p.median('cpu_cores'):.2f}")),
     ]
     if any(point.workload.writes for point, _ in rows):
         columns.append(
@@ -235,7 +235,7 @@ def _rates(rows: Sequence[tuple[Point, Part]]) -> list[Column]:
                 "sync s",
                 "right",
                 _of_total(
-                    rows, lambda p: f"{p.middle('sync_s'):.3f}" if p.workload.writes else "-"
+                    rows, lambda p: f"{p.median('sync_s'):.3f}" if p.workload.writes else "-"
                 ),
             )
         )

@@ -11,34 +11,24 @@ autograd calls first.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import threading
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import OverlapError
 from offload.model.replacing import is_describing, is_replacing
 from offload.model.tensors_in import tensors_in
 from offload.overlap.autograd_context import backward_id, is_in_function, is_recomputed_later
 from offload.overlap.constant_uses import ConstantUses
-
-if TYPE_CHECKING:
-    from offload.overlap.backward import DuringBackward
+from offload.overlap.ddp_refusal import require_no_active_ddp
 
 _keys = itertools.count()
-
-_DDP = (
-    'overlap="backward" steps each parameter with the gradient of this process alone, before '
-    "DistributedDataParallel has averaged it with those of the others, and {of}: use "
-    'Options(overlap="forward"), or None'
-)
 
 _INPUT = "the model was called with an input that requires a gradient itself"
 _RERUN = (
@@ -72,6 +62,25 @@ class _Calls(threading.local):
         this optimizer."""
 
 
+class HookedStrategy(Protocol):
+    """Step strategy as the hooks see it."""
+
+    def settle(self, call: str) -> None:
+        """Raise `OverlapError` if the state is half stepped, on behalf of a call of this name."""
+
+    def is_first_backward(self) -> bool:
+        """Return whether no backward has opened a pass; raise `OverlapError` if another one has."""
+
+    def is_trained(self, tensor: torch.Tensor) -> bool:
+        """Return whether the optimizer steps a tensor."""
+
+    def trained(self) -> Iterable[torch.Tensor]:
+        """Return the tensors that the optimizer steps."""
+
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        """Take the gradient of a parameter, which is final."""
+
+
 class BackwardHooks:
     """Hooks on modules that tell which backwards are held.
 
@@ -80,7 +89,7 @@ class BackwardHooks:
         model: The module that is called in training.
     """
 
-    def __init__(self, strategy: DuringBackward, model: torch.nn.Module) -> None:
+    def __init__(self, strategy: HookedStrategy, model: torch.nn.Module) -> None:
         self._strategy = weakref.ref(strategy)
         self._model = model
         self._key = f"offload.leads_to_trained_{next(_keys)}"
@@ -192,7 +201,7 @@ class BackwardHooks:
             calls.leads_elsewhere = calls.has_gradients and any(
                 self._leads_elsewhere(tensor, strategy) for tensor in tensors_in(inputs)
             )
-            _require_no_active_ddp(strategy)
+            require_no_active_ddp(strategy.is_trained)
         if calls.has_gradients:
             self._watch_new_kind(number, module, strategy)
             self._note_uses(module)
@@ -244,7 +253,7 @@ class BackwardHooks:
         if self._backward == backward:
             self._backward, self._is_held = None, False
 
-    def _leads_elsewhere(self, tensor: torch.Tensor, strategy: DuringBackward) -> bool:
+    def _leads_elsewhere(self, tensor: torch.Tensor, strategy: HookedStrategy) -> bool:
         """Return whether a backward continues from an input to a tensor that is not trained."""
         if not tensor.requires_grad:
             return False
@@ -264,7 +273,7 @@ class BackwardHooks:
         return False
 
     def _watch_new_kind(
-        self, number: int, module: torch.nn.Module, strategy: DuringBackward
+        self, number: int, module: torch.nn.Module, strategy: HookedStrategy
     ) -> None:
         """Watch uses of parameters until the first gradient, if this kind of call is new."""
         kind = (number, module.training, torch.is_grad_enabled(), is_recomputed_later())
@@ -361,7 +370,7 @@ class _BackwardBegins(_Hook):
 class TakeGradient:
     """A hook on a parameter that does not keep its strategy alive; a copy of it does nothing."""
 
-    def __init__(self, strategy: DuringBackward) -> None:
+    def __init__(self, strategy: HookedStrategy) -> None:
         self._strategy = weakref.ref(strategy)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -374,24 +383,6 @@ class TakeGradient:
             strategy.gradient_ready(parameter)
 
 
-def require_no_ddp(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse parameters that belong to a DistributedDataParallel of this process.
-
-    Raises:
-        OverlapError: A parameter belongs to one. The message names the parameter.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return  # there can be no DistributedDataParallel
-    trained = set(map(id, tensors))
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), torch.nn.parallel.DistributedDataParallel):
-            for name, parameter in candidate.named_parameters():
-                if id(parameter) in trained:
-                    raise OverlapError(
-                        _DDP.format(of=f"a DistributedDataParallel holds the parameter {name!r}")
-                    )
-
-
 def _has_backward_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module or torch itself has backward hooks, which run code of the user."""
     of_all: Any = torch.nn.modules.module
@@ -401,11 +392,3 @@ def _has_backward_hooks(module: torch.nn.Module) -> bool:
         or of_all._global_backward_hooks
         or of_all._global_backward_pre_hooks
     )
-
-
-def _require_no_active_ddp(strategy: DuringBackward) -> None:
-    """Refuse a forward that a DistributedDataParallel calls, if it was made after the optimizer."""
-    kind: Any = torch.nn.parallel.DistributedDataParallel
-    active = getattr(kind, "_active_ddp_module", None)
-    if active is not None and any(map(strategy.is_trained, active.parameters())):
-        raise OverlapError(_DDP.format(of="a DistributedDataParallel calls the model"))

@@ -19,12 +19,11 @@ from offload.errors import StoreError
 from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout, array_file_name
-from offload.format.manifest import Manifest, invalid_manifest, reserved_bytes
+from offload.format.manifest import Manifest, invalid_manifest
 from offload.format.names import MANIFEST_NAME, MODEL_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import PartReference, SealedPart, content_digest
-from offload.store.full_disk import saying_what_is_free
-from offload.store.hard_links import has_other_names
-from offload.store.in_place import FileIds, ids_in, ids_of
+from offload.store.file_identity import FileIds, has_other_names, ids_in, ids_of
+from offload.store.full_disk import naming_free_space
 from offload.store.part import Part
 
 
@@ -32,7 +31,7 @@ class SlotState(Enum):
     """Stage of a slot's life."""
 
     FREE = "free"
-    """Nobody needs the content. The next stage is WORKING."""
+    """The content is not needed. The next stage is WORKING."""
 
     WORKING = "working"
     """Steps write the content of one generation; it may be torn. The next stage is IN_DOUBT, or
@@ -112,7 +111,7 @@ class Slot(SlotFiles):
     def add_parts(self, parts: tuple[Part, ...]) -> None:
         """Add the parts of a slot that was created or opened without them."""
         self._parts = parts
-        self._places = (self._files, *(part.files for part in parts))
+        self._files_by_drive = (self._files, *(part.files for part in parts))
 
     def renamed(self, path: str) -> None:
         """Record that the directory has a new path."""
@@ -200,7 +199,7 @@ class Slot(SlotFiles):
         path = f"{self._path}/{name}.new"
         if self._backend.stat(path) is not None:
             self._backend.remove(path)
-        with saying_what_is_free(self._backend, path, len(data), name):
+        with naming_free_space(self._backend, path, len(data), name):
             file = self._backend.create(path, len(data))
         try:
             file.write_bytes(data, 0)
@@ -281,7 +280,7 @@ class Slot(SlotFiles):
     def invalidate(self) -> None:
         """Durably overwrite the manifest, so that nobody takes this slot for a checkpoint.
 
-        The parts are durably invalidated after that. From now on the slot is free.
+        The parts are durably invalidated after the manifest. From now on the slot is free.
 
         Raises:
             gds.StorageError: A write or a sync failed.
@@ -293,9 +292,9 @@ class Slot(SlotFiles):
             part.invalidate()
 
     def sync(self) -> None:
-        """Make all tensor files and the train state durable, but neither the manifest nor names.
+        """Make all tensor files and the train state durable, but not the manifest or file names.
 
-        Parts are sealed: their ``part.json`` and their names become durable as well.
+        The parts are sealed: their ``part.json`` and their names become durable as well.
 
         Raises:
             gds.StorageError: A write or a sync failed.
@@ -321,7 +320,7 @@ def create_slot(backend: Backend, path: str, layout: Layout, sizes: Mapping[str,
         backend: Backend of the store's first directory.
         path: Path of the directory to create.
         layout: Layout of the slot, with its headers.
-        sizes: Size in bytes of every file, by name; see `slot_sizes`.
+        sizes: Size in bytes of every file, by name; see `offload.format.slot_files.slot_sizes`.
 
     Raises:
         gds.StorageError: There is no space, or the name is taken. Files made by this call are
@@ -355,7 +354,7 @@ def adopt_slot(
         backend: Backend of the store's first directory.
         path: Path of the slot.
         layout: Layout of the slot, with its headers.
-        sizes: Size in bytes of every file, by name; see `slot_sizes`.
+        sizes: Size in bytes of every file, by name; see `offload.format.slot_files.slot_sizes`.
 
     Raises:
         gds.StorageError: The slot could not be examined, opened or written.
@@ -405,23 +404,8 @@ def directories_in(backend: Backend, path: str) -> list[str]:
     return [name for name, stat in found if stat is not None and stat.kind == "directory"]
 
 
-def slot_sizes(layout: Layout, num_groups: int, *, train_state_bytes: int) -> dict[str, int]:
-    """Return the size in bytes of every file of a slot, by name.
-
-    Args:
-        layout: Layout of the slot.
-        num_groups: Number of parameter groups, which the manifest holds.
-        train_state_bytes: Bytes reserved for the train state.
-    """
-    return {
-        **layout.file_sizes(),
-        TRAIN_STATE_NAME: train_state_bytes,
-        MANIFEST_NAME: reserved_bytes(layout, num_groups),
-    }
-
-
 def _model_leaves(backend: Backend, path: str, *, readable: bool) -> KnownLeaves:
-    """Return an empty record of a slot's model file, which has just been opened."""
+    """Return a record of a newly opened model file, none of whose content is known yet."""
     stat = backend.stat(f"{path}/{MODEL_NAME}")
     return KnownLeaves(stat.inode if stat is not None else 0, readable=readable)
 
