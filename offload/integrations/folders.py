@@ -84,6 +84,7 @@ class Folders:
         optimizer: OffloadedOptimizer,
         folder: str,
         metrics: Mapping[str, float] | None = None,
+        totals: Callable[[], Mapping[str, float]] | None = None,
     ) -> Checkpoint:
         """Make the present state a checkpoint for a folder. It is durable and pinned on return.
 
@@ -91,6 +92,8 @@ class Folders:
             optimizer: Optimizer of the state.
             folder: Folder of the library. Its parent directory must exist.
             metrics: Metrics of this state, as for `OffloadedOptimizer.checkpoint`.
+            totals: Function that returns totals to keep with the checkpoint. It is called when no
+                transfer is in flight.
 
         Raises:
             SealError: The state could not be sealed.
@@ -106,6 +109,8 @@ class Folders:
         folders[path] = os.stat(os.path.dirname(path)).st_ino
         self._seen.add(path)
         train_state[self._library] = {"folders": folders}
+        if totals is not None:
+            train_state[self._library]["totals"] = dict(totals())
         try:
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
         except PinError:
@@ -118,6 +123,15 @@ class Folders:
         self._folders_of_generation[checkpoint.generation] = folders
         optimizer.pin(name, checkpoint)
         return checkpoint
+
+    def totals(self, optimizer: OffloadedOptimizer) -> object:
+        """Return the totals that `seal` has kept with the present state; None if there are none."""
+        present = optimizer.position
+        for checkpoint in optimizer.checkpoints():
+            if present.sealed and checkpoint.generation == present.generation:
+                own = _read_train_state(optimizer, checkpoint).get(self._library)
+                return own.get("totals") if isinstance(own, dict) else None
+        return None
 
     def sync(self, optimizer: OffloadedOptimizer) -> None:
         """Pin the checkpoints of complete folders, and unpin the checkpoints of removed folders.

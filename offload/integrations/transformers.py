@@ -1,6 +1,6 @@
 """Bridge to the Trainer of Hugging Face transformers, version 5.
 
-offloading = OffloadCallback()
+offloading = OffloadCallback(close=True)
 trainer = Trainer(
     model,
     args,
@@ -25,12 +25,14 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, cast
+from types import FrameType
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from offload import (
@@ -48,6 +50,7 @@ from offload import (
     verify_before_resume,
 )
 from offload.integrations.folders import Folders, unwrap
+from offload.integrations.training_log import TrainingLog
 
 Directory = str | os.PathLike[str]
 Directories = Directory | Sequence[Directory]
@@ -70,17 +73,33 @@ class OffloadCallback(TrainerCallback):
       If the folder is of a run with a torch optimizer, its state is streamed into the store.
     - Metrics of an evaluation at the same step (``eval_loss``) are in the checkpoint: ``offload
       ls`` shows them, and `BestBy` can rank by them.
-    - Totals of the optimizer's transfers and waits are in the logs, as ``offload/<name>``; see
-      `Stats`. Callbacks that come later in the list get them, too.
+    - The log has five numbers of the optimizer: seconds per step, rates of reading and writing,
+      the part of the time that is spent waiting for drives, and bytes written. TensorBoard, W&B
+      and other callbacks of ``report_to`` get them, too, because this callback moves itself to the
+      front of the Trainer's list when training begins. Totals go on after a resume.
 
     Args:
         discard_newer: Whether resuming from an older folder may withdraw checkpoints that newer
             folders refer to. Without it, such a resume is refused. Checkpoints of folders that were
             never finished, or have been removed, are withdrawn in any case.
-        log_stats: Whether to add `Stats` to the logs.
+        log_stats: True for five numbers in the log, ``"all"`` for every value of `Stats` that is
+            not zero besides, False for none. See `TrainingLog.main_numbers`.
+        close: Whether to close the optimizer at the end of training. An error that ends the
+            training leaves it open.
+
+    Raises:
+        ValueError: `log_stats` is something else.
     """
 
-    def __init__(self, *, discard_newer: bool = False, log_stats: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        discard_newer: bool = False,
+        log_stats: bool | Literal["all"] = True,
+        close: bool = False,
+    ) -> None:
+        if log_stats not in (True, False, "all"):
+            raise ValueError(f'log_stats must be True, False or "all", got {log_stats!r}')
         self._folders = Folders(
             "transformers",
             _is_complete,
@@ -89,6 +108,9 @@ class OffloadCallback(TrainerCallback):
             attach=_ATTACH,
         )
         self._log_stats = log_stats
+        self._close = close
+        self._log: TrainingLog | None = None
+        """Numbers of the present optimizer for the log."""
         self._measured: dict[int, dict[str, float]] = {}
         """Metrics of the last evaluations, by their step. There is at most one step."""
         self._args: TrainingArguments | None = None
@@ -170,7 +192,7 @@ class OffloadCallback(TrainerCallback):
                 "Run each trial as a training of its own, with its own directory"
             )
         optimizer = _unwrap(kwargs.get("optimizer"))
-        self._follow(optimizer)
+        log = self._follow(optimizer)
         self._remove_save_hooks()
         self._measured = {}  # metrics of another training, perhaps with the same number of steps
 
@@ -179,12 +201,23 @@ class OffloadCallback(TrainerCallback):
             folder = _folder(args.output_dir or "", state.global_step)
             # Other code may ask for the state dict, too. The Trainer first makes the folder.
             if asked is optimizer and os.path.isdir(folder):
-                self._folders.seal(optimizer, folder, self._measured.get(state.global_step))
+                self._folders.seal(
+                    optimizer,
+                    folder,
+                    self._measured.get(state.global_step),
+                    totals=lambda: log.totals(optimizer.stats()),
+                )
 
         self._save_hook = optimizer.register_state_dict_pre_hook(seal)
-        if _has_readers(sys._getframe(1).f_locals.get("self")):
+        handler = _handler()
+        if _has_readers(handler):
             self._wait_hook = optimizer.register_step_post_hook(_make_steps_wait)
+        if handler is not None and self in handler.callbacks:
+            # Callbacks of `report_to` come first in the list, and get logs as they are then.
+            others = [callback for callback in handler.callbacks if callback is not self]
+            handler.callbacks = [self, *others]
         self._folders.sync(optimizer)
+        log.start(optimizer.stats(), self._folders.totals(optimizer))
 
     def on_save(
         self,
@@ -221,10 +254,14 @@ class OffloadCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Add the optimizer's statistics to logs that have a loss."""
-        if not self._log_stats or self._optimizer is None or logs is None or "loss" not in logs:
+        """Add the optimizer's numbers to logs that have a loss."""
+        optimizer, log = self._optimizer, self._log
+        if not self._log_stats or optimizer is None or log is None:
             return
-        numbers = self._optimizer.stats().scalars()
+        if logs is None or "loss" not in logs:
+            return
+        stats = optimizer.stats()
+        numbers = log.all_numbers(stats) if self._log_stats == "all" else log.main_numbers(stats)
         logs.update(numbers)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(numbers)  # a copy that the Trainer made before this call
@@ -236,17 +273,29 @@ class OffloadCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Wait for a step beside the model, and stop sealing when the Trainer saves."""
+        """Wait for a step beside the model, and stop sealing when the Trainer saves.
+
+        With ``close=True`` the optimizer is closed as well.
+
+        Raises:
+            OffloadError: Closing failed; see `OffloadedOptimizer.close`.
+        """
         self._remove_save_hooks()
         if self._optimizer is not None:
             self._optimizer.synchronize()
             self._folders.sync(self._optimizer)
+            if self._close:
+                self._optimizer.close()
 
-    def _follow(self, optimizer: OffloadedOptimizer) -> None:
+    def _follow(self, optimizer: OffloadedOptimizer) -> TrainingLog:
+        """Put a hook on the optimizer, and return the numbers for its log."""
         if self._load_hook is not None:
             self._load_hook.remove()
+        if self._log is None or optimizer is not self._optimizer:
+            self._log = TrainingLog(optimizer.stats())
         self._optimizer = optimizer
         self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_loading)
+        return self._log
 
     def _before_loading(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
@@ -405,16 +454,24 @@ def _damage(path: str, parts: Sequence[str]) -> str:
     return report.problems[0] if report.problems else ""
 
 
-def _has_readers(handler: object) -> bool:
-    """Return whether callbacks may read parameters between a step and the next forward.
+def _handler() -> CallbackHandler | None:
+    """Return the object that calls the Trainer's callbacks, from within such a call.
 
-    Args:
-        handler: Object that calls the callbacks of a Trainer.
+    The Trainer gives callbacks everything but itself and its list of callbacks.
     """
-    callbacks = getattr(handler, "callbacks", None)
-    return callbacks is None or not all(
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), CallbackHandler):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _has_readers(handler: CallbackHandler | None) -> bool:
+    """Return whether callbacks may read parameters between a step and the next forward."""
+    return handler is None or not all(
         type(callback).__module__.startswith(("transformers.", "offload."))
-        for callback in callbacks
+        for callback in handler.callbacks
     )
 
 
