@@ -20,7 +20,7 @@ import typer
 
 from gds.errors import message_of
 from offload.cli import exchange, listing, retention, verify
-from offload.cli.options import Json, Parts, cell, make_console, one_line
+from offload.cli.options import Json, Parts, cell, make_console, one_line, tree_bytes
 from offload.cli.options import print_json as _print_json
 from offload.errors import OffloadError
 from offload.units import size
@@ -103,7 +103,7 @@ def demo(
     console.print(
         f"Loss on held-out text {report.first_loss:.3f} -> {report.last_loss:.3f} in "
         f"{report.steps} steps; {report.elapsed_s:.0f} s in all.\n"
-        f"The checkpoints stay in {report.store} ({size(_tree_bytes(report.store))}): look at them "
+        f"The checkpoints stay in {report.store} ({size(tree_bytes(report.store))}): look at them "
         "with offload ls, show and verify, then remove them.",
         highlight=False,
         soft_wrap=True,
@@ -234,14 +234,6 @@ def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
         for entry in description["tensors"]:
             name = one_line(entry["name"])
             typer.echo(f"{entry['dtype']:>5} {entry['shape']!s:<20} {name}")
-
-
-def _tree_bytes(directory: str) -> int:
-    return sum(
-        os.path.getsize(os.path.join(folder, name))
-        for folder, _, names in os.walk(directory)
-        for name in names
-    )
 
 
 def _as_json(value: Any) -> Any:

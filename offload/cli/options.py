@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -58,3 +59,14 @@ def cell(text: object) -> Text:
     from rich.text import Text
 
     return Text(one_line(text))
+
+
+def tree_bytes(path: str) -> int:
+    """Return the size in bytes of a file, or of all files below a directory."""
+    if not os.path.isdir(path):
+        return os.path.getsize(path)
+    return sum(
+        os.path.getsize(os.path.join(folder, name))
+        for folder, _, names in os.walk(path)
+        for name in names
+    )

@@ -26,6 +26,7 @@ from offload import (
     OffloadedOptimizer,
     PinError,
     Position,
+    add_hf_files,
     open_checkpoint,
     reference_of,
 )
@@ -88,6 +89,9 @@ class Folders:
     ) -> Checkpoint:
         """Make the present state a checkpoint for a folder. It is durable and pinned on return.
 
+        If the folder has a ``config.json``, this and its like are copied to the checkpoint, so that
+        ``from_pretrained`` opens it. A warning says if that fails.
+
         Args:
             optimizer: Optimizer of the state.
             folder: Folder of the library. Its parent directory must exist.
@@ -122,6 +126,7 @@ class Folders:
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
         self._folders_of_generation[checkpoint.generation] = folders
         optimizer.pin(name, checkpoint)
+        _add_hf_files(checkpoint, path)
         return checkpoint
 
     def totals(self, optimizer: OffloadedOptimizer) -> object:
@@ -298,6 +303,20 @@ def _read_train_state(
     except CheckpointError:
         return {}  # the checkpoint is damaged, which a restore of it reports
     return train_state if isinstance(train_state, dict) else {}
+
+
+def _add_hf_files(checkpoint: Checkpoint, folder: str) -> None:
+    """Copy config and tokenizer from a folder to its checkpoint, if the folder has them."""
+    try:
+        if os.path.isdir(folder):
+            add_hf_files(checkpoint, folder)
+    except OSError as error:
+        warnings.warn(
+            f"{checkpoint.path} is sealed, but config and tokenizer could not be copied to it from "
+            f"{folder}: {error}. from_pretrained opens that folder, and not the checkpoint",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _class_name(value: object) -> str:
