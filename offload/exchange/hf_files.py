@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
-from gds import Backend
+from gds import Backend, StorageError
 from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import CheckpointError, CheckpointNotFoundError
@@ -63,8 +64,13 @@ def add_hf_files(checkpoint: Checkpoint, source: str | os.PathLike[str]) -> list
         partial = f"{directory}/{name}.new"
         if backend.stat(partial) is not None:
             backend.remove(partial)
-        _write(backend, partial, data)
-        backend.rename(partial, f"{directory}/{name}")
+        try:
+            _write(backend, partial, data)
+            backend.rename(partial, f"{directory}/{name}")
+        except BaseException:
+            with suppress(StorageError):  # the next call removes it
+                backend.remove(partial)
+            raise
     if changed:
         backend.sync_dir(directory)
     return list(files)
