@@ -6,12 +6,12 @@ manifests do not list them, readers of checkpoints ignore them, and recycling ma
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 
 from gds import Backend, StorageError
-from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import CheckpointError, CheckpointNotFoundError
 from offload.format.names import MANIFEST_NAME
@@ -41,7 +41,8 @@ def add_hf_files(checkpoint: Checkpoint, source: str | os.PathLike[str]) -> list
 
     Args:
         checkpoint: Sealed checkpoint, such as the result of ``checkpoint().result()``.
-        source: Directory with the files, such as one that ``save_pretrained`` has written.
+        source: Directory with the files, such as one that ``save_pretrained`` has written. Symbolic
+            links in it are followed, since Hugging Face's cache consists of them.
 
     Returns:
         The names of the files. If the directory has no ``config.json``, nothing is done and the
@@ -51,8 +52,7 @@ def add_hf_files(checkpoint: Checkpoint, source: str | os.PathLike[str]) -> list
         gds.StorageError: A file could not be read or written.
     """
     backend, directory = checkpoint.backend, checkpoint.path
-    with given_or_local(None) as local:
-        files = read_hf_files(local, os.path.abspath(os.fspath(source)))
+    files = _read_local(os.path.abspath(os.fspath(source)))
     if not files:
         return []
     present = read_hf_files(backend, directory)
@@ -79,9 +79,11 @@ def add_hf_files(checkpoint: Checkpoint, source: str | os.PathLike[str]) -> list
 def read_hf_files(backend: Backend, directory: str) -> dict[str, bytes]:
     """Return the content of the files that describe a model, by name; empty without a config.
 
+    Symbolic links are not followed: whoever made the store may have put them there.
+
     Args:
         backend: Backend of the directory.
-        directory: Path of the directory.
+        directory: Path of a checkpoint.
 
     Raises:
         gds.StorageError: A file or the directory could not be read.
@@ -102,16 +104,14 @@ def required_hf_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
     Raises:
         CheckpointNotFoundError: The directory does not exist.
         CheckpointError: The directory has no ``config.json``.
-        gds.StorageError: A file could not be read.
+        OSError: A file could not be read.
     """
     path = os.path.abspath(os.fspath(directory))
-    with given_or_local(None) as local:
-        stat = local.stat(path)
-        if stat is None or stat.kind != "directory":
-            raise CheckpointNotFoundError(
-                2, "there is no such directory; name one that has a config.json", path
-            )
-        files = read_hf_files(local, path)
+    if not os.path.isdir(path):
+        raise CheckpointNotFoundError(
+            errno.ENOENT, "there is no such directory; name one that has a config.json", path
+        )
+    files = _read_local(path)
     if not files:
         raise CheckpointError(
             f"{path}: it has no {CONFIG_NAME}; name a directory that save_pretrained, or the "
@@ -128,6 +128,21 @@ def write_hf_files(backend: Backend, directory: str, files: Mapping[str, bytes])
     """
     for name, data in files.items():
         _write(backend, f"{directory}/{name}", data)
+
+
+def _read_local(directory: str) -> dict[str, bytes]:
+    """Return the same as `read_hf_files` for a directory of the user.
+
+    Raises:
+        OSError: A file or the directory could not be read.
+    """
+    found = {}
+    for name in sorted(filter(_describes_a_model, os.listdir(directory))):
+        path = os.path.join(directory, name)
+        if os.path.isfile(path) and os.path.getsize(path) <= _MAX_FILE_BYTES:
+            with open(path, "rb") as file:
+                found[name] = file.read()
+    return found if CONFIG_NAME in found else {}
 
 
 def _names_in(backend: Backend, directory: str) -> list[str]:

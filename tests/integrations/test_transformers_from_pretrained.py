@@ -206,12 +206,14 @@ def test_files_of_the_store_are_never_taken_for_those_of_a_model(tmp_path: Path)
     theirs.mkdir()
     for name in ("config.json", "manifest.json", "damaged.txt", "model.safetensors", "pins.json"):
         (theirs / name).write_text(json.dumps({"model_type": "gpt2"}))
-    (theirs / "vocab.txt").symlink_to("/etc/hostname")
     (theirs / "model.safetensors.index.json").write_text("{}")
     with make_optimizer(make_model(), directory=tmp_path / "run") as optimizer:
         train(optimizer, 1)
         sealed = optimizer.checkpoint().result()
         assert sorted(offload.add_hf_files(sealed, theirs)) == ["config.json", "pins.json"]
+        (theirs / "config.json").rename(tmp_path / "blob")  # as in the cache of Hugging Face
+        (theirs / "config.json").symlink_to(tmp_path / "blob")
+        assert "config.json" in offload.add_hf_files(sealed, theirs)
     (info,) = offload.list_checkpoints(tmp_path / "run")
     assert info.valid
     with offload.open_checkpoint(info.path) as checkpoint:
@@ -222,3 +224,13 @@ def test_damage_of_the_weights_is_still_found_beside_these_files(tmp_path: Path,
     fit(tmp_path)
     flip_on_disk(tmp_path / "run/step-00000004/model.safetensors", 4100)
     assert run("verify", tmp_path / "run/step-00000004")[0] == 1
+
+
+def test_an_export_does_not_follow_links_in_a_store(tmp_path: Path, run: Run) -> None:
+    with make_optimizer(make_model(), directory=tmp_path / "run") as optimizer:
+        train(optimizer, 1, seal_at=(1,))
+    (tmp_path / "secret").write_text("{}")
+    for name in ("config.json", "vocab.txt"):
+        (tmp_path / "run/step-00000001" / name).symlink_to(tmp_path / "secret")
+    assert run("export", tmp_path / "run", tmp_path / "out", "--to", "hf", "--quiet")[0] == 0
+    assert not {"config.json", "vocab.txt"} & {file.name for file in (tmp_path / "out").iterdir()}
