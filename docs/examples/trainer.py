@@ -77,7 +77,8 @@ def main() -> None:
     )
 
     state = options.directory / "run"  # on a local NVMe drive
-    offloading = OffloadCallback(close=True)  # at the end, which frees the store
+    # close=True closes the optimizer at the end of training, which frees the store.
+    offloading = OffloadCallback(close=True)
     trainer = Trainer(
         make_model(options.width),
         args,
