@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from gds.errors import message_of
-from offload.cli import exchange, listing, retention, verify
+from offload.cli import exchange, listing, retention, sizing, verify
 from offload.cli.options import Json, Parts, cell, make_console, one_line, tree_bytes
 from offload.cli.options import print_json as _print_json
 from offload.errors import OffloadError
@@ -248,6 +248,7 @@ def _as_json(value: Any) -> Any:
 
 
 retention.register(app, _progress)
+sizing.register(app)
 
 
 def main() -> None:
