@@ -30,7 +30,7 @@ MAY_KNOW = {
     "device": {"torch", "gds", "format"},
     "update": _ARITHMETIC,
     "model": _ARITHMETIC | {"update", "checkpoint"},
-    "stream": _ARITHMETIC | {"update", "model", "options", "checkpoint", "store"},
+    "stream": _ARITHMETIC | {"units", "update", "model", "options", "checkpoint", "store"},
     "placement": _ARITHMETIC | {"update", "model", "options", "stream"},
     "exchange": _ARITHMETIC
     | _READERS

@@ -279,5 +279,6 @@ class TrainingState:
                 releases.callback(self.pool.close)
                 releases.callback(self.slots.close)
             self.lifecycle.released = True
+        self.store.journal.tell()
         if self.meter.steps > self.lifecycle.steps_settled:
             self.lifecycle.say_what_is_lost(self.meter.steps - self.lifecycle.steps_settled)

@@ -37,6 +37,7 @@ from offload.retention.policy import Retention
 from offload.store.census import Census
 from offload.store.expiry import Keeping
 from offload.store.free_slots import FreeSlots
+from offload.store.journal import Journal
 from offload.store.opening import StoredCheckpoint, find_stored, open_directories, open_stored
 from offload.store.part_pool import PartLeftovers
 from offload.store.poison import Poison
@@ -112,7 +113,11 @@ class Store:
             backend, self.directory, keep, opened, self._changed, self._poison, self._census
         )
         """Retention policy and pins, which decide which checkpoints are kept."""
-        self._withdrawal = Withdrawal(opened, self.keeping, self._census, self._free, self._poison)
+        self.journal = Journal()
+        """Events that are logged when this process holds none of the store's locks."""
+        self._withdrawal = Withdrawal(
+            opened, self.keeping, self._census, self._free, self._poison, self.journal
+        )
         self.sealing = Sealing(
             opened, self.keeping, self._withdrawal, self._free, self._poison, self._changed,
             reader_timeout_s=reader_timeout_s,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from gds import StorageError
@@ -12,10 +13,12 @@ from offload.retention.policy import Record
 from offload.store.census import Census
 from offload.store.expiry import Keeping
 from offload.store.free_slots import FreeSlots, try_lock
+from offload.store.journal import Journal
 from offload.store.opening import OpenedDirectory, StoredCheckpoint, open_stored
 from offload.store.poison import Poison
 from offload.store.quarantine import lift_quarantine
 from offload.store.slot import Slot
+from offload.units import duration, size
 
 
 class Withdrawal:
@@ -30,6 +33,7 @@ class Withdrawal:
         free: Free slots of the store. Withdrawn checkpoints are added to them.
         poison: Poison of the store. It is set if a withdrawal fails half way. Once it is set,
             nothing is withdrawn.
+        journal: Journal of the store, in which each withdrawal is noted.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Withdrawal:
         census: Census,
         free: FreeSlots,
         poison: Poison,
+        journal: Journal,
     ) -> None:
         self._backend = free.backend
         self._directory = free.directory
@@ -49,6 +54,7 @@ class Withdrawal:
         self._census = census
         self._free = free
         self._poison = poison
+        self._journal = journal
 
     def withdraw(self, checkpoint: StoredCheckpoint) -> bool:
         """Turn a checkpoint into a free slot, durably; return False if a reader or a pin holds it.
@@ -67,6 +73,7 @@ class Withdrawal:
             self._checkpoints.remove(checkpoint)
             self.gone(checkpoint)
             return True
+        started, path = time.perf_counter(), checkpoint.path
         lock = try_lock(self._backend, checkpoint.path)
         if lock is None:
             return False
@@ -92,6 +99,7 @@ class Withdrawal:
             if slot is None:
                 self.gone(checkpoint)
             self._free.add(slot or name)
+            self._note(path, checkpoint, time.perf_counter() - started)
         finally:
             lock.release()
         return True
@@ -128,6 +136,13 @@ class Withdrawal:
         most = self._keeping.num_slots()
         self._free.drop(min(len(self._free) + len(self._checkpoints) - most, len(self._free) - 1))
         self._parts.trim(most)
+
+    def _note(self, path: str, checkpoint: StoredCheckpoint, seconds: float) -> None:
+        """Note that the checkpoint that had `path` has become a free slot."""
+        self._journal.note(
+            f"{path}: recycled step {checkpoint.manifest.step} in {duration(seconds)}, "
+            f"{size(checkpoint.tensor_bytes)} for a later step"
+        )
 
     def gone(self, checkpoint: StoredCheckpoint) -> None:
         """Close the files of a former checkpoint, and mark its parts as free."""
