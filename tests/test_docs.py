@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gds import MemoryBackend
+from tests.stores.small import STORE, make_model, make_optimizer, step
+
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/quickstart.md")
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -36,6 +39,24 @@ def test_the_training_program_goes_on_when_it_is_run_again(
     again: dict[str, object] = {}
     exec(block, again)
     assert again["start"] == int(newest.name[5:])
+
+
+def test_the_warning_about_a_line_with_torch_save_is_quoted_as_it_is() -> None:
+    with make_optimizer(make_model(), MemoryBackend()) as optimizer:
+        step(optimizer)
+        with pytest.warns(RuntimeWarning, match="cannot be resumed from") as caught:
+            optimizer.state_dict()
+    (warning,) = caught
+    said = f"RuntimeWarning: {warning.message}".replace(STORE, "/data/run")
+    assert said in (ROOT / "docs/quickstart.md").read_text().replace("\n", " ")
+
+
+def test_no_example_takes_the_step_of_a_checkpoint_for_the_counter_of_its_loop() -> None:
+    """A loss scaler skips steps, so the two differ."""
+    pages = [*(ROOT / "docs/examples").glob("*_loop.py"), *(ROOT / name for name in PAGES)]
+    assert len(pages) == 5
+    for page in pages:
+        assert not re.search(r"^ *\w+ = checkpoint\.step\b", page.read_text(), re.MULTILINE), page
 
 
 def test_links_between_pages_lead_somewhere() -> None:
