@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from gds import MemoryBackend
 from tests.stores.small import STORE, make_model, make_optimizer, step
+from tests.versions import COMBINATIONS, CPU_BUILDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/quickstart.md")
@@ -57,6 +59,21 @@ def test_no_example_takes_the_step_of_a_checkpoint_for_the_counter_of_its_loop()
     assert len(pages) == 5
     for page in pages:
         assert not re.search(r"^ *\w+ = checkpoint\.step\b", page.read_text(), re.MULTILINE), page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_torch_without_cuda_is_installed_before_the_package_that_would_bring_another(
+    page: str,
+) -> None:
+    installs = re.findall(r"^pip install (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert installs[0].endswith(f" --index-url {CPU_BUILDS}")
+    torch, package = Requirement(installs[0].split()[0].strip("'")), installs[1]
+    assert package.startswith(". ")
+    assert torch.name == "torch"
+    tested = {name.partition(":")[2] for name in COMBINATIONS}
+    assert tested == {"2.11.0", "2.13.0"}
+    assert all(torch.specifier.contains(version) for version in tested)
+    assert "Python 3.11 to 3.13" in (ROOT / page).read_text()
 
 
 def test_links_between_pages_lead_somewhere() -> None:
