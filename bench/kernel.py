@@ -21,7 +21,7 @@ from bench._device import describe_device, require_device
 from bench._harness import Parser, Result, count, mebi, run, say
 from bench._statistics import alternate, ratios
 from offload.device.kernels import digest
-from offload.device.kernels.forms import DeviceBlock, form_of
+from offload.device.kernels.forms import DeviceBlock, form_of_block
 from offload.device.kernels.update import update_block
 from offload.format.arrays import BLOCK_ELEMENTS
 
@@ -95,7 +95,7 @@ def _measure_update(
         bench.update(torch.optim.AdamW, group, block, step=10)
 
     label = f"{name}{' fused' if fused else ''}"
-    nbytes = form_of(torch.optim.AdamW, group, block).traffic_bytes * args.parameters
+    nbytes = form_of_block(torch.optim.AdamW, group, block).traffic_bytes * args.parameters
     result.fact(f"{label}_bytes_per_parameter", nbytes / args.parameters)
     _compare(args, result, bench, label, update, nbytes)
 

@@ -146,7 +146,7 @@ class Pending(Generic[T]):
             self._require_unknown()
             self._value = value
             self._done = True
-        self._tell()
+        self._announce()
 
     def set_exception(self, error: BaseException) -> None:
         """Set the outcome to an error, then call the callbacks."""
@@ -154,14 +154,14 @@ class Pending(Generic[T]):
             self._require_unknown()
             self._error = error
             self._done = True
-        self._tell()
+        self._announce()
 
     def _require_unknown(self) -> None:
         """Raise `RuntimeError` if the outcome is known."""
         if self._done:
             raise RuntimeError("the outcome is already set")
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         """Wake all waiting threads, and call the callbacks."""
         while self._tickets:
             self._tickets.pop().release()

@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from offload.optimizer import OffloadedOptimizer
     from offload.options import DriveTuning, Options
     from offload.retention.policy import BestBy, EverySeconds, EverySteps, LastK, Retention
-    from offload.store.giving_up import verify_before_resume
     from offload.store.pinning import pin, unpin
     from offload.store.quarantine import verify_and_mark
+    from offload.store.quarantine_limit import verify_before_resume
 
 if not sys.platform.startswith("linux"):
     importlib.import_module("gds")  # raises, and says which platform is needed
@@ -170,7 +170,7 @@ _MODULES = {
     "offload.model.loading": ("load_parameters",),
     "offload.optimizer": ("OffloadedOptimizer",),
     "offload.options": ("DriveTuning", "Options"),
-    "offload.store.giving_up": ("verify_before_resume",),
+    "offload.store.quarantine_limit": ("verify_before_resume",),
     "offload.store.pinning": ("pin", "unpin"),
     "offload.model.process_groups": ("SEPARATE",),
     "offload.store.quarantine": ("verify_and_mark",),

@@ -101,7 +101,7 @@ _CACHED: Final = Choice("buffered", "cached")
 _SMALL: Final = Choice("buffered", "small")
 _SMALL_FILE: Final = Choice("buffered", "small file")
 _UNALIGNED: Final = Choice("buffered", "unaligned")
-_AGAIN: Final = Choice("buffered", "read again")
+_REREAD: Final = Choice("buffered", "read again")
 _NO_MEMORY: Final = Choice("direct", "memory is short")
 _LARGE: Final = Choice("direct", "large")
 _RANDOM: Final = Choice("direct", "random")
@@ -114,7 +114,7 @@ def choose(
     *,
     partial: bool,
     continues: bool,
-    again: bool,
+    is_reread: bool,
     cached: bool,
     pressed: bool,
 ) -> Choice:
@@ -129,7 +129,7 @@ def choose(
         partial: Whether one end of the request is within a block.
         continues: Whether the request is at the start of the file, or begins where the last
             request ended.
-        again: Whether the whole range was read directly before, and its file may be kept in the
+        is_reread: Whether the whole range was read directly before, and its file may be kept in the
             page cache.
         cached: Whether the page cache holds the range, or nearly all of it.
         pressed: Whether memory is short.
@@ -146,8 +146,8 @@ def choose(
         return _SMALL
     if partial and nbytes < policy.unaligned_bytes:
         return _UNALIGNED
-    if again:
-        return _AGAIN
+    if is_reread:
+        return _REREAD
     return _LARGE if nbytes >= policy.read_bytes else _RANDOM
 
 
@@ -176,18 +176,18 @@ class Hybrid:
         self._read_text = read_text or _read_text
         self._clock = clock
         self._lock = threading.Lock()
-        self._looked_s = -_PRESSURE_S
+        self._checked_s = -_PRESSURE_S
         self._pressed = False
         self._memory_bytes = 0
-        self._kept_bytes = 0
+        self._claimed_bytes = 0
         self._counts: Counter[tuple[Direction, Mode, str]] = Counter()
 
     def pressed(self) -> bool:
         """Return whether memory is short; the state is read at most once a second."""
         now_s = self._clock()
         with self._lock:
-            if now_s - self._looked_s >= _PRESSURE_S:
-                self._looked_s = now_s
+            if now_s - self._checked_s >= _PRESSURE_S:
+                self._checked_s = now_s
                 self._memory_bytes, available = _memory(self._read_text("/proc/meminfo"))
                 stalled = _stalled(self._read_text("/proc/pressure/memory"))
                 self._pressed = (
@@ -204,14 +204,14 @@ class Hybrid:
         """
         with self._lock:
             most = self.policy.reread_share * self._memory_bytes
-            fits = self._kept_bytes + nbytes <= most
-            self._kept_bytes += nbytes * fits
+            fits = self._claimed_bytes + nbytes <= most
+            self._claimed_bytes += nbytes * fits
             return fits
 
     def release_memory(self, nbytes: int) -> None:
         """Release a claim of `nbytes` bytes that `claim_memory` granted."""
         with self._lock:
-            self._kept_bytes -= nbytes
+            self._claimed_bytes -= nbytes
 
     def count(self, direction: Direction, choice: Choice) -> None:
         """Count a decision."""
@@ -239,7 +239,7 @@ class WriteGate:
         self._mode: Mode = "direct"
         self._num_active = 0
         self._num_waiting: dict[Mode, int] = {"direct": 0, "buffered": 0}
-        self._num_called: dict[Mode, int] = {"direct": 0, "buffered": 0}
+        self._num_admitted: dict[Mode, int] = {"direct": 0, "buffered": 0}
         """Number of writes in each mode that have got their turn but have not woken up yet. They
         count as active."""
 
@@ -262,13 +262,13 @@ class WriteGate:
                 self._num_active += 1
                 return
             self._num_waiting[mode] += 1
-        self._changed.wait_until(partial(self._is_called, mode))
+        self._changed.wait_until(partial(self._is_admitted, mode))
 
-    def _is_called(self, mode: Mode) -> bool:
+    def _is_admitted(self, mode: Mode) -> bool:
         """Return whether a waiting write of a mode has got its turn, and take the turn."""
-        if not self._num_called[mode]:
+        if not self._num_admitted[mode]:
             return False
-        self._num_called[mode] -= 1
+        self._num_admitted[mode] -= 1
         return True
 
     def _leave(self) -> None:
@@ -282,7 +282,7 @@ class WriteGate:
             if count := self._num_waiting[turn]:
                 self._mode = turn
                 self._num_waiting[turn] = 0
-                self._num_called[turn] += count
+                self._num_admitted[turn] += count
                 self._num_active = count
                 self._changed.notify_all()
 
@@ -298,7 +298,7 @@ class HybridFile:
     def __init__(self, hybrid: Hybrid, size_bytes: int) -> None:
         """Start for a file of `size_bytes` bytes."""
         self._hybrid = hybrid
-        self._kept = False
+        self._has_claim = False
         # All requests of a small file are buffered: it needs no second descriptor and no memory of
         # its reads.
         self.is_small = size_bytes < min(hybrid.policy.read_bytes, hybrid.policy.write_bytes)
@@ -339,20 +339,20 @@ class HybridFile:
             nbytes,
             partial=bool((offset | nbytes) % mmap.PAGESIZE),
             continues=offset in (0, last_end),
-            again=is_read and self._again(offset, end),
+            is_reread=is_read and self._is_kept_reread(offset, end),
             cached=False,
             pressed=self._hybrid.pressed(),
         )
         if is_read and choice is _SMALL:
             with contextlib.suppress(OSError):  # the kernel may ignore advice
                 os.posix_fadvise(fd, end, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-        self._note(offset, end, was_read=is_read and choice.mode == "direct")
+        self._mark_read(offset, end, was_read=is_read and choice.mode == "direct")
         return choice
 
     def close(self) -> None:
         """Release the file's claim on memory. Idempotent."""
-        kept, self._kept = self._kept, False
-        if kept:
+        had_claim, self._has_claim = self._has_claim, False
+        if had_claim:
             self._hybrid.release_memory(self._size_bytes)
 
     def _is_cached(self, fd: int, offset: int, nbytes: int) -> bool:
@@ -386,15 +386,15 @@ class HybridFile:
         """Return the indices of the granules that lie completely within a range."""
         return slice(-(-offset // self._granule_bytes), end // self._granule_bytes)
 
-    def _again(self, offset: int, end: int) -> bool:
+    def _is_kept_reread(self, offset: int, end: int) -> bool:
         """Return whether a range was read directly before and its file may be kept in memory."""
         inside = self._read_before[self._granules(offset, end)]
         if not inside or not all(inside):
             return False
-        self._kept = self._kept or self._hybrid.claim_memory(self._size_bytes)
-        return self._kept
+        self._has_claim = self._has_claim or self._hybrid.claim_memory(self._size_bytes)
+        return self._has_claim
 
-    def _note(self, offset: int, end: int, *, was_read: bool) -> None:
+    def _mark_read(self, offset: int, end: int, *, was_read: bool) -> None:
         """Remember a range as read directly, or forget that it was."""
         if was_read:
             inside = self._granules(offset, end)

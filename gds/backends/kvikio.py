@@ -256,7 +256,7 @@ class KvikioBackend(PosixBackend):
                 handles[direction] = Opened(used, gds)
                 continue
             used = Used("compat", refusal if used.path == "gds" else used.reason)
-            self._demand(used, direction, path)
+            self._require_path(used, direction, path)
             if compat is None:
                 compat = library.open(path, fd, writable=writable, compat=True)
             if not compat.is_direct_io_supported():
@@ -293,7 +293,7 @@ class KvikioBackend(PosixBackend):
                 self._examined[device] = self._examine(directory())
             found = dict(self._examined[device])
         for direction in DIRECTIONS:
-            self._demand(found[direction], direction, path)
+            self._require_path(found[direction], direction, path)
         return found
 
     def _open_gds(
@@ -304,7 +304,7 @@ class KvikioBackend(PosixBackend):
             handle = library.open(path, fd, writable=writable, compat=False)
         except StorageError as error:
             return None, f"cuFile does not accept this file: {error.strerror}"
-        if refusal := library.why_untold():
+        if refusal := library.why_copies_are_silent():
             handle.close()
             return None, refusal
         with self._registering:
@@ -315,7 +315,7 @@ class KvikioBackend(PosixBackend):
                 self._unregistered.clear()
         return handle, ""
 
-    def _demand(self, used: Used, direction: Direction, path: str) -> None:
+    def _require_path(self, used: Used, direction: Direction, path: str) -> None:
         """Raise `StorageError` if GPUDirect Storage is demanded and `used` is another path."""
         if self._path == "gds" and used.path != "gds":
             raise StorageError(
@@ -358,20 +358,20 @@ def _directory_of(path: str, fd: int) -> str:
     return os.path.dirname(path) or "."
 
 
-_known: dict[int, dict[Direction, Used]] = {}
+_examinations: dict[int, dict[Direction, Used]] = {}
 """Results of the examinations in this process, by the number of the file system."""
 
-_knowing = threading.Lock()
-"""Lock of `_known`."""
+_examinations_lock = threading.Lock()
+"""Lock of `_examinations`."""
 
 
 def _examined(directory: str) -> dict[Direction, Used]:
     """Return the path of each direction; each file system is examined once per process."""
     device = os.stat(directory).st_dev
-    with _knowing:
-        if device not in _known:
-            _known[device] = _examine(directory)
-        return _known[device]
+    with _examinations_lock:
+        if device not in _examinations:
+            _examinations[device] = _examine(directory)
+        return _examinations[device]
 
 
 def _examine(directory: str) -> dict[Direction, Used]:

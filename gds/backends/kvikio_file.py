@@ -128,13 +128,13 @@ class KvikioFile(PosixFile):
                 opened.handle.close()
 
     def _moves(
-        self, direction: Direction, buffer: Buffer, offset: int, anew: Mode | None
+        self, direction: Direction, buffer: Buffer, offset: int, uncached_mode: Mode | None
     ) -> list[Part]:
         """Return the parts of a transfer, to run on threads; see `PosixFile._moves`."""
         if not isinstance(buffer, DeviceBuffer):
-            return super()._moves(direction, buffer, offset, anew)
+            return super()._moves(direction, buffer, offset, uncached_mode)
         events = buffer.region.events(buffer.address, buffer.address + buffer.nbytes)
-        transfer = _DeviceTransfer(self, direction, buffer, offset, events, anew)
+        transfer = _DeviceTransfer(self, direction, buffer, offset, events, uncached_mode)
         parts = cut(offset, buffer.nbytes, self._device_backend.device_request_bytes)
         return [partial(transfer.move, part) for part in parts]
 
@@ -158,7 +158,7 @@ class _DeviceTransfer:
         buffer: DeviceBuffer,
         offset: int,
         events: list[Event],
-        anew: Mode | None,
+        uncached_mode: Mode | None,
     ) -> None:
         """Describe a request.
 
@@ -168,10 +168,10 @@ class _DeviceTransfer:
             buffer: Device memory of the request.
             offset: Start of the request in the file, in bytes.
             events: Events that the transfer waits for.
-            anew: Mode of a read that must come from the device; such a read is copied through
-                host memory as a whole. None for a usual transfer.
+            uncached_mode: Mode of a read that must come from the device; such a read is copied
+                through host memory as a whole. None for a usual transfer.
         """
-        self._anew = anew
+        self._uncached_mode = uncached_mode
         self._file = file
         self._backend = file._device_backend
         self._direction: Final = direction
@@ -209,7 +209,7 @@ class _DeviceTransfer:
         if first == last:
             return 0
         done = first
-        opened = None if self._anew is not None else self._file._opened(self._direction)
+        opened = None if self._uncached_mode is not None else self._file._opened(self._direction)
         if opened is not None and opened.handle is not None:
             start, stop = direct_part(
                 self._offset + first, last - first, self._buffer.address + first, ALIGNMENT
@@ -272,7 +272,7 @@ class _DeviceTransfer:
                     host.address,
                     offset,
                     self._file.path,
-                    anew=self._anew,
+                    uncached_mode=self._uncached_mode,
                 )
                 if self._direction == "read":
                     cuda.copy(device, host.address, nbytes, "to device")

@@ -151,7 +151,7 @@ class Library:
         with _settings, self._mode(compat=False):
             self._kvikio.memory_deregister(memory)
 
-    def why_untold(self) -> str:
+    def why_copies_are_silent(self) -> str:
         """Return the reason why cuFile might copy through the host silently; empty if it cannot.
 
         Call it while a file is open: only then is cuFile's driver open and can answer.

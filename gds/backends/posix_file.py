@@ -215,11 +215,11 @@ class PosixFile(Closing):
                 self._in_flight.discard(held)
 
     def _start(
-        self, direction: Direction, buffer: Buffer, offset: int, anew: Mode | None = None
+        self, direction: Direction, buffer: Buffer, offset: int, uncached_mode: Mode | None = None
     ) -> Transfer:
-        """Check a request and begin it; see `_moves` for `anew`."""
+        """Check a request and begin it; see `_moves` for `uncached_mode`."""
         self._check(direction, offset, buffer.nbytes)
-        return self._begin(direction, offset, self._moves(direction, buffer, offset, anew))
+        return self._begin(direction, offset, self._moves(direction, buffer, offset, uncached_mode))
 
     def _begin(
         self, direction: Direction, offset: int, moves: Sequence[Part], *, counted: bool = True
@@ -241,7 +241,7 @@ class PosixFile(Closing):
         return transfer
 
     def _moves(
-        self, direction: Direction, buffer: Buffer, offset: int, anew: Mode | None
+        self, direction: Direction, buffer: Buffer, offset: int, uncached_mode: Mode | None
     ) -> list[Part]:
         """Return the parts of a transfer, to run on threads; at least one.
 
@@ -249,8 +249,8 @@ class PosixFile(Closing):
             direction: Direction of the transfer.
             buffer: Memory to transfer.
             offset: Start of the range in the file, in bytes.
-            anew: Mode of a read that must come from the device (see `read_again`); None for a
-                usual transfer.
+            uncached_mode: Mode of a read that must come from the device (see `read_again`); None
+                for a usual transfer.
         """
         if buffer.kind == "device":
             raise TypeError(
@@ -258,19 +258,21 @@ class PosixFile(Closing):
                 "device memory; copy through a buffer from allocate()"
             )
         parts = cut(offset, buffer.nbytes, self._backend.request_bytes)
-        return [partial(self._move, direction, buffer, offset, anew, part) for part in parts]
+        return [
+            partial(self._move, direction, buffer, offset, uncached_mode, part) for part in parts
+        ]
 
     def _move(
         self,
         direction: Direction,
         buffer: Buffer,
         offset: int,
-        anew: Mode | None,
+        uncached_mode: Mode | None,
         part: tuple[int, int],
     ) -> int:
         """Move a part of a transfer, and return its length in bytes."""
         return self._descriptors.move(
-            direction, buffer.memoryview(), buffer.address, offset, self.path, part, anew
+            direction, buffer.memoryview(), buffer.address, offset, self.path, part, uncached_mode
         )
 
     def _check(self, what: Direction | str, offset: int, nbytes: int = 0) -> None:

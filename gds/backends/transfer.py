@@ -194,7 +194,7 @@ class Descriptors:
         offset: int,
         path: str,
         part: tuple[int, int] | None = None,
-        anew: Mode | None = None,
+        uncached_mode: Mode | None = None,
     ) -> int:
         """Read a range of the file into `view`, or write `view` to it; blocks until it is moved.
 
@@ -206,8 +206,9 @@ class Descriptors:
             path: Path of the file, for messages.
             part: Start and stop, in bytes within `view`, of the part to move; None moves all of
                 it. Errors name the whole request.
-            anew: Mode of a read that must come from the device and not from the page cache; None
-                for a usual transfer. A part that cannot be direct is buffered in both modes.
+            uncached_mode: Mode of a read that must come from the device and not from the page
+                cache; None for a usual transfer. A part that cannot be direct is buffered in both
+                modes.
 
         Returns:
             Number of bytes moved, which is the length of the part.
@@ -218,14 +219,14 @@ class Descriptors:
         """
         first, last = part or (0, len(view))
         request = _Request(direction, view, offset, first, last)
-        if anew is not None and first < last:
+        if uncached_mode is not None and first < last:
             self._drop_cached(offset + first, offset + last)
         start, stop = 0, 0
         if self.direct:
             start, stop = direct_part(
                 offset + first, last - first, address + first, self._memory_alignment
             )
-            mode = anew
+            mode = uncached_mode
             if mode is None and start < stop and self._hybrid is not None:
                 mode = self._hybrid.mode(direction, self.buffered_fd, offset + first, last - first)
             start = stop if mode == "buffered" or self._direct_fd < 0 else start

@@ -149,7 +149,7 @@ class NvmlMeter:
                     self._device, ctypes.c_int(counter), ctypes.byref(value)
                 )
                 if status:
-                    self._reason = _said(self._library, "nvmlDeviceGetPcieThroughput", status)
+                    self._reason = _error_text(self._library, "nvmlDeviceGetPcieThroughput", status)
                     return
                 found[counter] = value.value * _BYTES
             if ended.is_set():
@@ -181,17 +181,17 @@ def link_meter(backend: object, load: LoadLibrary | None = None) -> LinkMeter:
         return Unreadable(f"NVML cannot be used: {error}")
     status = library.nvmlInit_v2()
     if status:
-        return Unreadable(_said(library, "nvmlInit", status))
+        return Unreadable(_error_text(library, "nvmlInit", status))
     # By bus address, because NVML and CUDA number the devices in different orders.
     device = ctypes.c_void_p()
     status = library.nvmlDeviceGetHandleByPciBusId_v2(bus.encode(), ctypes.byref(device))
     if status:
         library.nvmlShutdown()
-        return Unreadable(_said(library, f"nvmlDeviceGetHandleByPciBusId({bus})", status))
+        return Unreadable(_error_text(library, f"nvmlDeviceGetHandleByPciBusId({bus})", status))
     return NvmlMeter(library, device)
 
 
-def _said(library: Any, call: str, status: int) -> str:
+def _error_text(library: Any, call: str, status: int) -> str:
     """Return the error of a call of NVML as text."""
     words = library.nvmlErrorString(ctypes.c_int(status))
     text = words.decode(errors="replace") if isinstance(words, bytes) else str(words)

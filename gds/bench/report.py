@@ -46,7 +46,7 @@ class Point:
     runs: list[Run] = field(default_factory=list)
     """Results in the order of the runs."""
 
-    def middle(self, name: str) -> float:
+    def median(self, name: str) -> float:
         """Return the median of a number over all runs; `name` is an attribute of `Run`."""
         return median([getattr(run, name) for run in self.runs])
 
@@ -104,7 +104,7 @@ class Report:
             "results": [
                 {
                     "workload": dataclasses.asdict(point.workload),
-                    "median": {name: point.middle(name) for name in _SUMMARY},
+                    "median": {name: point.median(name) for name in _SUMMARY},
                     "runs": [run.to_json() for run in point.runs],
                 }
                 for point in self.points
@@ -209,7 +209,7 @@ def plot(report: Report, path: str) -> None:
     for label, points in lines.items():
         points.sort(key=lambda point: getattr(point.workload, axis))
         values = [getattr(point.workload, axis) for point in points]
-        rates = [point.middle("bytes_per_s") / 1e9 for point in points]
+        rates = [point.median("bytes_per_s") / 1e9 for point in points]
         axes.plot(values, rates, marker="o", label=label or report.points[0].workload.rw)
     ticks = sorted({getattr(point.workload, axis) for point in report.points})
     if axis != "mix":
@@ -258,14 +258,14 @@ def _numbers(point: Point) -> Sequence[str]:
     """Return the results of a workload as the cells of a table's row."""
     rates = [run.bytes_per_s / 1e9 for run in point.runs]
     spread = [f"{min(rates):.3f}-{max(rates):.3f}"] if len(rates) > 1 else []
-    latencies = (point.middle(f"latency_{name}_s") for name in ("mean", "p50", "p99"))
+    latencies = (point.median(f"latency_{name}_s") for name in ("mean", "p50", "p99"))
     return (
         f"{median(rates):.3f}",
         *spread,
-        f"{point.middle('iops'):.0f}",
+        f"{point.median('iops'):.0f}",
         *(f"{seconds * 1e3:.3f}" for seconds in latencies),
-        f"{point.middle('cpu_cores'):.2f}",
-        f"{point.middle('sync_s'):.3f}" if point.workload.writes else "-",
+        f"{point.median('cpu_cores'):.2f}",
+        f"{point.median('sync_s'):.3f}" if point.workload.writes else "-",
     )
 
 

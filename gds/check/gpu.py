@@ -114,13 +114,13 @@ def examine_gpu(system: System, storage: Storage, *, timeout_s: float) -> Gpu:
     devices: tuple[str, ...] = ()
     if not error:
         child = system.child(cuda_child.__file__, ["devices"], timeout_s=timeout_s)
-        said = _said(child)
-        error = _failure(child, said, timeout_s)
-        number = said.get("version", 0)
+        reported = _reported(child)
+        error = _failure(child, reported, timeout_s)
+        number = reported.get("version", 0)
         version = f"{number // 1000}.{number % 1000 // 10}" if number else ""
         devices = tuple(
             f"{device['name']} ({device['bytes'] / GIB:.0f} GiB)"
-            for device in said.get("devices", ())
+            for device in reported.get("devices", ())
         )
         if not error and not devices:
             error = "the driver sees no device"
@@ -343,15 +343,15 @@ def _try_cufile(system: System, storage: Storage, no_driver: str, timeout_s: flo
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-    said = _said(child)
-    reads, writes = said.get("reads") is True, said.get("writes") is True
-    reason = _failure(child, said, timeout_s)
+    reported = _reported(child)
+    reads, writes = reported.get("reads") is True, reported.get("writes") is True
+    reason = _failure(child, reported, timeout_s)
     if not reason and not (reads and writes):
         reason = "it transferred wrong data"
     return CuFile(reads, writes, reason)
 
 
-def _said(child: Child) -> dict[str, Any]:
+def _reported(child: Child) -> dict[str, Any]:
     """Return the values that a child reported; later lines override earlier ones."""
     merged: dict[str, Any] = {}
     for line in child.output.splitlines():
@@ -362,22 +362,22 @@ def _said(child: Child) -> dict[str, Any]:
     return merged
 
 
-def _failure(child: Child, said: dict[str, Any], timeout_s: float) -> str:
+def _failure(child: Child, reported: dict[str, Any], timeout_s: float) -> str:
     """Return the reason why a child failed; empty if it ended well.
 
     Args:
         child: The child process, which has ended.
-        said: Values that the child reported.
+        reported: Values that the child reported.
         timeout_s: Time limit of the child, in seconds.
     """
-    stage = said.get("stage", "start")
+    stage = reported.get("stage", "start")
     if child.status is None:
         return f"no answer within {timeout_s:g} s of {stage}: killed"
-    if "error" in said:
-        return f"{stage}: {said['error']}"
+    if "error" in reported:
+        return f"{stage}: {reported['error']}"
     if child.status < 0:
         return f"was killed by signal {-child.status} in {stage}"
-    if child.status or not said.get("done"):
+    if child.status or not reported.get("done"):
         last = child.error.strip().splitlines()[-1:] or [f"status {child.status}"]
         return f"{stage}: {last[0]}"
     return ""

@@ -115,7 +115,7 @@ def storage_findings(system: System, storage: Storage) -> list[Finding]:
     found = [_filesystem(storage), _mount(storage)]
     if storage.block:
         found.append(_device(system, storage))
-    found += [_told(storage), _direct(storage), _gds(storage), _access(storage)]
+    found += [_alignment(storage), _direct(storage), _gds(storage), _access(storage)]
     return found
 
 
@@ -192,11 +192,11 @@ def _virtual(name: str) -> bool:
     return name.startswith(("vd", "xvd"))
 
 
-def _told(storage: Storage) -> Finding:
+def _alignment(storage: Storage) -> Finding:
     """Return the finding about the alignment that the kernel reports."""
-    told = storage.direct.told
+    reported = storage.direct.reported
     what = "I/O alignment"
-    if told is None:
+    if reported is None:
         return Finding(
             "storage",
             what,
@@ -207,11 +207,11 @@ def _told(storage: Storage) -> Finding:
                 "size is used"
             ),
         )
-    if not all(told):
+    if not all(reported):
         why = "the kernel reports that files here do not support direct I/O"
         return Finding("storage", what, "no direct I/O", "limits", why)
-    value = f"memory {told[0]} bytes, offset and length {told[1]} bytes"
-    if max(told) > ALIGNMENT:
+    value = f"memory {reported[0]} bytes, offset and length {reported[1]} bytes"
+    if max(reported) > ALIGNMENT:
         why = f"file layouts of this package align to {ALIGNMENT} bytes, which is not enough"
         return Finding("storage", what, value, "limits", why)
     return Finding("storage", what, value, "ok")

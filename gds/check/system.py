@@ -46,7 +46,7 @@ class Child:
 class Direct:
     """Result of the trial of direct I/O in a directory."""
 
-    told: tuple[int, int] | None
+    reported: tuple[int, int] | None
     """Alignment of memory, and of offset and length, in bytes, as ``statx`` reports it. (0, 0)
     means that there is no direct I/O, None that it is not reported."""
 
@@ -166,8 +166,8 @@ class System:
         if self.writable(directory):
             with contextlib.suppress(OSError):  # for example no inode is free: read a file instead
                 with probe.scratch_file(directory) as fd:
-                    told = libc.direct_alignment(fd)
-                return Direct(told, probe.direct_io(directory), "write and read")
+                    reported = libc.direct_alignment(fd)
+                return Direct(reported, probe.direct_io(directory), "write and read")
         return _direct_read(directory)
 
     # Child processes.
@@ -239,13 +239,13 @@ def _direct_read_of(path: str) -> Direct:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags)
     try:
-        told, required = libc.direct_alignment(fd), probe.required_alignment(fd)
+        reported, required = libc.direct_alignment(fd), probe.required_alignment(fd)
     finally:
         os.close(fd)
     reason = probe.refused_filesystem(probe.mount_of(path).filesystem)
     reason = reason or probe.refused_alignment(required)
     if reason or required is None:
-        return Direct(told, probe.no_direct_io(reason), "read")
+        return Direct(reported, probe.no_direct_io(reason), "read")
     try:
         fd = os.open(path, flags | os.O_DIRECT)
         try:
@@ -255,5 +255,7 @@ def _direct_read_of(path: str) -> Direct:
     except OSError as error:
         if error.errno not in probe.REFUSALS:
             raise
-        return Direct(told, probe.no_direct_io(f"a direct read fails: {error.strerror}"), "read")
-    return Direct(told, probe.DirectIO(True, *required), "read")
+        return Direct(
+            reported, probe.no_direct_io(f"a direct read fails: {error.strerror}"), "read"
+        )
+    return Direct(reported, probe.DirectIO(True, *required), "read")

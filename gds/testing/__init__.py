@@ -20,16 +20,28 @@ wing may know `buffers`, `contract` and `errors`, and no backend.
 import pytest
 
 pytest.register_assert_rewrite(
-    "gds.testing._clones", "gds.testing._harness", "gds.testing._names", "gds.testing._transfers"
+    "gds.testing._clones",
+    "gds.testing._harness",
+    "gds.testing._locks",
+    "gds.testing._names",
+    "gds.testing._transfers",
 )
 
 from gds.testing._clones import CloneContract  # noqa: E402 - assertion rewriting comes first
 from gds.testing._harness import Harness  # noqa: E402
+from gds.testing._locks import LockContract  # noqa: E402
 from gds.testing._names import NamesContract  # noqa: E402
 from gds.testing._transfers import TransferContract  # noqa: E402
 
-__all__ = ["BackendContract", "CloneContract", "Harness", "NamesContract", "TransferContract"]
+__all__ = [
+    "BackendContract",
+    "CloneContract",
+    "Harness",
+    "LockContract",
+    "NamesContract",
+    "TransferContract",
+]
 
 
-class BackendContract(TransferContract, CloneContract, NamesContract):
+class BackendContract(TransferContract, CloneContract, NamesContract, LockContract):
     """Tests of all promises of `gds.Backend`, except durability, whose test needs a crash."""

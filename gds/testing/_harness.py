@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from gds.buffers.device import DeviceBuffer
-from gds.contract import ALIGNMENT, Backend, Buffer, File
+from gds.contract import ALIGNMENT, Backend, Buffer, File, Stat
 from gds.errors import StorageError
 
 FILE_BYTES: Final = 9 * ALIGNMENT + 1234
@@ -85,3 +85,10 @@ def fails_with(*names: str) -> pytest.RaisesExc[StorageError]:
     """Expect a `StorageError` with one of the error numbers, which are given by name."""
     numbers = [getattr(errno, name) for name in names]
     return pytest.RaisesExc(StorageError, check=lambda error: error.errno in numbers)
+
+
+def stat_of(backend: Backend, path: str) -> Stat:
+    """Return the description of a path that exists."""
+    found = backend.stat(path)
+    assert found is not None  # noqa: S101 - this is part of a test
+    return found

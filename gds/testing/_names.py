@@ -1,4 +1,4 @@
-"""Contract tests of names, directories and locks, and of closing a backend."""
+"""Contract tests of names and directories, and of closing a backend."""
 # ruff: noqa: S101 - these are tests
 
 from __future__ import annotations
@@ -7,20 +7,21 @@ from collections.abc import Callable
 
 import pytest
 
-from gds.contract import ALIGNMENT, Backend, Capabilities, Stat
-from gds.errors import LockHeldError, StorageError
-from gds.testing._harness import FILE_BYTES, Harness, contents, fails_with, filled, new_file
-
-
-def _stat(backend: Backend, path: str) -> Stat:
-    """Return the description of a path that exists."""
-    found = backend.stat(path)
-    assert found is not None
-    return found
+from gds.contract import ALIGNMENT, Backend, Capabilities
+from gds.errors import StorageError
+from gds.testing._harness import (
+    FILE_BYTES,
+    Harness,
+    contents,
+    fails_with,
+    filled,
+    new_file,
+    stat_of,
+)
 
 
 class NamesContract(Harness):
-    """Tests of all operations that move no bytes."""
+    """Tests of names and directories, and of closing a backend."""
 
     def test_a_backend_is_one(self, backend: Backend) -> None:
         """The object fulfils the protocol `Backend`, and has a name."""
@@ -58,7 +59,7 @@ class NamesContract(Harness):
         for name in ("taken", "directory"):
             with fails_with("EEXIST"):
                 backend.create(f"{directory}/{name}", 1)
-        assert _stat(backend, f"{directory}/taken").size_bytes == FILE_BYTES
+        assert stat_of(backend, f"{directory}/taken").size_bytes == FILE_BYTES
 
     @pytest.mark.parametrize("verb", ["create", "open", "make_dir", "list_dir", "remove", "lock"])
     def test_a_missing_parent_is_reported(
@@ -101,15 +102,15 @@ class NamesContract(Harness):
             backend.create(f"{directory}/link", 1)
         with fails_with("ELOOP"):
             backend.lock(f"{directory}/link")
-        assert _stat(backend, f"{directory}/link").kind == "other"
+        assert stat_of(backend, f"{directory}/link").kind == "other"
 
     def test_stat_tells_kinds_apart(self, backend: Backend, directory: str) -> None:
         """`stat` distinguishes files, directories and missing paths."""
         new_file(backend, f"{directory}/file").close()
         backend.make_dir(f"{directory}/directory")
-        file = _stat(backend, f"{directory}/file")
+        file = stat_of(backend, f"{directory}/file")
         assert (file.kind, file.size_bytes) == ("file", FILE_BYTES)
-        assert _stat(backend, f"{directory}/directory").kind == "directory"
+        assert stat_of(backend, f"{directory}/directory").kind == "directory"
         assert backend.stat(f"{directory}/nothing") is None
         assert backend.stat(f"{directory}/nothing/below") is None
         assert backend.stat(f"{directory}/file/below") is None
@@ -120,39 +121,39 @@ class NamesContract(Harness):
         """After a rename, `Stat.inode` of the target is that of the renamed file."""
         new_file(backend, f"{directory}/a").close()
         new_file(backend, f"{directory}/b").close()
-        a, b = (_stat(backend, f"{directory}/{name}").inode for name in "ab")
+        a, b = (stat_of(backend, f"{directory}/{name}").inode for name in "ab")
         assert a != b
         backend.rename(f"{directory}/a", f"{directory}/b")
-        assert _stat(backend, f"{directory}/b").inode == a
+        assert stat_of(backend, f"{directory}/b").inode == a
 
     def test_an_open_file_has_the_inode_of_its_name(self, backend: Backend, directory: str) -> None:
         """`File.inode` equals `Stat.inode` of a name only while the name refers to the file."""
         created = new_file(backend, f"{directory}/a")
-        assert created.inode == _stat(backend, f"{directory}/a").inode
+        assert created.inode == stat_of(backend, f"{directory}/a").inode
         new_file(backend, f"{directory}/b").close()
         backend.rename(f"{directory}/b", f"{directory}/a")
-        assert created.inode != _stat(backend, f"{directory}/a").inode
+        assert created.inode != stat_of(backend, f"{directory}/a").inode
         opened = backend.open(f"{directory}/a")
         backend.rename(f"{directory}/a", f"{directory}/c")
         created.close()
         opened.close()
-        assert opened.inode == _stat(backend, f"{directory}/c").inode != created.inode
+        assert opened.inode == stat_of(backend, f"{directory}/c").inode != created.inode
 
     def test_the_names_of_a_file_are_counted(self, backend: Backend, directory: str) -> None:
         """`Stat.num_links` counts a file's hard links, and is 1 for a directory."""
         new_file(backend, f"{directory}/file").close()
         backend.make_dir(f"{directory}/other")
         backend.make_dir(f"{directory}/other/below")
-        assert _stat(backend, f"{directory}/file").num_links == 1
-        assert _stat(backend, f"{directory}/other").num_links == 1
+        assert stat_of(backend, f"{directory}/file").num_links == 1
+        assert stat_of(backend, f"{directory}/other").num_links == 1
         self.make_hard_link(backend, f"{directory}/file", f"{directory}/other/link")
         for path in (f"{directory}/file", f"{directory}/other/link"):
-            assert _stat(backend, path).num_links == 2
+            assert stat_of(backend, path).num_links == 2
         backend.remove(f"{directory}/file")
         left = backend.open(f"{directory}/other/link")
         assert left.read_bytes(0, FILE_BYTES) == contents(filled(backend, FILE_BYTES, 1))
         left.close()
-        assert _stat(backend, f"{directory}/other/link").num_links == 1
+        assert stat_of(backend, f"{directory}/other/link").num_links == 1
 
     def test_names_are_listed_in_order(self, backend: Backend, directory: str) -> None:
         """`list_dir` returns all names sorted, hidden names included."""
@@ -234,7 +235,7 @@ class NamesContract(Harness):
         except StorageError as error:
             pytest.skip(f"exchange is not supported: {error}")
         assert backend.list_dir(f"{directory}/file") == ["below"]
-        assert _stat(backend, f"{directory}/directory").kind == "file"
+        assert stat_of(backend, f"{directory}/directory").kind == "file"
         with fails_with("ENOENT"):
             backend.exchange(f"{directory}/file", f"{directory}/nothing")
         with fails_with("EINVAL"):
@@ -282,112 +283,6 @@ class NamesContract(Harness):
         assert backend.free_bytes(directory) > 0
         with fails_with("ENOENT"):
             backend.free_bytes(f"{directory}/nothing")
-
-    @pytest.mark.parametrize("kind", ["file", "directory"])
-    def test_an_exclusive_lock_excludes_and_shared_ones_do_not(
-        self, backend: Backend, directory: str, kind: str
-    ) -> None:
-        """Shared locks coexist; an exclusive lock conflicts with every other lock."""
-        path = f"{directory}/locked"
-        if kind == "file":
-            backend.create(path, 1).close()
-        else:
-            backend.make_dir(path)
-        first, second = backend.lock(path, shared=True), backend.lock(path, shared=True)
-        with pytest.raises(LockHeldError) as caught:
-            backend.lock(path)
-        assert caught.value.filename == path
-        first.release()
-        first.release()
-        with pytest.raises(LockHeldError):
-            backend.lock(path)
-        second.release()
-        exclusive = backend.lock(path)
-        for shared in (False, True):
-            with pytest.raises(LockHeldError):
-                backend.lock(path, shared=shared)
-        exclusive.release()
-        backend.lock(path).release()
-
-    def test_a_lock_stays_through_the_rename_of_a_directory(
-        self, backend: Backend, directory: str
-    ) -> None:
-        """A lock follows its directory through a rename, and leaves the old name free."""
-        backend.make_dir(f"{directory}/before")
-        held = backend.lock(f"{directory}/before")
-        backend.rename(f"{directory}/before", f"{directory}/after")
-        backend.make_dir(f"{directory}/before")
-        backend.lock(f"{directory}/before").release()
-        with pytest.raises(LockHeldError):
-            backend.lock(f"{directory}/after")
-        held.release()
-        backend.lock(f"{directory}/after").release()
-
-    @pytest.mark.parametrize("kind", ["file", "directory"])
-    def test_a_lock_is_current_while_its_path_names_what_is_locked(
-        self, backend: Backend, directory: str, kind: str
-    ) -> None:
-        """`Lock.is_current` is True only while the path names the locked object."""
-        path, aside = f"{directory}/locked", f"{directory}/aside"
-
-        def make() -> None:
-            """Make a file or a directory at the path."""
-            if kind == "file":
-                backend.create(path, 1).close()
-            else:
-                backend.make_dir(path)
-
-        make()
-        held = backend.lock(path)
-        assert held.is_current()
-        backend.rename(path, aside)
-        assert not held.is_current()
-        make()
-        assert not held.is_current(), "this is another one"
-        other = backend.lock(path)
-        assert other.is_current()
-        other.release()
-        if kind == "file":
-            backend.remove(path)
-        else:
-            backend.remove_dir(path)
-        backend.rename(aside, path)
-        assert held.is_current()
-        held.release()
-        assert not held.is_current()
-
-    def test_a_lock_whose_parent_is_gone_is_not_current(
-        self, backend: Backend, directory: str
-    ) -> None:
-        """`Lock.is_current` is False if the parent directory was renamed or replaced."""
-        backend.make_dir(f"{directory}/parent")
-        held = backend.lock(f"{directory}/parent/LOCK", create=True)
-        backend.rename(f"{directory}/parent", f"{directory}/moved")
-        assert not held.is_current()
-        backend.create(f"{directory}/parent", 1).close()
-        assert not held.is_current()
-
-    def test_a_lock_file_is_created_only_when_asked(self, backend: Backend, directory: str) -> None:
-        """`lock` creates a missing file only with ``create=True``, and keeps an existing one."""
-        path = f"{directory}/LOCK"
-        with fails_with("ENOENT"):
-            backend.lock(path)
-        held = backend.lock(path, create=True)
-        inode = _stat(backend, path).inode
-        held.release()
-        backend.lock(path, create=True).release()
-        assert _stat(backend, path).inode == inode
-        assert backend.list_dir(directory) == ["LOCK"]
-        backend.make_dir(f"{directory}/directory")
-        backend.lock(f"{directory}/directory", create=True).release()
-
-    def test_a_lock_that_nobody_refers_to_is_still_held(
-        self, backend: Backend, directory: str
-    ) -> None:
-        """A lock stays held without a reference to its object."""
-        backend.lock(f"{directory}/LOCK", create=True)
-        with pytest.raises(LockHeldError):
-            backend.lock(f"{directory}/LOCK")
 
     def test_closing_the_backend_drains_it(self, backend: Backend, directory: str) -> None:
         """`Backend.close` waits for all transfers, and can be called twice."""

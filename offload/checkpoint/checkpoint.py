@@ -1,4 +1,4 @@
-"""Checkpoints as readers see them: open and verify. Needs no optimizer and writes nothing.
+"""A sealed checkpoint as a reader sees it. A reader needs no optimizer and writes nothing.
 
 Importing this module does not import torch, so that looking at a checkpoint is quick.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gds import Backend, StorageError
 from offload.checkpoint.quarantine_mark import read_quarantine
-from offload.checkpoint.reader_lock import held, is_another, recycled
+from offload.checkpoint.reader_lock import held, recycled, was_recycled
 from offload.checkpoint.reading import (
     PartDirectories,
     are_only_recorded,
@@ -72,7 +72,7 @@ class Checkpoint:
         self._backend = backend
         self._lock = lock
         self._resources = resources or ExitStack()
-        """What is closed with the checkpoint: the backend, unless it belongs to somebody else."""
+        """Resources that `close` closes: the backend, unless the caller has passed it in."""
         self._train_state: object = _UNREAD
         self._part_directories = parts
         self.manifest = manifest
@@ -96,7 +96,7 @@ class Checkpoint:
 
     @property
     def generation(self) -> int:
-        """Counter of the store: the checkpoint with the highest is the newest."""
+        """Counter of the store: the checkpoint with the highest generation is the newest."""
         return self.manifest.generation
 
     @property
@@ -132,14 +132,14 @@ class Checkpoint:
 
     @property
     def parts(self) -> list[str]:
-        """Directories that hold the rest of the state, for a store on several drives."""
+        """Directories on the store's other drives, which hold the rest of the state, in order."""
         return part_paths(self.manifest, self._part_directories, self.path)
 
     @property
     def parts_are_only_recorded(self) -> bool:
-        """Whether `parts` come from the manifest and not from whoever opened the checkpoint.
+        """Whether only the manifest names the directories of `parts`, and the caller gave none.
 
-        They may then belong to the store that this one is a copy of.
+        These directories may belong to the store that this one is a copy of.
         """
         return are_only_recorded(self.manifest, self._part_directories)
 
@@ -193,7 +193,7 @@ class Checkpoint:
             with reading(self.path):
                 return read_train_state_file(self._backend, path, self.manifest)
         except (CheckpointError, StorageError) as error:
-            if self._lock is None and is_another(self._backend, self.path, self.manifest):
+            if self._lock is None and was_recycled(self._backend, self.path, self.manifest):
                 raise recycled(self.path) from error
             raise
 
@@ -213,9 +213,10 @@ class Checkpoint:
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read every byte and compare it with the digests taken when it was written.
 
-        A range that is wrong is read a second time in another way before it counts as damaged. This
-        may run beside a process that trains in the store: meanwhile the checkpoint is not recycled.
-        Nothing is written; `offload.verify_and_mark` makes the verdict last.
+        A range whose digest is wrong is read a second time in another way before it counts as
+        damaged. This method may run beside a process that trains in the store: the checkpoint is
+        not recycled meanwhile. Nothing is written; `offload.verify_and_mark` also marks a damaged
+        checkpoint.
 
         Args:
             progress: Function that is called with the bytes checked so far and the total.
@@ -229,7 +230,7 @@ class Checkpoint:
         with self.held():
             findings = Findings()
             try:
-                # Read again, since it may have been damaged after opening.
+                # Read the manifest again, since it may have been damaged after opening.
                 found = read_manifest(
                     self._backend, self.path, need_parts=False, even_quarantined=True
                 )
@@ -263,7 +264,7 @@ class Checkpoint:
             )
 
     def close(self) -> None:
-        """Let the training process recycle this checkpoint again. Idempotent."""
+        """Release the lock, so that a training process may recycle the checkpoint. Idempotent."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None

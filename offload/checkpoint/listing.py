@@ -14,9 +14,9 @@ from offload.checkpoint.nearby import stores_below
 from offload.checkpoint.reading import (
     PartDirectories,
     checkpoint_paths,
-    given_directory,
     kind_of,
     read_in_store,
+    stat_given_path,
 )
 from offload.errors import CheckpointError, CheckpointNotFoundError
 from offload.format.manifest import Manifest
@@ -26,9 +26,9 @@ from offload.retention.pins import FoundPins, read_pins
 
 _NO_STORE = "there is no store here; give the directory= that the training was given"
 
-_MOST_LOOKS = 20
-"""Largest number of looks at a store, or at a directory, whose checkpoint is recycled each time
-before the look is complete."""
+_MAX_ATTEMPTS = 20
+"""Largest number of attempts to list a store, or to describe a directory. An attempt fails if a
+checkpoint is recycled during it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class CheckpointInfo:
     """Path of the directory."""
 
     step: int
-    """Number of optimizer steps taken; the one in the directory's name if the checkpoint is not
+    """Number of optimizer steps taken; the number in the directory's name if the checkpoint is not
     valid."""
 
     generation: int
-    """Counter of the store; the highest generation is the newest. -1 if the checkpoint is not
-    valid."""
+    """Counter of the store; the checkpoint with the highest generation is the newest. -1 if the
+    checkpoint is not valid."""
 
     created: str
     """ISO 8601 time at which the seal began; empty if the checkpoint is not valid."""
@@ -68,7 +68,7 @@ class CheckpointInfo:
     """Metrics that were given to ``checkpoint(metrics=...)``, by name."""
 
     store: str = ""
-    """Identity of the store that sealed it; empty where the manifest cannot be read."""
+    """Identity of the store that sealed the checkpoint; empty if the checkpoint is not valid."""
 
 
 def list_checkpoints(
@@ -79,8 +79,8 @@ def list_checkpoints(
 ) -> list[CheckpointInfo]:
     """Describe every directory of a store that is named like a checkpoint, the newest last.
 
-    They are in the order of their generations, whatever their steps are. A checkpoint that is not
-    valid has no generation: it comes before the first one that has a higher step.
+    The list is in the order of generations, whatever the steps are. A checkpoint that is not valid
+    has no generation: it comes before the first valid checkpoint that has a higher step.
 
     This may run beside a process that trains in the store. Checkpoints that are recycled meanwhile
     are left out.
@@ -97,7 +97,7 @@ def list_checkpoints(
     """
     directory = os.path.abspath(os.fspath(store))
     with given_or_local(backend) as storage:
-        looks_left = _MOST_LOOKS
+        attempts_left = _MAX_ATTEMPTS
         while True:
             paths = checkpoints_of(storage, directory)
             with reading():
@@ -105,9 +105,9 @@ def list_checkpoints(
             if pins.failures:
                 raise unreadable(pins.failures[0])
             found = [_describe_unchanged(storage, path, parts, pins) for path in paths]
-            looks_left -= 1
+            attempts_left -= 1
             # A checkpoint that has taken the place of a recycled one has not been looked at yet.
-            if None not in found or not looks_left:
+            if None not in found or not attempts_left:
                 return _in_order([info for info in found if info is not None])
 
 
@@ -119,7 +119,7 @@ def checkpoints_of(backend: Backend, directory: str) -> list[str]:
         CheckpointError: `directory` is not a store.
         UnreadableError: The directory could not be read.
     """
-    stat = given_directory(backend, directory)
+    stat = stat_given_path(backend, directory)
     if stat is None:
         raise CheckpointNotFoundError(errno.ENOENT, _NO_STORE, directory)
     if stat.kind != "directory":
@@ -142,12 +142,13 @@ def checkpoints_of(backend: Backend, directory: str) -> list[str]:
 def _describe_unchanged(
     backend: Backend, path: str, parts: PartDirectories, pins: FoundPins
 ) -> CheckpointInfo | None:
-    """Describe a directory that is the same before and after; None if it has been recycled.
+    """Describe a directory, anew if it is replaced meanwhile; return None if it is recycled.
 
-    Listing takes no lock. If a training process renames the directory during the look and begins to
-    rewrite it, the findings say nothing about what was sealed.
+    Listing takes no lock. If a training process renames the directory and rewrites it while it is
+    read, the description does not fit the checkpoint that was sealed. So a description counts only
+    if the path names the same directory before and after it is made.
     """
-    for _ in range(_MOST_LOOKS):
+    for _ in range(_MAX_ATTEMPTS):
         before = backend.stat(path)
         if before is None:
             return None
@@ -174,7 +175,7 @@ def _describe(
     try:
         manifest = read_in_store(backend, path, parts)
     except CheckpointError as error:
-        return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0, pins.at(path))
+        return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0, pins.names_at(path))
     return info_of(backend, path, manifest, parts, pins)
 
 
@@ -200,7 +201,7 @@ def info_of(
         "",
         manifest.layout.num_elements,
         sum(files.values()),
-        pins.of(path, manifest),
+        pins.names_of(path, manifest),
         dict(manifest.metrics),
         manifest.store_id,
     )

@@ -1,4 +1,4 @@
-"""Hints for a path that is no store or no checkpoint: they end the message of an error.
+"""Hints at the end of an error message about a path that is no store or no checkpoint.
 
 Errors of reading are ignored here, because they must not hide the error that is being reported.
 """

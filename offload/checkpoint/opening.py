@@ -21,11 +21,11 @@ from offload.checkpoint.reading import (
     check_name,
     checkpoint_paths,
     decode_manifest,
-    given_directory,
     kind_of,
     read_in_store,
     read_manifest,
     refuse_link,
+    stat_given_path,
 )
 from offload.errors import CheckpointError, CheckpointNotFoundError, StoreBusyError
 from offload.format.manifest import Manifest
@@ -33,9 +33,9 @@ from offload.format.names import LOCK_NAME, MANIFEST_NAME, is_checkpoint_path
 from offload.format.unreadable import reading
 from offload.units import said_once, seen_from
 
-_MOST_LOOKS = 100
-"""Largest number of looks at a store whose newest checkpoint is recycled each time before it is
-locked."""
+_MAX_ATTEMPTS = 100
+"""Largest number of attempts to lock the newest checkpoint of a store. An attempt fails if the
+checkpoint is recycled before it is locked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,9 @@ def open_checkpoint(
         parts: Directories of the state on several drives, if they have moved: all but the first, in
             the store's order.
         even_quarantined: Whether to open a checkpoint that is marked as damaged, or whose directory
-            is named for another step than its own. This serves `Checkpoint.verify`, and a look at
-            what can be saved. In a store such checkpoints are passed over in any case.
+            is named for another step than its own. This serves `Checkpoint.verify`, and users who
+            want to save data from a damaged checkpoint. If `path` is a store, its marked and
+            misnamed checkpoints are passed over in any case.
         backend: Storage backend of the checkpoint; the local file system by default.
 
     Raises:
@@ -126,18 +127,18 @@ def _find_and_lock(
     need_parts: bool,
     even_quarantined: bool,
 ) -> tuple[str, Manifest, Lock, tuple[_PassedOver, ...]]:
-    """Find, lock and read the checkpoint that a path means, and start again if it is recycled.
+    """Find, lock and read the checkpoint that a path means; search again if it is recycled.
 
     Returns:
         Directory, manifest and lock of the checkpoint, and the checkpoints that may be newer and
         are not usable.
     """
-    looks_left = _MOST_LOOKS
+    attempts_left = _MAX_ATTEMPTS
     while True:
         present = _checkpoints_at(backend, path)
-        looks_left -= 1
+        attempts_left -= 1
         try:
-            return _look(
+            return _find_and_lock_once(
                 backend, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
             )
         except (
@@ -149,7 +150,7 @@ def _find_and_lock(
             # A store in training always has a newest checkpoint. If it was recycled during the
             # search, another one has taken its place, and the search starts again.
             now = _checkpoints_at(backend, path)
-            if not looks_left or present == now:
+            if not attempts_left or present == now:
                 raise
             if is_checkpoint_path(path) and not now:
                 raise recycled(os.path.abspath(path)) from error
@@ -179,7 +180,8 @@ def _warn_passed_over(
 def _checkpoints_at(backend: Backend, path: str) -> dict[str, int]:
     """Return the inode of each checkpoint that a path may mean, by the checkpoint's path.
 
-    The path may be that of one checkpoint, or of a store. The result is empty if it cannot be read.
+    The path may be that of one checkpoint, or of a store. The result is empty if the path cannot be
+    read.
     """
     stats: dict[str, int] = {}
     path = os.path.abspath(path)
@@ -193,7 +195,7 @@ def _checkpoints_at(backend: Backend, path: str) -> dict[str, int]:
     return stats
 
 
-def _look(
+def _find_and_lock_once(
     backend: Backend,
     path: str,
     parts: PartDirectories,
@@ -201,7 +203,7 @@ def _look(
     need_parts: bool,
     even_quarantined: bool,
 ) -> tuple[str, Manifest, Lock, tuple[_PassedOver, ...]]:
-    """Find, lock and read the checkpoint that a path means; it may be recycled meanwhile."""
+    """Find, lock and read the checkpoint that a path means; fail if it is recycled meanwhile."""
     with reading():
         found, passed_over = _find(backend, path, parts, need_parts=need_parts)
         lock = lock_for_reading(backend, found)
@@ -238,7 +240,7 @@ def _find(
             newest.
     """
     path = os.path.abspath(path)
-    stat = given_directory(backend, path)
+    stat = stat_given_path(backend, path)
     if stat is None:
         others = other_checkpoints(backend, path)
         raise CheckpointNotFoundError(
@@ -267,14 +269,14 @@ def _find(
             newest = max(newest or (-1, ""), (generation, checkpoint))
     if newest is None:
         reasons = said_once([one.reason for one in refused])
-        why = "; ".join(reasons) or _without_any(backend, path)
+        why = "; ".join(reasons) or _what_is_missing(backend, path)
         raise CheckpointError(f"{path}: no usable checkpoint here: {why}")
     passed_over = (r for r in refused if r.generation is None or r.generation > newest[0])
     return newest[1], tuple(passed_over)
 
 
-def _without_any(backend: Backend, path: str) -> str:
-    """Return what is missing in a directory that has no checkpoint, for a message."""
+def _what_is_missing(backend: Backend, path: str) -> str:
+    """Return the part of a message that says what a directory without checkpoints lacks."""
     missing = "it has no step-<N> directory"
     is_store = backend.stat(f"{path}/{LOCK_NAME}") is not None
     return missing if is_store else f"{missing}; {stores_below(backend, path)}"

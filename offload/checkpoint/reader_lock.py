@@ -1,10 +1,10 @@
 """Shared locks of readers: they keep a checkpoint from being recycled.
 
 A training process takes an exclusive lock before it recycles a checkpoint. It then renames the
-directory, and only after that overwrites anything. So a reader that holds a shared lock on a
-directory, and finds the directory under its name after that, reads what was sealed. A reader
-without a lock that finds something wrong looks at the name again. If the name is gone, or names
-another directory, the checkpoint was recycled and is not damaged.
+directory, and only after that overwrites anything. A reader takes a shared lock on the directory,
+and then checks that the directory still has its name. If so, the reader reads what was sealed. A
+reader without a lock that finds a fault looks at the name again. If the name is gone, or belongs to
+another checkpoint, the checkpoint was recycled and is not damaged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from offload.errors import CheckpointError, RecycledError, StoreBusyError
 from offload.format.manifest import Manifest
 
 _BUSY_S = 1.0
-"""Longest wait for a writer's lock, in seconds. The writer may hold it only to look for a pin."""
+"""Longest wait for a writer to release its lock, in seconds. A writer that finds a pin under the
+lock releases it at once."""
 
 _POLL_S = 0.01
 
@@ -53,7 +54,7 @@ def lock_for_reading(backend: Backend, path: str) -> Lock:
             if error.errno != errno.ENOENT:
                 raise
             raise recycled(path) from error
-        # The lock is on the directory that had the name then. Make sure that it still has the name.
+        # The lock is on the directory that had the name at that moment. Check that it still has it.
         after = backend.stat(path)
         if after is None or after.inode != before.inode:
             lock.release()
@@ -81,15 +82,15 @@ def held(backend: Backend, path: str, manifest: Manifest, lock: Lock | None) -> 
         return
     lock = lock_for_reading(backend, path)
     try:
-        if is_another(backend, path, manifest):
+        if was_recycled(backend, path, manifest):
             raise recycled(path)
         yield
     finally:
         lock.release()
 
 
-def is_another(backend: Backend, path: str, manifest: Manifest) -> bool:
-    """Return whether a path now belongs to another checkpoint, or to none.
+def was_recycled(backend: Backend, path: str, manifest: Manifest) -> bool:
+    """Return whether a path belongs to another checkpoint now, or no longer exists.
 
     If the manifest cannot be read, the checkpoint counts as the same: its fault is damage.
     """

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from gds import Backend
 from gds.contract import Stat
 from offload.checkpoint.quarantine_mark import read_quarantine
-from offload.checkpoint.second_look import read_document
+from offload.checkpoint.second_read import read_document
 from offload.errors import (
     CheckpointError,
     DamagedError,
@@ -32,11 +32,12 @@ from offload.format.unreadable import reading
 from offload.units import seen_from
 
 PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
-"""Directories on the drives other than the first, in the store's order; None for those in the
-manifest."""
+"""Directories of a store on all drives but the first, in the store's order; None for the
+directories that the manifest names."""
 
 _FIRST_BYTES = 4096
-"""Number of bytes read from a file before the rest: a hole in the file shows in them."""
+"""Number of bytes that are read and checked before the rest. A hole at the start of the file, which
+reads as zeros, shows in them."""
 
 
 def read_manifest(
@@ -149,8 +150,8 @@ def check_name(path: str, manifest: Manifest) -> None:
     """Check that a directory of a store is named for the step of its manifest.
 
     Raises:
-        CheckpointError: The manifest is of another checkpoint: the drive has lost a write, or
-            somebody has renamed the directory.
+        CheckpointError: The manifest belongs to another checkpoint, because the drive has lost a
+            write or somebody has renamed the directory.
     """
     named = step_of(os.path.basename(path))
     if named is not None and named != manifest.step:
@@ -233,9 +234,9 @@ def check_parts(backend: Backend, path: str, manifest: Manifest, parts: PartDire
 def are_only_recorded(manifest: Manifest, parts: PartDirectories) -> bool:
     """Return whether only the manifest says where the parts of a checkpoint are.
 
-    Such directories may belong to the store that this one is a copy of. So they are only read:
-    nothing is written, locked or removed in them, and no verdict that depends on their content is
-    made to last.
+    Directories that only the manifest names may belong to the store that this one is a copy of. So
+    they are only read: nothing is written, locked or removed in them, and their content is no
+    reason to mark a checkpoint or to lift its mark.
     """
     return parts is None and bool(manifest.parts)
 
@@ -348,7 +349,7 @@ def _compare_header(found: bytes, file_bytes: int, expected: Header, path: str) 
         return
     try:
         length = header_length(found, file_bytes, path)
-        if length > expected.data_start:  # or a small manifest could cause a long parse
+        if length > expected.data_start:  # a small manifest must not cause a long parse
             raise CheckpointError(
                 f"{path}: its header takes {length} bytes, the manifest says {expected.data_start}"
             )
@@ -364,7 +365,7 @@ def _compare_header(found: bytes, file_bytes: int, expected: Header, path: str) 
     raise CheckpointError(f"{path}: its header is not laid out as the manifest says")
 
 
-def given_directory(backend: Backend, path: str) -> Stat | None:
+def stat_given_path(backend: Backend, path: str) -> Stat | None:
     """Return the status of a path that a user gave; None if nothing exists at it.
 
     A store's path may be a symbolic link to a directory. A checkpoint's path may not.

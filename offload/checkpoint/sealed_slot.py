@@ -27,7 +27,7 @@ class SlotFiles:
 
     def __init__(self, layout: Layout, files: Mapping[str, File]) -> None:
         self.layout = layout
-        self._places: tuple[Mapping[str, File], ...] = (files,)
+        self._files_by_drive: tuple[Mapping[str, File], ...] = (files,)
         """Open files by name: those of the slot's directory, and those of each part in order."""
         self._context = DigestContext("", 0)
         self._digests: dict[str, list[str | None]] = {}
@@ -47,34 +47,34 @@ class SlotFiles:
     def unchecked(self) -> bool:
         """Whether state must be compared with its digests when it is read.
 
-        It must for state that an earlier process wrote, that was restored, or whose files others
-        may have changed.
+        The comparison is needed if an earlier process wrote the state, if the state was restored,
+        or if other programs may have changed its files.
         """
         return self._is_unchecked
 
     def distrust(self) -> None:
-        """Have state compared with its digests when it is read."""
+        """Require that state is compared with its digests when it is read."""
         self._is_unchecked = True
 
     def trust(self) -> None:
-        """Have state read without a comparison: all of it is as it was written."""
+        """Allow reads of state without a comparison, because all state is as it was written."""
         self._is_unchecked = False
 
     @property
     def model(self) -> File:
         """The file ``model.safetensors``."""
-        return self._places[0][MODEL_NAME]
+        return self._files_by_drive[0][MODEL_NAME]
 
     def array(self, name: str, chunk: int) -> File:
         """Return the file that holds a chunk of a state array."""
-        return self._places[self.layout.drives[chunk]][array_file_name(name)]
+        return self._files_by_drive[self.layout.drives[chunk]][array_file_name(name)]
 
     def files_of(self, chunk: int) -> Mapping[str, File]:
         """Return the files on the drive of a chunk, by name; see `ArrayShare.file_name`."""
-        return self._places[self.layout.plans[chunk].drive]
+        return self._files_by_drive[self.layout.plans[chunk].drive]
 
     def _take_digests(self, manifest: Manifest) -> None:
-        """Take the digests that the content was sealed with; state is compared with them."""
+        """Use the digests of a manifest, and require that state is compared with them when read."""
         self._context = DigestContext(manifest.store_id, manifest.generation)
         self._digests = {name: list(digests) for name, digests in manifest.digests.items()}
         self.distrust()
@@ -119,9 +119,11 @@ class SealedSlot(SlotFiles):
     def __init__(
         self, backend: Backend, path: str, parts: Sequence[str], manifest: Manifest
     ) -> None:
-        places = tuple(_OpenedWhenNeeded(backend, place) for place in (path, *parts))
-        super().__init__(manifest.layout, places[0])
-        self._places = self._opened = places
+        files_by_drive = tuple(
+            _OpenedWhenNeeded(backend, directory) for directory in (path, *parts)
+        )
+        super().__init__(manifest.layout, files_by_drive[0])
+        self._files_by_drive = self._opened = files_by_drive
         self._take_digests(manifest)
         self._manifest = manifest
 
@@ -131,9 +133,9 @@ class SealedSlot(SlotFiles):
         Raises:
             gds.StorageError: A file cannot be opened.
         """
-        for drive, place in enumerate(self._opened):
+        for drive, files in enumerate(self._opened):
             for name in self.layout.file_sizes(drive):
-                _ = place[name]
+                _ = files[name]
 
     def file(self, sealed: SealedRange) -> File:
         """Return the file that holds a range.
@@ -165,8 +167,8 @@ class SealedSlot(SlotFiles):
 
     def close(self) -> None:
         """Close all files. Idempotent."""
-        for place in self._opened:
-            for file in place.values():
+        for files in self._opened:
+            for file in files.values():
                 file.close()
 
     def __enter__(self) -> SealedSlot:

@@ -1,9 +1,9 @@
-"""Reading of a checkpoint's train state: complete, checked, and of the right checkpoint."""
+"""Reading of a checkpoint's train state, with a check that it is whole and of this checkpoint."""
 
 from __future__ import annotations
 
 from gds import ALIGNMENT, Backend, File
-from offload.checkpoint.second_look import read_document
+from offload.checkpoint.second_read import read_document
 from offload.errors import DamagedError
 from offload.format.header import TensorFileError, header_length
 from offload.format.manifest import Manifest
@@ -50,7 +50,7 @@ def train_state_header(manifest: Manifest) -> dict[str, str]:
 
 
 def _refuse_hole(first: bytes, file: File) -> None:
-    """Refuse zero bytes in the header: the rest is not worth the memory that it takes."""
+    """Refuse zero bytes in the header, before memory is allocated for the whole file."""
     try:
         header_bytes = header_length(first, file.size_bytes, file.path)
     except TensorFileError as error:

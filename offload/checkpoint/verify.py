@@ -8,7 +8,7 @@ from functools import partial
 
 from gds import ALIGNMENT, Backend, Buffer, StorageError
 from offload.checkpoint.sealed_slot import SealedRange, SealedSlot
-from offload.checkpoint.second_look import look_again
+from offload.checkpoint.second_read import reread_and_check
 from offload.errors import CheckpointError, DamagedError
 from offload.format.unreadable import is_of_content
 
@@ -32,9 +32,9 @@ class VerifyReport:
     not_marked: tuple[str, ...] = ()
     """Problems for which `offload.verify_and_mark` does not mark the checkpoint.
 
-    There are two kinds. The damage may be in a directory that is known only from the manifest, and
-    so may belong to the store that this one is a copy of. Or nothing is wrong but the name of the
-    checkpoint."""
+    These problems are of two kinds. In the first, the damage is in a directory that only the
+    manifest names, and that may belong to the store that this one is a copy of. In the second, only
+    the name of the checkpoint's directory is wrong."""
 
     @property
     def ok(self) -> bool:
@@ -57,9 +57,9 @@ class Findings:
             error: Error whose message names the place.
             marks: Whether the checkpoint may be marked as damaged because of the error.
         """
-        speaks = isinstance(error, CheckpointError) or is_of_content(error)
-        (self.problems if speaks else self.unreadable).append(str(error))
-        if speaks and not marks:
+        is_damage = isinstance(error, CheckpointError) or is_of_content(error)
+        (self.problems if is_damage else self.unreadable).append(str(error))
+        if is_damage and not marks:
             self.not_marked.append(str(error))
 
 
@@ -113,4 +113,6 @@ def _verify(slot: SealedSlot, sealed: SealedRange, into: Buffer) -> None:
     digest = partial(slot.context.digest, sealed.array, sealed.index)
     found = digest(into.memoryview())
     if found != sealed.digest:
-        look_again(file, sealed.offset, sealed.nbytes, digest, found=found, expected=sealed.digest)
+        reread_and_check(
+            file, sealed.offset, sealed.nbytes, digest, found=found, expected=sealed.digest
+        )

@@ -165,7 +165,7 @@ def _is_there(backend: Backend, store: str, pin: Pin) -> bool:
 
     path = f"{store}/{pin.checkpoint}"
     try:
-        return pin.means(path, decode_manifest(backend, path))
+        return pin.refers_to(path, decode_manifest(backend, path))
     except (CheckpointError, OSError):
         return False
 

@@ -6,13 +6,13 @@ stores or of optimizers.
 
 from offload.device.boundary import HOST, Boundary, boundary_of, is_on_device
 from offload.device.compute import Compute, compute_on
-from offload.device.staging import CrossingTensors, Traffic
+from offload.device.staging import StagedTensors, Traffic
 
 __all__ = [
     "HOST",
     "Boundary",
     "Compute",
-    "CrossingTensors",
+    "StagedTensors",
     "Traffic",
     "boundary_of",
     "compute_on",

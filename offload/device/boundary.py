@@ -43,7 +43,7 @@ class Boundary(Protocol):
         ...
 
     def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
-        """Begin copies to the host, after the given points and after all earlier calls of `send`.
+        """Begin copies to the host, after the given points and after all earlier sends.
 
         Args:
             copies: Pairs of source and target. The sources must not be freed before a `wait`
@@ -175,7 +175,7 @@ class _Registered:
         if refused:  # in some sandboxes, or because the memory is locked for another device
             _forget_error(device)
         else:
-            weakref.finalize(self, _unregister, memory)  # keeps the memory until then
+            weakref.finalize(self, _unregister, memory)  # also keeps the memory until then
 
 
 def _forget_error(device: torch.device) -> None:

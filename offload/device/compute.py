@@ -1,4 +1,4 @@
-"""Computing on a device that holds state: its own stream, memory and kernels.
+"""Computation on a device that holds state: a stream, memory and kernels.
 
 No other code in this package computes on a device. Work is queued on one stream, which is created
 once. Events order the work after the points in the training's streams that it depends on. The
@@ -113,7 +113,7 @@ class CudaCompute:
     """`Compute` on a CUDA device.
 
     Args:
-        device: The device; its kernels for digests are compiled now.
+        device: The device. The digest kernels are compiled for it now.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -14,8 +14,8 @@ class FlatTensors:
     """Flat views of tensors; a tensor that has no flat view is copied.
 
     A writable tensor is also copied if its flat view would not be contiguous. When all elements of
-    a tensor are finished, a copy of a writable tensor is written back, and a tensor that is only
-    read is released. Safe for several threads that request different elements.
+    a writable tensor are finished, its copy is written back; a tensor that is only read is then
+    released. Safe for several threads that request different elements.
 
     Args:
         tensors: Parameters or gradients; None for a missing gradient.
@@ -67,7 +67,7 @@ class FlatTensors:
         self._tensors[index] = tensor
 
     def finish(self, pieces: Sequence[Piece]) -> None:
-        """Report that the elements of pieces, which have been viewed, are done."""
+        """Report that elements of pieces, which have been viewed, are not used any more."""
         ended = []
         with self._lock:
             for piece in pieces:

@@ -1,8 +1,8 @@
 """Staging of device tensors in host memory, chunk by chunk, as flat views for the CPU.
 
 The data that a chunk needs is fetched into page-locked memory while the previous chunk is updated.
-Changes are sent back while the next chunk is updated. At most `_MAX_SENDING` chunks are on their
-way back and one on its way to the host, so the memory for this depends only on the chunk size.
+Changes are sent back while the next chunk is updated. At any time, at most one chunk is fetched and
+`_MAX_SENDING` chunks are sent back, so the memory for staging depends only on the chunk size.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Traffic:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """A range of one tensor, in host memory."""
+    """A range of one tensor, with its copy in host memory."""
 
     index: int
     start: int
@@ -82,22 +82,22 @@ class _Batch:
 
 
 @dataclass(slots=True)
-class _Split:
-    """Pieces of a chunk on one device, and the events that their fetch must wait for."""
+class _DevicePieces:
+    """Pieces of a chunk on one device, and the events that their fetch waits for."""
 
     pieces: list[Piece] = field(default_factory=list)
     after: list[Event] = field(default_factory=list)
 
 
-class CrossingTensors(FlatTensors):
+class StagedTensors(FlatTensors):
     """Flat views of tensors, some of which are on a device.
 
     The order for each chunk is `prepare`, `arrive`, then `views` from any thread, then `leave`.
     `FlatTensors` handles the tensors in host memory.
 
     Args:
-        tensors: Parameters or gradients; None for a missing gradient. They are read only after the
-            work that is queued so far on the calling thread's current streams.
+        tensors: Parameters or gradients; None for a missing gradient. Fetches read them after the
+            work that is queued now on the calling thread's current streams.
         writable: Whether changes are sent back.
         traffic: Counter of the bytes that cross.
     """
@@ -128,7 +128,7 @@ class CrossingTensors(FlatTensors):
     def replace(self, index: int, tensor: torch.Tensor) -> None:
         """Set a tensor that has not been viewed yet.
 
-        The tensor is read only after the work that is queued so far on the current stream.
+        Fetches read the tensor after the work that is queued now on the current stream.
         """
         super().replace(index, tensor)
         if is_on_device(tensor):
@@ -140,23 +140,23 @@ class CrossingTensors(FlatTensors):
         Args:
             chunk: Index of the chunk.
             pieces: Parts of parameters to fetch; each parameter at most once.
-            changes: Returns whether a parameter, given by its index, is sent back.
+            changes: Function that returns whether a parameter, given by its index, is sent back.
         """
         if chunk in self._batches:
             return
         while len(self._sending) >= _MAX_SENDING:
             self._end(self._sending.popleft())
-        splits: dict[torch.device, _Split] = {}
+        by_device: dict[torch.device, _DevicePieces] = {}
         for piece in pieces:
             tensor = self._tensors[piece.parameter]
             if tensor is None or not is_on_device(tensor) or piece.start == piece.stop:
                 continue
-            split = splits.setdefault(tensor.device, _Split())
-            split.pieces.append(piece)
+            wanted = by_device.setdefault(tensor.device, _DevicePieces())
+            wanted.pieces.append(piece)
             if piece.parameter in self._given:
-                split.after.append(self._given[piece.parameter])
+                wanted.after.append(self._given[piece.parameter])
         self._batches[chunk] = [
-            self._fetch(device, split, changes) for device, split in splits.items()
+            self._fetch(device, wanted, changes) for device, wanted in by_device.items()
         ]
 
     def arrive(self, chunk: int) -> None:
@@ -207,17 +207,19 @@ class CrossingTensors(FlatTensors):
         return None
 
     def finish(self, pieces: Sequence[Piece]) -> None:
-        """Report that the elements of pieces, which have been viewed, are done."""
+        """Report that elements of pieces, which have been viewed, are not used any more."""
         super().finish([piece for piece in pieces if piece.parameter not in self._left])
 
-    def _fetch(self, device: torch.device, split: _Split, changes: Callable[[int], bool]) -> _Batch:
+    def _fetch(
+        self, device: torch.device, wanted: _DevicePieces, changes: Callable[[int], bool]
+    ) -> _Batch:
         boundary = boundary_of(device)
-        after = split.after
+        after = wanted.after
         if device in self._begun:
             after = [self._begun[device], *after]
         sizes = [
             (piece.stop - piece.start) * self._tensor(piece.parameter).itemsize
-            for piece in split.pieces
+            for piece in wanted.pieces
         ]
         places, total = [], 0
         for size in sizes:
@@ -226,7 +228,7 @@ class CrossingTensors(FlatTensors):
         memory = boundary.allocate(total)
         self._traffic.hold(memory.nbytes)
         parts, copies = [], []
-        for piece, place, size in zip(split.pieces, places, sizes, strict=True):
+        for piece, place, size in zip(wanted.pieces, places, sizes, strict=True):
             index, tensor = piece.parameter, self._tensor(piece.parameter)
             if index not in self._left:
                 self._left[index] = tensor.numel()
@@ -259,24 +261,24 @@ class CrossingTensors(FlatTensors):
 def flat_tensors(
     tensors: Sequence[torch.Tensor | None], *, writable: bool, traffic: Traffic
 ) -> FlatTensors:
-    """Return flat views of parameters or gradients, on any device; see `CrossingTensors`."""
+    """Return flat views of parameters or gradients, on any device; see `StagedTensors`."""
     if any_on_device(tensors):
-        return CrossingTensors(tensors, writable=writable, traffic=traffic)
+        return StagedTensors(tensors, writable=writable, traffic=traffic)
     return FlatTensors(tensors, writable=writable)
 
 
 @contextmanager
 def on_host(tensors: object, chunk: int, pieces: Sequence[Piece]) -> Iterator[None]:
-    """Hold parts of tensors in host memory within the block, and send all of them back after it.
+    """Stage parts of tensors in host memory for the block, and send all of them back after it.
 
-    Does nothing if `tensors` are not `CrossingTensors`.
+    Does nothing if `tensors` are not `StagedTensors`.
 
     Args:
         tensors: Source of the views.
         chunk: Index of the chunk.
-        pieces: Parts of parameters to hold; each parameter at most once.
+        pieces: Parts of parameters to stage; each parameter at most once.
     """
-    if not isinstance(tensors, CrossingTensors):
+    if not isinstance(tensors, StagedTensors):
         yield
         return
     tensors.prepare(chunk, pieces, lambda _: True)

@@ -9,7 +9,7 @@ from offload.engine.engine import Engine
 from offload.engine.reference import Position, is_reference, read_reference
 from offload.engine.seal import SealHandle
 from offload.engine.stats import Stats
-from offload.engine.strategy import StepStrategy, WaitedFor
+from offload.engine.strategy import InsideStep, StepStrategy
 from offload.engine.training_state import TrainingState
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "Stats",
     "StepStrategy",
     "TrainingState",
-    "WaitedFor",
+    "InsideStep",
     "is_reference",
     "read_reference",
 ]

@@ -41,10 +41,10 @@ _RESUMES = {
 """Advice on continuing from a checkpoint, by the module that runs the training."""
 
 _TAKES_BACK = ("accelerate.optimizer", "__init__")
-"""Function that immediately loads the state dict that it takes, so that nothing is written."""
+"""Function that takes a state dict and loads it back at once, so that nothing is saved."""
 
 _NEAR = 16
-"""Most frames between a library's save and the optimizer's `state_dict`: wrappers and
+"""Maximal number of frames between a library's save and the optimizer's `state_dict`: wrappers and
 decorators."""
 
 
@@ -52,7 +52,7 @@ def warn_unsealed(directory: str, step: int) -> None:
     """Warn that `state_dict` returns a reference to a state that has not been sealed.
 
     The warning points at the caller of `state_dict`, two calls above the caller of this function.
-    There is no warning if that caller is known to keep nothing of the reference.
+    No warning is given if that caller is known to discard the reference.
 
     Args:
         directory: The store's first directory.

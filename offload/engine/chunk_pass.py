@@ -42,8 +42,8 @@ class ChunkWork(Protocol):
         Args:
             chunk: Index of the chunk.
             arrays: The chunk's range of each state array, by name, in the stored dtype.
-            digests: Is told of each range of bytes as soon as the range is final; None if nothing
-                is to be digested early.
+            digests: Digests that are told of each range of bytes as soon as the range is final;
+                None if no bytes are digested during the update.
         """
         ...
 
@@ -79,9 +79,9 @@ class StatePass:
         target: Slot to write. It is the source itself if that is the working slot.
         chunks: Chunks in the order of their update.
         seal: Seal in flight that still copies parameters which the update changes, or None.
-        meter: Counts seconds.
-        run: Computes the remaining digests of a chunk on several threads.
-        lock: Held while the updater computes; None if it needs no lock.
+        meter: Meter that counts seconds.
+        run: Runner that computes the remaining digests of a chunk on several threads.
+        lock: Lock that is held while the updater computes; None if the updater needs no lock.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class StatePass:
         self.target = target
         self.chunks = chunks
         self.schedule: Iterable[int] = chunks
-        """Yields the chunks in their order, each as soon as it may be updated. Some of the last
-        chunks may be left out after a call of `announce` without them."""
+        """Iterable that yields the chunks in their order, each as soon as it may be updated. It may
+        leave out last chunks if `announce` has been called without them."""
         self._ring = RingPass(streamer, source=source, target=target, run=run)
         self._model_stops = streamer.layout.model_stops
         self.streamer = streamer
@@ -114,7 +114,7 @@ class StatePass:
         self._lock = nullcontext() if lock is None else lock
 
     def is_needed(self, chunk: int) -> bool:
-        """Return whether the pass must process a chunk: it is stepped, or moves to another slot."""
+        """Return whether the pass must step a chunk, or move it to another slot."""
         return self.source is not self.target or self.updater.touched(chunk)
 
     def announce(self, chunks: Sequence[int]) -> None:
@@ -136,15 +136,15 @@ class StatePass:
         """
         seal = self._seal
         self.announce(self.chunks)
-        ahead = dict(pairwise(self.chunks)) if self.schedule is self.chunks else {}
+        following = dict(pairwise(self.chunks)) if self.schedule is self.chunks else {}
         for chunk in self.schedule:
-            crosses = self.updater.prepare(chunk)
+            is_staged = self.updater.prepare(chunk)
             with self._ring.taken(chunk) as frame:
                 if seal is not None:
                     seal.wait_copied(self._model_stops[chunk])
-                if crosses:
-                    if chunk in ahead:
-                        self.updater.prepare(ahead[chunk])
+                if is_staged:
+                    if chunk in following:
+                        self.updater.prepare(following[chunk])
                     with self._meter.timed("wait_device_s", chunk=chunk):
                         self.updater.arrive(chunk)
                 with self._meter.timed("compute_s", chunk=chunk):
@@ -162,5 +162,5 @@ class StatePass:
     def _update(self, chunk: int, frame: Frame) -> None:
         work, digests = self.updater, frame.digests
         with frame.tensors_on(work.device, changes=True) as arrays, self._lock:
-            # No byte of a copy is final before the copy has been sent back to the frame.
+            # If `arrays` are copies, no byte is final before they are sent back to the frame.
             work.update(chunk, arrays, digests if frame.device == work.device else None)

@@ -1,7 +1,7 @@
-"""The calls of an optimizer, ordered: a step, a checkpoint, a restore, and the end.
+"""Engine of an optimizer: steps, checkpoints, restores and closing, in the right order.
 
-An engine has a `TrainingState`, which moves the state, and a `StepStrategy`, which says when steps
-are taken. This module only orders them.
+An engine has a `TrainingState`, which moves the state, and a `StepStrategy`, which decides when
+steps are taken. This module only coordinates the two.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from offload.engine.strategy import Metrics, StepStrategy
 from offload.engine.training_state import Groups, TrainingState
 from offload.format.layout import Layout
 from offload.format.train_state import encode
-from offload.format.unreadable import stopping
+from offload.format.unreadable import as_unreadable
+from offload.store.directories import NOTHING_CHANGED
 from offload.store.frozen_space import FrozenSpace
-from offload.store.places import NOTHING_CHANGED
 from offload.store.store import Store
 from offload.units import size
 
 
 class Engine:
-    """Carries out the calls of an optimizer, on its training state.
+    """Carries out an optimizer's calls on its training state.
 
     Args:
         state: The state, which the engine closes.
-        strategy: Takes the steps of that state.
+        strategy: Strategy that takes the steps.
     """
 
     has_warned = False
@@ -71,13 +71,13 @@ class Engine:
 
     @in_neutral
     def require_space(self, groups: Groups) -> None:
-        """Check names, parameters, rules and free space; touches nothing.
+        """Check names, parameters, rules and free space; changes no file.
 
-        Raises the errors that the first step would otherwise raise. Warns about pins of checkpoints
+        Raises errors that the first step would otherwise raise. Warns about pins of checkpoints
         that do not exist.
         """
         layout = self.lay_out(groups)
-        with stopping(NOTHING_CHANGED):
+        with as_unreadable(NOTHING_CHANGED):
             self.store.keeping.warn([path for path, _ in self.store.refused])
             self.store.require_space(layout, len(groups))
 
@@ -94,7 +94,7 @@ class Engine:
             self.strategy.laid_out()
 
     def join(self) -> None:
-        """Wait for a step that runs beside the model, or refuse to look at half a step.
+        """Wait for a step that runs beside the model, or raise if the state is half stepped.
 
         Raises what `StepStrategy.settle` does.
         """
@@ -178,7 +178,7 @@ class Engine:
         state.lifecycle.require_alive()
         self.join()
         state.collect_seal(wait=True)
-        self.store.look_again()
+        self.store.refresh()
         self.store.keeping.pin(name, which)
 
     def synchronize(self) -> None:
@@ -223,6 +223,6 @@ class Engine:
             return
         self.strategy.end()  # after an interrupt here, `close` can be called again
         try:
-            self.strategy.raise_late()
+            self.strategy.raise_pending()
         finally:
             self.state.close()

@@ -1,4 +1,4 @@
-"""Closing the engines of optimizers that nobody has closed before they are collected.
+"""Closing of the engines of optimizers that are garbage-collected before the user closes them.
 
 Garbage collection runs on any thread that allocates, in the middle of any operation. On that
 thread, an engine may be unable to wait for its own threads, or to start another thread.
@@ -43,13 +43,13 @@ def close_quietly(engine: Engine) -> None:
 
 @atexit.register
 def close_left_open() -> None:
-    """Close the engines that were put off; called when the next optimizer is made, and at exit."""
+    """Close the engines in `_left_open`; called when the next optimizer is made, and at exit."""
     while _left_open:
         close_quietly(_left_open.pop())
 
 
 def _is_starting_thread() -> bool:
-    """Return whether this thread is only being started."""
+    """Return whether this thread has not finished starting."""
     # A thread that is being started holds locks that joining or starting another thread needs.
     # The functions of `threading` take those locks, so its own table is read instead.
     return threading.get_ident() not in getattr(threading, "_active", {threading.get_ident()})

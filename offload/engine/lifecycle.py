@@ -14,19 +14,21 @@ _log = logging.getLogger("offload")
 
 
 class Lifecycle:
-    """The part of an engine that knows whether the engine can be used.
+    """Record of whether an engine can be used, and checks of it.
 
     Args:
         store: Store that this process has opened.
         memory: Memory of the state, which knows whether a transfer has failed.
-        decided: Whether the store has no checkpoints, or the user has decided about them.
+        decided: Whether the user has chosen to restore or to start over, or need not choose because
+            the store has no checkpoints.
     """
 
     def __init__(self, store: Store, memory: WorkingMemory, *, decided: bool) -> None:
         self.store = store
         self._memory = memory
         self.decided = decided
-        """Whether the store has no checkpoints, or the user has decided about them."""
+        """Whether the user has chosen to restore or to start over, or need not choose because the
+        store has no checkpoints."""
         self._pid = os.getpid()
         self.closed = False
         """Whether the optimizer refuses further calls."""
@@ -49,7 +51,8 @@ class Lifecycle:
         Raises:
             OffloadError: The optimizer is closed, or was made in another process.
             BrokenOptimizerError: The state is torn; says how to go on.
-            NotRestoredError: The store has checkpoints, and nobody has decided about them.
+            NotRestoredError: The store has checkpoints, and the user has neither restored one nor
+                started over.
         """
         self.require_alive()
         self.broken = self.why_broken()
@@ -71,7 +74,7 @@ class Lifecycle:
             return self.broken
         return f"a transfer of state failed ({reason_of(error)})"
 
-    def say_what_is_lost(self, num_steps: int) -> None:
+    def log_lost_steps(self, num_steps: int) -> None:
         """Log that no checkpoint has the last steps of this optimizer.
 
         Args:
@@ -100,7 +103,7 @@ class Lifecycle:
         return f"{how_to_resume()} to continue from {newest.path}"
 
     def require_alive(self) -> None:
-        """Raise `OffloadError` if it is closed, or was made in another process."""
+        """Raise `OffloadError` if the optimizer is closed, or was made in another process."""
         if self.closed:
             raise OffloadError("the optimizer is closed; construct it again")
         if os.getpid() != self._pid:

@@ -1,8 +1,8 @@
-"""References to state: the result of `state_dict()` says where the state is, and does not hold it.
+"""References to state, which `state_dict()` returns: they name the state and do not hold it.
 
 A reference names a store, a step and a generation, all by value. It can be loaded if it names the
 state that the optimizer is at already, or a sealed checkpoint of its store. A step number alone
-would be ambiguous: after going back to an older checkpoint, a store has another step 5 than before.
+would be ambiguous: if training goes back to step 4 and on again, the new step 5 is another state.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def is_reference(state_dict: Mapping[str, Any]) -> bool:
 def reference_of(state_dict: Mapping[str, Any]) -> Position | None:
     """Return the state that a reference names; None for a state dict that holds the state itself.
 
-    A reference is what `OffloadedOptimizer.state_dict` returns. It names the state and does not
-    hold it. `OffloadedOptimizer.find` returns the checkpoint that it names.
+    `OffloadedOptimizer.state_dict` returns a reference, which names the state and does not hold it.
+    `OffloadedOptimizer.find` returns the checkpoint that a reference names.
 
     Args:
         state_dict: State dict of an `OffloadedOptimizer` or of a torch optimizer. It may have been
@@ -77,7 +77,7 @@ def reference_of(state_dict: Mapping[str, Any]) -> Position | None:
 
 
 def reference_to(position: Position, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a reference to a position, which shares nothing with the optimizer.
+    """Return a reference to a position. It shares no objects with the optimizer.
 
     Scalar tensors and NumPy values become builtins; other values are copied. A reference has no
     ``state``, so that code which takes it for the state itself fails (`KeyError`), instead of going

@@ -29,7 +29,7 @@ def is_unchanged(
     Reads memory, not storage. The optimizer state cannot differ, because no step has been taken.
 
     Args:
-        sealed: Checkpoint that the optimizer is at.
+        sealed: Checkpoint of the present state.
         groups: Present ``param_groups``.
         table: Table of the parameters, with the present layout.
         stored: Present tensors of the model file.

@@ -18,9 +18,9 @@ from offload.engine.training_state import Groups, TrainingState
 from offload.errors import CheckpointError, DamagedError, MismatchError
 from offload.model.model_file import BlockBuffers, ModelImage, read_model
 from offload.model.parameters import Stored
-from offload.store.giving_up import give_up
 from offload.store.journal import log_event
 from offload.store.opening import StoredCheckpoint
+from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.stream.state_check import check_state
@@ -61,14 +61,14 @@ def restore(
     """
     store, lifecycle = state.store, state.lifecycle
     state.collect_seal(wait=True, errors=False)
-    store.look_again(warn_of_refused=False)
+    store.refresh(warn_of_refused=False)
     found = _choose(store, which, discard_newer=discard_newer)
     if found is None:
         if lifecycle.broken:
             lifecycle.require_usable()
         lifecycle.decided = True
         return None
-    store.keeping.require_none_after(found)
+    store.keeping.require_no_newer_pins(found)
     while True:
         started = time.perf_counter()
         try:
@@ -149,7 +149,7 @@ def _choose(
     Args:
         store: Store of the optimizer.
         which: Step number, or path or name of the checkpoint's directory; None for the newest.
-        discard_newer: Whether newer checkpoints may be given up.
+        discard_newer: Whether newer checkpoints may be withdrawn.
 
     Raises:
         CheckpointNotFoundError: No checkpoint has that step, path or name.
@@ -193,7 +193,7 @@ def _give_up_damaged(
     Raises:
         DamagedError: A newer checkpoint was quarantined already, so a person has to look.
     """
-    if refusal := give_up(store, damaged, error):
+    if refusal := try_to_quarantine(store, damaged, error):
         raise DamagedError(f"{error}. {refusal}") from error
     newest = store.newest
     if which is not None or newest is None:

@@ -1,4 +1,4 @@
-"""Sealing: turns the working slot into a checkpoint, behind training.
+"""Sealing: turns the working slot into a checkpoint, while training goes on.
 
 `capture` copies everything that the next forward pass may change (buffers, train state,
 hyper-parameters). `Seal` leaves the rest to a thread, which writes the parameters from the live
@@ -99,7 +99,7 @@ class SealHandle:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Content of a checkpoint, as of the moment at which it was asked for."""
+    """Content of a checkpoint, as of the call of `checkpoint`."""
 
     manifest: Manifest
     """Manifest of the checkpoint. Its digests are filled in as they become known."""
@@ -129,7 +129,7 @@ class Seal:
         captured: Content of the checkpoint.
         buffers: Memory for copying tensors.
         flush: State that is not in the slot yet.
-        meter: Counts the seconds that other threads wait for the seal.
+        meter: Meter that counts the seconds for which other threads wait for the seal.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Seal:
             self.run(succeeded)
 
     def cancel(self) -> bool:
-        """Keep the seal from beginning; return False if it has begun."""
+        """Prevent the seal from beginning; return False if it has begun already."""
         return self._claim()
 
     def _claim(self) -> bool:
@@ -206,8 +206,8 @@ class Seal:
             return
         started = time.perf_counter()
         try:
-            # A step that has begun since waits for this thread, and reading a watched parameter
-            # waits for that step. With watching off, this thread does not wait for itself.
+            # A step that has begun meanwhile waits for this thread, and reading a watched parameter
+            # waits for that step. Watching is off, so that this thread does not wait for itself.
             with torch._C.DisableTorchFunctionSubclass():
                 checkpoint = self._seal()
         except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
@@ -216,8 +216,8 @@ class Seal:
                 f"checkpoints are untouched: {reason_of(error)}"
             )
             failure.__cause__ = error
-            # After a failed write the content of the file is unknown, and data read back from it
-            # may exist only in a cache.
+            # After a failed write the content of the file is unknown. Data that is read back from
+            # the file may exist only in a cache.
             self.slot.model_leaves.forget(readable=False)
             self._flush.abandon()
             self._finish()
@@ -226,8 +226,8 @@ class Seal:
             written_bytes, seconds = self._written_bytes(), time.perf_counter() - started
             succeeded(written_bytes, seconds)
             self._finish()
-            # The thread that waits for the result may take as much memory again before this
-            # thread has ended.
+            # Freed now, because the thread that waits for the result may allocate as much memory
+            # before this thread has ended.
             del self._buffers, self._flush
             self.handle._future.set_result(checkpoint)
             log_event(
@@ -318,9 +318,9 @@ def capture(
     train_state: EncodedState,
     metrics: Mapping[str, float],
 ) -> Captured:
-    """Capture by value the content of a checkpoint of this moment, apart from its parameters.
+    """Copy the present content of a checkpoint, except for its parameters.
 
-    Data that is too large fails here, before a checkpoint is withdrawn.
+    Data that is too large raises an error here, before a checkpoint is withdrawn.
 
     Args:
         groups: ``param_groups`` of the optimizer.
@@ -356,10 +356,10 @@ def capture(
 
 
 def versions_of(stored: Iterable[Stored]) -> dict[str, int]:
-    """Return how often each tensor that a seal does not copy at once has been changed in place.
+    """Return, by name, how often each tensor has been changed in place.
 
-    The result is by name. Tensors that were made in inference mode do not count their changes, and
-    are left out.
+    Tensors that a seal copies at once are left out. So are tensors that were made in inference
+    mode, because torch does not count their changes.
     """
     # A step beside the model may be changing the tensors. Watching is off, so this does not wait.
     with torch._C.DisableTorchFunctionSubclass():

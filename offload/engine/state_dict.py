@@ -1,4 +1,4 @@
-"""Reading an optimizer's whole state, and replacing it by other state, through the ring."""
+"""State dicts: references, and the whole state, read or replaced through the ring."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from offload.exchange.torch_dicts import (
     read_state_dict,
     stated_steps,
 )
-from offload.store.giving_up import give_up
+from offload.store.quarantine_limit import try_to_quarantine
 from offload.stream.passes import RingPass
 from offload.update.decoder import StateDecoder, kept_arrays
 from offload.update.filler import ParameterState, StateFiller
 
 
-def refer(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
+def make_reference(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
     """Make a reference from torch's state dict; see `OffloadedOptimizer.state_dict`.
 
     Only that method may call this, because a warning points at the caller of that method.
@@ -68,7 +68,7 @@ def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any])
         try:
             resume(state, groups, found, parameters=False)
         except DamagedError as error:
-            refusal = give_up(engine.store, found, error)
+            refusal = try_to_quarantine(engine.store, found, error)
             raise DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}") from error
     check_groups(groups, hyper)
     load_groups(groups, hyper)
@@ -85,7 +85,7 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
     state.lifecycle.require_usable()
     engine.relayout(groups)
     table, layout = state.table, state.layout
-    held = MaterializedState(
+    materialized = MaterializedState(
         table.trainables,
         table.scalars,
         [kept_arrays(t.spec, layout) for t in table.trainables],
@@ -104,9 +104,9 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
             frame.tensors_on(HOST, changes=False) as arrays,
         ):
             for block in decoder.blocks(chunk, arrays):
-                held.copy(*block)
+                materialized.copy(*block)
     streamer.begin(state.slots.present, state.chunks())
-    return held
+    return materialized
 
 
 def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Passes of the state: how one begins, and what becomes of the state after it."""
+"""Passes over the state: their preparation, and the record of their success or failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.engine.chunk_pass import ChunkWork, StatePass
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError
 from offload.model.watch import announce_uses
-from offload.store.giving_up import give_up
+from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slot import Slot
 from offload.update.device_updater import DeviceUpdater
 from offload.update.rules import Scalars
@@ -29,13 +29,13 @@ def step_chunks(
         groups: ``param_groups`` of the optimizer.
         gradients: Gradient of each parameter in element-space order; None if it has none.
 
-    Raises what `StatePass.run` does; the state is broken then.
+    Raises the errors of `StatePass.run`. The state is broken after an error.
     """
     run_pass(state, begin_pass(state, groups, gradients))
 
 
 def run_pass(state: TrainingState, state_pass: StatePass) -> None:
-    """Run a pass on the calling thread, and take note of its end."""
+    """Run a pass on the calling thread, and record its success or failure."""
     try:
         pass_ended(state, state_pass, state_pass.run())
     except BaseException as error:
@@ -108,15 +108,15 @@ def pass_ended(state: TrainingState, state_pass: StatePass, scalars: list[Scalar
     """Record that a pass has succeeded, and read ahead for the next one."""
     state.table.scalars = scalars
     sealing = state.seal.slot if state.seal is not None else None
-    ring, left = state_pass.streamer, state.slots.moved_to(state_pass.target, sealing)
-    if left is not None:
+    ring, previous = state_pass.streamer, state.slots.moved_to(state_pass.target, sealing)
+    if previous is not None:
         ring.synchronize()
-        state.store.release(left)
+        state.store.release(previous)
     ring.begin(state.slots.present, state.chunks())
 
 
 def pass_failed(state: TrainingState, state_pass: StatePass, error: BaseException) -> BaseException:
-    """Record that a pass has failed half way, so that only a restore helps.
+    """Record that a pass has failed half way, after which only a restore can continue.
 
     Returns:
         The exception to raise.
@@ -128,5 +128,5 @@ def pass_failed(state: TrainingState, state_pass: StatePass, error: BaseExceptio
         return error
     refusal = ""
     for checkpoint in [c for c in state.store.checkpoints if c.slot is state_pass.source]:
-        refusal = give_up(state.store, checkpoint, error)
+        refusal = try_to_quarantine(state.store, checkpoint, error)
     return DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}")

@@ -42,8 +42,7 @@ class Stats:
 
     beside_s: float
     """Seconds that steps took on their own thread beside the model, with ``Options(overlap=...)``.
-    The computing and waiting times below are parts of this time and of `step_s`, and of nothing
-    else."""
+    The computing and waiting times below are parts of this time and of `step_s` only."""
 
     compute_s: float
     """Seconds of updating: gathering gradients, torch's step, casting back."""
@@ -123,8 +122,8 @@ class Stats:
     measured."""
 
     drive_mixed_gbps: float
-    """Measured rate of reading and writing as much at the same time, both together, in gigabytes
-    (1e9 bytes) per second; 0 if it was not measured."""
+    """Measured rate of reading and writing equal amounts at the same time, as the sum of both, in
+    gigabytes (1e9 bytes) per second; 0 if it was not measured."""
 
     drive_bytes: int
     """Size in bytes of the file systems that hold the state; 0 if it is not known."""
@@ -143,7 +142,7 @@ class Stats:
     def drive_writes(self) -> float:
         """Number of times that the drive's size has been written; 0 if its size is not known.
 
-        Flash drives are sold with the number of such writes that they endure: some hundreds for
+        Vendors of flash drives state how many such writes a drive endures: some hundreds for
         consumer drives (a 1 TB drive rated at 600 TBW endures 600), thousands for data centre
         drives.
         """
@@ -198,7 +197,7 @@ class Stats:
         # The first step reads nothing, and its writes may still be in progress.
         lines += [line] if (line := f"{moved} {measured}".strip()) else []
         lines.append(f"{size(self.bytes_written)} written")
-        if self.drive_writes >= _FEWEST_WRITES:
+        if self.drive_writes >= _MIN_SHOWN_WRITES:
             digits = ",.0f" if self.drive_writes >= 10 else ".2g"
             lines[-1] += f", {self.drive_writes:{digits}} full drive writes"
         return "\n".join(lines)
@@ -214,7 +213,7 @@ class Stats:
         return f"{many(self.steps, 'step')} of {count(self.num_parameters)} parameters"
 
 
-_FEWEST_WRITES = 1e-4
+_MIN_SHOWN_WRITES = 1e-4
 """Smallest number of full drive writes that `summary` shows."""
 
 

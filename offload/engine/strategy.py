@@ -1,4 +1,4 @@
-"""Step strategies: when the chunks of a step are updated, and who waits for that."""
+"""Step strategies, which decide when the chunks of a step are updated."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ keeps its metrics."""
 
 
 class StepStrategy(Protocol):
-    """How an engine takes its steps.
+    """Way in which an engine takes its steps.
 
-    A strategy works on the engine's `TrainingState` and does not know the engine. While a step of
-    it is in progress the state is not at rest: the engine calls `settle`, or `give_up`, before it
+    A strategy works on the engine's `TrainingState` and does not know the engine. The state is not
+    at rest while a step is in progress. The engine therefore calls `settle` or `give_up` before it
     does anything else with the state.
     """
 
@@ -39,7 +39,7 @@ class StepStrategy(Protocol):
         ...
 
     def step(self, groups: Groups) -> None:
-        """Update every parameter that has a gradient, or begin to."""
+        """Update every parameter that has a gradient, or begin to update them."""
         ...
 
     def before_hooks(self) -> None:
@@ -50,11 +50,11 @@ class StepStrategy(Protocol):
         """Bring the state to rest, for a call of the user.
 
         Args:
-            call: Name of the call, for people.
+            call: Name of the call, for messages.
 
         Raises:
             OverlapError: The state is half stepped, and stays so until the user calls `step`.
-            BaseException: The step in progress failed, and nobody has been told.
+            BaseException: The step in progress failed, and its error has not been raised before.
         """
         ...
 
@@ -65,40 +65,42 @@ class StepStrategy(Protocol):
 
         Returns:
             The handle of the checkpoint; None if the state is at rest now, so that the caller can
-            make the checkpoint. Raises what `settle` does.
+            make the checkpoint.
+
+        Raises the errors of `settle`.
         """
         ...
 
     def give_up(self) -> None:
-        """Bring the state to rest, whatever becomes of the step in progress; for a restore."""
+        """Bring the state to rest for a restore, even if the step in progress fails."""
         ...
 
     def restored(self) -> None:
-        """Take note that the state is that of a checkpoint."""
+        """Record that the state has been restored from a checkpoint."""
         ...
 
     def laid_out(self) -> None:
-        """Take note that the state has another layout than before."""
+        """Record that the layout of the state has changed."""
         ...
 
     def added(self, groups: Groups) -> None:
-        """Take note that the user has added a parameter group."""
+        """Record that the user has added a parameter group."""
         ...
 
     def end(self) -> None:
-        """Wait for, or give up, the step in progress, and leave the model alone from now on.
+        """Wait for the step in progress, or give it up, and stop following the model.
 
-        If it is interrupted, it can be called again.
+        If this method is interrupted, it can be called again.
         """
         ...
 
-    def raise_late(self) -> None:
-        """Raise the error of a step, or of a checkpoint at its end, that no caller has seen."""
+    def raise_pending(self) -> None:
+        """Raise an error that a step, or a checkpoint at its end, has left unraised."""
         ...
 
 
-class WaitedFor:
-    """Steps that have ended when `step` returns.
+class InsideStep:
+    """Strategy whose steps have ended when `step` returns.
 
     Args:
         state: Training state of the engine.
@@ -108,7 +110,7 @@ class WaitedFor:
         self._state = state
 
     def step(self, groups: Groups) -> None:
-        """Update every parameter that has a gradient, and wait for that."""
+        """Update every parameter that has a gradient, and wait until this is done."""
         take_step(self._state, groups)
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:
@@ -150,12 +152,12 @@ class WaitedFor:
     def end(self) -> None:
         """Do nothing: no step is in progress."""
 
-    def raise_late(self) -> None:
+    def raise_pending(self) -> None:
         """Do nothing: every error has been raised."""
 
 
 def take_step(state: TrainingState, groups: Groups) -> None:
-    """Update every parameter that has a gradient, and wait for that.
+    """Update every parameter that has a gradient, and wait until this is done.
 
     Args:
         state: The state.

@@ -121,24 +121,23 @@ class TrainingState:
         self.compute: Compute | None = None
         """Runs work on the device that state is updated on; None for the CPU."""
         self.seal: Seal | None = None
-        """The seal that has begun, until `collect_seal` has taken note of its end."""
+        """The seal that has begun, until `collect_seal` has recorded its end."""
         self.run_id = uuid.uuid4().hex
-        """Names this object among all that have used the store."""
+        """Identity of this object among all optimizers that have used the store."""
         self.num_steps = 0
         """Optimizer steps taken."""
         self.gradient_factors: tuple[float, ...] = ()
-        """Factors that gradients are multiplied by, one after the other, in steps that begin
-        now."""
+        """Factors by which steps that begin now multiply gradients, one after the other."""
         self.order = ChunkOrder()
         self.update_lock: AbstractContextManager[object] | None = None
-        """Held while torch's own step runs on a chunk; None if nothing else can disturb it."""
+        """Lock that is held while torch's own step runs on a chunk; None if no lock is needed."""
 
     @property
     def layout(self) -> Layout:
         """The layout of the present state.
 
         Raises:
-            RuntimeError: There is none yet.
+            RuntimeError: The state has not been laid out yet.
         """
         if self.table.layout is None:
             raise RuntimeError("the store has not been laid out")
@@ -149,18 +148,18 @@ class TrainingState:
         return self.order.of(self.layout)
 
     def ring(self) -> Streamer:
-        """Return the streamer, whose ring is made now if there is none."""
+        """Return the streamer; its ring is allocated at the first call."""
         return self.memory.ring(self.layout, self.compute)
 
     def block_buffers(self) -> BlockBuffers:
         """Return the buffers of ``model.safetensors``, ready for the parameters' devices."""
         blocks = self.memory.blocks(self.layout)
-        return blocks.serve({t.tensor.device for t in self.table.trainables} - {HOST})
+        return blocks.page_lock_for({t.tensor.device for t in self.table.trainables} - {HOST})
 
     def choose_device(
         self, groups: Groups, layout: Layout, trainables: Sequence[Any]
     ) -> Compute | None:
-        """Return what computes on the device that a state is to be updated on; None for the CPU."""
+        """Return the `Compute` of the device that will update a state; None for the CPU."""
         return self._placement.choose(groups, layout, trainables)
 
     def relayout(self, groups: Groups) -> bool:
@@ -170,11 +169,11 @@ class TrainingState:
             groups: ``param_groups`` of the optimizer.
 
         Returns:
-            Whether there was a layout before, and there is another one now.
+            Whether an earlier layout has been replaced by another one.
 
         Raises:
             SlotFullError: There is no space. Nothing has changed.
-            gds.StorageError: Another failure.
+            gds.StorageError: Another operation on a file failed.
         """
         layout, trainables = self.table.describe(groups)
         before, present = self.table.layout, self.slots.present
@@ -204,7 +203,7 @@ class TrainingState:
             self.seal = seal  # set before the seal begins, as the start may be interrupted
             seal.start(self.meter.count_seal)
         except BaseException:
-            if seal is None or seal.cancel():  # else it goes on
+            if seal is None or seal.cancel():  # otherwise the seal goes on
                 self.seal = None
                 ring.thaw()
                 self.store.sealing.end()
@@ -228,7 +227,7 @@ class TrainingState:
         if seal is None or not (wait or seal.handle.done()):
             return
         with self.meter.timed("wait_seal_s"):
-            seal.handle.wait()  # an interrupt leaves `_seal` set, with the seal in flight
+            seal.handle.wait()  # an interrupt leaves `seal` set, with the seal in flight
         self.seal = None
         lifecycle, slots = self.lifecycle, self.slots
         try:
@@ -281,4 +280,4 @@ class TrainingState:
             self.lifecycle.released = True
         self.store.journal.tell()
         if self.meter.steps > self.lifecycle.steps_settled:
-            self.lifecycle.say_what_is_lost(self.meter.steps - self.lifecycle.steps_settled)
+            self.lifecycle.log_lost_steps(self.meter.steps - self.lifecycle.steps_settled)

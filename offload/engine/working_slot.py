@@ -28,13 +28,13 @@ class StateSlots:
         self.present: Slot | None = None
         self.is_working = False
         self.sealed: StoredCheckpoint | None = None
-        """Checkpoint that the present state is, if no step has been taken since."""
+        """Checkpoint of the present state; None if it has none, as after every step."""
         self._reserved: Slot | None = None
-        """Slot of a new layout, acquired in advance so that a full disk is noticed in time; or the
-        target of a pass that failed half way."""
+        """Slot of a new layout, acquired in advance so that a full disk is noticed before a pass
+        begins; or the target of a pass that failed half way."""
 
     def target(self, layout: Layout, num_groups: int) -> Slot:
-        """Return the slot that the next pass writes: the working slot, a reserved or a new one.
+        """Return the slot that the next pass writes: the working, a reserved or a new slot.
 
         Raises:
             StoreBusyError: Readers hold every expired checkpoint.
@@ -67,7 +67,7 @@ class StateSlots:
 
         Args:
             target: Result of the method `target`.
-            sealing: Slot that is about to be a checkpoint, or None.
+            sealing: Slot that is being sealed, or None.
 
         Returns:
             The previous slot, which the caller releases; None if it is the target, or is or will be

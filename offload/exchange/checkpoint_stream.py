@@ -11,12 +11,12 @@ import torch
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.sealed_slot import SealedSlot
-from offload.checkpoint.second_look import look_again
+from offload.checkpoint.second_read import reread_and_check
 from offload.format.arrays import MASTER
 from offload.format.layout import Layout
 from offload.stream.passes import RingPass, ring_for_one_pass
 from offload.update.decoder import (
-    Block,
+    DecodedBlock,
     StateDecoder,
     StoredParameters,
     has_master,
@@ -86,7 +86,7 @@ class CheckpointStream:
             members[spec.group].append(positions[spec.name])
         return members
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[DecodedBlock]:
         """Yield the FP32 state block by block, as the next step would see it.
 
         Every chunk is compared with its digests.
@@ -122,7 +122,7 @@ class CheckpointStream:
             digest = partial(self._slot.context.digest, block.array, block.index)
             found = digest(memoryview(data))
             if found != block.digest:
-                again = look_again(
+                again = reread_and_check(
                     file,
                     block.offset,
                     block.nbytes,

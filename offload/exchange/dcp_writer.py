@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from offload.exchange.checkpoint_stream import CheckpointStream
 from offload.exchange.destination import torch_writing
 from offload.format.arrays import MASTER
-from offload.update.decoder import STATE_BLOCK_ELEMENTS, Block, cut_pieces
+from offload.update.decoder import STATE_BLOCK_ELEMENTS, DecodedBlock, cut_by_parameter
 from offload.update.dtypes import DTYPES
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -129,8 +129,8 @@ class _StreamingPlanner(DefaultSavePlanner):
         super().__init__()
         self._stream = stream
         self._tensors = tensors
-        self._blocks: Iterator[Block] | None = None
-        self._block: Block = (-1, 0, {})
+        self._blocks: Iterator[DecodedBlock] | None = None
+        self._block: DecodedBlock = (-1, 0, {})
         self._written: torch.Tensor | None = None
         self._ranges: dict[tuple[str, tuple[int, ...]], tuple[_Source, int, int]] = {}
 
@@ -155,7 +155,7 @@ class _StreamingPlanner(DefaultSavePlanner):
                 if not math.prod(source.shape):  # an empty tensor is in no block
                     items += self._boxes(item, source, 0, 0)
         for chunk in layout.plans:
-            for span in cut_pieces(chunk):
+            for span in cut_by_parameter(chunk):
                 (piece,) = span.pieces
                 for name in self._stream.exported_arrays(piece.parameter):
                     found = state.get((piece.parameter, name))

@@ -214,7 +214,7 @@ def _open_store(
 
 
 class _SourceParameters:
-    """Live parameters, computed from the source each time they are read; implements `Live`."""
+    """Live parameters, computed from the source at each read; implements `ParameterViews`."""
 
     def __init__(self, parameters: Sequence[ForeignParameter]) -> None:
         self._parameters = parameters

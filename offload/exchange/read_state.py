@@ -15,7 +15,7 @@ from offload.format.chunk_plan import Span
 from offload.update.decoder import (
     StateDecoder,
     StoredParameters,
-    cut_pieces,
+    cut_by_parameter,
     has_master,
     kept_arrays,
 )
@@ -74,7 +74,7 @@ def _read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
         decoder = StateDecoder(layout, manifest.scalars, live)
         has_state = manifest.scalars[index] is not None
         for chunk in layout.chunks_of(index):
-            for span in cut_pieces(layout.plans[chunk]):
+            for span in cut_by_parameter(layout.plans[chunk]):
                 (piece,) = span.pieces
                 if piece.parameter != index:
                     continue

@@ -106,7 +106,7 @@ class MaterializedState:
                 self.masters[parameter] = _empty(shape)
 
     def copy(self, index: int, start: int, values: Mapping[str, torch.Tensor]) -> None:
-        """Copy one block of a parameter's state into the tensors in memory; see `decoder.Block`.
+        """Copy one block of a parameter's state into the tensors in memory; see `DecodedBlock`.
 
         Args:
             index: Index of the parameter in the layout.

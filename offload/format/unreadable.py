@@ -68,7 +68,7 @@ def unreadable(error: StorageError, *, checkpoint: str = "", then: str = "") -> 
 
 
 @contextmanager
-def stopping(then: str) -> Iterator[None]:
+def as_unreadable(then: str) -> Iterator[None]:
     """Turn every storage error of the body into an `UnreadableError`.
 
     Args:

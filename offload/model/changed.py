@@ -1,4 +1,4 @@
-"""Error message about a parameter that has changed since its state was laid out."""
+"""Error about a parameter that has changed since its state was laid out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from offload.errors import MismatchError
 from offload.format.layout import ParameterSpec
 
 
-def changed(
+def changed_error(
     before: ParameterSpec,
     now: ParameterSpec,
     parameter: torch.Tensor,

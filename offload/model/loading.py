@@ -30,13 +30,13 @@ def load_parameters(
 ) -> int:
     """Load a checkpoint's parameters and buffers into a model, and check their digests.
 
-    Reads ``model.safetensors`` only, block by block: 2 bytes per bf16 parameter. The parts on
-    drives other than the first are not needed.
+    Only ``model.safetensors`` is read, block by block: 2 bytes per bf16 parameter. Parts on drives
+    other than the first are not needed.
 
     Args:
         model: Model, changed in place. It is not changed if names, shapes or dtypes differ.
-        checkpoint: A checkpoint directory; or a store, which stands for its newest checkpoint. If
-            that one is damaged, the previous checkpoint is used, with a warning.
+        checkpoint: A checkpoint directory; or a store, for its newest checkpoint. If the newest
+            checkpoint is damaged, the previous one is used, with a warning.
         backend: Backend of the checkpoint; the local file system by default.
 
     Returns:
@@ -103,7 +103,7 @@ def check_same(
         live: Dtype and shape of the model's tensors, by name.
         path: Path of the checkpoint.
         call: Call of the user, for the message.
-        instead: Advice for a checkpoint of another model: the end of a sentence.
+        instead: Advice for a checkpoint of another model, as the end of a sentence.
 
     Raises:
         MismatchError: The tensors differ; lists the first few differences.

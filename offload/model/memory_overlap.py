@@ -71,20 +71,19 @@ class MemoryCheck:
 def find_overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     """Return the numbers of two tensors that have an element in common; None if there are none.
 
-    The numbers are in ascending order. The same number twice stands for a tensor that has two
-    elements at one place. The result is exact to the byte: views of one storage whose elements
-    interleave do not overlap. No element is read. If the address ranges of tensors cross, which is
-    rare, the check takes host memory: at most a byte for each byte of the ranges, and usually a
-    byte for each element.
+    The numbers are in ascending order. They are equal if one tensor has two elements at the same
+    place. The result is exact to the byte: views of one storage whose elements interleave do not
+    overlap. No element is read. If the address ranges of tensors cross, which is rare, the check
+    takes host memory: at most a byte for each byte of the ranges, usually a byte for each element.
     """
     spans = []
     for number, tensor in enumerate(tensors):
         start = _address(tensor)
         if start and tensor.numel():
-            if not _is_apart(tensor):
+            if not _has_distinct_elements(tensor):
                 return number, number
             spans.append((str(tensor.device), start, start + _span_bytes(tensor), number))
-    for group in _crossing(sorted(spans)):
+    for group in _crossing_groups(sorted(spans)):
         mask = _Mask([tensors[number] for number in group])
         for position, number in enumerate(group):
             if mask.add(tensors[number]):
@@ -99,7 +98,8 @@ def find_overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
 class Spans:
     """Address ranges of some tensors, each from its first byte to its last.
 
-    It reads addresses without announcing a use (see `watch`), because a step may be running.
+    Addresses are read without announcing a use of the tensor (see `watch`), because a step may be
+    running.
 
     Args:
         tensors: Tensors whose ranges are recorded.
@@ -170,7 +170,7 @@ class _Mask:
         return int(self._used.sum(dtype=torch.int64).item())
 
 
-def _is_apart(tensor: torch.Tensor) -> bool:
+def _has_distinct_elements(tensor: torch.Tensor) -> bool:
     """Return whether no two elements of a tensor are at the same place."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -184,8 +184,8 @@ def _is_apart(tensor: torch.Tensor) -> bool:
     return mask.count() == tensor.numel()
 
 
-def _crossing(spans: Iterable[tuple[str, int, int, int]]) -> Iterator[list[int]]:
-    """Group address ranges that cross; yield the numbers of each group of more than one.
+def _crossing_groups(spans: Iterable[tuple[str, int, int, int]]) -> Iterator[list[int]]:
+    """Yield the numbers of the tensors in each group of two or more crossing address ranges.
 
     Args:
         spans: Device, first byte, one past the last, and number of each tensor; sorted.
@@ -210,7 +210,10 @@ def _span_bytes(tensor: torch.Tensor) -> int:
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> tuple[_Place, ...]:
-    """Return addresses, and strides if not contiguous. The layout checks sizes and dtypes."""
+    """Return the address of each tensor, with its strides if it is not contiguous.
+
+    Sizes and dtypes are checked with the layout.
+    """
     return tuple(_address(t) if t.is_contiguous() else (_address(t), t.stride()) for t in tensors)
 
 

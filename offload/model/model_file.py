@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from gds import ALIGNMENT, Backend, Buffer, File, IOFuture
-from offload.checkpoint.second_look import look_again
+from offload.checkpoint.second_read import reread_and_check
 from offload.device.boundary import (
     Copies,
     Event,
@@ -50,7 +50,7 @@ class BlockBuffers:
             torch.frombuffer(buffer.memoryview(), dtype=torch.uint8) for buffer in self._buffers
         ]
 
-    def serve(self, devices: Iterable[torch.device]) -> BlockBuffers:
+    def page_lock_for(self, devices: Iterable[torch.device]) -> BlockBuffers:
         """Page-lock the two buffers for fast copies from and to these devices; return self."""
         for device in devices:
             if device not in self._locked:
@@ -105,8 +105,8 @@ class ModelImage:
         self._staged: dict[int, torch.Tensor] = {}
         self._marks = marks_of(self._tensors) if marks is None else marks
         self._traffic = traffic or Traffic()
-        # A tensor made in inference mode can be written in that mode only. A model that is not
-        # trained may have such tensors.
+        # A tensor that was made in inference mode can be written in that mode only. A model that is
+        # not trained may have such tensors.
         self._in_inference = any(t.is_inference() for t in self._tensors)
         self.data_start = header.data_start
         self.data_bytes = header.file_bytes - header.data_start
@@ -186,7 +186,7 @@ class ModelImage:
 
     def _flat(self, index: int) -> torch.Tensor:
         tensor = self._tensors[index].detach()
-        # Memory of a conjugated or negated view does not hold the values of the tensor itself.
+        # The memory of a conjugated or negated view holds other values than the view.
         if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             return tensor.reshape(-1).view(torch.uint8)
         if index not in self._staged:
@@ -219,7 +219,7 @@ def read_model(
 ) -> None:
     """Read a model file's data into the live tensors, and check every block's digest.
 
-    A block that is wrong is read a second time before an error is raised: see `second_look`.
+    A block that is wrong is read a second time before an error is raised: see `second_read`.
 
     Args:
         image: Live tensors; overwritten.
@@ -254,7 +254,7 @@ def read_model(
             if found != expected[index]:
                 offset, nbytes = image.data_start + start, stop - start
                 digest = partial(context.digest, MODEL_ARRAY, index)
-                again = look_again(
+                again = reread_and_check(
                     file, offset, nbytes, digest, found=found, expected=expected[index]
                 )
                 data = torch.frombuffer(again.memoryview(), dtype=torch.uint8)

@@ -96,9 +96,9 @@ def write_model(
         context: Store and generation of the digests.
         known: Known leaves of the file; updated. If this function raises, they are wrong, and the
             caller must forget them.
-        copied: Called after each block with the number of bytes copied so far. From then on, live
-            tensors before that byte may change.
-        changing: Ranges that are not worth reading back; None for the whole file.
+        copied: Function that is called after each block with the number of bytes copied so far.
+            From then on, live tensors before that byte may change.
+        changing: Ranges that are never read back, because they change; None for the whole file.
         source: Source from which unchanged leaves may be cloned; None if there is none.
 
     Returns:

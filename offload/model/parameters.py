@@ -1,4 +1,4 @@
-"""Live tensors, and their names in files."""
+"""Live tensors of a training: their names in files, and checks of them."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def describe_parameters(
         model: Module that names the parameters; None for the groups' own names.
         rule: Rule that determines a parameter's state arrays.
         state_format: Stored form of the arrays.
-        also: Names of frozen parameters that are described as well.
+        also: Names of parameters that are described even if they are frozen.
         constructed: Whether the optimizer exists already. The model then had its parameters once,
-            and the error for a model without them says so.
+            and the error for a model without them says that they were replaced.
 
     Raises:
         UnsupportedParameterError: A parameter cannot be updated; names it and says why.

@@ -1,7 +1,7 @@
 """Refusal of training by several processes, before any directory is touched.
 
-A store has one writer. If each rank of a training had its own store, the ranks would take
-checkpoints at different moments, and continue from different steps after a kill.
+A store has one writer. If each rank of a training had its own store, the ranks would make
+checkpoints at different steps, and continue from different steps after a kill.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def require_one_process(process_group: ProcessGroup, model: torch.nn.Module | No
             "process_group takes None, or offload.SEPARATE for a separate model in each process; "
             f"got {type(process_group).__name__}: process groups are not accepted yet"
         )
-    if process_group is None and (found := _several()):
+    if process_group is None and (found := _detected_ranks()):
         raise ProcessGroupError(
             f"{found}, but a store belongs to one process: training one model with several ranks "
             "is not supported yet. If each rank trains a separate model, pass "
@@ -80,7 +80,7 @@ def require_whole(name: str, tensor: torch.Tensor) -> None:
     Raises:
         UnsupportedParameterError: The tensor is a DTensor; names it.
     """
-    # The import of this module takes long. As long as it is not imported, there is no DTensor.
+    # Importing this module takes long. If it has not been imported, no DTensor exists.
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and isinstance(tensor, module.DTensor):
         raise UnsupportedParameterError(
@@ -106,8 +106,8 @@ def _require_unwrapped(model: torch.nn.Module) -> None:
             )
 
 
-def _several() -> str:
-    """Return how several ranks were detected, for a message; empty if they were not."""
+def _detected_ranks() -> str:
+    """Return, for a message, how several ranks were detected; empty if they were not."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()

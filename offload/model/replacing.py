@@ -2,9 +2,9 @@
 
 With ``overlap="backward"``, a model whose parameters are half stepped refuses requests for its
 state dict, because a copy of the values would be worthless. A restore may request the state dict,
-because it overwrites the parameters. Code that lays out the state may as well, because it reads
-only names, shapes and dtypes. With ``overlap="forward"``, a request by such code does not wait for
-the step.
+because it overwrites the parameters. Code that lays out the state may request it, too, because it
+reads only names, shapes and dtypes. With ``overlap="forward"``, the request does not wait for the
+step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _of_thread = _OfThread()
 
 @contextmanager
 def replacing() -> Iterator[None]:
-    """Allow requests for a model's tensors within the block, to overwrite their values."""
+    """Allow requests for a state dict within the block, to overwrite the values."""
     _of_thread.depth += 1
     try:
         yield
@@ -41,7 +41,7 @@ def is_replacing() -> bool:
 
 @contextmanager
 def describing() -> Iterator[None]:
-    """Allow requests for a model's tensors within the block, to read names, shapes and dtypes."""
+    """Allow requests for a state dict within the block, to read names, shapes and dtypes."""
     _of_thread.describing += 1
     try:
         yield

@@ -11,7 +11,7 @@ import torch
 from offload.errors import MismatchError
 from offload.format.arrays import NEW_STORES_COUNT_FROM, StateFormat
 from offload.format.layout import Layout, element_space_order, model_order
-from offload.model.changed import changed
+from offload.model.changed import changed_error
 from offload.model.memory_overlap import MemoryCheck
 from offload.model.parameters import (
     Stored,
@@ -32,7 +32,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class ParameterTable:
-    """Table that follows ``param_groups``, which libraries rewrite, and keeps elements in place.
+    """Table that follows changes of ``param_groups``, and keeps known parameters in place.
 
     Args:
         rule: Rule that determines the state arrays of a group's parameters.
@@ -68,7 +68,7 @@ class ParameterTable:
         self._frozen: set[str] | None = None
         """Names of the model's parameters that were frozen and in no group at the first `describe`.
         A name is removed once a warning has covered it."""
-        self._has_told_of_names = False
+        self._has_logged_missing_model = False
 
     def describe(self, groups: Groups) -> tuple[Layout, list[Trainable]]:
         """Lay out the present groups and model; known parameters keep their place.
@@ -90,7 +90,7 @@ class ParameterTable:
         for trainable in self.trainables:
             now = found.pop(trainable.tensor, trainable)  # a parameter frozen later keeps its state
             if now.spec != trainable.spec:
-                raise changed(trainable.spec, now.spec, trainable.tensor, self.model)
+                raise changed_error(trainable.spec, now.spec, trainable.tensor, self.model)
             trainables.append(trainable)
         new = {t.spec.name: t for t in found.values()}
         names = {t.spec.name for t in trainables}
@@ -115,16 +115,16 @@ class ParameterTable:
         with describing():
             stored = [item.spec for item in describe_model(self.model, groups, trainables)]
         model = model_order(stored[: len(trainables)], stored[len(trainables) :])
-        grid = self.layout.chunk_elements if self.layout else self._chunk_elements
+        chunk_elements = self.layout.chunk_elements if self.layout else self._chunk_elements
         shares = self.layout.shares if self.layout else self.shares
         specs = [t.spec for t in trainables]
         state_dtype = self.state_format.state_dtype
         counts_from = self.layout.counts_from if self.layout else NEW_STORES_COUNT_FROM
-        layout = Layout(tuple(specs), model, grid, state_dtype, shares, counts_from)
+        layout = Layout(tuple(specs), model, chunk_elements, state_dtype, shares, counts_from)
         return layout, trainables
 
     def is_current(self, groups: Groups) -> bool:
-        """Return whether the layout still fits the groups. Fast enough for every step."""
+        """Return whether the layout still fits the groups; fast enough for every step."""
         if self.layout is None:
             return False
         known = {id(t.tensor): t.spec.group for t in self.trainables}
@@ -174,11 +174,11 @@ class ParameterTable:
     def stored(self, groups: Groups) -> list[Stored]:
         """Return the present tensors of ``model.safetensors``, for a checkpoint.
 
-        Logs two facts, once each, that a user may not expect: without a model there are no buffers
-        in checkpoints, and a parameter that was unfrozen is not trained.
+        This logs two facts that users may not expect, once each: without a model, checkpoints have
+        no buffers; and a parameter that was unfrozen but is in no group is not trained.
         """
-        if self.model is None and not self._has_told_of_names:
-            self._has_told_of_names = True
+        if self.model is None and not self._has_logged_missing_model:
+            self._has_logged_missing_model = True
             _log.info(
                 "checkpoints have the parameters that the optimizer was given, and no buffers "
                 "(such as those of BatchNorm) and no other parameters, because model= was left "

@@ -1,4 +1,4 @@
-"""Watches of tensors: a use of a watched tensor through torch's Python API is announced first.
+"""Watches of tensors, which announce each use of a tensor through torch's Python API.
 
 torch looks at the class of each tensor argument of a function, and calls ``__torch_function__`` of
 a class that has one. A watched tensor therefore gets another class for a while: a subclass of its
@@ -11,8 +11,8 @@ A watch does not catch code that reads the memory without calling torch: NumPy a
 tensors that share the memory or obtain it by ``q.data = p`` or ``q.set_(p)``. Nor does it catch the
 few functions that never call ``__torch_function__``: ``torch.tensor(p)``,
 ``torch.func.grad(f)(p)``, scripted functions, and extensions that are bound without torch's
-dispatcher. Methods of the tensor itself that torch does not announce are announced here; a test
-calls all of them.
+dispatcher. Methods of the tensor for which torch does not call ``__torch_function__`` are announced
+by this module; a test calls all of them.
 
 Nor does it catch code under ``torch._C.DisableTorchFunctionSubclass``. The optimizer's own threads
 use this deliberately.
@@ -104,11 +104,11 @@ class Watch:
     """Announces each use of a set of tensors.
 
     Args:
-        before_use: Called with a watched tensor before it is used, on the thread of the use. Called
-            with None if one or several watched tensors are used and it is not known which. The use
-            raises the errors of this function. If it returns True, the tensor gets its own class
-            back, for good unless `after_use` is given. Otherwise the tensor is used as it is and
-            stays watched.
+        before_use: Function that is called with a watched tensor before it is used, on the thread
+            of the use. The argument is None if at least one watched tensor is used and it is not
+            known which. The use raises the errors of this function. If the function returns True,
+            the tensor gets its own class back, for good unless `after_use` is given. Otherwise the
+            tensor is used as it is and stays watched.
         label: Part of the names of the subclasses.
         after_use: If given, a tensor that got its own class back for a call of a function is
             watched again after the call; `after_use` is then called with the tensor, the function
@@ -136,7 +136,7 @@ class Watch:
     def add(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Watch tensors, and return those that cannot be watched because their class is fixed.
 
-        If another watch has a tensor, this counts as a use of it, which the other watch announces.
+        If another watch has a tensor, this call is a use of it, and the other watch announces it.
         """
         stuck = []
         classes, watched = self._classes, self._watched
@@ -162,7 +162,7 @@ class Watch:
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Stop watching tensors and give them their own class back. Ignores unwatched tensors."""
         for tensor in tensors:
-            _give_back(tensor)
+            _restore_class(tensor)
             self._watched.pop(id(tensor), None)
 
     def release_all(self) -> None:
@@ -173,7 +173,7 @@ class Watch:
     def pause(self) -> None:
         """Give all tensors their own class back until `resume`."""
         for tensor in list(self._watched.values()):
-            _give_back(tensor)
+            _restore_class(tensor)
 
     def resume(self) -> None:
         """Watch all tensors again that have not been released since `pause`."""
@@ -257,7 +257,7 @@ class Watch:
             "__torch_function__": classmethod(torch_function),
             "__new__": new,  # type(p)(...) makes an ordinary tensor
             "__class__": property(lambda _: original, set_class),
-            # torch does not announce these.
+            # torch does not call `__torch_function__` for these.
             "as_subclass": as_subclass,
             "set_": set_,
             "real": property(_T.real.__get__, set_real),
@@ -272,12 +272,12 @@ class Watch:
 
 
 def announce_use(tensor: torch.Tensor) -> None:
-    """Announce a use of a tensor on the calling thread, and so wait for pending changes of it."""
+    """Announce a use of a tensor on the calling thread, which waits for pending changes of it."""
     watch = _watch_of(tensor)
     if watch is not None:
         watch.announce_use(tensor)
     else:
-        _give_back(tensor)
+        _restore_class(tensor)
 
 
 def announce_uses(tensors: Iterable[torch.Tensor]) -> None:
@@ -299,7 +299,7 @@ def _watch_of(tensor: torch.Tensor) -> Watch | None:
     return watch
 
 
-def _give_back(tensor: torch.Tensor) -> None:
+def _restore_class(tensor: torch.Tensor) -> None:
     original = type(tensor).__dict__.get(_ORIGINAL)
     if original is not None:
         _set_class(tensor, original)
@@ -319,7 +319,7 @@ def _call(
             if watch.after_use is not None:
                 kept.append((watch, tensor))
         else:
-            _give_back(tensor)
+            _restore_class(tensor)
     if not found:  # the tensor is inside an object that is not searched
         watch = kind.__dict__[_WATCH]()
         is_free = watch is not None and watch.announce_use(None)

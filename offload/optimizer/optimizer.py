@@ -16,8 +16,8 @@ from offload.ambient import neutral
 from offload.engine.engine import Engine
 from offload.engine.finalizer import close_left_open, close_quietly
 from offload.engine.reference import is_reference
-from offload.engine.state_dict import load_reference, load_tensors, materialize, refer
-from offload.engine.strategy import StepStrategy, WaitedFor
+from offload.engine.state_dict import load_reference, load_tensors, make_reference, materialize
+from offload.engine.strategy import InsideStep, StepStrategy
 from offload.engine.training_state import TrainingState
 from offload.errors import OffloadError
 from offload.exchange.torch_dicts import (
@@ -31,10 +31,11 @@ from offload.model.parameters import check_given_once, check_iterable, describe_
 from offload.model.process_groups import ProcessGroup, require_one_process
 from offload.optimizer.checkpointing import CheckpointingOptimizer
 from offload.options import Options, Overlap
+from offload.overlap.ddp_refusal import require_no_ddp
 from offload.placement.choose import device_of
 from offload.retention.policy import Retention, as_retention
 from offload.stream.drives import Directory, as_directories
-from offload.update.device_updater import require_steps
+from offload.update.device_updater import require_steppable
 from offload.update.rules import UpdateRule
 
 
@@ -123,8 +124,6 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         super().__init__(params, dict(rule.defaults))
         self.state = StateOnStorage()
         if options.overlap == "backward":
-            from offload.overlap.backward_hooks import require_no_ddp  # slow, see `_strategy_for`
-
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse unsupported formats before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
@@ -132,7 +131,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             describe_parameters(self.param_groups, model, rule, options.state_format)
         if on_device:
             split = options.master == "split"
-            require_steps(rule, self.param_groups, options.state_dtype, split=split)
+            require_steppable(rule, self.param_groups, options.state_dtype, split=split)
         strategy = _strategy_for(options.overlap, model)
         state = TrainingState(
             rule,
@@ -241,7 +240,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             torch_dict[NUM_STEPS] = engine.num_steps
             return torch_dict
         with neutral():
-            return refer(engine, torch_dict, warn=self.warn_unsealed)
+            return make_reference(engine, torch_dict, warn=self.warn_unsealed)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Read all state into memory, and return it as the state dict of the wrapped class.
@@ -355,7 +354,7 @@ def _strategy_for(
     overlap: Overlap | None, model: torch.nn.Module | None
 ) -> Callable[[TrainingState], StepStrategy]:
     if overlap is None or model is None:  # the latter with an overlap has been refused before
-        return WaitedFor
+        return InsideStep
     # Imported only on demand: both modules import torch's compiler, which takes seconds.
     if overlap == "forward":
         from offload.overlap.forward import BesideForward

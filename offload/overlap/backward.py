@@ -189,7 +189,7 @@ class DuringBackward:
         self._handles.clear()
         self._hooks.remove()
 
-    def raise_late(self) -> None:
+    def raise_pending(self) -> None:
         """Do nothing: `step` raises the error of a pass, unless the pass is abandoned."""
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:

@@ -11,34 +11,26 @@ autograd calls first.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import OverlapError
 from offload.model.replacing import is_describing, is_replacing
 from offload.model.tensors_in import tensors_in
 from offload.overlap.autograd_context import backward_id, is_in_function, is_recomputed_later
 from offload.overlap.constant_uses import ConstantUses
+from offload.overlap.ddp_refusal import require_no_active_ddp
 
 if TYPE_CHECKING:
     from offload.overlap.backward import DuringBackward
 
 _keys = itertools.count()
-
-_DDP = (
-    'overlap="backward" steps each parameter with the gradient of this process alone, before '
-    "DistributedDataParallel has averaged it with those of the others, and {of}: use "
-    'Options(overlap="forward"), or None'
-)
 
 _INPUT = "the model was called with an input that requires a gradient itself"
 _RERUN = (
@@ -192,7 +184,7 @@ class BackwardHooks:
             calls.leads_elsewhere = calls.has_gradients and any(
                 self._leads_elsewhere(tensor, strategy) for tensor in tensors_in(inputs)
             )
-            _require_no_active_ddp(strategy)
+            require_no_active_ddp(strategy)
         if calls.has_gradients:
             self._watch_new_kind(number, module, strategy)
             self._note_uses(module)
@@ -374,24 +366,6 @@ class TakeGradient:
             strategy.gradient_ready(parameter)
 
 
-def require_no_ddp(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse parameters that belong to a DistributedDataParallel of this process.
-
-    Raises:
-        OverlapError: A parameter belongs to one. The message names the parameter.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return  # there can be no DistributedDataParallel
-    trained = set(map(id, tensors))
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), torch.nn.parallel.DistributedDataParallel):
-            for name, parameter in candidate.named_parameters():
-                if id(parameter) in trained:
-                    raise OverlapError(
-                        _DDP.format(of=f"a DistributedDataParallel holds the parameter {name!r}")
-                    )
-
-
 def _has_backward_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module or torch itself has backward hooks, which run code of the user."""
     of_all: Any = torch.nn.modules.module
@@ -401,11 +375,3 @@ def _has_backward_hooks(module: torch.nn.Module) -> bool:
         or of_all._global_backward_hooks
         or of_all._global_backward_pre_hooks
     )
-
-
-def _require_no_active_ddp(strategy: DuringBackward) -> None:
-    """Refuse a forward that a DistributedDataParallel calls, if it was made after the optimizer."""
-    kind: Any = torch.nn.parallel.DistributedDataParallel
-    active = getattr(kind, "_active_ddp_module", None)
-    if active is not None and any(map(strategy.is_trained, active.parameters())):
-        raise OverlapError(_DDP.format(of="a DistributedDataParallel calls the model"))

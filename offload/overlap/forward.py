@@ -46,7 +46,7 @@ class BesideForward:
         state.update_lock = compile_lock
         self._running: RunningPass | None = None
         self._late_error: OffloadError | None = None
-        """Error of a checkpoint that the pass's thread made; the next `raise_late` raises it."""
+        """Error of a checkpoint that the pass's thread made; the next `raise_pending` raises it."""
         self._hooks = ForwardHooks(model)
         self._versions: dict[str, int] = {}
         """Versions of the parameters at the end of the last step, by name; see `Captured`."""
@@ -58,11 +58,11 @@ class BesideForward:
     def settle(self, call: str) -> None:  # noqa: ARG002
         """Wait for the running step, and for a checkpoint that was requested during it to begin.
 
-        The errors are those of `raise_late`.
+        The errors are those of `raise_pending`.
         """
-        self.raise_late()
+        self.raise_pending()
 
-    def raise_late(self) -> None:
+    def raise_pending(self) -> None:
         """Wait for the running step, and for a checkpoint that was requested during it to begin.
 
         Raises:
@@ -89,7 +89,7 @@ class BesideForward:
 
         The call returns before the parameters are updated, unless their readers cannot be observed.
         """
-        self.raise_late()
+        self.raise_pending()
         state, table = self._state, self._state.table
         state.lifecycle.require_usable()
         state.collect_seal()
@@ -137,13 +137,13 @@ class BesideForward:
                 captured = self._capture_early(target, groups, train_state, metrics)
             if captured is not None and running.then(partial(self._seal_after, target, captured)):
                 return captured.handle
-        self.raise_late()
+        self.raise_pending()
         return None
 
     def give_up(self) -> None:
         """Wait for the running step. If it failed, warn of its error."""
         try:
-            self.raise_late()
+            self.raise_pending()
         except Exception as error:  # noqa: BLE001  (the restore replaces the state that failed)
             warnings.warn(f"given up by restore(): {error}", RuntimeWarning, stacklevel=4)
         self._late_error = None

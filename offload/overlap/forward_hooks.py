@@ -33,6 +33,7 @@ from offload.model.watch import Watch
 from offload.overlap import compiling
 from offload.overlap.background_pass import RunningPass
 from offload.overlap.forward_order import ForwardOrder
+from offload.overlap.forward_plan import ForwardPlan, make_plan, own_parameters
 
 _MAX_RECORDS = 3
 """Largest number of recorded steps. A step after the first is recorded if a parameter gets a
@@ -84,23 +85,12 @@ class ForwardHooks:
         self._is_read_by_compiled = False
         """Whether compiled code outside the model was observed to read parameters."""
         self._num_recompiled = 0
-        self.order: Sequence[int] = ()
-        """All chunks, in the order of their first use."""
         self._layout: Layout | None = None
-        self._tensors: list[torch.Tensor] = []
-        """Trained parameters, in element-space order."""
-        self._numbers: dict[int, int] = {}
-        """Index of each parameter in `_tensors`, by id of the parameter."""
-        self._spans: list[range] = []
-        """Chunks of each parameter, by number of the parameter."""
-        self._needs: list[list[int]] = []
-        """Numbers of the parameters that each module needs, by number of the module: those that it
-        owns, and those that it reads before their own module has run."""
+        """Layout that the plan was made for; None if the plan is out of date."""
+        self._plan = ForwardPlan()
         self._subtrees: dict[int, list[int]] = {}
         """Numbers of the parameters that a module and its submodules own, by number of the
         module."""
-        self._unobserved: list[int] = []
-        """Numbers of parameters whose readers were not observed."""
         self._changing: list[int] = []
         """Numbers of parameters that the next step changes."""
         self._running: RunningPass | None = None
@@ -138,6 +128,11 @@ class ForwardHooks:
         self._recording = False
         self._watch.release_all()
 
+    @property
+    def order(self) -> Sequence[int]:
+        """All chunks, in the order of their first use."""
+        return self._plan.order
+
     def plan(
         self,
         layout: Layout,
@@ -154,17 +149,20 @@ class ForwardHooks:
         if self._has_new_record:
             self._num_records += 1
         if self._has_new_record or layout is not self._layout:
-            self._lay_out(layout, trainables)
+            self._plan = make_plan(layout, trainables, self._modules, self._record)
+            self._layout, self._subtrees = layout, {}
         self._has_new_record = False
         self._changing = [n for n, gradient in enumerate(gradients) if gradient is not None]
-        unobserved = [number for number in self._unobserved if gradients[number] is not None]
+        unobserved = [number for number in self._plan.unobserved if gradients[number] is not None]
         self._recording = not self._compiled and (
             self._num_records == 0 or (bool(unobserved) and self._num_records < _MAX_RECORDS)
         )
         known = self._root_entered if self._compiled else self._entered and self._num_records > 0
         if not known or self._is_read_by_compiled:
-            return list(self.order)
-        return [] if self._compiled else [c for number in unobserved for c in self._spans[number]]
+            return list(self._plan.order)
+        if self._compiled:
+            return []
+        return [c for number in unobserved for c in self._plan.spans[number]]
 
     def begin(self, running: RunningPass) -> list[int]:
         """Make readers wait for this pass from now on. Call this before the pass is started.
@@ -182,8 +180,8 @@ class ForwardHooks:
         if self._compiled or self._is_read_by_compiled:
             return []
         compiling.listen()
-        stuck = self._watch.add([self._tensors[number] for number in self._changing])
-        return [c for tensor in stuck for c in self._spans[self._numbers[id(tensor)]]]
+        stuck = self._watch.add([self._plan.tensors[number] for number in self._changing])
+        return [c for tensor in stuck for c in self._plan.chunks_of(tensor)]
 
     def wait_for(self, chunks: Sequence[int]) -> None:
         """Wait, within the step, for the chunks that `plan` and `begin` have returned."""
@@ -193,7 +191,9 @@ class ForwardHooks:
             if chunks:
                 done = set(chunks)
                 self._watch.release(
-                    self._tensors[n] for n in self._changing if done.issuperset(self._spans[n])
+                    self._plan.tensors[n]
+                    for n in self._changing
+                    if done.issuperset(self._plan.spans[n])
                 )
 
     def release(self) -> None:
@@ -229,10 +229,10 @@ class ForwardHooks:
             elif calls.has_gradients and not _has_gradients():
                 self._wait_and_release(self._subtree(number), self._modules[number].parameters())
             if calls.is_recorded:
-                self._record.ran(_own_parameters(self._modules[number]))
+                self._record.ran(own_parameters(self._modules[number]))
                 calls.stack.append(number)
-            needs = self._needs[number] if self._layout is not None else []
-            self._wait_and_release(needs, _own_parameters(self._modules[number]))
+            needs = self._plan.needs[number] if self._layout is not None else []
+            self._wait_and_release(needs, own_parameters(self._modules[number]))
         except BaseException:
             calls.outermost = -1
             raise
@@ -355,49 +355,24 @@ class ForwardHooks:
         if self._recording:
             stack = self._calls.stack if self._calls.step == self._num_steps else []
             self._record.used(parameter, stack[-1] if stack else None)
-        if running is not None and id(parameter) in self._numbers:
-            running.wait_for(self._spans[self._numbers[id(parameter)]])
+        if running is not None and id(parameter) in self._plan.numbers:
+            running.wait_for(self._plan.chunks_of(parameter))
         return True
 
     def _wait_and_release(self, numbers: Sequence[int], parameters: Iterable[torch.Tensor]) -> None:
         """Wait for parameters by number, and stop watching them and further parameters."""
         running = self._running
         if running is not None:
-            running.wait_for(c for number in numbers for c in self._spans[number])
+            running.wait_for(c for number in numbers for c in self._plan.spans[number])
         if self._watch:
-            self._watch.release(self._tensors[number] for number in numbers)
+            self._watch.release(self._plan.tensors[number] for number in numbers)
             self._watch.release(parameters)
 
     def _subtree(self, number: int) -> list[int]:
         if number not in self._subtrees:
-            own = (self._numbers.get(id(p)) for p in self._modules[number].parameters())
+            own = (self._plan.numbers.get(id(p)) for p in self._modules[number].parameters())
             self._subtrees[number] = [n for n in own if n is not None]
         return self._subtrees[number]
-
-    def _lay_out(self, layout: Layout, trainables: Sequence[Trainable]) -> None:
-        self._spans = [layout.chunks_of(number) for number in range(len(layout.parameters))]
-        self._tensors = [trainable.tensor for trainable in trainables]
-        self._numbers = {id(tensor): number for number, tensor in enumerate(self._tensors)}
-        readers = self._record.readers(self._numbers)
-        self._needs = [
-            sorted(
-                {self._numbers[id(p)] for p in _own_parameters(module) if id(p) in self._numbers}
-                | set(readers.get(number, ()))
-            )
-            for number, module in enumerate(self._modules)
-        ]
-        self._subtrees = {}
-        first_use = [sys.maxsize] * layout.num_chunks
-        self._unobserved = []
-        for number, tensor in enumerate(self._tensors):
-            turn = self._record.first_use(tensor)
-            if turn is None:
-                self._unobserved.append(number)
-                continue
-            for chunk in self._spans[number]:
-                first_use[chunk] = min(first_use[chunk], turn)
-        self.order = sorted(range(layout.num_chunks), key=first_use.__getitem__)
-        self._layout = layout
 
 
 class _Hook:
@@ -446,7 +421,3 @@ class _OnStateDict(_Hook):
 
 def _has_gradients() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def _own_parameters(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    return (p for p in module._parameters.values() if p is not None)

@@ -49,7 +49,7 @@ class GradientSchedule:
             updater = self._pass.updater
             if not isinstance(updater, ChunkUpdater):
                 raise TypeError(f"a pass of gradients is a step, not a {type(updater).__name__}")
-            updater.give(number, gradient)
+            updater.set_gradient(number, gradient)
             if self._num_left[number]:
                 self._bytes[number] = gradient.nbytes
                 self._held_bytes += gradient.nbytes

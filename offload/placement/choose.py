@@ -17,7 +17,7 @@ from offload.options import Options
 from offload.placement.model import decide
 from offload.placement.rates import MeasurementSetup, find_rates, step_bytes
 from offload.stream.drives import Drives
-from offload.update.device_updater import require_steps, why_not_stepped
+from offload.update.device_updater import require_steppable, why_not_steppable
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 
@@ -64,7 +64,7 @@ class PlacementChooser:
             return None
         split = self._options.master == "split"
         if placement == "device":
-            require_steps(self._rule, groups, layout.state_dtype, split=split)
+            require_steppable(self._rule, groups, layout.state_dtype, split=split)
             if reason := why_not_on_one_device(trainables):
                 raise UnsupportedParameterError(
                     'placement="device" updates parameters on the device that holds them, but '
@@ -72,7 +72,7 @@ class PlacementChooser:
                 )
         elif (
             why_not_on_one_device(trainables)
-            or why_not_stepped(self._rule, groups, layout.state_dtype, split=split)
+            or why_not_steppable(self._rule, groups, layout.state_dtype, split=split)
             or self._choose(groups, layout, trainables[0].tensor.device) == "host"
         ):
             return None
@@ -83,7 +83,7 @@ class PlacementChooser:
             options, drives = self._options, self._drives
             drives.calibrate(layout.state_bytes)
             setup = MeasurementSetup(
-                backends=drives.transports,
+                backends=drives.untraced_backends,
                 directories=drives.directories,
                 drive_gbps=drives.rates()[2],
                 device=device,

@@ -1,14 +1,14 @@
 """Pins: names that a user gives to checkpoints, which keep them from being recycled.
 
-A pin is a small file ``pins/<name>`` in the store. The file is replaced atomically. So when a name
-moves from one checkpoint to another, it is never missing in between. A pin is durable when the call
-that made it returns.
+A pin is a small file ``pins/<name>`` in the store. The file is replaced atomically. So while a
+pin moves from one checkpoint to another, its name exists at every moment. A pin is durable when the
+call that made it returns.
 
 A pin cannot race with recycling. A process that makes a pin holds a shared lock on the checkpoint,
 or is the training process itself. The training process needs an exclusive lock to withdraw a
-checkpoint, and it looks for pins again when it has that lock. So a pin is either seen in time or
-refused. The training process syncs the pins that it sees before it decides. Without this, power
-loss could undo the move of a pin by a process that has died since.
+checkpoint, and it looks for pins again when it has that lock. So the training process either sees a
+new pin in time, or the pin is refused. It syncs the pins that it sees before it decides. Without
+this, power loss could undo the move of a pin by a process that died before its own sync.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Pin:
     """A name, and the checkpoint that the name keeps."""
 
     name: str
-    """Letters, digits, ``.``, ``_`` and ``-``, at most 64 of them; the first is a letter or a
-    digit."""
+    """Name of the pin: at most 64 letters, digits, ``.``, ``_`` and ``-``. The first is a letter
+    or a digit."""
 
     checkpoint: str
     """Name of the checkpoint's directory in the store."""
@@ -53,7 +53,7 @@ class Pin:
     """Generation of the checkpoint. With `store_id` it identifies the checkpoint, even if another
     one gets the name of its directory."""
 
-    def means(self, path: str, manifest: Manifest) -> bool:
+    def refers_to(self, path: str, manifest: Manifest) -> bool:
         """Return whether this is a pin of the checkpoint at `path` that has this manifest."""
         return (self.checkpoint, self.store_id, self.generation) == (
             os.path.basename(path),
@@ -76,11 +76,11 @@ class FoundPins:
     failures: tuple[StorageError, ...] = ()
     """Errors of reading that say nothing about a pin's content, so that the pin may be intact."""
 
-    def of(self, path: str, manifest: Manifest) -> tuple[str, ...]:
+    def names_of(self, path: str, manifest: Manifest) -> tuple[str, ...]:
         """Return the names of a checkpoint's pins."""
-        return tuple(pin.name for pin in self.pins if pin.means(path, manifest))
+        return tuple(pin.name for pin in self.pins if pin.refers_to(path, manifest))
 
-    def at(self, path: str) -> tuple[str, ...]:
+    def names_at(self, path: str) -> tuple[str, ...]:
         """Return the names of all pins on a directory, whatever checkpoint it holds now."""
         return tuple(pin.name for pin in self.pins if pin.checkpoint == os.path.basename(path))
 
@@ -91,7 +91,7 @@ class FoundPins:
             checkpoints: Path and manifest of each checkpoint.
         """
         return tuple(
-            pin for pin in self.pins if not any(pin.means(*found) for found in checkpoints)
+            pin for pin in self.pins if not any(pin.refers_to(*found) for found in checkpoints)
         )
 
 
@@ -167,8 +167,8 @@ def write_pin(
     Raises:
         PinError: A pin cannot have this name.
         UnwritableError: This user may not write to the store.
-        gds.StorageError: There is no space, and no pin has changed; or the pin could not be made
-            durable.
+        gds.StorageError: There is no space, in which case no pin has changed; or the pin could not
+            be made durable.
     """
     check_pin_name(pin.name)
     with writing(store):

@@ -7,10 +7,10 @@ that no part of the policy keeps may be recycled. Two kinds of checkpoints are k
 newest one, and those with a pin. A policy reads neither a drive nor a clock: the same records give
 the same answer.
 
-A policy never keeps a checkpoint that it has dropped before. So it may be asked after each new
-checkpoint, with only the new record and those that it kept last time. It then keeps the same
-checkpoints as if it saw the records of all that ever existed. Policies order records by generation,
-not by time: generations always rise, but a clock may be set back.
+A policy never keeps a checkpoint that it has dropped before. So after each new checkpoint the
+policy needs only the new record and the records that it kept last time. It then keeps the same
+checkpoints as if it saw the records of all checkpoints that ever existed. Policies order records by
+generation, not by time: generations always rise, but a clock may be set back.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class EverySteps(Retention):
 class EverySeconds(Retention):
     """Keep a checkpoint every `seconds` seconds of the clock, for good.
 
-    The first checkpoint is kept, and then each one that is at least `seconds` younger than the last
-    one kept. If the clock has been set back, counting begins anew. A checkpoint whose time cannot
-    be read is not kept by this policy.
+    The first checkpoint is kept, and then each checkpoint that began at least `seconds` after the
+    last one kept. If the clock has been set back, counting begins anew. A checkpoint whose time
+    cannot be read is not kept by this policy.
     """
 
     seconds: float
@@ -241,9 +241,10 @@ def kept_generations(policy: Retention, records: Iterable[Record]) -> set[int]:
 def num_wanted(policy: Retention, records: Collection[Record]) -> int:
     """Return the number of checkpoints that a store needs space for, without the working slot.
 
-    It is a sum of two numbers. The first is the most that the policies with a limit may ever keep,
-    together with the newest checkpoint, which is always kept. The second counts the other existing
-    checkpoints that are kept for good or by a pin. For ``LastK(k)`` without pins the sum is `k`.
+    The result is a sum of two numbers. The first is the largest number of checkpoints that policies
+    with a limit can keep, including the newest checkpoint, which is always kept. The second is the
+    number of other existing checkpoints that are kept for good or by a pin. The result is `k` for
+    ``LastK(k)`` without pins.
 
     Args:
         policy: Policy of the store.

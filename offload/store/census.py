@@ -1,13 +1,12 @@
 """Detection of changes that other programs make to a store's checkpoints during training.
 
-People and tools look after checkpoints while a process trains. They mark damaged checkpoints
-(``offload verify --quarantine``), remove checkpoints, move them away, or put copies of files in
-their place. Therefore, before this process relies on a checkpoint, it checks that the drive still
-has the checkpoint that it knows. Otherwise the last usable checkpoint could be withdrawn because of
-a newer one that is gone.
+Users and tools manage checkpoints while a process trains. They mark damaged checkpoints
+(``offload verify --quarantine``), remove checkpoints, move them away, or replace files by copies.
+Therefore, before this process relies on a checkpoint, it checks that the drive still has the
+checkpoint that it knows. Otherwise the last usable checkpoint could be withdrawn because of a newer
+one that is gone.
 
-One check takes a few calls of ``stat`` for each checkpoint. Only a checkpoint that has changed is
-read.
+A check takes a few ``stat`` calls for each checkpoint. Only a checkpoint that has changed is read.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from offload.checkpoint.quarantine_mark import is_quarantined
 from offload.checkpoint.reading import check_files, check_name, decode_manifest
 from offload.errors import CheckpointError
 from offload.format.manifest import Manifest
-from offload.store.opening import OpenedDirectory, StoredCheckpoint, ids_at
+from offload.store.opening import StoreContent, StoredCheckpoint, ids_at
 from offload.store.slot import Slot
 from offload.units import seen_from
 
@@ -40,24 +39,25 @@ class Census:
     def __init__(
         self,
         backend: Backend,
-        opened: OpenedDirectory,
+        opened: StoreContent,
     ) -> None:
         self._backend = backend
         self._checkpoints = opened.checkpoints
         self._refused = opened.refused
         self._parts = opened.parts
         self._lock = opened.lock
-        self._left: list[tuple[Slot, Manifest | None]] = []
+        self._old_files: list[tuple[Slot, Manifest | None]] = []
         """Old files of removed or changed checkpoints, as slots that state may still be read from.
-        Each has the manifest whose parts are free after that, or None."""
-        self._untold: list[tuple[str, str]] = []
-        """Paths of removed checkpoints, each with a message that no user has been given yet."""
+        The manifest names the parts that become free when the slot is closed; None if no
+        parts become free."""
+        self._unreported: list[tuple[str, str]] = []
+        """Paths of checkpoints removed from the list, each with a warning that is not given yet."""
 
-    def is_as_known(self, checkpoint: StoredCheckpoint) -> bool:
-        """Return whether a checkpoint is the one that this process knows, and is not quarantined.
+    def is_unchanged(self, checkpoint: StoredCheckpoint) -> bool:
+        """Return whether a checkpoint is unchanged and not quarantined.
 
-        It is the known one if its directory, and those of its parts, hold the same files of the
-        same sizes.
+        It is unchanged if its directory, and the directories of its parts, hold the same files with
+        the same sizes as when this process last examined or wrote them.
 
         Raises:
             gds.StorageError: The checkpoint cannot be examined at this moment.
@@ -67,7 +67,7 @@ class Census:
         found = ids_at(self._backend, checkpoint.path, checkpoint.manifest, self._parts)
         return found == checkpoint.ids
 
-    def take(self) -> None:
+    def update(self) -> None:
         """Examine all checkpoints, and remove unusable ones from the list.
 
         A checkpoint whose files were replaced by other files of the same checkpoint stays in the
@@ -78,54 +78,56 @@ class Census:
                 not been examined yet are still in the list.
         """
         for checkpoint in [c for c in self._checkpoints if not c.superseded]:
-            if not self.is_as_known(checkpoint):
-                self._look_closer(checkpoint)
+            if not self.is_unchanged(checkpoint):
+                self._examine(checkpoint)
 
     def warn(self, *, refused: bool) -> None:
         """Warn once about each checkpoint that is no longer used.
 
-        The warning points four calls up, at the user's call that has led here.
+        The warning names the line of code four calls up, which is the user's call.
 
         Args:
             refused: Whether to warn of checkpoints in the list `refused` as well.
         """
-        spoken_of = set() if refused else {path for path, _ in self._refused}
-        untold, self._untold = self._untold, []
-        for path, message in untold:
-            if path not in spoken_of:
+        reported = set() if refused else {path for path, _ in self._refused}
+        unreported, self._unreported = self._unreported, []
+        for path, message in unreported:
+            if path not in reported:
                 warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     def release(self, slot: Slot) -> bool:
-        """Close the old files of a removed or changed checkpoint, once no state is read from them.
+        """Close a slot if it consists of the old files of a removed or changed checkpoint.
+
+        The caller reads no state from the slot any more.
 
         Returns:
             Whether the slot consists of such files.
         """
-        for left in self._left:
-            if left[0] is slot:
-                self._left.remove(left)
-                self._close(*left)
+        for old in self._old_files:
+            if old[0] is slot:
+                self._old_files.remove(old)
+                self._close(*old)
                 return True
         return False
 
     def close(self) -> None:
         """Close all files that are still open. Idempotent."""
-        for slot, _ in self._left:
+        for slot, _ in self._old_files:
             slot.close()
 
-    def _look_closer(self, checkpoint: StoredCheckpoint) -> None:
+    def _examine(self, checkpoint: StoredCheckpoint) -> None:
         """Remove a changed checkpoint from the list, or record the identities of its new files."""
         path, known = checkpoint.path, checkpoint.manifest
         if self._backend.stat(path) is None:
             if not self._lock.is_held():
                 return  # the whole store may have been moved, and may come back
-            self._leave(checkpoint, free=known)
+            self._retire_files(checkpoint, free=known)
             self._checkpoints.remove(checkpoint)
             message = (
                 f"{path}: was removed or moved away while this process trains, and does not count "
                 "as one of the checkpoints that are kept"
             )
-            self._untold.append((path, message))
+            self._unreported.append((path, message))
             return
         found = None
         try:
@@ -140,7 +142,7 @@ class Census:
         except CheckpointError as error:
             if not self._lock.is_held():
                 return
-            self._leave(checkpoint)
+            self._retire_files(checkpoint)
             self._checkpoints.remove(checkpoint)
             self._refused.append((path, str(error)))
             self._parts.claim(path, known, found)
@@ -149,24 +151,25 @@ class Census:
                 f"not using {path} any more, because it was changed while this process trains: "
                 f"{reason}"
             )
-            self._untold.append((path, message))
+            self._unreported.append((path, message))
         else:
             ids = ids_at(self._backend, path, found, self._parts)
-            self._leave(checkpoint)
+            self._retire_files(checkpoint)
             checkpoint.manifest, checkpoint.known_ids = found, ids
 
-    def _leave(self, checkpoint: StoredCheckpoint, *, free: Manifest | None = None) -> None:
-        """Close a checkpoint's files; those of the newest stay open until the state has moved.
+    def _retire_files(self, checkpoint: StoredCheckpoint, *, free: Manifest | None = None) -> None:
+        """Close a checkpoint's files; the newest checkpoint's files stay open until `release`.
 
         Args:
-            checkpoint: One of the list.
-            free: Manifest whose parts are free after that; None if no parts become free.
+            checkpoint: Checkpoint in the list.
+            free: Manifest whose parts become free when the files are closed; None if no parts
+                become free.
         """
         slot, checkpoint.slot, checkpoint.model_leaves = checkpoint.slot, None, None
         newest = max(self._checkpoints, key=lambda c: c.manifest.generation)
         if slot is not None and checkpoint is newest:
             slot.distrust()  # the next step reads files that others may have changed
-            self._left.append((slot, free))
+            self._old_files.append((slot, free))
         else:
             self._close(slot, free)
 

@@ -1,4 +1,4 @@
-"""Expiry of checkpoints: a store's retention policy and pins, applied to its checkpoints now."""
+"""Expiry of checkpoints, which a store's retention policy and pins decide."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gds import Backend
 from gds.waiting import Monitor
 from offload.errors import CheckpointNotFoundError, PinError
 from offload.format.manifest import Manifest
-from offload.format.unreadable import stopping
+from offload.format.unreadable import as_unreadable
 from offload.retention.pins import FoundPins, Pin, read_pins, remove_pin, sync_pins, write_pin
 from offload.retention.policy import (
     BestBy,
@@ -21,8 +21,8 @@ from offload.retention.policy import (
     num_wanted,
 )
 from offload.store.census import Census
-from offload.store.opening import OpenedDirectory, StoredCheckpoint, find_stored
-from offload.store.places import NOTHING_CHANGED
+from offload.store.directories import NOTHING_CHANGED
+from offload.store.opening import StoreContent, StoredCheckpoint, find_stored
 from offload.store.poison import Poison
 
 
@@ -48,7 +48,7 @@ class Keeping:
         backend: Backend,
         directory: str,
         policy: Retention,
-        opened: OpenedDirectory,
+        opened: StoreContent,
         changed: Monitor,
         poison: Poison,
         census: Census,
@@ -62,8 +62,8 @@ class Keeping:
         self._lock = opened.lock
         self._census = census
         self._ranked: set[str] = set()
-        """Metrics of the policy that some checkpoint has had, or that a warning has been given
-        for."""
+        """Metrics of the policy that need no warning: a checkpoint has had the metric, or a warning
+        has been given."""
         self._missed: dict[str, int] = {}
         """First step that was sealed without a metric, by name of the metric."""
 
@@ -98,9 +98,7 @@ class Keeping:
         if found.unreadable:
             return []
         current = self.current
-        if (
-            incoming is not None
-        ):  # the incoming checkpoint takes the place of one of its own step, if there is one
+        if incoming is not None:
             current = [c for c in current if c.manifest.step != incoming.step]
         records = _records(current, found)
         if incoming is not None:
@@ -109,7 +107,7 @@ class Keeping:
         return [c for c in current if c.manifest.generation not in kept]
 
     def num_slots(self) -> int:
-        """Return how many slots the store needs for the checkpoints it keeps and one to work in."""
+        """Return the number of slots needed for the kept checkpoints and the working slot."""
         return num_wanted(self._policy, _records(self.current, self.pins())) + 1
 
     def warn(self, refused: Sequence[str]) -> None:
@@ -175,7 +173,7 @@ class Keeping:
         with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         found = self.pins()
-        return bool(found.unreadable or found.of(checkpoint.path, checkpoint.manifest))
+        return bool(found.unreadable or found.names_of(checkpoint.path, checkpoint.manifest))
 
     def pin(self, name: str, which: int | str | None = None) -> None:
         """Pin a checkpoint, by default the newest; durable on return.
@@ -192,7 +190,7 @@ class Keeping:
         """
         with self._changed:  # prevents a withdrawal meanwhile
             self._lock.require()
-            self._census.take()
+            self._census.update()
             if which is not None:
                 checkpoint = find_stored(self._checkpoints, which, self._directory)
             elif self.current:
@@ -219,40 +217,44 @@ class Keeping:
             guard = self._poison.fatal("a pin could not be removed")
             remove_pin(self._backend, self._directory, name, guard)
 
-    def require_none(self, what: str) -> None:
+    def require_no_pins(self, what: str) -> None:
         """Check that no checkpoint is pinned.
 
         Args:
             what: Description of the action that would withdraw the checkpoints, for the message.
 
         Raises:
-            PinError: A checkpoint is pinned, or a damaged pin hides whether it is.
+            PinError: A checkpoint is pinned, or a pin is damaged, so that it is unknown which
+                checkpoint it keeps.
             UnreadableError: A pin cannot be read at this moment. This says nothing about its
                 content.
         """
-        with stopping(NOTHING_CHANGED):
+        with as_unreadable(NOTHING_CHANGED):
             if failures := self.pins().failures:
                 raise failures[0]
         self._require_unpinned(self._checkpoints, what)
 
-    def require_none_after(self, checkpoint: StoredCheckpoint) -> None:
+    def require_no_newer_pins(self, checkpoint: StoredCheckpoint) -> None:
         """Check that no checkpoint newer than the given one is pinned.
 
         Raises:
-            PinError: A newer checkpoint is pinned, or an unreadable pin hides whether it is.
+            PinError: A newer checkpoint is pinned, or a pin is unreadable, so that it is unknown
+                which checkpoint it keeps.
         """
         generation = checkpoint.manifest.generation
         newer = [c for c in self._checkpoints if c.manifest.generation > generation]
         self._require_unpinned(newer, f"going back to step {checkpoint.manifest.step}")
 
     def require_replaceable(self, path: str) -> None:
-        """Check that no pin keeps the checkpoint at a path, if there is one, from being replaced.
+        """Check that no pin keeps the checkpoint at a path from being replaced.
+
+        Nothing is checked if the path does not exist.
 
         The pin files are synced before the decision, as in `is_pinned`.
 
         Raises:
-            PinError: The checkpoint at the path is pinned, whether it is usable or not; or an
-                unreadable pin hides whether it is.
+            PinError: The checkpoint at the path is pinned, whether it is usable or not; or a pin is
+                unreadable, so that it is unknown which checkpoint it keeps.
             gds.StorageError: The pins could not be synced or read.
         """
         if self._backend.stat(path) is None:
@@ -260,7 +262,7 @@ class Keeping:
         with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         found = self.pins()
-        if names := found.at(path):
+        if names := found.names_at(path):
             raise PinError(
                 f"{path}: pinned as {_listed(names)}, and sealing this step anew would replace it. "
                 f"{self._remedy(names)}, or take another step first"
@@ -272,13 +274,13 @@ class Keeping:
             )
 
     def describe(self) -> str:
-        """Describe the kept checkpoints in words that follow "keeping"."""
+        """Return a description of the kept checkpoints that can follow the word "keeping"."""
         words = describe(self._policy)
         pins = [f"{pin.name!r} ({pin.checkpoint})" for pin in self.pins().pins]
         return f"{words} and the pinned {', '.join(pins)}" if pins else words
 
     def advice(self) -> str:
-        """Return advice on pins that would make room, or an empty string."""
+        """Return advice on removing pins to make room; empty if the store has no pins."""
         found = self.pins()
         unpin = f"unpin with `offload unpin {self._directory} NAME`" if found.pins else ""
         return "; ".join(part for part in (unpin, *found.unreadable) if part)
@@ -286,7 +288,7 @@ class Keeping:
     def _require_unpinned(self, checkpoints: Iterable[StoredCheckpoint], what: str) -> None:
         found = self.pins()
         for checkpoint in checkpoints:
-            if names := found.of(checkpoint.path, checkpoint.manifest):
+            if names := found.names_of(checkpoint.path, checkpoint.manifest):
                 raise PinError(
                     f"{checkpoint.path}: pinned as {_listed(names)}, and {what} would withdraw "
                     f"it. {self._remedy(names)} if you no longer want it"
@@ -329,7 +331,7 @@ def pin_of(name: str, path: str, manifest: Manifest) -> Pin:
 
 
 def _records(checkpoints: Iterable[StoredCheckpoint], found: FoundPins) -> list[Record]:
-    return [record_of(c.manifest, found.of(c.path, c.manifest)) for c in checkpoints]
+    return [record_of(c.manifest, found.names_of(c.path, c.manifest)) for c in checkpoints]
 
 
 def _listed(names: Sequence[str]) -> str:

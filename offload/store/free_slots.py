@@ -1,4 +1,4 @@
-"""The free slots of a store: slots whose content nobody needs, so that they may be rewritten."""
+"""The free slots of a store: no checkpoint and no step uses them, so they may be rewritten."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload.checkpoint.reading import decode_manifest
 from offload.errors import CheckpointError, StoreBusyError
 from offload.format.layout import Layout
 from offload.format.names import slot_name
-from offload.store.full_disk import FULL, saying_what_is_free
+from offload.store.full_disk import FULL, naming_free_space
 from offload.store.part_pool import PartPool
 from offload.store.poison import Poison
 from offload.store.slot import Slot, SlotState, adopt_slot, create_slot, directories_in, remove_slot
@@ -27,7 +27,6 @@ _NOT_READY = "a free slot could not be made ready"
 
 READER_POLL_S = 0.05
 """Seconds between two checks whether a reader has released its lock."""
-
 
 SPARE_AFTER_S = 1.0
 """Seconds that a step waits for readers before it takes one additional slot, if there is room."""
@@ -81,9 +80,9 @@ class FreeSlots:
     def add(self, slot: Slot | str) -> None:
         """Add a slot that nobody needs any more, given as an open slot or by its path.
 
-        Adding a slot again has no effect: a caller that was interrupted while it released the slot
-        may do so again. If one slot were lent to two callers, one of them would write into the
-        checkpoint of the other.
+        Adding a slot again has no effect, because a caller that was interrupted while it released
+        the slot may release it again. A slot listed twice could be lent to two callers, and one of
+        them would write into the checkpoint of the other.
         """
         if slot not in self._slots:
             self._slots.append(slot)
@@ -113,7 +112,7 @@ class FreeSlots:
             if self.backend.stat(candidate) is None:
                 self._slots.remove(candidate)  # removed by hand
                 continue
-            if self._set_aside(candidate):
+            if self._delist_if_not_a_slot(candidate):
                 continue
             with self._locked(candidate) as lock:
                 if lock is None:
@@ -148,7 +147,7 @@ class FreeSlots:
         parts = self._parts.take(layout)
         try:
             path = self.unused_path()
-            with saying_what_is_free(self.backend, path, sum(sizes.values()), "a slot"):
+            with naming_free_space(self.backend, path, sum(sizes.values()), "a slot"):
                 slot = create_slot(self.backend, path, layout, sizes)
         except BaseException:
             self._parts.remove(parts)
@@ -209,19 +208,19 @@ class FreeSlots:
                 self._slots.remove(spare)
                 self.discard(spare)
                 continue
-            if self._set_aside(spare):
+            if self._delist_if_not_a_slot(spare):
                 continue
             with self._locked(spare) as lock:
-                if lock is not None:  # else a reader still holds the former checkpoint
+                if lock is not None:  # otherwise a reader still holds the former checkpoint
                     self._slots.remove(spare)
                     remove_slot(self.backend, spare)
 
     def discard(self, slot: Slot) -> None:
-        """Close a slot and remove it, unless it may be a checkpoint (`Slot.in_doubt`).
+        """Close a slot and remove it, unless it may be a checkpoint (`SlotState.IN_DOUBT`).
 
-        A slot that may be a checkpoint is left for a later process to decide. If other files are at
-        the slot's path, they are left alone. Either a user has put them there, or a user has
-        removed the slot and another slot has its name now.
+        A slot that may be a checkpoint stays, and a later process finds out whether it is one. If
+        other files are at the slot's path, they are left alone. Either a user has put them at this
+        path, or a user has removed the slot and another slot has its name now.
         """
         at_path = slot.is_at_path()
         slot.close()
@@ -238,7 +237,7 @@ class FreeSlots:
             if isinstance(slot, Slot):
                 slot.close()
 
-    def _set_aside(self, path: str) -> bool:
+    def _delist_if_not_a_slot(self, path: str) -> bool:
         """Remove a path that cannot be a slot from the list, with a warning.
 
         The file or directory itself is left alone, so that a person can look at it.
@@ -272,7 +271,7 @@ class FreeSlots:
                 lock.release()
 
 
-class Patience:
+class ReaderWait:
     """Waits for readers of expired checkpoints: briefly at first, and longer after a warning.
 
     Args:
@@ -287,7 +286,7 @@ class Patience:
         self._warned = False
 
     @property
-    def is_tried(self) -> bool:
+    def is_spare_due(self) -> bool:
         """Whether to take one additional slot now, instead of waiting longer for a reader."""
         return self._waited_s() >= min(SPARE_AFTER_S, self._timeout_s / 2)
 
@@ -295,12 +294,12 @@ class Patience:
         return 0.0 if self._began is None else time.monotonic() - self._began
 
     def wait(self) -> None:
-        """Sleep for a moment; warn once if there was no room for one additional slot.
+        """Sleep for a moment; warn once if the store has no room for an additional slot.
 
         Raises:
             StoreBusyError: The waits have exceeded `timeout_s`.
         """
-        if self.is_tried and not self._warned:
+        if self.is_spare_due and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{self._directory}: every expired checkpoint is being read, and the store cannot "
@@ -332,8 +331,8 @@ def try_lock(backend: Backend, path: str) -> Lock | None:
 def lock_existing(backend: Backend, path: str, timeout_s: float) -> Lock | None:
     """Lock a path for rewriting, waiting for its readers; return None if the path does not exist.
 
-    A symbolic link, a pipe or a device is not locked, because nobody reads one as a checkpoint. The
-    return value is None then as well.
+    None is also returned for a symbolic link, a pipe or a device. These are not locked, because no
+    reader opens them as a checkpoint.
 
     Args:
         backend: Backend of the store.

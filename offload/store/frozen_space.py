@@ -16,7 +16,7 @@ models with large buffers as well."""
 
 
 class FrozenSpace:
-    """Warns once if checkpoints will hold little that is trained.
+    """Warns once if most of each checkpoint will be parameters and buffers that are not trained.
 
     Args:
         store: Store that will hold the checkpoints.
@@ -34,7 +34,7 @@ class FrozenSpace:
     def warn(self, layout: Layout) -> None:
         """Warn of the disk space that frozen bytes will take, if the amount is large.
 
-        The warning points at the caller's caller, which should be the user's own call.
+        The warning names the line of code of the caller's caller, which should be the user's call.
 
         Args:
             layout: Layout of the first checkpoint.

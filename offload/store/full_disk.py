@@ -15,16 +15,14 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def saying_what_is_free(
-    backend: Backend, path: str, needed_bytes: int, what: str
-) -> Iterator[None]:
+def naming_free_space(backend: Backend, path: str, needed_bytes: int, what: str) -> Iterator[None]:
     """Add the needed and the free space to the error if the block finds no space.
 
     Args:
         backend: Backend of the file system.
         path: Path of the file or directory that is being created.
         needed_bytes: Size in bytes of everything that is being created.
-        what: Description of it for the message, such as "a slot".
+        what: Description of what is being created, for the message, such as "a slot".
 
     Raises:
         gds.StorageError: The error of the block. An ENOSPC error is replaced by one that names both
@@ -38,7 +36,7 @@ def saying_what_is_free(
         try:
             free = backend.free_bytes(os.path.dirname(path))
         except StorageError:
-            raise error from None  # more useful than the failed query of the free space
+            raise error from None  # this error is more useful than that of the query
         raise StorageError(
             errno.ENOSPC, f"reserve {size(needed_bytes)} for {what}, with {size(free)} free", path
         ) from error

@@ -1,9 +1,9 @@
 """Opening a store: lock its directories, and find their checkpoints, slots and parts.
 
 A rename that is visible may still exist only in the page cache. The names in the first directory
-decide, so that directory is synced before anything in it is trusted. A directory that looks like a
-checkpoint but is not a usable one is left alone and reported. A read error stops the opening,
-because the checkpoint that could not be read may be the newest.
+say which slots are checkpoints, so that directory is synced before anything in it is trusted. A
+directory that has the name of a checkpoint but is not usable is left alone and reported. A read
+error stops the opening, because the checkpoint that could not be read may be the newest.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from offload.errors import CheckpointError, CheckpointNotFoundError
 from offload.format.known_leaves import KnownLeaves
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME, is_slot_name
-from offload.format.unreadable import stopping
-from offload.store.identity import read_store_id
-from offload.store.in_place import FileIds, ids_in
-from offload.store.part_pool import PartPool, part_numbers
-from offload.store.places import (
+from offload.format.unreadable import as_unreadable
+from offload.store.directories import (
     NOTHING_CHANGED,
+    as_store_errors,
+    check_directories,
     make_directories,
-    require_number,
-    survey,
-    using,
+    require_number_of_directories,
 )
+from offload.store.file_identity import FileIds, ids_in
+from offload.store.part_pool import PartPool, part_numbers
 from offload.store.poison import Poison
 from offload.store.slot import Slot, open_slot
+from offload.store.store_id import read_store_id
 from offload.store.writer_lock import WriterLock
 
 
@@ -48,7 +48,11 @@ class StoredCheckpoint:
     """A sealed slot of a store, as the store's writer knows it."""
 
     path: str
+    """Path of the checkpoint's directory."""
+
     manifest: Manifest
+    """Manifest of the checkpoint, as it was last read or written."""
+
     slot: Slot | None
     """Open files of the checkpoint; None if this process does not have them open."""
 
@@ -82,17 +86,18 @@ class StoredCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedDirectory:
+class StoreContent:
     """Content of a store's directories when the store was opened."""
 
     lock: WriterLock
     """Lock on each directory of the store."""
 
     store_id: str
+    """Identity of the store, as 32 hexadecimal digits."""
 
     is_identified: bool
-    """Whether ``store.json`` need not be written: it holds `store_id`, or the store has only one
-    directory."""
+    """Whether ``store.json`` need not be written, because it holds `store_id` already or because
+    the store has only one directory."""
 
     parts: PartPool
     """Parts on the store's further drives."""
@@ -115,7 +120,7 @@ def open_directories(
     fresh: bool = False,
     allow_volatile: bool = False,
     allow_remote: bool = False,
-) -> OpenedDirectory:
+) -> StoreContent:
     """Open a store for writing.
 
     No directory is created before all given directories have been checked.
@@ -135,20 +140,20 @@ def open_directories(
         UnreadableError: A file or directory could not be read, so that its content is unknown. No
             checkpoint has been changed.
         StoreError: A directory cannot be created or written, or does not fit the store; or the
-            store has a different number of directories.
+            store has another number of directories.
     """
-    survey(drives, fresh=fresh)
+    check_directories(drives, fresh=fresh)
     make_directories(drives, allow_volatile=allow_volatile, allow_remote=allow_remote)
     lock = WriterLock()
     try:
         for backend, directory in drives:
-            with using(backend, directory):
+            with as_store_errors(backend, directory):
                 lock.take(backend, directory)
-        with stopping(NOTHING_CHANGED):
-            # Names in the other directories become durable when a part is sealed. Until then,
-            # none of them is trusted.
+        with as_unreadable(NOTHING_CHANGED):
+            # Names in the other directories become durable when a part is sealed. Until then, no
+            # such name is trusted.
             drives[0][0].sync_dir(drives[0][1])
-            return _look_around(drives, lock, poison)
+            return _read_content(drives, lock, poison)
     except BaseException:
         lock.release()
         raise
@@ -187,7 +192,7 @@ def find_stored(
 def open_stored(
     backend: Backend, checkpoint: StoredCheckpoint, parts: PartPool, *, writable: bool
 ) -> Slot:
-    """Open a checkpoint's files, if they are not open already, and keep them open.
+    """Open a checkpoint's files if they are not open already, and keep them open.
 
     A checkpoint that this process has sealed is open for writing. A checkpoint that it has restored
     from is open for reading only.
@@ -220,7 +225,7 @@ def open_stored(
 def ids_at(backend: Backend, path: str, manifest: Manifest, parts: PartPool) -> FileIds:
     """Return the inodes and sizes of a checkpoint's files on the drives now.
 
-    Files in the checkpoint's directory are listed by name, files of its parts by path.
+    The keys are names for files in the checkpoint's directory, and paths for files of its parts.
 
     Args:
         backend: Backend of the checkpoint.
@@ -235,9 +240,9 @@ def ids_at(backend: Backend, path: str, manifest: Manifest, parts: PartPool) -> 
     return ids_in(backend, path, names) | parts.ids(manifest)
 
 
-def _look_around(
+def _read_content(
     drives: Sequence[tuple[Backend, str]], lock: WriterLock, poison: Poison
-) -> OpenedDirectory:
+) -> StoreContent:
     """Read the content of a store whose directories are locked."""
     (backend, directory), *others = drives
     other_directories = [path for _, path in others]
@@ -249,12 +254,12 @@ def _look_around(
             manifest = decode_manifest(backend, path)
             check_name(path, manifest)
             claims[path] = part_numbers(manifest)
-            require_number(manifest, directory, len(drives))
+            require_number_of_directories(manifest, directory, len(drives))
             check_files(backend, path, manifest, other_directories)
         except CheckpointError as error:
             refused.append((path, str(error)))
         else:
-            backend.sync_dir(path)  # a train state may just have been replaced in it
+            backend.sync_dir(path)  # a process may have died after it replaced the train state
             checkpoints.append(StoredCheckpoint(path, manifest, None))
             del claims[path]
     checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.generation)
@@ -271,7 +276,7 @@ def _look_around(
             stacklevel=2,
         )
     leftover = _leftover_slots(backend, directory)
-    return OpenedDirectory(
+    return StoreContent(
         lock=lock,
         store_id=store_id,
         is_identified=recorded == store_id or not others,

@@ -1,8 +1,8 @@
 """Parts of slots: directories on a store's further drives, each with a share of a slot's state.
 
-A part ``part-<k>`` keeps its name for as long as it exists. A part means nothing by itself: it
-belongs to the checkpoint whose manifest names it. Like a slot, a part has its final size from the
-start.
+A part ``part-<k>`` keeps its name as long as it exists. A part belongs to the checkpoint whose
+manifest names it; without that manifest it cannot be read. Like a slot, a part has its final size
+from the start.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from gds import Backend, File
 from offload.format.layout import Layout, array_file_name
 from offload.format.names import PART_FILE_NAME
 from offload.format.part_file import SealedPart, invalid_part, part_sizes
-from offload.store.hard_links import has_other_names
-from offload.store.in_place import FileIds, ids_in, ids_of
+from offload.store.file_identity import FileIds, has_other_names, ids_in, ids_of
 
 
 class Part:
@@ -90,7 +89,9 @@ class Part:
         self._files[PART_FILE_NAME].sync()
 
     def seal(self, what: SealedPart) -> None:
-        """Make the part's data durable, then its ``part.json``, then its names.
+        """Make the part's data durable, then its ``part.json``, then the names of its files.
+
+        The first call also makes the name of the part itself durable.
 
         Args:
             what: New content of ``part.json``.
@@ -105,7 +106,7 @@ class Part:
         own.write_bytes(what.encode(), 0)
         own.sync()
         self._backend.sync_dir(self.path)
-        # Also for an adopted part: this process may have created it without syncing its name.
+        # The name of an adopted part may not be durable yet: this process may have created it.
         if not self._is_durable:
             self._backend.sync_dir(self.directory)
             self._is_durable = True

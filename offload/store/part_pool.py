@@ -1,14 +1,14 @@
-"""The parts on a store's further drives: their owners, and the free ones that may be rewritten.
+"""The parts on a store's further drives: which ones are taken, and which ones may be rewritten.
 
 All parts of one slot have the same number: ``part-<k>`` in every directory but the first. A number
-is *taken* while it belongs to a checkpoint, to a slot of this process, or to a directory that only
-looks like a checkpoint. All other parts may be rewritten, except sealed parts that
+is *taken* while it belongs to a checkpoint, to a slot of this process, or to an unusable directory
+that is named like a checkpoint. All other parts may be rewritten, except sealed parts that
 
 - belong to another store, or
 - may belong to a directory that is named like a checkpoint and has an unreadable manifest. As long
   as such a directory exists, no sealed part is rewritten.
 
-An unsealed part is useless to everyone, because no manifest matches it.
+An unsealed part may always be rewritten, because no manifest matches it.
 
 Pruning removes fewer parts than training may rewrite: see `PartPool.leftovers`.
 """
@@ -26,8 +26,8 @@ from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import PART_FILE_NAME, part_name, part_number
 from offload.format.part_file import SealedPart, part_sizes
-from offload.store.full_disk import saying_what_is_free
-from offload.store.in_place import FileIds, ids_in
+from offload.store.file_identity import FileIds, ids_in
+from offload.store.full_disk import naming_free_space
 from offload.store.part import Part, adopt_part, create_part, open_part, remove_part
 from offload.store.poison import Poison
 from offload.store.slot import directories_in
@@ -39,11 +39,11 @@ directory. The value is None if the manifest cannot be read, so that the numbers
 
 @dataclass(frozen=True, slots=True)
 class PartLeftovers:
-    """Parts that no checkpoint needs, as pruning must distinguish them."""
+    """Parts that no checkpoint names, in the groups that pruning distinguishes."""
 
     removable: list[tuple[Backend, str]] = field(default_factory=list)
     """Backends and paths of the parts that are unsealed, or that belonged to a withdrawn checkpoint
-    of this store. These parts belong to nothing, whichever directory is the store's first one."""
+    of this store. No checkpoint needs these parts, even if the first directory is a copy."""
 
     unnamed: list[str] = field(default_factory=list)
     """Paths of the parts that are sealed for this store although no checkpoint here names them. The
@@ -97,7 +97,7 @@ class PartPool:
         """Find the parts that no checkpoint of the store names.
 
         A process that trains may rewrite all of them, because the user gave it the directories. A
-        process that prunes removes only the parts that provably belong to nothing.
+        process that prunes removes only the parts that provably belong to no checkpoint.
 
         Raises:
             UnreadableError: A part's ``part.json`` could not be read.
@@ -147,7 +147,7 @@ class PartPool:
             return ()
         free = self._free()
         # A number may lack its part on some drives; prefer the number with the most parts.
-        candidates = set[int]().union(*free) - self._kept(free)
+        candidates = set[int]().union(*free) - self._not_rewritable(free)
         if candidates and not self._poison:
             number = min(candidates, key=lambda n: (-sum(n in numbers for numbers in free), n))
         else:
@@ -161,12 +161,12 @@ class PartPool:
                 if number in free[drive - 1]:
                     with self._poison.fatal("a free part could not be made ready"):
                         part = adopt_part(backend, directory, name, layout, drive)
-                        if part is None:  # it does not fit the layout, or has another hard link
+                        if part is None:  # the part does not fit the layout, or has hard links
                             remove_part(backend, f"{directory}/{name}")
                 if part is None:
                     path = f"{directory}/{name}"
                     needed_bytes = part_bytes(layout, drive)
-                    with saying_what_is_free(backend, path, needed_bytes, "part of a slot"):
+                    with naming_free_space(backend, path, needed_bytes, "part of a slot"):
                         part = create_part(backend, directory, name, layout, drive)
                     made.append(part)
                 parts.append(part)
@@ -202,8 +202,8 @@ class PartPool:
             raise
         return tuple(parts)
 
-    def are_there(self, manifest: Manifest) -> bool:
-        """Return whether all parts of a checkpoint exist; a user may have removed some by hand."""
+    def all_exist(self, manifest: Manifest) -> bool:
+        """Return whether all parts of a checkpoint exist; a user may have removed one by hand."""
         return all(
             backend.stat(f"{directory}/{part.name}/{PART_FILE_NAME}") is not None
             for (backend, directory), part in zip(self._drives, manifest.parts, strict=True)
@@ -240,7 +240,7 @@ class PartPool:
         self._taken -= part_numbers(manifest)
 
     def note_withdrawn(self, manifest: Manifest) -> None:
-        """Record that the parts in a withdrawn slot's manifest belong to nothing."""
+        """Record that the parts in a withdrawn slot's manifest belong to no checkpoint."""
         self._withdrawn |= {part.digest for part in manifest.parts}
 
     def claim(self, path: str, manifest: Manifest, found: Manifest | None = None) -> None:
@@ -249,8 +249,8 @@ class PartPool:
         Args:
             path: Path of the checkpoint's directory.
             manifest: Manifest of the checkpoint as this process knew it.
-            found: Manifest that is at the path now, if it is a different one. The parts that it
-                names are kept as well.
+            found: Manifest that is at the path now, if it differs from `manifest`; None if there is
+                no other one. The parts that it names are kept as well.
         """
         self.release(manifest)
         self._claims[path] = part_numbers(manifest) | (part_numbers(found) if found else set())
@@ -263,7 +263,8 @@ class PartPool:
         """Remove free parts that will not be needed, unless the store is poisoned.
 
         Args:
-            num_slots: Most slots that the store will have, including slots without parts yet.
+            num_slots: Largest number of slots that the store will have, including slots that have
+                no parts yet.
         """
         if self._poison:
             return
@@ -273,7 +274,7 @@ class PartPool:
                 remove_part(backend, f"{directory}/{part_name(number)}")
 
     def remove_leftovers(self) -> None:
-        """Remove the parts that provably belong to nothing, unless the store is poisoned.
+        """Remove the parts that provably belong to no checkpoint, unless the store is poisoned.
 
         `leftovers` finds these parts.
         """
@@ -291,19 +292,19 @@ class PartPool:
             for number in _numbers(backend, directory) - claimed:
                 path = f"{directory}/{part_name(number)}"
                 if directories_in(backend, path):
-                    continue  # no part of ours holds a directory: leave it alone
+                    continue  # this library makes no directory in a part, so a user has made it
                 try:
                     sealed = _sealed(backend, path)
                 except UnreadableError:
-                    continue  # nobody knows whose it is: it is left alone
+                    continue  # its owner is unknown, so it is left alone
                 owner = sealed and sealed.store_id
                 if owner is None or (owner == self._store_id and not unknown):
                     free.add(number)
             out.append(free)
         return out
 
-    def _kept(self, free: Sequence[set[int]]) -> set[int]:
-        """Return the part numbers that must be left alone on at least one drive."""
+    def _not_rewritable(self, free: Sequence[set[int]]) -> set[int]:
+        """Return the part numbers that may not be rewritten on at least one drive."""
         found = [_numbers(backend, directory) for backend, directory in self._drives]
         return set[int]().union(*(a - b for a, b in zip(found, free, strict=True)))
 

@@ -24,7 +24,7 @@ def pin(
     *,
     backend: Backend | None = None,
 ) -> str:
-    """Keep a checkpoint until `unpin`, whatever its store's retention says; durable on return.
+    """Keep a checkpoint until `unpin`, even if its store's policy drops it; durable on return.
 
     A pin whose name is already in use is moved to this checkpoint. Use this function beside a
     process that trains in the store, or without one. The training process itself can use

@@ -1,4 +1,4 @@
-"""Pruning: frees space that nobody needs, in a store in which no process trains.
+"""Pruning: removal of expired checkpoints and leftover slots, in a store that no process uses.
 
 Importing this module does not import torch.
 """
@@ -31,7 +31,7 @@ from offload.errors import (
 )
 from offload.format.manifest import Manifest
 from offload.format.names import LOCK_NAME
-from offload.format.unreadable import stopping
+from offload.format.unreadable import as_unreadable
 from offload.format.unwritable import writing
 from offload.retention.pins import read_pins
 from offload.retention.policy import BestBy, Record, Retention
@@ -83,7 +83,7 @@ class PruneReport:
         return sum(removed.bytes for removed in (*self.checkpoints, *self.leftovers))
 
 
-class _Everything(Retention):
+class _KeepAll(Retention):
     """Policy that keeps all checkpoints."""
 
     def kept(self, records: Sequence[Record]) -> set[int]:
@@ -101,7 +101,7 @@ def prune(
     parts: PartDirectories = None,
     backend: Backend | None = None,
 ) -> PruneReport:
-    """Remove checkpoints that a policy does not keep, and slots that no process works in any more.
+    """Remove checkpoints that a policy does not keep, and slots that ended processes have left.
 
     Checkpoints are withdrawn durably, as in training, before any of their files is removed, because
     power may be lost at any moment. The newest checkpoint and pinned checkpoints always stay.
@@ -111,11 +111,11 @@ def prune(
         store: Directory of the store; the first one, if there are several.
         policy: Policy that selects the checkpoints to keep. None keeps all checkpoints, and removes
             leftovers only.
-        dry_run: Change nothing, and only report what would be done.
+        dry_run: Change nothing, and only report what would be removed.
         verify: Read every byte of the kept checkpoints before anything is removed, and remove
             nothing if one of them is damaged.
-        progress: Called while a checkpoint is verified, with the number of its bytes checked so far
-            and the total number of its bytes.
+        progress: Function that is called while a checkpoint is verified, with the number of its
+            bytes checked so far and the total number of its bytes.
         parts: Directories of the store on further drives, in the store's order. They must be given
             if the store has any: the directories that the manifests name may belong to the store
             that this one is a copy of.
@@ -139,7 +139,7 @@ def prune(
     directory = os.path.abspath(store)
     with given_or_local(backend) as storage:
         others, newest = _others(storage, directory, parts)
-        with closing(_open(storage, directory, others, policy or _Everything())) as opened:
+        with closing(_open(storage, directory, others, policy or _KeepAll())) as opened:
             _require_metrics(opened, policy)
             if verify:
                 _require_whole(storage, opened, others, progress)
@@ -211,7 +211,7 @@ def _open(backend: Backend, directory: str, others: list[str], policy: Retention
 def _require_metrics(store: Store, policy: Retention | None) -> None:
     """Refuse a policy that ranks by a metric that no checkpoint has.
 
-    Such a name is probably misspelt, and the policy would keep no checkpoint by it.
+    The name of the metric is probably misspelt, and the policy would rank no checkpoint.
     """
     given = {name for checkpoint in store.keeping.current for name in checkpoint.manifest.metrics}
     for part in policy.parts if policy is not None and store.keeping.current else ():
@@ -234,7 +234,7 @@ def _require_whole(
     """Verify every byte of the kept checkpoints; the store's lock prevents changes meanwhile."""
     expired = {checkpoint.path for checkpoint in store.keeping.expired()}
     damaged: list[str] = []
-    with stopping("Nothing was removed"):
+    with as_unreadable("Nothing was removed"):
         for path in [c.path for c in store.checkpoints if c.path not in expired]:
             with open_checkpoint(path, parts=others, backend=backend) as opened:
                 report = opened.verify(progress)

@@ -42,7 +42,7 @@ def write_quarantine(backend: Backend, path: str, reason: str, poison: Poison) -
     mark = f"{path}/{QUARANTINE_NAME}"
     if backend.stat(mark) is None:
         data = reason.encode(errors="replace")[:MAX_REASON_BYTES] + b"\n"
-        file = _created(backend, mark, len(data))
+        file = _create_mark(backend, mark, len(data))
         if file is not None:
             with file:
                 file.write_bytes(data, 0)
@@ -52,7 +52,7 @@ def write_quarantine(backend: Backend, path: str, reason: str, poison: Poison) -
         backend.sync_dir(path)
 
 
-def _created(backend: Backend, mark: str, nbytes: int) -> File | None:
+def _create_mark(backend: Backend, mark: str, nbytes: int) -> File | None:
     """Create the file of a mark; return None if another process has created it already."""
     try:
         return backend.create(mark, nbytes)
@@ -70,7 +70,7 @@ def remove_quarantine(backend: Backend, path: str) -> None:
     Raises:
         gds.StorageError: The mark could not be removed durably. It may or may not still exist.
     """
-    lift_quarantine(backend, path)
+    remove_mark(backend, path)
     backend.sync_dir(path)
 
 
@@ -84,14 +84,14 @@ def verify_and_mark(
     beside a process that trains in the store, as `Checkpoint.verify` may.
 
     If the store is on several drives, open the checkpoint with ``parts=``, the directories on the
-    further drives. Directories that only the manifest names may belong to the store that this one
-    is a copy of. Then damage in them marks nothing (`VerifyReport.not_marked`), and no quarantine
-    is lifted because they are whole.
+    further drives. Without them, only the manifest names these directories, and they may belong to
+    the store that this one is a copy of. Then damage in them is reported but does not quarantine
+    the checkpoint (`VerifyReport.not_marked`), and a quarantine is never lifted.
 
     Args:
         checkpoint: Checkpoint to verify. Open it with ``even_quarantined=True`` if its quarantine
             is to be lifted.
-        progress: Called with the number of bytes checked so far and the total number of bytes.
+        progress: Function that is called with the bytes checked so far and the total.
 
     Returns:
         Result of the verification. Its `VerifyReport.quarantined` is the reason for the quarantine
@@ -154,7 +154,7 @@ class Quarantine:
                 checkpoint.slot.close()
 
 
-def lift_quarantine(backend: Backend, path: str) -> bool:
+def remove_mark(backend: Backend, path: str) -> bool:
     """Remove the mark of a checkpoint; durable once the caller has synced the directory.
 
     Returns:

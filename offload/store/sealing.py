@@ -2,13 +2,14 @@
 
 Sealing is three calls:
 
-- `compose` describes the checkpoint when it is asked for. Whatever can be too large for the slot
-  fails here.
+- `compose` describes the checkpoint when it is requested. It fails if the hyper-parameters or the
+  train state are too large for the slot.
 - `Sealing.prepare` makes every file of the slot and of its parts durable, and the manifest last.
 - `Sealing.publish` renames the slot to ``step-<N>`` and makes that name durable. The rename is the
   commit.
 
-Between `prepare` and `publish` everything of the checkpoint is durable, and no reader sees it.
+Between `prepare` and `publish` the whole content of the checkpoint is durable, and no reader sees
+it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from offload.format.train_state import EncodedState, pack_encoded
 from offload.retention.policy import Record
 from offload.store.expiry import Keeping, record_of
 from offload.store.free_slots import FreeSlots, lock_existing
-from offload.store.opening import OpenedDirectory, StoredCheckpoint
+from offload.store.opening import StoreContent, StoredCheckpoint
 from offload.store.poison import Poison
 from offload.store.slot import Slot
 from offload.store.withdrawal import Withdrawal
@@ -124,9 +125,9 @@ def pack_train_state(state: EncodedState, manifest: Manifest, size_bytes: int) -
 
 
 class Prepared:
-    """A slot that is durable in all its parts, and that `Sealing.publish` makes a checkpoint.
+    """A durable slot, with its parts, that `Sealing.publish` can make a checkpoint.
 
-    A ``with`` block that ends without `Sealing.publish` leaves a slot that is no checkpoint.
+    If its ``with`` block ends without `Sealing.publish`, the slot is not a checkpoint.
 
     Args:
         slot: The slot.
@@ -140,11 +141,11 @@ class Prepared:
         self.slot = slot
         self.path = path
         self.manifest = manifest
-        self._replaced = replaced
+        self._replaced_lock = replaced
 
     def release(self) -> None:
         """Release the lock on the checkpoint that has the path. Idempotent."""
-        replaced, self._replaced = self._replaced, None
+        replaced, self._replaced_lock = self._replaced_lock, None
         if replaced is not None:
             replaced.release()
 
@@ -176,7 +177,7 @@ class Sealing:
 
     def __init__(
         self,
-        opened: OpenedDirectory,
+        opened: StoreContent,
         keeping: Keeping,
         withdrawal: Withdrawal,
         free: FreeSlots,
@@ -249,7 +250,7 @@ class Sealing:
         encoded = manifest.encode(slot.manifest.size_bytes)
         self._lock.require()
         if self._backend.stat(slot.path) is None:
-            slot.require_in_place()  # said before a sync fails, which would poison the store
+            slot.require_in_place()  # raises before a failed sync would poison the store
         path = self.path_of(manifest.step)
         replaced = lock_existing(self._backend, path, self._reader_timeout_s)
         prepared = Prepared(slot, path, manifest, replaced)
@@ -323,7 +324,7 @@ class Sealing:
         slot.published()
         for old in replaced:
             self._checkpoints.remove(old)
-            self._withdrawal.gone(old)
+            self._withdrawal.forget(old)
         self._parts.release_claim(path)
         self._refused[:] = [(p, reason) for p, reason in self._refused if p != path]
         self._free.add(working)

@@ -22,9 +22,8 @@ from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import Manifest, invalid_manifest, reserved_bytes
 from offload.format.names import MANIFEST_NAME, MODEL_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import PartReference, SealedPart, content_digest
-from offload.store.full_disk import saying_what_is_free
-from offload.store.hard_links import has_other_names
-from offload.store.in_place import FileIds, ids_in, ids_of
+from offload.store.file_identity import FileIds, has_other_names, ids_in, ids_of
+from offload.store.full_disk import naming_free_space
 from offload.store.part import Part
 
 
@@ -32,7 +31,7 @@ class SlotState(Enum):
     """Stage of a slot's life."""
 
     FREE = "free"
-    """Nobody needs the content. The next stage is WORKING."""
+    """The content is not needed. The next stage is WORKING."""
 
     WORKING = "working"
     """Steps write the content of one generation; it may be torn. The next stage is IN_DOUBT, or
@@ -112,7 +111,7 @@ class Slot(SlotFiles):
     def add_parts(self, parts: tuple[Part, ...]) -> None:
         """Add the parts of a slot that was created or opened without them."""
         self._parts = parts
-        self._places = (self._files, *(part.files for part in parts))
+        self._files_by_drive = (self._files, *(part.files for part in parts))
 
     def renamed(self, path: str) -> None:
         """Record that the directory has a new path."""
@@ -200,7 +199,7 @@ class Slot(SlotFiles):
         path = f"{self._path}/{name}.new"
         if self._backend.stat(path) is not None:
             self._backend.remove(path)
-        with saying_what_is_free(self._backend, path, len(data), name):
+        with naming_free_space(self._backend, path, len(data), name):
             file = self._backend.create(path, len(data))
         try:
             file.write_bytes(data, 0)
@@ -281,7 +280,7 @@ class Slot(SlotFiles):
     def invalidate(self) -> None:
         """Durably overwrite the manifest, so that nobody takes this slot for a checkpoint.
 
-        The parts are durably invalidated after that. From now on the slot is free.
+        The parts are durably invalidated after the manifest. From now on the slot is free.
 
         Raises:
             gds.StorageError: A write or a sync failed.
@@ -293,9 +292,9 @@ class Slot(SlotFiles):
             part.invalidate()
 
     def sync(self) -> None:
-        """Make all tensor files and the train state durable, but neither the manifest nor names.
+        """Make all tensor files and the train state durable, but not the manifest or file names.
 
-        Parts are sealed: their ``part.json`` and their names become durable as well.
+        The parts are sealed: their ``part.json`` and their names become durable as well.
 
         Raises:
             gds.StorageError: A write or a sync failed.
@@ -421,7 +420,7 @@ def slot_sizes(layout: Layout, num_groups: int, *, train_state_bytes: int) -> di
 
 
 def _model_leaves(backend: Backend, path: str, *, readable: bool) -> KnownLeaves:
-    """Return an empty record of a slot's model file, which has just been opened."""
+    """Return a record of a newly opened model file, none of whose content is known yet."""
     stat = backend.stat(f"{path}/{MODEL_NAME}")
     return KnownLeaves(stat.inode if stat is not None else 0, readable=readable)
 

@@ -1,4 +1,4 @@
-"""Supply of slots to write into: free ones, those of expired checkpoints, and new ones."""
+"""Supply of slots to write into: free slots, slots of expired checkpoints, and new slots."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from offload.format.digests import DigestContext
 from offload.format.layout import Layout
 from offload.format.unwritable import writing
 from offload.store.expiry import Keeping
-from offload.store.free_slots import FreeSlots, Patience
+from offload.store.free_slots import FreeSlots, ReaderWait
 from offload.store.full_disk import FULL
-from offload.store.identity import write_store_id
-from offload.store.opening import OpenedDirectory
+from offload.store.opening import StoreContent
 from offload.store.part_pool import part_bytes
 from offload.store.poison import Poison
 from offload.store.sealing import Sealing
 from offload.store.slot import Slot, slot_sizes
 from offload.store.space import Room, no_room, require_room
+from offload.store.store_id import write_store_id
 from offload.store.withdrawal import Withdrawal
 
 # A checkpoint that could not be read may have any generation. New generations start this far above
@@ -48,7 +48,7 @@ class SlotSupply:
 
     def __init__(
         self,
-        opened: OpenedDirectory,
+        opened: StoreContent,
         others: Sequence[tuple[Backend, str]],
         free: FreeSlots,
         keeping: Keeping,
@@ -85,22 +85,24 @@ class SlotSupply:
 
     def acquire(self, layout: Layout, num_groups: int) -> Slot:
         """Return a slot to write the next generation into; see `Store.acquire`."""
-        patience = Patience(self._directory, self._reader_timeout_s)
-        look = partial(self._next_slot, layout, num_groups, patience)
+        reader_wait = ReaderWait(self._directory, self._reader_timeout_s)
+        look = partial(self._next_slot, layout, num_groups, reader_wait)
         with writing(self._directory):
             while not isinstance(slot := self._changed.wait_until(look), Slot):
-                patience.wait()
+                reader_wait.wait()
         return slot
 
     # All methods below, except `_rooms`, are called with `_changed` held.
 
-    def _next_slot(self, layout: Layout, num_groups: int, patience: Patience) -> Slot | str | None:
-        """Return a slot that is ready to be written, or what to wait for.
+    def _next_slot(
+        self, layout: Layout, num_groups: int, reader_wait: ReaderWait
+    ) -> Slot | str | None:
+        """Return a slot that is ready to be written, or `_READERS` or None if the caller must wait.
 
         The result is `_READERS` if only readers can free a slot, and None if a seal in flight may
-        free one. Raises the errors of `acquire`.
+        free one. The errors are those of `acquire`.
         """
-        self._lock.require()  # in each turn: the directory may be moved during a wait
+        self._lock.require()  # after each wait again: the directory may be moved
         self._lock.warn_once()
         self._poison.warn_once()
         slot = self._free_slot(layout, num_groups)
@@ -108,7 +110,7 @@ class SlotSupply:
             if self._withdrawal.withdraw_expired(self._sealing.incoming):
                 slot = self._free_slot(layout, num_groups)
                 continue
-            if patience.is_tried:
+            if reader_wait.is_spare_due:
                 slot = self._spare_slot(layout, num_groups)
             break
         if slot is None:
@@ -121,8 +123,8 @@ class SlotSupply:
     def _require_place_of(self, slot: Slot) -> None:
         """Check that a slot, which was opened by its path, is in the locked directory.
 
-        If the slot may be in another directory, it is closed and left. From here on the slot is
-        written through its file descriptors, wherever its directory is moved.
+        If the slot may be in another directory, it is closed and not used. After this check the
+        slot is written through its file descriptors, even if its directory is moved.
         """
         try:
             self._lock.require()

@@ -31,7 +31,7 @@ class Room:
 def require_room(
     rooms: Sequence[Room], keeping: Keeping, checkpoints: Sequence[StoredCheckpoint]
 ) -> None:
-    """Check that the drives have room for all slots that retention is sure to need.
+    """Check that the drives have room for all slots that retention will certainly need.
 
     For policies whose number of checkpoints grows with training, and for pins, only the checkpoints
     that they keep now are counted.

@@ -11,11 +11,12 @@ with what is durable after each step:
   shares. It renames the directory away, makes that durable, overwrites the manifest, and makes that
   durable. Only then may data be written. At least one durable checkpoint always remains.
 - On a store of several drives, a slot has a part on each of the other drives. `Sealing.prepare`
-  seals the parts first, and `Withdrawal` overwrites their ``part.json`` last. Thus the directory's
-  name on the first drive alone decides, and a part that was rewritten is recognized as such.
+  seals the parts first, and `Withdrawal` overwrites their ``part.json`` last. Thus only the name of
+  the directory on the first drive says whether a slot is a checkpoint, and a rewritten part is
+  recognized by its ``part.json``.
 
-After a failed rename or sync the content of the drives is unknown, so the process recycles nothing
-more.
+After a failed rename or sync the content of the drives is unknown, so this process recycles no
+checkpoint any more.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Store:
             opened, self.keeping, self._withdrawal, self._free, self._poison, self._changed,
             reader_timeout_s=reader_timeout_s,
         )  # fmt: skip
-        """The way in which a written slot becomes a checkpoint."""
+        """Object that turns written slots into checkpoints."""
         self._supply = SlotSupply(
             opened, further, self._free, self.keeping, self._withdrawal, self.sealing,
             self._poison, self._changed,
@@ -132,7 +133,7 @@ class Store:
         if fresh:
             self.refused.clear()  # a fresh run does not continue from them
             try:
-                self.keeping.require_none("fresh=True")
+                self.keeping.require_no_pins("fresh=True")
             except BaseException:
                 self.close()
                 raise
@@ -149,7 +150,7 @@ class Store:
 
     @property
     def poisoned(self) -> bool:
-        """Whether a rename or sync has failed, so that this process recycles nothing more."""
+        """Whether a rename or sync has failed, so that this process recycles no checkpoint."""
         return bool(self._poison)
 
     def find(self, which: int | str) -> StoredCheckpoint:
@@ -162,11 +163,13 @@ class Store:
         return find_stored(self.checkpoints, which, self.directory)
 
     def warn_of_lost(self) -> None:
-        """Warn of checkpoints that other programs have made unusable, as far as noticed."""
+        """Warn of checkpoints that earlier checks have found unusable because of other programs."""
         self._census.warn(refused=True)
 
-    def look_again(self, *, warn_of_refused: bool = True) -> None:
-        """Remove checkpoints that others have made unusable from `checkpoints`, and warn of each.
+    def refresh(self, *, warn_of_refused: bool = True) -> None:
+        """Compare `checkpoints` with the drives, and warn of those that others made unusable.
+
+        Unusable checkpoints are removed from the list. Nothing on the drives is changed.
 
         Args:
             warn_of_refused: Whether to warn of checkpoints that are in `refused` now as well.
@@ -175,7 +178,7 @@ class Store:
             gds.StorageError: A checkpoint cannot be examined at this moment.
         """
         with self._changed:
-            self._census.take()
+            self._census.update()
         self._census.warn(refused=warn_of_refused)
 
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
@@ -185,7 +188,7 @@ class Store:
             gds.StorageError: A checkpoint cannot be examined at this moment.
         """
         with self._changed:
-            self._census.take()
+            self._census.update()
             return checkpoint.slot is not None and checkpoint in self.checkpoints
 
     def is_in_place(self, slot: Slot) -> bool:
@@ -232,9 +235,9 @@ class Store:
         """Take back a slot that was acquired and will not be sealed."""
         with self._changed:
             if any(checkpoint.slot is slot for checkpoint in self.checkpoints):
-                return  # it has been sealed after all
+                return  # the slot has been sealed meanwhile
             if self._quarantine.has(slot) or not self._lock.is_held():
-                slot.close()  # the slot is evidence of damage, or the store may be another one
+                slot.close()  # not reused: it is damaged, or the store may have another writer
                 return
             if self._census.release(slot):
                 return
@@ -317,7 +320,7 @@ class Store:
             self._lock.require()
             while self._withdrawal.withdraw_expired(self.sealing.incoming):
                 pass
-            self._free.note_withdrawn()  # those included that have just been withdrawn
+            self._free.note_withdrawn()  # including the slots that have just been withdrawn
             self._parts.remove_leftovers()  # before the slots, whose manifests identify some parts
             self._free.drop(len(self._free))
             drop_unfinished(self.backend, self.directory)
@@ -354,13 +357,13 @@ class Store:
         Raises:
             PinError: A newer checkpoint is pinned.
             StoreBusyError: A newer checkpoint is being read.
-            StoreError: A rename or sync has failed before in this process, or it may not write any
-                more.
+            StoreError: A rename or sync has failed before in this process, or this process may not
+                write to the store any more.
             gds.StorageError: A checkpoint could not be withdrawn durably.
         """
         with self._changed:
             newest_first = sorted(self.checkpoints, key=lambda c: -c.manifest.generation)
-            self.keeping.require_none_after(checkpoint)
+            self.keeping.require_no_newer_pins(checkpoint)
             for newer in newest_first[: newest_first.index(checkpoint)]:
                 self._poison.require_healthy(newer.path)
                 if not self._withdrawal.withdraw(newer):

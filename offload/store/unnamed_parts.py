@@ -1,8 +1,8 @@
 """Sealed parts that no checkpoint names, as pruning reports them.
 
-Most often a checkpoint was removed by hand, and its parts on further drives were forgotten. But the
-parts may also belong to the store that this one is a copy of. Therefore only a process that trains
-in the store rewrites them; pruning leaves them alone.
+Usually a user has removed a checkpoint by hand and has forgotten its parts on further drives. But
+the parts may also belong to the store that this one is a copy of. Therefore only a process that
+trains in the store rewrites them; pruning leaves them alone.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from offload.store.census import Census
 from offload.store.expiry import Keeping
 from offload.store.free_slots import FreeSlots, try_lock
 from offload.store.journal import Journal
-from offload.store.opening import OpenedDirectory, StoredCheckpoint, open_stored
+from offload.store.opening import StoreContent, StoredCheckpoint, open_stored
 from offload.store.poison import Poison
-from offload.store.quarantine import lift_quarantine
+from offload.store.quarantine import remove_mark
 from offload.store.slot import Slot
 from offload.units import duration, size
 
@@ -29,7 +29,8 @@ class Withdrawal:
     Args:
         opened: Content of the store. Withdrawn checkpoints are removed from its list.
         keeping: Retention policy and pins of the store.
-        census: Look at the checkpoints, so that only those that still exist make others expire.
+        census: Updates the list of checkpoints to match the drives, so that only checkpoints that
+            still exist make others expire.
         free: Free slots of the store. Withdrawn checkpoints are added to them.
         poison: Poison of the store. It is set if a withdrawal fails half way. Once it is set,
             nothing is withdrawn.
@@ -38,7 +39,7 @@ class Withdrawal:
 
     def __init__(
         self,
-        opened: OpenedDirectory,
+        opened: StoreContent,
         keeping: Keeping,
         census: Census,
         free: FreeSlots,
@@ -60,7 +61,7 @@ class Withdrawal:
         """Turn a checkpoint into a free slot, durably; return False if a reader or a pin holds it.
 
         The return value is False as well if the store is poisoned. A checkpoint that was removed by
-        hand is dropped from the list, and the return value is True.
+        hand is removed from the list, and the return value is True.
 
         Raises:
             StoreError: This process may not write to the store any more.
@@ -71,17 +72,17 @@ class Withdrawal:
         self._lock.require()
         if self._backend.stat(checkpoint.path) is None:  # removed by hand
             self._checkpoints.remove(checkpoint)
-            self.gone(checkpoint)
+            self.forget(checkpoint)
             return True
         started, path = time.perf_counter(), checkpoint.path
         lock = try_lock(self._backend, checkpoint.path)
         if lock is None:
             return False
         try:
-            if self._keeping.is_pinned(checkpoint):  # perhaps only just
+            if self._keeping.is_pinned(checkpoint):  # perhaps a new pin
                 return False
             slot = None
-            if self._parts.are_there(checkpoint.manifest):  # else removed by hand
+            if self._parts.all_exist(checkpoint.manifest):  # a user may have removed them
                 slot = open_stored(self._backend, checkpoint, self._parts, writable=True)
             name = self._free.unused_path()
             with self._poison.fatal("a checkpoint could not be withdrawn"):
@@ -91,13 +92,13 @@ class Withdrawal:
                     slot.renamed(name)
                 self._backend.sync_dir(self._directory)
                 if slot is not None and _may_be_shared(slot):
-                    slot = None  # to be unlinked, and not rewritten: not even to be invalidated
+                    slot = None  # will be unlinked, and must not be written: not even invalidated
                 if slot is not None:
                     slot.invalidate()
-                    if lift_quarantine(self._backend, name):  # a reader has found it damaged
+                    if remove_mark(self._backend, name):  # a reader has found it damaged
                         slot.model_leaves.forget(readable=True)
             if slot is None:
-                self.gone(checkpoint)
+                self.forget(checkpoint)
             self._free.add(slot or name)
             self._note(path, checkpoint, time.perf_counter() - started)
         finally:
@@ -117,7 +118,7 @@ class Withdrawal:
         incoming = sealing and replace(sealing, metrics={})
         if not self._keeping.expired(incoming):
             return False
-        self._census.take()  # so that only checkpoints that still exist make others expire
+        self._census.update()  # so that only checkpoints that still exist make others expire
         newest = self._keeping.newest
         return any(self.withdraw(c) for c in self._keeping.expired(incoming) if c is not newest)
 
@@ -132,7 +133,7 @@ class Withdrawal:
     def drop_spare_slots(self) -> None:
         """Remove free slots that retention has no room for, but keep one for the next step."""
         if not self._lock.is_held():
-            return  # by their paths they may be somebody else's
+            return  # their paths may name another process's files
         most = self._keeping.num_slots()
         self._free.drop(min(len(self._free) + len(self._checkpoints) - most, len(self._free) - 1))
         self._parts.trim(most)
@@ -144,7 +145,7 @@ class Withdrawal:
             f"{size(checkpoint.tensor_bytes)} for a later step"
         )
 
-    def gone(self, checkpoint: StoredCheckpoint) -> None:
+    def forget(self, checkpoint: StoredCheckpoint) -> None:
         """Close the files of a former checkpoint, and mark its parts as free."""
         if checkpoint.slot is not None:
             checkpoint.slot.close()

@@ -1,12 +1,12 @@
-"""Locks that keep a second writer out of a store: on each of its directories, and on its LOCK.
+"""Locks that keep a second writer out of a store: on each directory and the LOCK file in it.
 
-Anybody can remove a file, and a process that creates it again does not meet the lock on the old
-one. The lock on the directory itself survives that, and also a rename of the directory. ``LOCK`` is
-locked as well, because earlier versions lock nothing else.
+A user can remove the file ``LOCK``. A process that then creates it again can lock the new file,
+although the old file is still locked. The lock on the directory itself prevents this, and survives
+a rename of the directory. ``LOCK`` is locked as well, because earlier versions lock nothing else.
 
-Neither lock helps if the path comes to name another directory, because the old one was moved away
-and a new one was made in its place. Therefore, before each commit and each withdrawal, the writer
-checks that its paths still name the directories that it has locked.
+Neither lock helps if the directory is moved away and a new one is made at its path. Therefore,
+before each commit and each withdrawal, the writer checks that its paths still name the directories
+that it has locked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offload.format.names import LOCK_NAME
 
 @dataclass(slots=True)
 class _Held:
-    """The locks on one directory."""
+    """The locks on one directory of a store."""
 
     backend: Backend
     directory: str

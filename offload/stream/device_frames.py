@@ -78,7 +78,7 @@ class DeviceDigests:
 
     Args:
         compute: Compute of the device.
-        arrays: Bytes of the chunk in each array. They must stay where they are.
+        arrays: Bytes of the chunk by state array. Their memory must not be moved or freed.
     """
 
     def __init__(self, compute: Compute, arrays: Mapping[str, torch.Tensor]) -> None:
@@ -87,9 +87,9 @@ class DeviceDigests:
         self._leaves: dict[str, torch.Tensor] = {}
 
     def written(self, array: str, start: int, stop: int) -> None:
-        """Queue the digests of an array, if the whole array is final.
+        """Queue the digests of an array if the range is the whole array; otherwise do nothing.
 
-        Must be called within `Compute.queue`. Calls for parts of an array do nothing.
+        Must be called within `Compute.queue`.
         """
         if (start, stop) == (0, self._arrays[array].nbytes):
             self._leaves[array] = self._compute.leaf_digests(self._arrays[array])

@@ -67,7 +67,8 @@ class Drives:
 
     Raises:
         ValueError: The number of shares in `options` is not the number of directories.
-        gds.RefusedError: State should be on a device, and a library or driver for that is missing.
+        gds.RefusedError: The options place state on a device, and a library or the driver for that
+            is missing.
     """
 
     def __init__(
@@ -87,13 +88,13 @@ class Drives:
         """Directories of the store, one on each drive."""
         self._options = options
         self._calibrations: list[Calibration | None] = [None] * len(directories)
-        self.transports: list[Backend] = (
+        self.untraced_backends: list[Backend] = (
             [options.backend]
             if options.backend
             else [new_backend(options, device) for _ in directories]
         )
         """Backends without the trace: one for each directory, or a single one for all."""
-        traced = self.transports
+        traced = self.untraced_backends
         if trace is not None:
             traced = [TracedBackend(backend, trace) for backend in traced]
         self.backends = traced * len(directories) if options.backend else traced
@@ -102,8 +103,8 @@ class Drives:
     def shares(self) -> tuple[int, ...]:
         """Return the share of a new store's state for each drive, as small whole numbers.
 
-        Shares are proportional to bandwidth. It is measured now if there is more than one drive
-        and it is not known yet. If it stays unknown, the shares are equal.
+        Shares are proportional to bandwidth. If there is more than one drive, bandwidths that are
+        not known yet are measured now. If one stays unknown, the shares are equal.
         """
         if self._options.drives.shares is not None:
             return tuple(self._options.drives.shares)
@@ -116,19 +117,19 @@ class Drives:
         """Tune threads and request sizes for the drives; return the number of ring chunks.
 
         Args:
-            state_bytes: Bytes of all state. A small state is not worth a measurement.
+            state_bytes: Bytes of all state. Drives are not measured for a small state.
             frame_bytes: Bytes of one chunk in the ring.
         """
         self.calibrate(state_bytes)
-        pairs = zip(self.transports, self._calibrations, strict=False)
+        pairs = zip(self.untraced_backends, self._calibrations, strict=False)
         chunks = [apply_calibration(b, self._options, c, frame_bytes) for b, c in pairs]
         if self._options.ring_chunks is not None:
             return self._options.ring_chunks
-        return sum(chunks)  # chunks take turns on the drives, and each drive needs its own number
+        return sum(chunks)  # chunks take turns on the drives, and each needs enough
 
     def counters(self) -> Counters:
-        """Return the sums of all transports' counters; seconds are those of the busiest one."""
-        found = [backend.counters() for backend in self.transports]
+        """Return the sums of the backends' counters; seconds are those of the busiest one."""
+        found = [backend.counters() for backend in self.untraced_backends]
         return Counters(
             bytes_read=sum(c.bytes_read for c in found),
             bytes_written=sum(c.bytes_written for c in found),
@@ -158,15 +159,15 @@ class Drives:
         """Close the backends, except one that the user passed in."""
         if self._options.backend is None:
             with ExitStack() as closing:  # an error in one backend does not skip the others
-                for backend in self.transports:
+                for backend in self.untraced_backends:
                     closing.callback(backend.close)
 
     def calibrate(self, state_bytes: int) -> None:
         """Measure the drives that have not been measured, if a state of this size is worth it."""
         for index, directory in enumerate(self.directories):
-            if self._calibrations[index] is None and index < len(self.transports):
+            if self._calibrations[index] is None and index < len(self.untraced_backends):
                 self._calibrations[index] = find_calibration(
-                    self.transports[index], directory, self._options, state_bytes
+                    self.untraced_backends[index], directory, self._options, state_bytes
                 )
 
 
@@ -181,7 +182,7 @@ def new_backend(options: Options, device: torch.device | None) -> Backend:
         gds.RefusedError: State must be on a device (``placement="device"``), and a library or the
             driver is missing; names the remedy.
     """
-    if options.placement == "device" or (options.placement == "auto" and _may_be_on(device)):
+    if options.placement == "device" or (options.placement == "auto" and _may_hold_state(device)):
         from gds.kvikio import KvikioBackend  # needs a driver and libraries that few machines have
 
         number = device.index if device is not None else None
@@ -194,8 +195,8 @@ def new_backend(options: Options, device: torch.device | None) -> Backend:
     return PosixBackend(direct=options.drives.direct)
 
 
-def _may_be_on(device: torch.device | None) -> bool:
-    """Return whether state might be placed on a device, as far as this is known without trying."""
+def _may_hold_state(device: torch.device | None) -> bool:
+    """Return whether state might be placed on a device, judged without use of the device."""
     if device is None or device.type not in COMPUTES:
         return False
     missing = [name for name in ("kvikio", "cupy") if importlib.util.find_spec(name) is None]

@@ -164,7 +164,7 @@ class Frame:
 
 
 def frame_bytes(layout: Layout) -> int:
-    """Return the bytes of a frame, which is the memory that one chunk takes."""
+    """Return the size in bytes of a frame, which holds one chunk."""
     return sum(frame_sizes(layout).values())
 
 

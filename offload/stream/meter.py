@@ -13,13 +13,13 @@ from torch.profiler import record_function
 from offload.device.staging import Traffic
 from offload.stream.trace import Trace
 
-_OF_STEPS = ("compute_s", "wait_read_s", "wait_write_s", "wait_seal_s", "wait_device_s")
-"""Clocks that make up the time of a step. Outside of steps, their time goes into one total."""
+_STEP_CLOCKS = ("compute_s", "wait_read_s", "wait_write_s", "wait_seal_s", "wait_device_s")
+"""Clocks that make up the time of a step. Outside of steps, they all add to `Meter.outside_s`."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """Counters that only the engine knows. The rest of `Stats` comes from backend and ring."""
+    """Counters of the engine. The other counters of `Stats` belong to the backend and the ring."""
 
     steps: int = 0
     seals: int = 0
@@ -72,7 +72,7 @@ class Meter:
         """
         what = name.removesuffix("_s")
         in_step = getattr(self.of_thread, "in_step", False)
-        total = "outside_s" if name in _OF_STEPS and not in_step else name
+        total = "outside_s" if name in _STEP_CLOCKS and not in_step else name
         started = time.perf_counter()
         try:
             self.of_thread.in_step = in_step or name in ("step_s", "beside_s")

@@ -1,7 +1,7 @@
 """The pass of chunks through a ring: each one is read, used, and written or left as it is.
 
-Every pass over state is made of this: a step, a move to another slot, reading all state into
-memory, an import and an export. What a pass leaves behind after an error is decided here alone.
+Every pass over state uses this module: steps, moves to another slot, reads of all state into
+memory, imports and exports. Only this module decides what a pass leaves behind after an error.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class RingPass:
     Call `announce`, and then enter `taken` for each chunk in the announced order.
 
     Args:
-        streamer: Owns the ring.
+        streamer: Streamer that owns the ring.
         source: Slot that chunks are read from; None if no parameter has state yet.
         target: Slot that chunks are written to; None for a pass that only reads.
-        run: Spreads what remains of a chunk's digests over threads.
+        run: Runner that spreads the remaining digests of a chunk over threads.
     """
 
     def __init__(
@@ -48,21 +48,21 @@ class RingPass:
         self._run = run
 
     def announce(self, chunks: Sequence[int]) -> None:
-        """Say which chunks are still to come, in their order; the ring reads ahead."""
+        """Set the chunks that are still to come, in order; the ring begins to read ahead."""
         self._streamer.begin(self._source, chunks)
 
     @contextmanager
     def taken(self, chunk: int) -> Iterator[Frame]:
-        """Wait for a chunk and have its frame within the block.
+        """Wait for a chunk, and yield its frame.
 
-        At the end of the block the chunk begins to be written to the target; a pass that only reads
-        leaves it as it is. If the block raises anything, an interrupt included, nothing is written:
-        the frame of a pass that writes is free again and what it held is lost, and the frame of a
+        At the end of the block the write of the chunk to the target begins; a pass that only reads
+        does not write it. If the block raises anything, an interrupt included, nothing is written.
+        The frame of a pass that writes is then free again, and its content is lost. The frame of a
         pass that only reads is unchanged.
 
         Raises:
-            gds.StorageError: The read failed, or an earlier write did.
-            DamagedError: What was read is not what was written.
+            gds.StorageError: The read failed, or an earlier write failed.
+            DamagedError: The bytes read are not those that were written.
         """
         streamer, target = self._streamer, self._target
         frame = streamer.take(chunk)
@@ -84,14 +84,14 @@ class RingPass:
 def ring_for_one_pass(
     backend: Backend, layout: Layout, *, verify_reads: bool = False
 ) -> Iterator[Streamer]:
-    """Have a small ring in host memory, which is no optimizer's.
+    """Yield a small ring in host memory that belongs to no optimizer.
 
-    All its transfers have ended when the block has been left, however that came.
+    All its transfers have ended when the block has been left, also by an error.
 
     Args:
-        backend: Allocates the memory.
+        backend: Backend that allocates the memory.
         layout: Layout of the state.
-        verify_reads: Compare every chunk that is read with its digest.
+        verify_reads: Whether every chunk that is read is compared with its digest.
     """
     streamer = Streamer(
         HostFrames(backend), layout, _RING_CHUNKS, Meter(), verify_reads=verify_reads

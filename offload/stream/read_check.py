@@ -1,11 +1,11 @@
-"""The comparison of a chunk that was read with its digests."""
+"""Comparison of a chunk that was read with its digests."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from offload.checkpoint.sealed_slot import SlotFiles
-from offload.checkpoint.second_look import look_again, unreliable
+from offload.checkpoint.second_read import reread_and_check, unreliable
 from offload.format.digests import one_by_one
 from offload.stream.frame import Frame
 
@@ -13,17 +13,17 @@ from offload.stream.frame import Frame
 def check_read(frame: Frame, source: SlotFiles) -> None:
     """Compare a chunk that was read with its digests.
 
-    A chunk that differs is read a second time, into other memory of the host, which says whether
-    the drive has the right bytes. If it has, the frame is filled anew, and the caller goes on.
+    If an array differs, it is read a second time, into other host memory, to find out whether the
+    drive has the right bytes. If it does, the frame is filled again, and the caller goes on.
 
     Args:
         frame: Frame of the chunk; all its reads have ended.
-        source: SlotFiles that the chunk was read from.
+        source: Slot that the chunk was read from.
 
     Raises:
         DamagedError: The second read is wrong, too.
-        UnreliableReadError: The second read is right, and the bytes still do not arrive in the
-            frame.
+        UnreliableReadError: The second read is right, but the frame is wrong again after a third
+            read.
     """
     if not frame.futures:
         return  # nothing was read: the chunk has never been written
@@ -37,18 +37,18 @@ def check_read(frame: Frame, source: SlotFiles) -> None:
 
 
 def _look_again(frame: Frame, source: SlotFiles, name: str, found: str, expected: str) -> None:
-    """Read a chunk of an array again, and fill the frame with it if it is what was written."""
+    """Read a chunk of an array again; if the drive has it intact, fill the frame again."""
     chunk, file = frame.chunk, source.array(name, frame.chunk)
     buffer, offset = frame.buffer(source.layout.plans[chunk], name)
     digest = partial(source.context.digest, name, chunk)
-    look_again(file, offset, buffer.nbytes, digest, found=found, expected=expected)
+    reread_and_check(file, offset, buffer.nbytes, digest, found=found, expected=expected)
     file.read_again(buffer, offset, direct=not file.direct).result()
     if _digest_of(frame, source, name) != expected:
         raise unreliable(file, offset, buffer.nbytes)
 
 
 def _digest_of(frame: Frame, source: SlotFiles, name: str) -> str:
-    """Return the digest of what a frame holds of one state array, computed where the frame is."""
+    """Return the digest of a frame's content of one state array, computed on the frame's device."""
     plan = source.layout.plans[frame.chunk]
     digests = frame.digests_of({name: frame.bytes_of(plan, name)})
     return digests.finish(source.context, frame.chunk, one_by_one)[name]

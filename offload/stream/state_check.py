@@ -17,7 +17,7 @@ _log = logging.getLogger("offload")
 def check_state(streamer: Streamer, slot: Slot, chunks: Sequence[int], meter: Meter) -> int:
     """Compare all state in a slot with its digests, so that the first pass need not do so.
 
-    Takes no memory beyond the ring. Resident chunks stay in memory.
+    The check needs no memory beyond the ring. Resident chunks stay in memory.
 
     Args:
         streamer: Streamer that reads the chunks.

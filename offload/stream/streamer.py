@@ -113,13 +113,13 @@ class Streamer:
         """Wait until a chunk has been read, and return its frame, which the caller then owns.
 
         Raises:
-            gds.StorageError: The read failed, or an earlier write did.
+            gds.StorageError: The read failed, or an earlier write failed.
             DamagedError: The state that was read is not as it was written. This is checked in the
                 first pass over a restored checkpoint, and in every pass with `verify_reads`.
         """
-        # If the chunk is not loading yet, writes hold all other frames, and this waits for them.
+        # If the chunk is not loading yet, writes hold all other frames. This waits for the writes.
         with self._meter.timed("wait_write_s", chunk=chunk):
-            frame = self._changed.wait_until(partial(self._give, chunk))
+            frame = self._changed.wait_until(partial(self._frame_if_ready, chunk))
         if chunk in self._held:
             return frame
         try:
@@ -137,7 +137,7 @@ class Streamer:
             frame.digests = frame.new_digests()
         return frame
 
-    def _give(self, chunk: int) -> Frame | None:
+    def _frame_if_ready(self, chunk: int) -> Frame | None:
         """Return the frame of a chunk that is being read or is in memory; None if it is neither."""
         self.raise_error()
         if chunk in self._loading or self._is_idle(chunk):
@@ -349,13 +349,12 @@ class Streamer:
     def _pump(self) -> None:
         """Start reads while there are chunks to read and frames to read into.
 
-        Errors are stored and raised where the chunk is taken, because this may run on a transfer's
-        thread.
+        Errors are stored, and `take` raises them, because this may run on a transfer's thread.
         """
         while self._queue and self.error is None:
             chunk = self._queue[0]
             if chunk in self._writing:
-                break  # the end of that write comes back here
+                break  # this method is called again when that write ends
             if chunk not in self._resident and not self._free:
                 break
             self._queue.popleft()
@@ -367,7 +366,7 @@ class Streamer:
             except BaseException as error:
                 self._drop_frame(frame)
                 if not isinstance(error, Exception):
-                    raise  # an interrupt, of this thread's caller
+                    raise  # an interrupt, which this thread's caller handles
                 self.error = error
                 break
         self._changed.notify_all()

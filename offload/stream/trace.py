@@ -82,7 +82,7 @@ class Trace:
         with self._lock:
             events = sorted(self._events, key=lambda event: event.start_s)
         document = {
-            "traceEvents": [*_names(), *_placed(events)],
+            "traceEvents": [*_lane_metadata(), *_chrome_events(events)],
             "displayTimeUnit": "ms",
             "otherData": {"dropped_events": self.num_dropped},
         }
@@ -149,7 +149,7 @@ class _TracedFile(WrapperFile):
         return future
 
 
-def _names() -> Iterator[dict[str, Any]]:
+def _lane_metadata() -> Iterator[dict[str, Any]]:
     for number, lane in enumerate(_LANES):
         yield {"ph": "M", "pid": number, "name": "process_name", "args": {"name": lane}}
         yield {
@@ -160,8 +160,8 @@ def _names() -> Iterator[dict[str, Any]]:
         }
 
 
-def _placed(events: list[Event]) -> Iterator[dict[str, Any]]:
-    """Yield events as Chrome's; simultaneous events of a lane are placed in different rows."""
+def _chrome_events(events: list[Event]) -> Iterator[dict[str, Any]]:
+    """Yield events in Chrome's format; simultaneous events of a lane are in different rows."""
     rows: dict[str, list[float]] = {}
     for event in events:
         ends = rows.setdefault(event.lane, [])

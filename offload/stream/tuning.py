@@ -27,8 +27,7 @@ def find_calibration(
 ) -> Calibration | None:
     """Return the calibration of a directory, measuring it if the state is large enough.
 
-    Nothing is measured if the result could not be applied, which is so for a backend that the user
-    passed in.
+    A backend that the user passed in is not tuned, so its directory is not measured.
 
     Args:
         backend: Backend of the directory.

@@ -20,10 +20,10 @@ from offload.format.arrays import BLOCK_ELEMENTS
 from offload.update.scratch import Scratch, constant
 
 TOO_LARGE = 2.0**120
-"""Magnitude from which a signed moment is treated like an infinity: 254 times it may overflow."""
+"""Magnitude from which a signed moment is treated like an infinity: 254 times this may overflow."""
 
 _NAN_BITS = 0x7FC0
-_TO_SCALE = constant(0x7FFD)
+_SCALE_ROUND_UP = constant(0x7FFD)
 _DOUBLE_LARGEST_CODE = constant(254, torch.uint8)
 _ONE_255TH = constant(1 / 255, torch.float32)  # 255 times this is exactly 1.0
 _ONE = constant(1)
@@ -42,8 +42,8 @@ def encode_blocks(
       f(x) = 2x / (1 + |x|).
     - uint8 is for second moments. The scale s is the largest square root, rounded up. The code is
       255 sqrt(v) / s, rounded to the nearest integer, but 1 if a v > 0 would become 0. A second
-      moment of zero beside a nonzero first moment would make a huge update. One that is too large
-      makes a small update.
+      moment of zero beside a nonzero first moment would make a huge update. A second moment that
+      is too large makes a small update.
 
     Zeros stay zeros. A block with a NaN, an infinity, a magnitude of `TOO_LARGE` or more (int8) or
     a negative value (uint8) gets a NaN as its scale, and decodes to NaN; all its codes are 0.
@@ -204,7 +204,7 @@ def _round_scales(largest: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Te
     """Round the largest values up to bfloat16, into `scales`.
 
     A value up to 3 units of FP32 above a bfloat16 is rounded down to it. Three roundings may have
-    made a root too large by so much, and then its scale must be the one that it was decoded with.
+    made a root too large by this much. It must still get the scale that it was decoded with.
 
     Returns:
         The scales in FP32, as a column, and whether any is NaN.
@@ -213,7 +213,7 @@ def _round_scales(largest: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Te
     if has_nan:
         largest = torch.where(largest < TOO_LARGE, largest, math.nan)
     # Half a unit of bfloat16, minus 3 units of FP32. torch then rounds the sum to nearest.
-    largest.view(torch.int32).add_(_TO_SCALE)
+    largest.view(torch.int32).add_(_SCALE_ROUND_UP)
     scales.copy_(largest)
     if has_nan:  # always the same NaN: torch's vector and scalar code produce different ones
         scales.view(torch.int16).masked_fill_(scales.isnan(), _NAN_BITS)

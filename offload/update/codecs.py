@@ -1,4 +1,4 @@
-"""Compact encodings of the state: split masters, and names of the other codecs.
+"""Compact encodings of the state: split masters, and re-exports of the other codecs.
 
 The codecs are pure functions on flat, contiguous CPU tensors, meant for blocks that are in cache.
 Every operation is exact or correctly rounded, element by element. The bytes therefore depend
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from offload.update.blocks8 import decode_blocks, encode_blocks
-from offload.update.rounding import has_nan, round_runs, round_stochastic, without_odd_nans
+from offload.update.rounding import has_nan, round_runs, round_stochastic, with_quiet_nans
 from offload.update.scratch import Scratch, constant
 
 __all__ = [
@@ -50,7 +50,7 @@ def split_master(
     """
     if not master.numel():
         return
-    bits = without_odd_nans(master).view(torch.int32)
+    bits = with_quiet_nans(master).view(torch.int32)
     rounded = scratch.view("a", torch.int32, bits.shape)
     torch.add(bits, _HALF, out=rounded)
     live.view(torch.int16).copy_(rounded.bitwise_right_shift_(_SIXTEEN))

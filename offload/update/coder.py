@@ -1,4 +1,4 @@
-"""Decoder and encoder of one hot block: its stored state as FP32, and back.
+"""Coder of one block's state: from its stored form to FP32, and back.
 
 The exact format is FP32 already, and is updated in place. Smaller formats are decoded into scratch
 memory that stays in cache, and are encoded again after torch's step.
@@ -27,7 +27,7 @@ class StateCoder:
     Args:
         layout: Layout of the store.
         seed: Seed of stochastic rounding.
-        step: Number of the current step. Each step rounds with other random numbers.
+        step: Number of the current step. Each step rounds with different random numbers.
     """
 
     def __init__(self, layout: Layout, seed: int = 0, step: int = 0) -> None:

@@ -21,15 +21,15 @@ from offload.update.rules import Scalars
 STATE_BLOCK_ELEMENTS = 512 << 10
 """Elements that are decoded or encoded at a time: 2 MiB of each array in FP32. A multiple of 32."""
 
-Block: TypeAlias = tuple[int, int, dict[str, torch.Tensor]]
+DecodedBlock: TypeAlias = tuple[int, int, dict[str, torch.Tensor]]
 """Index of a parameter in the layout, index of the first element, and values of the block.
 
 The values are flat FP32 tensors, one per state array and one for the master. They are valid until
 the next block is requested. A parameter that has no state yet has a master only. An FP32 parameter
-is its own master and has none here."""
+is its own master, so its blocks have no master."""
 
 
-class Live(Protocol):
+class ParameterViews(Protocol):
     """Flat parameters, such as `FlatTensors`."""
 
     def views(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -37,12 +37,12 @@ class Live(Protocol):
         ...
 
     def finish(self, pieces: Sequence[Piece]) -> None:
-        """Report that the elements of pieces, which have been viewed, are done."""
+        """Report that elements of pieces, which have been viewed, are not used any more."""
         ...
 
 
 class StoredParameters:
-    """Parameters in the ``model.safetensors`` of a checkpoint; implements `Live`.
+    """Parameters in the ``model.safetensors`` of a checkpoint; implements `ParameterViews`.
 
     Args:
         file: The open ``model.safetensors``.
@@ -68,7 +68,7 @@ class StoredParameters:
         return torch.frombuffer(bytearray(data), dtype=dtype)
 
     def finish(self, pieces: Sequence[Piece]) -> None:
-        """Do nothing: no elements are kept."""
+        """Do nothing: the elements are not kept."""
 
 
 def kept_arrays(spec: ParameterSpec, layout: Layout) -> tuple[str, ...]:
@@ -85,8 +85,8 @@ def has_master(spec: ParameterSpec) -> bool:
     return spec.dtype != "F32"
 
 
-def cut_pieces(plan: ChunkPlan) -> list[Span]:
-    """Cut a chunk into blocks of one parameter each, at places that 8-bit state can be cut at."""
+def cut_by_parameter(plan: ChunkPlan) -> list[Span]:
+    """Cut a chunk into blocks of one parameter each, where 8-bit state can be cut."""
     return [
         span
         for number in range(len(plan.pieces))
@@ -114,14 +114,16 @@ class StateDecoder:
             in a step.
     """
 
-    def __init__(self, layout: Layout, scalars: Sequence[Scalars | None], live: Live) -> None:
+    def __init__(
+        self, layout: Layout, scalars: Sequence[Scalars | None], live: ParameterViews
+    ) -> None:
         self._layout = layout
         self._scalars = scalars
         self._live = live
         self._memory = BlockMemory()
         self._coder = StateCoder(layout)
 
-    def blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[Block]:
+    def blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[DecodedBlock]:
         """Decode one chunk, block by block.
 
         Args:
@@ -130,15 +132,15 @@ class StateDecoder:
         """
         plan = self._layout.plans[chunk]
         with on_host(self._live, chunk, plan.pieces):
-            for span in cut_pieces(plan):
+            for span in cut_by_parameter(plan):
                 (piece,) = span.pieces
                 yield self.block(piece, stored_block(span, arrays))
 
-    def block(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> Block:
+    def block(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> DecodedBlock:
         """Decode one block.
 
         Args:
-            piece: The one piece of a span of `cut_pieces`.
+            piece: The one piece of a span of `cut_by_parameter`.
             stored: Stored values of the block, by state array.
         """
         return piece.parameter, piece.start, self._decode(piece, stored)

@@ -2,8 +2,8 @@
 
 AdamW, Adam and SGD have kernels that step a parameter in one pass over its state, whatever the
 state is encoded as. Other classes run torch's own step on flat views of whole runs, as
-`offload.update.updater` does on the CPU. This is limited to state that is stored as FP32, since the
-codecs are exact on a CPU only.
+`offload.update.updater` does on the CPU. Such classes need state that is stored as FP32, because
+the codecs are exact on a CPU only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offload.device.kernels.forms import (
     DeviceBlock,
     DeviceScalars,
     form_for,
-    why_not,
+    why_no_kernel,
 )
 from offload.device.staging import Traffic
 from offload.errors import UnsupportedOptimizerError, UnsupportedParameterError
@@ -82,13 +82,13 @@ class DeviceUpdater(ChunkUpdater):
         self._parameters = parameters
         self._live = FlatTensors(parameters, writable=True)
         self._gradients = FlatTensors(gradients, writable=False)
-        self._crossing = []
+        self._staged = []
         self._fused = [None] * len(self._fused)
         self._begun = list(marks_of([*parameters, *gradients]).values())
         self._given: dict[int, Event] = {}
         self._context = BlockContext(rule, compute.empty)
         split = MASTER_LOW in layout.array_names
-        require_steps(rule, self._hyper, layout.state_dtype, split=split)
+        require_steppable(rule, self._hyper, layout.state_dtype, split=split)
         self._has_kernel = [
             not why_not_by_kernel(rule, group, inputs.factors) for group in self._hyper
         ]
@@ -107,12 +107,12 @@ class DeviceUpdater(ChunkUpdater):
         self._seed, self._rounding_step = inputs.seed, inputs.step
         self._scalars: DeviceScalars | None = None
 
-    def give(self, index: int, gradient: torch.Tensor) -> None:
+    def set_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Set the gradient of a parameter that had none, in the current stream's order.
 
         Its values are those that the work queued on the current stream so far computes.
         """
-        super().give(index, gradient)
+        super().set_gradient(index, gradient)
         self._given[index] = boundary_of(gradient.device).now()
 
     def prepare(self, chunk: int) -> bool:  # noqa: ARG002
@@ -126,8 +126,8 @@ class DeviceUpdater(ChunkUpdater):
         compute = self._compute
         numbers = {piece.parameter for piece in self._layout.plans[chunk].pieces}
         given = numbers & self._given.keys()
-        # torch reuses freed memory at once for allocations on the training's stream. Gradients
-        # stay referenced until this chunk's work has ended.
+        # torch reuses freed memory at once for allocations on the training's stream. Gradients are
+        # therefore referenced until this chunk's work has ended.
         held = [self._gradients.tensor(number) for number in numbers]
         with compute.queue([*self._begun, *(self._given[index] for index in given)]):
             try:
@@ -136,7 +136,7 @@ class DeviceUpdater(ChunkUpdater):
                 if digests is not None:
                     for name, array in arrays.items():
                         digests.written(name, 0, array.nbytes)
-            finally:  # also after an error: the caller is about to use this memory otherwise
+            finally:  # also after an error, because the caller is about to reuse this memory
                 done = compute.mark()
                 compute.wait(done)
                 held.clear()
@@ -150,7 +150,7 @@ class DeviceUpdater(ChunkUpdater):
             super()._update(context, block)
             return
         if key not in self._stepped:
-            self._update_nothing(context, block)  # torch counts the step
+            self._step_scalars(context, block)  # torch counts the step
         count = next((int(v) for name, _, v in self._stepped[key] if name == "step"), 1)
         for piece, device_block in zip(block.pieces, self._device_blocks(block), strict=True):
             self._compute.update(
@@ -199,7 +199,7 @@ class DeviceUpdater(ChunkUpdater):
         return self._scalars
 
 
-def require_steps(
+def require_steppable(
     rule: UpdateRule, groups: Sequence[Mapping[str, Any]], state_dtype: str, *, split: bool
 ) -> None:
     """Check that every parameter group can be stepped on a device.
@@ -213,18 +213,18 @@ def require_steps(
     Raises:
         UnsupportedOptimizerError: A group cannot be stepped; says why, and names the remedy.
     """
-    if reason := why_not_stepped(rule, groups, state_dtype, split=split):
+    if reason := why_not_steppable(rule, groups, state_dtype, split=split):
         raise UnsupportedOptimizerError(
             f'placement="device" is not possible: {reason}. Use placement="host"'
         )
 
 
-def why_not_stepped(
+def why_not_steppable(
     rule: UpdateRule, groups: Sequence[Mapping[str, Any]], state_dtype: str, *, split: bool
 ) -> str:
     """Return why a parameter group cannot be stepped on a device; empty if all can be.
 
-    The arguments are those of `require_steps`.
+    The arguments are those of `require_steppable`.
     """
     for given in groups:
         # The updater, too, copies tensor hyper-parameters into host memory.
@@ -248,7 +248,7 @@ def why_not_by_kernel(
     """
     if len(factors) > _MAX_FACTORS:
         return f"gradients are multiplied {len(factors)} times"
-    return why_not(rule.optimizer_class, group)
+    return why_no_kernel(rule.optimizer_class, group)
 
 
 def why_not_by_torch(

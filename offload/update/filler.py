@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from offload.device.boundary import HOST
-from offload.device.staging import CrossingTensors, on_host
+from offload.device.staging import StagedTensors, on_host
 from offload.errors import MismatchError
 from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.chunk_plan import Piece
@@ -17,7 +17,13 @@ from offload.format.digests import Digests
 from offload.format.layout import Layout
 from offload.update import codecs
 from offload.update.coder import StateCoder
-from offload.update.decoder import Live, cut_pieces, has_master, kept_arrays, stored_block
+from offload.update.decoder import (
+    ParameterViews,
+    cut_by_parameter,
+    has_master,
+    kept_arrays,
+    stored_block,
+)
 from offload.update.pool import BlockMemory
 from offload.update.rules import Scalars
 
@@ -61,7 +67,7 @@ class HeldTensor:
 
 @dataclass(slots=True)
 class ParameterState:
-    """State of one parameter, as far as its source has it."""
+    """State of one parameter; the source may lack some of it."""
 
     scalars: Scalars | None = None
     """Scalar state; None for a parameter that has never been stepped."""
@@ -80,7 +86,7 @@ class StateFiller:
         layout: Layout of the store.
         states: State of each parameter, in element-space order.
         live: Live parameters. A 16-bit parameter becomes its rounded master.
-        step: Number of optimizer steps that the state has seen. Seeds stochastic rounding,
+        step: Number of optimizer steps that the state has seen. It seeds stochastic rounding
             together with `seed`.
         seed: Seed of stochastic rounding, for state that is stored with it.
         progress: Called after each block with the number of elements in it.
@@ -93,7 +99,7 @@ class StateFiller:
         self,
         layout: Layout,
         states: Sequence[ParameterState],
-        live: Live,
+        live: ParameterViews,
         *,
         step: int = 0,
         seed: int = 0,
@@ -125,7 +131,7 @@ class StateFiller:
         """
         plan = self._layout.plans[chunk]
         with on_host(self._live, chunk, plan.pieces):
-            for span in cut_pieces(plan):
+            for span in cut_by_parameter(plan):
                 (piece,) = span.pieces
                 self._fill(piece, stored_block(span, arrays), plan.first + piece.at)
                 if self._progress is not None:
@@ -140,7 +146,7 @@ class StateFiller:
 
     def fence(self) -> None:
         """Make the calling thread's current streams wait for the parameters filled so far."""
-        if isinstance(self._live, CrossingTensors):
+        if isinstance(self._live, StagedTensors):
             self._live.fence()
 
     def finish(self) -> list[Scalars | None]:

@@ -16,7 +16,7 @@ from offload.format.manifest import Manifest
 from offload.format.strict_json import short
 from offload.update.rules import Rule, UpdateRule
 
-_ELSE = "Return to an older checkpoint: restore(<step>, discard_newer=True)."
+_REMEDY = "Return to an older checkpoint: restore(<step>, discard_newer=True)."
 _TENSORS = ("f32", "f64")
 
 
@@ -34,7 +34,7 @@ def check_hyperparameters(manifest: Manifest, defaults: Mapping[str, Any], path:
         CheckpointError: A value has another type, or is NaN; names group and key.
     """
     if problem := misfit(manifest.groups, defaults):
-        raise CheckpointError(f"{path}: {problem}. {_ELSE}")
+        raise CheckpointError(f"{path}: {problem}. {_REMEDY}")
 
 
 def misfit(groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> str:
@@ -69,7 +69,7 @@ def rules_of(rule: UpdateRule, groups: Sequence[Mapping[str, Any]], path: str) -
         return [rule.rule(group) for group in groups]
     except UnsupportedOptimizerError as error:
         raise CheckpointError(
-            f"{path}: its hyper-parameters cannot be used: {error} {_ELSE}"
+            f"{path}: its hyper-parameters cannot be used: {error} {_REMEDY}"
         ) from error
 
 
@@ -94,13 +94,13 @@ def check_scalars(manifest: Manifest, rules: Sequence[Rule], path: str) -> None:
         if found != expected or len(scalars) != len(expected):
             raise CheckpointError(
                 f"{path}: the scalar state of {spec.name!r} is {short(scalars)}, expected "
-                f"{list(rule.scalars)} of the kinds {list(rule.kinds)}. {_ELSE}"
+                f"{list(rule.scalars)} of the kinds {list(rule.kinds)}. {_REMEDY}"
             )
         for name, _, value in scalars:
             if name == "step" and not 0 <= value < math.inf:
                 raise CheckpointError(
                     f"{path}: the step count of {spec.name!r} is {value}, expected a number from "
-                    f"0. {_ELSE}"
+                    f"0. {_REMEDY}"
                 )
 
 

@@ -1,8 +1,8 @@
 """Threads that update blocks, each with memory for one block and its own stepper.
 
 torch could run each operation on all cores instead. But an operation on a block that fits in a
-cache takes tens of microseconds, and waking the other cores for each operation costs as much. Whole
-blocks on threads that use one core each need no waking. If another program occupies a core, only
+cache takes tens of microseconds, and waking the other cores for each operation costs as much. So
+each thread uses one core, and updates whole blocks on it. If another program occupies a core, only
 the block on that core is delayed.
 
 Several threads are faster only if a step waits for the update. They share caches, memory and the
@@ -40,7 +40,8 @@ class BlockMemory:
     """Memory for one block, reused for the next block. Not for two threads at a time.
 
     Args:
-        empty: Returns a flat tensor, given the number of elements and a dtype. Host memory if None.
+        empty: Allocator of a flat tensor, given the number of elements and a dtype; None for host
+            memory.
     """
 
     def __init__(self, empty: Callable[[int, torch.dtype], torch.Tensor] | None = None) -> None:
@@ -64,7 +65,7 @@ class BlockContext(BlockMemory):
 
     Args:
         rule: Update rule that makes the stepper.
-        empty: Allocator of the memory, see `BlockMemory`.
+        empty: Allocator of the memory; see `BlockMemory`.
     """
 
     def __init__(
@@ -86,14 +87,14 @@ def default_num_threads() -> int:
 class UpdateThreads:
     """Chooses the number of threads for the next pass: all threads, or one if one is as fast.
 
-    One thread is as fast if the update still waits for storage. Passes on one thread show this by
-    their waits. Passes on all threads predict it, if their waits are longer than the additional
-    time that updates took when one thread was last tried. The memory of that time fades from pass
+    One thread is as fast if its updates still wait for storage. A pass on one thread shows this by
+    its waits. A pass on all threads predicts it, if its waits are longer than the additional time
+    that updates took when one thread was last tried. That time is remembered, but shrinks from pass
     to pass, so that one thread is tried again after a while.
 
     A decision is based on `_WINDOW` passes, because a pass that begins with a full ring, or after a
-    seal, says little about the next pass. Therefore the number of threads of the first passes
-    matters.
+    seal, says little about the next pass. The number of threads cannot change before that, so its
+    first value matters.
 
     Args:
         most: Number of available threads.
@@ -107,8 +108,8 @@ class UpdateThreads:
         """Number of threads for the next pass."""
         self._passes: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         """Seconds of updating and of waiting, per chunk, of the last passes with `num_threads`."""
-        self._alone_s = 0.0
-        """Seconds per chunk of the last measured updates on one thread; fades from pass to pass."""
+        self._one_thread_s = 0.0
+        """Seconds per chunk of the last updates on one thread; shrinks from pass to pass."""
 
     def passed(self, num_chunks: int, updating_s: float, waiting_s: float) -> None:
         """Record a pass that ran on `num_threads`, and choose the number for the next pass.
@@ -120,17 +121,17 @@ class UpdateThreads:
         """
         if self.most == 1 or not num_chunks:
             return
-        self._alone_s *= _FADING
+        self._one_thread_s *= _FADING
         self._passes.append((updating_s / num_chunks, waiting_s / num_chunks))
         if len(self._passes) < _WINDOW:
             return
         update_s, wait_s = (sum(seconds) / _WINDOW for seconds in zip(*self._passes, strict=True))
         pass_s = update_s + wait_s
         if self.num_threads == 1:
-            self._alone_s = update_s
+            self._one_thread_s = update_s
             if wait_s < _FEW_WAITS * pass_s:
                 self._use(self.most)
-        elif pass_s - max(self._alone_s, update_s) > _MANY_WAITS * pass_s:
+        elif pass_s - max(self._one_thread_s, update_s) > _MANY_WAITS * pass_s:
             self._use(1)
 
     def _use(self, num_threads: int) -> None:
@@ -146,14 +147,14 @@ class _AllThreads(UpdateThreads):
 
 
 _WINDOW = 6
-"""Passes that a choice is based on. If every second or every third pass differs from the others,
-six passes contain as many of each kind as any other six."""
+"""Number of passes that a choice is based on. If every second or every third pass differs from the
+others, any six passes in a row contain equally many of each kind."""
 
 _FEW_WAITS, _MANY_WAITS = 0.10, 0.14
 """Shares of waiting in a pass on one thread. Below the first share the next pass uses all threads,
 above the second it uses one, and in between nothing changes. If drive and update are equally fast,
-a tenth remains: the drive has nothing to write while the first chunk is updated, and no update is
-left while it writes the last chunk."""
+a tenth of the pass is waiting: the drive has nothing to write while the first chunk is updated, and
+no update is left while the last chunk is written."""
 
 _FADING = 0.998
 """Factor by which the remembered seconds on one thread shrink from one pass to the next."""
@@ -228,7 +229,7 @@ class UpdatePool:
             futures.extend(executor.submit(partial(work, context)) for context in contexts)
             wait(futures)
         except BaseException:
-            # Calls in progress write into memory that the caller is about to use otherwise.
+            # Calls in progress write into memory that the caller is about to reuse.
             waiting.clear()
             wait(futures)
             raise
@@ -237,7 +238,7 @@ class UpdatePool:
 
     @contextmanager
     def all_threads(self) -> Iterator[None]:
-        """Have updates use all threads within the block. Passes in it do not affect the choice."""
+        """Let updates use all threads within the block. Its passes do not affect the choice."""
         chosen = self.threads
         self.threads = _AllThreads(chosen.most, chosen.most)
         try:

@@ -1,18 +1,18 @@
 """Probe: whether an update gives every element the same bits, wherever it lies in a tensor.
 
 A step runs on blocks that begin and end in the middle of parameters. Two kinds of updates would
-then give other bits than torch's own step on whole parameters:
+then give bits that differ from those of torch's own step on whole parameters:
 
 - an update that is not element-wise, such as one that divides by the norm of the tensor;
 - an update with a torch function whose kernel computes the last elements of a tensor, after the
-  last whole vector, in another way than the rest. `torch.pow` and `torch.sigmoid` do so on most
+  last whole vector, differently from the rest. `torch.pow` and `torch.sigmoid` do so on most
   processors: of a thousand results, 5 to 800 differ in the last bits.
 
-So the probe updates the same values in one tensor and in many small pieces, in which no element is
-part of a whole vector. It also updates them in tensors with other strides, for which torch's
-kernels have separate code. The values vary widely in magnitude, because a function may differ for
-some values only. Most parameters are zero, because the sum of a parameter and a small update hides
-the last bits of the update.
+The probe therefore updates the same values in one tensor and in many small pieces, in which no
+element is part of a whole vector. It also updates them in tensors with other strides, for which
+torch's kernels have separate code. The values vary widely in magnitude, because a function may
+differ for some values only. Most parameters are zero, because the sum of a parameter and a small
+update hides the last bits of the update.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ NUM_STEPS = 3
 _COLUMNS = 65  # odd, so that pieces cut rows at every position
 
 Cut: TypeAlias = Callable[[torch.Tensor], list[torch.Tensor]]
-"""Returns the values of a flat tensor in new tensors."""
+"""Function that returns the values of a flat tensor in new tensors."""
 
 Run: TypeAlias = Callable[
     [Sequence[list[torch.Tensor]], Sequence[list[torch.Tensor]]], list[dict[str, Any]]
 ]
-"""Updates parameters in place, given the parameters and the gradients of each step. Returns the
-final state of each parameter."""
+"""Function that updates parameters in place, given the parameters and the gradients of each step.
+It returns the final state of each parameter."""
 
 
 class Probe:
@@ -91,7 +91,7 @@ class Probe:
     def _run(
         self, run: Run, parameters: Cut, gradients: Cut
     ) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        # Not kept from import time: torch may be in any mode while this module is imported.
+        # Not made at import, because torch may be in any mode while this module is imported.
         generator = torch.Generator("cpu").manual_seed(20260101)
         updated, given = [], []
         for _ in range(NUM_STEPS):
@@ -103,7 +103,7 @@ class Probe:
         return [flat(tensors) for tensors in updated], states
 
     def _cut(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of one tensor, like blocks. Most do not begin at a vector."""
+        """Return views of one tensor, like blocks. Most of them begin inside a vector."""
         whole = values.clone()
         sizes, start, pieces = cycle(self._piece_sizes), 0, []
         while start < len(whole):
@@ -176,11 +176,12 @@ THOROUGH = Probe(
         (_some_columns, _some_columns),
     ),
 )
-"""Long probe. Also finds a function of which one result in 500 depends on an element's place.
+"""Long probe, of 20 to 30 ms. It also finds a function if only one result in 500 depends on an
+element's place.
 
-The longest vectors have 16 elements, and kernels take two at once if they can. No piece is long
-enough for a vector of 16. It takes 20 to 30 ms.
+The longest vectors have 16 elements, and kernels take two vectors at once if they can. No piece is
+long enough for a vector of 16.
 """
 
 QUICK = Probe(2, (37, 1, 60), ())
-"""Short probe. Finds whether a rule is element-wise, and which state it keeps, in 1 to 2 ms."""
+"""Short probe, of 1 to 2 ms. It finds whether a rule is element-wise, and which state it keeps."""

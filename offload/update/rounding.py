@@ -21,11 +21,11 @@ LONG_ELEMENTS = 16 << 10
 """Minimal number of elements of runs that are rounded one by one. Shorter runs are rounded
 together, because the overhead of the calls of torch would exceed the work."""
 
-_MOST_TOGETHER = 64 << 10
+_MAX_GROUP_ELEMENTS = 64 << 10
 """Maximal number of elements that are rounded together, so that they stay in a cache."""
 
 
-def _wrapped(value: int) -> int:
+def _as_int32(value: int) -> int:
     """Return the signed 32-bit number with the same low bits."""
     return (value + (1 << 31)) % (1 << 32) - (1 << 31)
 
@@ -33,9 +33,9 @@ def _wrapped(value: int) -> int:
 _SIXTEEN, _FIFTEEN = constant(16), constant(15)
 _LOW_16, _LOW_17 = constant((1 << 16) - 1), constant((1 << 17) - 1)
 _GOLDEN_RATIO_32 = 0x9E3779B9
-_GOLDEN_RATIO = _wrapped(_GOLDEN_RATIO_32)
+_GOLDEN_RATIO = _as_int32(_GOLDEN_RATIO_32)
 _FIRST_MULTIPLIER = 0x7FEB352D
-_MULTIPLIER = constant(_wrapped(0x846CA68B))
+_MULTIPLIER = constant(_as_int32(0x846CA68B))
 
 
 def round_stochastic(
@@ -62,7 +62,7 @@ def round_stochastic(
     """
     done = 0
     while done < values.numel():
-        # One 32-bit hash serves two elements, and one key 2**32 hashes.
+        # One 32-bit hash serves two elements, and one key serves 2**32 hashes.
         element = first_element + done
         window, pair = divmod(element >> 1, 1 << 32)
         num = min(values.numel() - done, (((window + 1) << WINDOW_BITS) - element))
@@ -81,9 +81,9 @@ def round_runs(
     keys: ParameterKeys,
     scratch: Scratch,
 ) -> None:
-    """Round runs of values that lie end to end, each as `round_stochastic` does.
+    """Round runs of values that lie end to end, with the results of `round_stochastic`.
 
-    Many short runs take as many operations as one.
+    Many short runs take as many operations of torch as one run.
 
     Args:
         values: FP32, shape (n,); unchanged.
@@ -138,14 +138,14 @@ def _groups(table: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Iterator
     for first, last in pairwise(sorted(edges)):
         while first < last:
             begin = ends[first - 1] if first else 0
-            stop = int(np.searchsorted(ends[:last], begin + _MOST_TOGETHER, "right"))
+            stop = int(np.searchsorted(ends[:last], begin + _MAX_GROUP_ELEMENTS, "right"))
             stop = max(stop, first + 1)
             yield first, stop
             first = stop
 
 
-def without_odd_nans(values: torch.Tensor) -> torch.Tensor:
-    """Return FP32 values in which each NaN is the quiet one of its sign; a copy only if needed."""
+def with_quiet_nans(values: torch.Tensor) -> torch.Tensor:
+    """Return FP32 values with each NaN replaced by the quiet NaN of its sign; a copy if needed."""
     if not has_nan(values):
         return values
     bits = values.view(torch.int32)
@@ -155,13 +155,13 @@ def without_odd_nans(values: torch.Tensor) -> torch.Tensor:
 
 def has_nan(values: torch.Tensor) -> bool:
     """Return whether any value is NaN. There must be at least one value."""
-    # The maximum is NaN if anything is: one pass, and nothing to write.
+    # The maximum is NaN if any value is. It takes one pass and writes nothing.
     return math.isnan(values.amax().item())
 
 
 def _add(values: torch.Tensor, random: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> None:
     """Add 16 random bits to each value, and keep the upper half of the sum."""
-    bits = without_odd_nans(values).view(torch.int32)
+    bits = with_quiet_nans(values).view(torch.int32)
     sums = scratch.view("a", torch.int32, tuple(bits.shape))
     sums.copy_(random)
     sums.add_(bits).bitwise_right_shift_(_SIXTEEN)
@@ -171,16 +171,16 @@ def _add(values: torch.Tensor, random: torch.Tensor, out: torch.Tensor, scratch:
 def _hash(first: int, num: int, key: Key, scratch: Scratch) -> torch.Tensor:
     """Return 32 random bits for each of `num` consecutive indexes, as int32.
 
-    This is lowbias32 (C. Wellons, hash-prospector) of a Weyl sequence: of indexes times the golden
-    ratio. For plain indexes, the differences of its results are far from uniform. Half of the key
+    This is lowbias32 (C. Wellons, hash-prospector) of a Weyl sequence: indexes times the golden
+    ratio. The hashes of plain indexes have differences that are far from uniform. Half of the key
     is added before the hash and half inside, so that two keys do not give the same numbers in
     another order.
     """
     before, inside = key
     x = scratch.view("b", torch.int32, (num,))
-    start = constant(_wrapped(first * _GOLDEN_RATIO + before))
+    start = constant(_as_int32(first * _GOLDEN_RATIO + before))
     torch.add(start, scratch.counter(num), alpha=_GOLDEN_RATIO, out=x)
-    return _finish(x, constant(_wrapped(inside)), scratch)
+    return _finish_hash(x, constant(_as_int32(inside)), scratch)
 
 
 def _hash_runs(table: np.ndarray[Any, Any], keys: ParameterKeys, scratch: Scratch) -> torch.Tensor:
@@ -196,7 +196,7 @@ def _hash_runs(table: np.ndarray[Any, Any], keys: ParameterKeys, scratch: Scratc
     insides = _repeated((key >> np.uint64(32)).astype(np.uint32), num_pairs)
     x = scratch.view("b", torch.int32, (len(starts),))
     torch.add(starts, scratch.counter(len(starts)), alpha=_GOLDEN_RATIO, out=x)
-    halves = _finish(x, insides, scratch).view(torch.int16)
+    halves = _finish_hash(x, insides, scratch).view(torch.int16)
     num = int(lengths.sum())
     if odd.any() or (lengths[:-1] & 1).any():  # some halves are left out
         ends = np.cumsum(lengths)
@@ -211,7 +211,7 @@ def _repeated(values: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]) -> tor
     return torch.from_numpy(np.repeat(values.view(np.int32), counts))
 
 
-def _finish(x: torch.Tensor, inside: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+def _finish_hash(x: torch.Tensor, inside: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     shifted = scratch.view("a", torch.int32, tuple(x.shape))
 
     def xor_shift(bits: torch.Tensor, mask: torch.Tensor) -> None:

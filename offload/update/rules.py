@@ -35,7 +35,7 @@ _HAVE_FUSED = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 _CHANGED_BY_SCHEDULES = {"lr", "momentum", "betas", "weight_decay"}
 """Hyper-parameters that may change at every step, and whose new values need no new probe."""
 
-_MOST_RULES = 64
+_MAX_RULES = 64
 
 _PLACE = (
     "it uses a function of torch whose last bits depend on where an element lies in a tensor "
@@ -125,9 +125,9 @@ class UpdateRule:
         """Return the rule of a parameter group, probing the class once per kind of group.
 
         The arrays depend on whether hyper-parameters are zero (``momentum``) or set (``amsgrad``),
-        never on their exact values, so this makes up the key. For a class that is not torch's, the
-        key also has the exact values: one may be an exponent, and torch computes squares in another
-        way than other powers. The values that schedules change are not in the key.
+        never on their exact values, so only these facts are in the key. For a class that is not
+        torch's, the key also has the exact values: one may be an exponent, and torch computes
+        squares differently from other powers. Values that schedules change are not in the key.
 
         Raises:
             UnsupportedOptimizerError: The rule is not element-wise, or a flag is not supported.
@@ -139,7 +139,7 @@ class UpdateRule:
         key = tuple((k, self._key(k, v)) for k, v in sorted(options.items()))
         if key not in self._rules:
             rule = self._probe(options)
-            if len(self._rules) >= _MOST_RULES:
+            if len(self._rules) >= _MAX_RULES:
                 self._rules.clear()
             self._rules[key] = rule
         return self._rules[key]
@@ -148,18 +148,18 @@ class UpdateRule:
         """Return a group's hyper-parameters for torch's fused kernel; None if it has no kernel.
 
         The kernel is several times as fast as torch's default step, but may differ from it in the
-        last bit. It also computes the elements after the last whole vector of `FUSED_MULTIPLE` in
-        another way than the rest. So it is only used for state that is rounded anyway, and only in
-        multiples of that length.
+        last bit. It also computes the elements after the last whole vector of `FUSED_MULTIPLE`
+        differently from the rest. It is therefore used only for state that is rounded anyway, and
+        only in multiples of that length.
         """
         if self.optimizer_class not in _HAVE_FUSED or group.get("foreach"):
             return None
         return {**group, "fused": True} if self.rule(group).arrays else None
 
     def initial_state(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state that the constructor alone creates for one FP32 element.
+        """Return the state that the constructor creates for one FP32 element before any step.
 
-        Most classes create none.
+        Most classes create no state then.
         """
         parameter = torch.zeros(1, dtype=torch.float32, device="cpu")
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -237,7 +237,7 @@ class UpdateRule:
         gradients: Sequence[list[torch.Tensor]],
         group: Mapping[str, Any],
     ) -> list[dict[str, Any]]:
-        """Step parameters that are new at each step and keep their state.
+        """Run steps, each with new parameters and with the state that the last step left.
 
         Args:
             parameters: Parameters of each step; updated in place.

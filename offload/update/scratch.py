@@ -49,7 +49,7 @@ class Scratch:
     def rounders(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor full of `ROUNDER`.
 
-        An operation with one broadcast operand is vectorised, and with two it is not.
+        torch vectorises an operation with one broadcast operand, but not with two.
         """
         return self.view("rounders", torch.float32, shape)
 

@@ -1,4 +1,4 @@
-"""The inputs of one step, as both updaters are given them."""
+"""Inputs of one step, for the updaters of the CPU and of a device."""
 
 from __future__ import annotations
 

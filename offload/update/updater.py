@@ -12,8 +12,8 @@ state. A run is cut into blocks of `HOT_ELEMENTS`. For each block:
 There is one call of torch's step per block, never one per parameter. Blocks are independent and run
 on several threads.
 
-The live parameter wins. If it differs from its rounded master, somebody has edited it since then
-(clamped it, loaded weights, swapped an average in). The edited elements then replace those of the
+The live parameter wins. If it differs from its rounded master, it has been edited since the last
+step (clamped, loaded, or replaced by an average). The edited elements then replace those of the
 master, as if the parameter had been FP32 all along. If the live parameter *is* the upper half of
 the master (``master="split"``), no comparison is needed. An edited value then keeps the lower half
 of the old master, which is less than half a step of bf16.
@@ -31,7 +31,7 @@ import torch
 
 from offload.device.boundary import HOST, is_on_device, to_host
 from offload.device.flat_tensors import FlatTensors
-from offload.device.staging import CrossingTensors, Traffic, flat_tensors
+from offload.device.staging import StagedTensors, Traffic, flat_tensors
 from offload.format.arrays import BLOCK_ELEMENTS, MASTER, MASTER_LOW
 from offload.format.chunk_plan import Piece
 from offload.format.digests import LEAF_BYTES, Digests
@@ -44,11 +44,11 @@ from offload.update.step_inputs import StepInputs
 HOT_ELEMENTS = 512 << 10
 """Maximal number of elements in one call of torch's step: about 15 MiB with temporary values.
 
-Half of that would stay in a cache for longer. But several threads take turns with the interpreter,
-so there must be few calls.
+Blocks of half this size would stay in a cache for longer. But several threads take turns with the
+interpreter, so there must be few calls.
 """
 
-HOT_ELEMENTS_ALONE = LEAF_BYTES // 4
+HOT_ELEMENTS_ONE_THREAD = LEAF_BYTES // 4
 """Maximal number of elements in one call on one thread: a whole leaf of each FP32 array, so that
 the leaf is digested at once."""
 
@@ -81,7 +81,7 @@ class ChunkUpdater:
     """Updates the chunks of one step.
 
     Args:
-        rule: Update rule of the optimizer; tells which state torch's step keeps.
+        rule: Update rule of the optimizer, which says which state torch's step keeps.
         pool: Threads that run the blocks.
         inputs: Everything that the step computes with.
         traffic: Counter of the bytes that cross between the host and the parameters' device.
@@ -114,19 +114,19 @@ class ChunkUpdater:
         traffic = traffic or Traffic()
         self._live = flat_tensors(parameters, writable=True, traffic=traffic)
         self._gradients = FlatTensors(gradients, writable=False)
-        self._crossing: list[CrossingTensors] = []
-        if isinstance(self._live, CrossingTensors):
-            self._gradients = CrossingTensors(gradients, writable=False, traffic=traffic)
-            self._crossing = [self._live, self._gradients]
+        self._staged: list[StagedTensors] = []
+        if isinstance(self._live, StagedTensors):
+            self._gradients = StagedTensors(gradients, writable=False, traffic=traffic)
+            self._staged = [self._live, self._gradients]
         self._stepped: dict[Key, Scalars] = {}
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
         self._coder = StateCoder(layout, inputs.seed, inputs.step)
         self._factors = inputs.factors
-        self._asked_s: dict[int, float] = {}
+        self._prepared_at_s: dict[int, float] = {}
         self._waiting_s = self._updating_s = 0.0
         self._num_updated = 0
 
-    def give(self, index: int, gradient: torch.Tensor) -> None:
+    def set_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Set the gradient of a parameter that had none, before any of its chunks is updated."""
         self._gradients.replace(index, gradient)
         self._keys[index] = self._keys[index]._replace(has_gradient=True)
@@ -157,12 +157,12 @@ class ChunkUpdater:
                     digests.written(name, start, start + stored.nbytes)
 
         started = time.perf_counter()
-        self._waiting_s += started - self._asked_s.pop(chunk, started)
+        self._waiting_s += started - self._prepared_at_s.pop(chunk, started)
         blocks = list(self._blocks(chunk, arrays))
         self._pool.run(update, blocks, self._pool.threads.num_threads)
         self._updating_s += time.perf_counter() - started
         self._num_updated += 1
-        for tensors in self._crossing:
+        for tensors in self._staged:
             tensors.leave(chunk)
 
     def prepare(self, chunk: int) -> bool:
@@ -173,25 +173,25 @@ class ChunkUpdater:
         Returns:
             Whether anything crosses, so that `arrive` must be called.
         """
-        self._asked_s[chunk] = time.perf_counter()
-        if self._crossing:
+        self._prepared_at_s[chunk] = time.perf_counter()
+        if self._staged:
             pieces = self._layout.plans[chunk].pieces
-            pieces = tuple(p for p in pieces if _is_used(self._keys[p.parameter]))
-            for tensors in self._crossing:
+            pieces = tuple(p for p in pieces if _is_updated(self._keys[p.parameter]))
+            for tensors in self._staged:
                 tensors.prepare(chunk, pieces, lambda index: self._keys[index].has_gradient)
-        return bool(self._crossing)
+        return bool(self._staged)
 
     def arrive(self, chunk: int) -> None:
         """Wait until the data that `prepare` requested is in host memory."""
         started = time.perf_counter()
-        for tensors in self._crossing:
+        for tensors in self._staged:
             tensors.arrive(chunk)
-        if chunk in self._asked_s:  # only waits for the drive count, so leave this one out
-            self._asked_s[chunk] += time.perf_counter() - started
+        if chunk in self._prepared_at_s:  # only waits for the drive count, so this wait is left out
+            self._prepared_at_s[chunk] += time.perf_counter() - started
 
     def fence(self) -> None:
         """Make the calling thread's current streams wait for the parameters updated so far."""
-        for tensors in self._crossing:
+        for tensors in self._staged:
             tensors.fence()
 
     def finish(self) -> list[Scalars | None]:
@@ -199,9 +199,9 @@ class ChunkUpdater:
         keys = {id(key): key for key in self._keys}  # most parameters share theirs
         missing = {k for k in keys.values() if k.has_gradient and k not in self._stepped}
         if missing:  # only empty parameters have these keys: torch counts their steps all the same
-            self._pool.run(self._update_nothing, [Block(key, [], 0, {}, {}) for key in missing])
+            self._pool.run(self._step_scalars, [Block(key, [], 0, {}, {}) for key in missing])
         if all(key.scalars is not None for key in keys.values() if key.has_gradient):
-            # If not, torch has created state and nothing was read: such a pass is not typical.
+            # Otherwise torch has created state and nothing was read: such a pass is not typical.
             self._pool.threads.passed(self._num_updated, self._updating_s, self._waiting_s)
         stepped = {
             number: self._stepped[key] for number, key in keys.items() if key in self._stepped
@@ -214,7 +214,7 @@ class ChunkUpdater:
     def _block_elements(self) -> int:
         """Return the maximal number of elements in a block."""
         if self._pool.threads.num_threads == 1:
-            return min(HOT_ELEMENTS, HOT_ELEMENTS_ALONE)
+            return min(HOT_ELEMENTS, HOT_ELEMENTS_ONE_THREAD)
         return HOT_ELEMENTS
 
     def _blocks(self, chunk: int, arrays: Mapping[str, torch.Tensor]) -> Iterator[Block]:
@@ -223,7 +223,7 @@ class ChunkUpdater:
         most = self._block_elements()
         keys = [self._keys[piece.parameter] for piece in plan.pieces]
         for key, run in groupby(range(len(keys)), keys.__getitem__):
-            if not _is_used(key):
+            if not _is_updated(key):
                 continue  # no gradient: state that has been read is written back unchanged
             for span in plan.cut(run, most=most, multiple=self._multiple):
                 stored = {n: arrays[n][start:stop] for n, (start, stop) in span.values.items()}
@@ -236,7 +236,7 @@ class ChunkUpdater:
         views = self._live.views(block.pieces)
         live = _joined(context, "live", views, key.dtype)
         master = _master(context, key, live, stored)
-        if not key.has_gradient:  # new to the target: begins with the live parameter and zeros
+        if not key.has_gradient:  # no state yet: begins with the live parameter and zeros
             for name in stored.keys() - {MASTER}:
                 stored[name].zero_()
             self._live.finish(block.pieces)
@@ -249,7 +249,7 @@ class ChunkUpdater:
             new=key.scalars is None,
         )
         gradient = _joined(
-            context, "gradient", self._gradients.views(block.pieces), torch.float32, apart=True
+            context, "gradient", self._gradients.views(block.pieces), torch.float32, distinct=True
         )
         for factor in self._factors:  # in other memory: an FP32 gradient may be the user's own
             scaled = context.buffer("scaled", torch.float32, len(gradient))
@@ -261,11 +261,11 @@ class ChunkUpdater:
         elif master is not live:
             live.copy_(master)
         if len(views) > 1:
-            _take_apart(live, views)
+            _split_back(live, views)
         self._live.finish(block.pieces)
         self._gradients.finish(block.pieces)
 
-    def _update_nothing(self, context: BlockContext, block: Block) -> None:
+    def _step_scalars(self, context: BlockContext, block: Block) -> None:
         empty = torch.empty(0, dtype=torch.float32, device="cpu")
         arrays = self._rules[block.key.group].arrays
         self._step(context, block, empty, empty.clone(), {a: empty.clone() for a in arrays})
@@ -280,7 +280,7 @@ class ChunkUpdater:
     ) -> None:
         key = block.key
         group, fused = self._hyper[key.group], self._fused[key.group]
-        # A new object for every block: otherwise torch's step would find the .grad of the last.
+        # A new object for every block: otherwise torch's step would find the last block's .grad.
         parameter = parameter.view(-1)
         if key.scalars is None:
             state = context.stepper.create(parameter, gradient, group)
@@ -358,10 +358,10 @@ def _keys(inputs: StepInputs) -> list[Key]:
     return keys
 
 
-def _take_apart(joined: torch.Tensor, views: list[torch.Tensor]) -> None:
+def _split_back(joined: torch.Tensor, views: list[torch.Tensor]) -> None:
     """Copy a flat tensor that `_joined` has returned back into the views it was made from."""
     sizes = [view.numel() for view in views]
-    if any(view.is_neg() for view in views):  # torch has no operation on a list of these
+    if any(view.is_neg() for view in views):  # torch's list operation does not take them
         for view, part in zip(views, torch.split(joined, sizes), strict=True):
             view.copy_(part)
     else:
@@ -374,7 +374,7 @@ def _joined(
     views: list[torch.Tensor],
     dtype: torch.dtype,
     *,
-    apart: bool = False,
+    distinct: bool = False,
 ) -> torch.Tensor:
     """Return flat views end to end: in a buffer, or the view itself if there is only one.
 
@@ -383,12 +383,12 @@ def _joined(
         name: Name of the buffer.
         views: Flat views of a block's pieces.
         dtype: Dtype of the result.
-        apart: Whether each element of the result must have its own memory.
+        distinct: Whether each element of the result must have its own memory.
     """
     if len(views) == 1:
         (view,) = views
         # An expanded gradient is copied: torch's foreach code changes gradients in place.
-        expanded = apart and view.stride(0) == 0
+        expanded = distinct and view.stride(0) == 0
         if view.dtype == dtype and not expanded:
             return view
     out = context.buffer(name, dtype, sum([view.numel() for view in views]))
@@ -415,20 +415,20 @@ def _master(
     return master
 
 
-def _is_used(key: Key) -> bool:
+def _is_updated(key: Key) -> bool:
     return key.scalars is None or key.has_gradient
 
 
 def _by_value(value: object) -> object:
-    # Every block reads the hyper-parameters. A read from a device would wait for its work.
+    # Every block reads the hyper-parameters. A read from a device would wait for the device's work.
     if isinstance(value, torch.Tensor) and is_on_device(value):
         return to_host(value)
     return copy.deepcopy(value)
 
 
 def _take_edits(master: torch.Tensor, live: torch.Tensor, rounded: torch.Tensor) -> None:
-    # The comparison is one of bits: NaN equals itself, and 0.0 differs from -0.0. It takes eight
-    # bytes at a time if the memory allows it, which takes a third of the time of a cast.
+    # Bits are compared: NaN equals itself, and 0.0 differs from -0.0. If the alignment allows it,
+    # eight bytes are compared at a time, which takes a third of the time of a cast.
     if is_on_device(master):  # torch.equal would wait for the device
         edited = rounded.view(torch.int16) != live.view(torch.int16)
         master.copy_(torch.where(edited, live.float(), master))

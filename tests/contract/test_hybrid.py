@@ -129,11 +129,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any], Choice]] = {
     ),
     "unaligned-read": ("read", 128 * KIB - 1, {"partial": True}, Choice("buffered", "unaligned")),
     "large-unaligned-read": ("read", 128 * KIB + 1, {"partial": True}, Choice("direct", "large")),
-    "read-again": ("read", MIB, {"again": True}, Choice("buffered", "read again")),
+    "read-again": ("read", MIB, {"is_reread": True}, Choice("buffered", "read again")),
     "read-again-no-memory": (
         "read",
         MIB,
-        {"again": True, "pressed": True},
+        {"is_reread": True, "pressed": True},
         Choice("direct", "memory is short"),
     ),
 }
@@ -145,7 +145,7 @@ def test_the_choice(case: tuple[Any, int, dict[str, Any], Choice]) -> None:
     facts: dict[str, Any] = {
         "partial": False,
         "continues": False,
-        "again": False,
+        "is_reread": False,
         "cached": False,
         "pressed": False,
     }

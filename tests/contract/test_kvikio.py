@@ -266,7 +266,7 @@ def test_a_file_system_is_examined_once_for_all_backends_of_a_process(
         examined.append(path)
         return dict(NO_GDS)
 
-    monkeypatch.setattr(gds.backends.kvikio, "_known", {})
+    monkeypatch.setattr(gds.backends.kvikio, "_examinations", {})
     monkeypatch.setattr(gds.backends.kvikio, "_examine", examine)
     for _ in range(2):
         backend = KvikioBackend()

@@ -18,7 +18,7 @@ from offload import AdamW, open_checkpoint
 from offload.engine.seal import SEAL_THREAD
 from offload.errors import SealError, StoreError
 from offload.format.names import MANIFEST_NAME
-from offload.store.free_slots import Patience
+from offload.store.free_slots import ReaderWait
 from tests.crash.test_overlooked_steps import copy
 from tests.stores.files import contents
 from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
@@ -164,14 +164,14 @@ def test_a_directory_that_is_moved_while_a_step_waits_for_a_reader_is_not_writte
     training.steps(1)
     reader = open_checkpoint(f"{STORE}/step-00000001", backend=backend)
     training.steps(1)
-    wait = Patience.wait
+    wait = ReaderWait.wait
 
-    def moved_meanwhile(patience: Patience) -> None:
-        wait(patience)
+    def moved_meanwhile(reader_wait: ReaderWait) -> None:
+        wait(reader_wait)
         if not backend.moved:
             backend.move()
 
-    monkeypatch.setattr(Patience, "wait", moved_meanwhile)
+    monkeypatch.setattr(ReaderWait, "wait", moved_meanwhile)
     backward(training.model, 3)
     for _ in range(2):
         refused(training.optimizer.step)

@@ -54,7 +54,7 @@ from offload.errors import (
     PinError,
     SealError,
 )
-from offload.store.quarantine import lift_quarantine, verify_and_mark
+from offload.store.quarantine import remove_mark, verify_and_mark
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import KINDS, FaultBackend, Kind, When
 from tests.crash.state_damage import Flip, is_state, problems
@@ -481,7 +481,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.promised = frozenset({self.listed[-1]})
         else:  # of no consequence; or not the newest; or there is none left: it is repaired
             flip.apply(self.log, file)
-            lift_quarantine(self.log, path)
+            remove_mark(self.log, path)
             self.log.sync_dir(path)
             assert problems(self.log.inner, path) == ""
 

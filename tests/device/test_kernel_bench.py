@@ -11,7 +11,7 @@ import torch
 from bench import kernel
 from bench._harness import Result
 from offload.device.kernels import digest
-from offload.device.kernels.forms import form_of, why_not
+from offload.device.kernels.forms import form_of_block, why_no_kernel
 from tests.device.test_gpu import flags_of
 from tests.device.test_update_arithmetic import ADAM, CLASSES, SGD, group_of
 
@@ -35,7 +35,7 @@ def test_every_kernel_is_compared_with_a_copy_of_as_many_bytes(tmp_path, kernels
         return 1e-3
 
     forms = [
-        form_of(torch.optim.AdamW, group, kernel._block(32, *form, torch.device("cpu")))
+        form_of_block(torch.optim.AdamW, group, kernel._block(32, *form, torch.device("cpu")))
         for form in kernel._FORMS.values()
         for group in (group_of("AdamW", {}), group_of("AdamW", {}, fused=True))
     ]
@@ -58,5 +58,5 @@ def test_every_kernel_is_compared_with_a_copy_of_as_many_bytes(tmp_path, kernels
 def test_the_tests_on_a_device_ask_for_steps_that_have_kernels(name, cases, fused):
     for case in cases:
         group = group_of(name, flags_of(name, case, fused), fused=fused)
-        assert why_not(CLASSES[name], group) == ""
+        assert why_no_kernel(CLASSES[name], group) == ""
         assert bool(group["fused"]) is fused

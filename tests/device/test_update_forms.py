@@ -20,9 +20,9 @@ from offload.device.kernels.forms import (
     DeviceBlock,
     DeviceScalars,
     Form,
-    form_of,
+    form_of_block,
     launches,
-    why_not,
+    why_no_kernel,
 )
 from offload.format import rounding_keys
 from offload.update import codecs
@@ -147,7 +147,7 @@ def encoded(form: Form, plain: DeviceBlock, block: DeviceBlock) -> dict[str, tor
 def step_both(kernels, form: Form, block: DeviceBlock) -> dict[str, int]:
     """Step a block, and decode, step and encode it; return how many values differ in a bit."""
     optimizer_class, group = optimizer(form)
-    assert form_of(optimizer_class, group, block) == form
+    assert form_of_block(optimizer_class, group, block) == form
     plain = decoded(form, block)
     kernels.update_block(optimizer_class, group, plain, step=STEP)
     expected = encoded(form, plain, block)
@@ -389,7 +389,7 @@ def test_what_there_is_no_kernel_for_is_refused(change):
     block = State("normal", 10, form.num_moments).stored(form)
     arguments, message = REFUSED[change]
     with pytest.raises(ValueError, match=message):
-        form_of(*arguments(*optimizer(form), block))
+        form_of_block(*arguments(*optimizer(form), block))
 
 
 TRAFFIC = {
@@ -430,4 +430,4 @@ def test_there_is_a_kernel_where_torch_would_not_take_its_single_tensor_step(
     optimizer_class, group, has_kernel
 ):
     group = {"lr": 1e-3, "foreach": None, "fused": None, **group}
-    assert (not why_not(optimizer_class, group)) == has_kernel
+    assert (not why_no_kernel(optimizer_class, group)) == has_kernel

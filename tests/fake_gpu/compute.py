@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gds import Buffer
-from offload.device.kernels.forms import DeviceBlock, DeviceScalars, Form, form_of
+from offload.device.kernels.forms import DeviceBlock, DeviceScalars, Form, form_of_block
 from tests.device.host import HostDigests, HostKernels
 from tests.fake_gpu.device import Event, FakeDevice, OnDevice, _held, _tensors
 from tests.fake_gpu.streams import GARBAGE
@@ -90,7 +90,7 @@ class FakeCompute:
         numbers = DeviceScalars(
             **{f.name: _held(getattr(scalars, f.name)) for f in fields(scalars)}
         )
-        assert form_of(optimizer_class, group, held) in self.prepared
+        assert form_of_block(optimizer_class, group, held) in self.prepared
         group = dict(group)  # a scheduler may change it before the kernel runs
         self._launch(
             lambda: self._kernels.update_block(

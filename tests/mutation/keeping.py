@@ -42,7 +42,7 @@ _REPLACEMENT_SYNC = """\
         with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         found = self.pins()
-        if names := found.at(path)"""
+        if names := found.names_at(path)"""
 _WRITTEN = """\
             with guard:
                 file.sync()
@@ -232,7 +232,7 @@ KEEPING = (
             Edit(
                 _KEEPING,
                 _REPLACEMENT_SYNC,
-                "        found = self.pins()\n        if names := found.at(path)",
+                "        found = self.pins()\n        if names := found.names_at(path)",
             ),
         ),
         (f"{_STEPS}::test_a_pin_that_was_moved_away_is_durable_before_its_checkpoint_is_replaced",),
@@ -283,7 +283,7 @@ KEEPING = (
         (
             Edit(
                 _WITHDRAWAL,
-                "            if self._keeping.is_pinned(checkpoint):  # perhaps only just\n",
+                "            if self._keeping.is_pinned(checkpoint):  # perhaps a new pin\n",
                 "            if False:\n",
             ),
         ),
@@ -301,7 +301,7 @@ KEEPING = (
             ),
             Edit(
                 _WITHDRAWAL,
-                "            if self._keeping.is_pinned(checkpoint):  # perhaps only just\n",
+                "            if self._keeping.is_pinned(checkpoint):  # perhaps a new pin\n",
                 "            if is_pinned:\n",
             ),
         ),
@@ -376,8 +376,8 @@ KEEPING = (
         (
             Edit(
                 _KEEPING,
-                "bool(found.unreadable or found.of(checkpoint.path, checkpoint.manifest))",
-                "bool(found.of(checkpoint.path, checkpoint.manifest))",
+                "bool(found.unreadable or found.names_of(checkpoint.path, checkpoint.manifest))",
+                "bool(found.names_of(checkpoint.path, checkpoint.manifest))",
             ),
         ),
         (f"{_RACES}::test_before_it_is_locked_a_pin_has_become_unreadable",),
@@ -462,13 +462,13 @@ KEEPING = (
     Mutation(
         "pinned-gone-back",
         "order: going back is refused before the model is changed",
-        (gone(_RESUME, "    store.keeping.require_none_after(found)\n"),),
+        (gone(_RESUME, "    store.keeping.require_no_newer_pins(found)\n"),),
         (_REPLACED,),
     ),
     Mutation(
         "pinned-gone-back-late",
         "pins are read again before anything newer is withdrawn",
-        (gone(_STORE, "            self.keeping.require_none_after(checkpoint)\n"),),
+        (gone(_STORE, "            self.keeping.require_no_newer_pins(checkpoint)\n"),),
         (f"{_RACES}::test_while_it_goes_back_nothing_is_withdrawn",),
     ),
     Mutation(
@@ -477,7 +477,7 @@ KEEPING = (
         (
             Edit(
                 _STORE,
-                '                self.keeping.require_none("fresh=True")\n',
+                '                self.keeping.require_no_pins("fresh=True")\n',
                 "                pass\n",
             ),
         ),
@@ -565,7 +565,7 @@ KEEPING = (
             ),
             Edit(
                 _WITHDRAWAL,
-                "            if self._keeping.is_pinned(checkpoint):  # perhaps only just\n",
+                "            if self._keeping.is_pinned(checkpoint):  # perhaps a new pin\n",
                 "            if False:\n",
             ),
         ),

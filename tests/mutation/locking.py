@@ -11,7 +11,7 @@ _LOCK = "offload/store/writer_lock.py"
 _STORE = "offload/store/store.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
 _OPENING = "offload/store/opening.py"
-_PLACES = "offload/store/places.py"
+_PLACES = "offload/store/directories.py"
 _UNREADABLE = "offload/format/unreadable.py"
 _VERIFY = "offload/checkpoint/verify.py"
 _SLOT = "offload/store/slot.py"
@@ -30,9 +30,7 @@ _ERRORS = "tests/crash/test_environment_errors.py"
 _DAMAGE = "tests/torch_contract/test_damaged_checkpoints.py::TestDamage"
 _OVERLOOKED = "tests/crash/test_overlooked_steps.py"
 
-_EACH_TURN = (
-    "        self._lock.require()  # in each turn: the directory may be moved during a wait\n"
-)
+_EACH_TURN = "        self._lock.require()  # after each wait again: the directory may be moved\n"
 _TAKES_TURNS = "test_small_writes_take_their_turn_on_a_thread_that_is_not_interrupted"
 _NOT_LATER = "test_a_transfer_that_an_interrupt_keeps_from_being_begun_does_not_run_later"
 
@@ -114,9 +112,9 @@ LOCKING = (
         (
             Edit(
                 _SUPPLY,
-                "        look = partial(self._next_slot, layout, num_groups, patience)\n",
+                "        look = partial(self._next_slot, layout, num_groups, reader_wait)\n",
                 "        self._lock.require()\n"
-                "        look = partial(self._next_slot, layout, num_groups, patience)\n",
+                "        look = partial(self._next_slot, layout, num_groups, reader_wait)\n",
             ),
             gone(
                 _SUPPLY,
@@ -138,7 +136,7 @@ LOCKING = (
             gone(
                 _WITHDRAWAL,
                 "        if not self._lock.is_held():\n"
-                "            return  # by their paths they may be somebody else's\n",
+                "            return  # their paths may name another process's files\n",
             ),
         ),
         (f"{_MOVED}::test_spare_slots_are_not_removed_from_another_store",),
@@ -215,7 +213,7 @@ LOCKING = (
         (
             Edit(
                 "offload/engine/training_state.py",
-                "            if seal is None or seal.cancel():  # else it goes on\n",
+                "            if seal is None or seal.cancel():  # otherwise the seal goes on\n",
                 "            if False:\n",
             ),
         ),

@@ -10,7 +10,7 @@ _CENSUS = "offload/store/census.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
 _EXPIRY = "offload/store/expiry.py"
 _FREE = "offload/store/free_slots.py"
-_IN_PLACE = "offload/store/in_place.py"
+_IN_PLACE = "offload/store/file_identity.py"
 _ENGINE = "offload/engine/engine.py"
 _RESUME = "offload/engine/resume.py"
 _STATE = "offload/engine/training_state.py"
@@ -33,7 +33,7 @@ MEDDLING = (
         (
             Edit(
                 _SEALING,
-                "            slot.require_in_place()  # said before",
+                "            slot.require_in_place()  # raises before",
                 "            pass  # said before",
             ),
         ),
@@ -85,7 +85,7 @@ MEDDLING = (
     Mutation(
         "expiry-counts-what-is-gone",
         "before a checkpoint is withdrawn all others are looked at",
-        (Edit(_WITHDRAWAL, "        self._census.take()  # so that", "        # so that"),),
+        (Edit(_WITHDRAWAL, "        self._census.update()  # so that", "        # so that"),),
         (f"{_TESTS}::test_what_is_marked_after_checkpoint_has_looked_does_not_count_either",),
     ),
     Mutation(
@@ -116,10 +116,10 @@ MEDDLING = (
         "pin-of-what-is-gone",
         "what was marked or removed beside training is not pinned",
         (
-            gone(_EXPIRY, "            self._census.take()\n"),
+            gone(_EXPIRY, "            self._census.update()\n"),
             Edit(
                 _ENGINE,
-                "        self.store.look_again()\n        self.store.keeping.pin(name, which)\n",
+                "        self.store.refresh()\n        self.store.keeping.pin(name, which)\n",
                 "        self.store.keeping.pin(name, which)\n",
             ),
         ),
@@ -152,7 +152,7 @@ MEDDLING = (
     Mutation(
         "restore-of-what-is-gone",
         "restore() looks at the checkpoints before it chooses one",
-        (gone(_RESUME, "    store.look_again(warn_of_refused=False)\n"),),
+        (gone(_RESUME, "    store.refresh(warn_of_refused=False)\n"),),
         (f"{_TESTS}::test_a_process_goes_back_behind_what_was_lost_beside_it",),
     ),
     Mutation(
@@ -179,8 +179,8 @@ MEDDLING = (
         (
             Edit(
                 _CENSUS,
-                "            self._left.append((slot, free))\n",
-                "            self._left.append((slot, free))\n"
+                "            self._old_files.append((slot, free))\n",
+                "            self._old_files.append((slot, free))\n"
                 "            self._parts.release(checkpoint.manifest)\n",
             ),
         ),

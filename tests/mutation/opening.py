@@ -9,9 +9,9 @@ _SUPPLY = "offload/store/slot_supply.py"
 _EXPIRY = "offload/store/expiry.py"
 _STORE = "offload/store/store.py"
 _OPENING = "offload/store/opening.py"
-_PLACES = "offload/store/places.py"
+_PLACES = "offload/store/directories.py"
 _LOCK = "offload/store/writer_lock.py"
-_IDENTITY = "offload/store/identity.py"
+_IDENTITY = "offload/store/store_id.py"
 _READING = "offload/checkpoint/reading.py"
 _DOCUMENT = "offload/format/document.py"
 _READER_LOCK = "offload/checkpoint/reader_lock.py"
@@ -36,7 +36,7 @@ OPENING = (
             gone(
                 _OPENING,
                 "            backend.sync_dir(path)"
-                "  # a train state may just have been replaced in it\n",
+                "  # a process may have died after it replaced the train state\n",
             ),
         ),
         killed("replaced-train-state-keep=1", "replaced-train-state-keep=2"),
@@ -110,7 +110,7 @@ OPENING = (
         (
             gone(
                 _OPENING,
-                "            require_number(manifest, directory, len(drives))\n",
+                "            require_number_of_directories(manifest, directory, len(drives))\n",
             ),
         ),
         (f"{_DRIVES}::TestDirectories",),

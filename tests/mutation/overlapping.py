@@ -53,7 +53,7 @@ OVERLAPPING = (
         (
             Edit(
                 _HOOKS,
-                "self._watch.add([self._tensors[number] for number in self._changing])",
+                "self._watch.add([self._plan.tensors[number] for number in self._changing])",
                 "self._watch.add([])",
             ),
         ),
@@ -65,7 +65,7 @@ OVERLAPPING = (
         (
             Edit(
                 _HOOKS,
-                "            running.wait_for(self._spans[self._numbers[id(parameter)]])\n",
+                "            running.wait_for(self._plan.chunks_of(parameter))\n",
                 "            pass\n",
             ),
         ),
@@ -198,7 +198,7 @@ OVERLAPPING = (
     Mutation(
         "overlap-ddp-made-later",
         "the forward of a DistributedDataParallel is refused",
-        (gone(_BACKWARD_HOOKS, "            _require_no_active_ddp(strategy)\n"),),
+        (gone(_BACKWARD_HOOKS, "            require_no_active_ddp(strategy)\n"),),
         (_DDP,),
     ),
     Mutation(
@@ -208,7 +208,7 @@ OVERLAPPING = (
             gone(
                 _STREAMER,
                 "                if not isinstance(error, Exception):\n"
-                "                    raise  # an interrupt, of this thread's caller\n",
+                "                    raise  # an interrupt, which this thread's caller handles\n",
             ),
         ),
         ("tests/crash/test_interrupted_transfers.py",),

@@ -45,7 +45,7 @@ OVERLOOKED = (
         (
             Edit(
                 _POOL,
-                "                    continue  # nobody knows whose it is: it is left alone\n",
+                "                    continue  # its owner is unknown, so it is left alone\n",
                 "                    owner = None\n",
             ),
         ),
@@ -57,7 +57,7 @@ OVERLOOKED = (
         (
             Edit(
                 _POOL,
-                "        candidates = set[int]().union(*free) - self._kept(free)\n",
+                "        candidates = set[int]().union(*free) - self._not_rewritable(free)\n",
                 "        candidates = set[int]().union(*free)\n",
             ),
         ),
@@ -69,7 +69,7 @@ OVERLOOKED = (
         (
             Edit(
                 "offload/store/withdrawal.py",
-                "            if self._parts.are_there(checkpoint.manifest):",
+                "            if self._parts.all_exist(checkpoint.manifest):",
                 "            if True:",
             ),
         ),

@@ -180,7 +180,7 @@ QUARANTINING = (
         (
             Edit(
                 _WITHDRAWAL,
-                "                    if lift_quarantine(self._backend, name):"
+                "                    if remove_mark(self._backend, name):"
                 "  # a reader has found it damaged\n",
                 "                    if False:\n",
             ),
@@ -242,7 +242,7 @@ QUARANTINING = (
         (
             Edit(
                 _PASSES,
-                "        refusal = give_up(state.store, checkpoint, error)\n",
+                "        refusal = try_to_quarantine(state.store, checkpoint, error)\n",
                 "        del checkpoint\n",
             ),
         ),

@@ -61,7 +61,7 @@ RECORDED = (
         (
             gone(
                 _STORE,
-                "            self._free.note_withdrawn()  # those included that have just been"
+                "            self._free.note_withdrawn()  # including the slots that have just been"
                 " withdrawn\n",
             ),
         ),

@@ -27,10 +27,10 @@ _WITHDRAWN = """\
                     slot.renamed(name)
                 self._backend.sync_dir(self._directory)
                 if slot is not None and _may_be_shared(slot):
-                    slot = None  # to be unlinked, and not rewritten: not even to be invalidated
+                    slot = None  # will be unlinked, and must not be written: not even invalidated
                 if slot is not None:
                     slot.invalidate()
-                    if lift_quarantine(self._backend, name):  # a reader has found it damaged
+                    if remove_mark(self._backend, name):  # a reader has found it damaged
                         slot.model_leaves.forget(readable=True)
 """
 
@@ -69,7 +69,7 @@ RECYCLING = (
                     slot.renamed(name)
                 self._backend.sync_dir(self._directory)
                 if slot is not None:
-                    lift_quarantine(self._backend, name)
+                    remove_mark(self._backend, name)
 """,
             ),
         ),
@@ -201,7 +201,7 @@ RECYCLING = (
                 _STORE,
                 """\
             if any(checkpoint.slot is slot for checkpoint in self.checkpoints):
-                return  # it has been sealed after all
+                return  # the slot has been sealed meanwhile
 """,
             ),
         ),

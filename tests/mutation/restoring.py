@@ -200,7 +200,7 @@ RESTORING = (
             Edit(
                 _STREAMER,
                 "            if chunk in self._writing:\n"
-                "                break  # the end of that write comes back here\n",
+                "                break  # this method is called again when that write ends\n",
                 "",
             ),
         ),

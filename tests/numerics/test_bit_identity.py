@@ -29,7 +29,7 @@ def block_elements(monkeypatch: pytest.MonkeyPatch, cut: Cut) -> None:
         monkeypatch.setattr(offload.update.updater, "HOT_ELEMENTS", cut.block_elements)
         # of the steps in between; see `conftest.Alternating`
         monkeypatch.setattr(
-            offload.update.updater, "HOT_ELEMENTS_ALONE", cut.block_elements // 2 + 1
+            offload.update.updater, "HOT_ELEMENTS_ONE_THREAD", cut.block_elements // 2 + 1
         )
 
 

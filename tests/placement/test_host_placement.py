@@ -11,7 +11,7 @@ import offload
 import offload.update.updater
 from gds import MemoryBackend
 from offload.device.flat_tensors import FlatTensors
-from offload.device.staging import CrossingTensors
+from offload.device.staging import StagedTensors
 from offload.errors import UnsupportedParameterError
 from tests.fake_gpu.device import Event, OnDevice, on_device, upload, values
 from tests.numerics.models import Mixed, clip, give_gradients, trainable
@@ -376,7 +376,7 @@ def test_overlapping_steps_are_ordered_with_the_training_stream(overlap, device)
     [("fence", "before its parameter has arrived"), ("arrive", "differ|overwrite")],
 )
 def test_the_fake_finds_what_is_not_waited_for(broken, what, device, monkeypatch):
-    monkeypatch.setattr(CrossingTensors, broken, lambda *_: None)
+    monkeypatch.setattr(StagedTensors, broken, lambda *_: None)
     pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2))
     if broken == "arrive" and not device.streams.late:
         pytest.skip("what arrives at once need not be waited for")

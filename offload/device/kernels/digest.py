@@ -31,13 +31,13 @@ def leaf_digests(
 ) -> None:
     """Enqueue the digests of the leaves of a tensor's bytes on a stream.
 
-    Returns before the digests exist. The bytes of `out`, copied to the host, are those that
+    This returns before the digests exist. The bytes of `out` are those that
     `offload.format.digests.leaf_digests` returns. `DigestContext.digest_leaves` turns them into the
     digest of a chunk.
 
     Args:
         data: Contiguous, of any dtype, on the current device; fastest if aligned to 8 bytes.
-        workspace: Any dtype, at least `workspace_bytes` bytes, aligned to 8 bytes; overwritten.
+        workspace: Any dtype; at least `workspace_bytes` bytes, aligned to 8 bytes; overwritten.
         out: int64, one value for each leaf; overwritten.
         stream: Raw handle of a stream, as in torch's ``Stream.cuda_stream``.
 

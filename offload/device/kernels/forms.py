@@ -20,7 +20,7 @@ Arithmetic = Literal["foreach", "fused"]
 """Operations and their order: torch's foreach step or its fused kernel, both as on CUDA."""
 
 BLOCK_ELEMENTS = 32
-"""Number of elements that a group of lanes steps, and that a block of 8-bit state has."""
+"""Number of elements of a block of 8-bit state. A group of lanes steps this many elements."""
 
 _RULES = {"sgd": 0, "adam": 1, "adamw": 2}
 _ARITHMETICS = {"foreach": 0, "fused": 1}
@@ -130,7 +130,7 @@ class DeviceBlock:
     therefore needs another call."""
 
     first_element: int = 0
-    """Index of the first element: within `parameter`, or in element space. Stochastic rounding
+    """Index of the first element, within `parameter` or in element space. Stochastic rounding
     depends on it."""
 
     parameter: str | None = None
@@ -143,7 +143,7 @@ class DeviceBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceScalars:
-    """Numbers in device memory that the host need not wait for: FP32, one element each."""
+    """Numbers in device memory, so that the host need not wait for them: FP32, one element each."""
 
     inverse_scale: torch.Tensor | None = None
     """First factor of the gradient, applied in FP32."""
@@ -163,13 +163,13 @@ class Launch:
 
     form: Form
     arguments: np.ndarray[Any, Any] = field(repr=False)
-    """Structure of dtype `ARGUMENTS`, shape (1,)."""
+    """Structure of arguments, of dtype `ARGUMENTS` and shape (1,)."""
 
     num_groups: int
     """Number of groups of 32 elements."""
 
 
-def why_not(optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> str:
+def why_no_kernel(optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> str:
     """Return why the kernel cannot step a parameter group as torch would; empty if it can."""
     name = optimizer_class.__name__
     if optimizer_class not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
@@ -216,10 +216,10 @@ def form_for(
         arrays: Dtype of the stored values, by the array's name in the layout.
 
     Raises:
-        ValueError: `why_not` gives a reason, or the dtypes do not fit together. The message says
-            which.
+        ValueError: `why_no_kernel` gives a reason, or the dtypes do not fit together. The message
+            says which.
     """
-    if reason := why_not(optimizer_class, group):
+    if reason := why_no_kernel(optimizer_class, group):
         raise ValueError(reason)
     if optimizer_class is torch.optim.SGD:
         rule, num_moments = "sgd", int(group["momentum"] != 0)
@@ -254,7 +254,7 @@ def form_for(
     )
 
 
-def form_of(
+def form_of_block(
     optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any], block: DeviceBlock
 ) -> Form:
     """Return the variant of the kernel for a block.
@@ -296,9 +296,9 @@ def launches(
         scalars: Factors of the gradient, and whether to skip the step.
 
     Raises:
-        ValueError: See `form_of`.
+        ValueError: See `form_of_block`.
     """
-    form = form_of(optimizer_class, group, block)
+    form = form_of_block(optimizer_class, group, block)
     scalars = scalars or DeviceScalars()
     rounding_step = step if rounding_step is None else rounding_step
     start, num_elements = 0, block.live.numel()

@@ -1,4 +1,4 @@
-"""Compiling and launching of kernels through CuPy, which is imported at the first use."""
+"""Compilation and launches of kernels through CuPy, which is imported at the first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Handle:
 
 
 class Kernel:
-    """A function on a device.
+    """A compiled function on a device.
 
     Args:
         function: CuPy's function object.

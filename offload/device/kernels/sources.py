@@ -7,8 +7,8 @@ from functools import cache
 from importlib.resources import files
 
 OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
-"""Options of NVRTC. Intrinsics fix the rounding of the update, except that they obey ``-ftz``. The
-other options keep `powf` exact."""
+"""Options of NVRTC. The update uses intrinsics, whose rounding depends on no option but ``-ftz``.
+The other options keep `powf` exact."""
 
 
 @cache

@@ -20,7 +20,7 @@ _THREADS = 256
 _LANES = 8
 _BLOCKS_PER_PROCESSOR = 32
 """Maximal number of thread blocks to launch per multiprocessor, which runs 5 or 6 at a time. With
-fewer blocks, a thread steps more elements with the values that it computes once, such as the
+fewer blocks, a thread steps more elements with values that it computes once, such as the bias
 corrections of `fused`."""
 
 
@@ -44,7 +44,7 @@ def update_block(
         optimizer_class: `torch.optim.Adam`, `AdamW` or `SGD`.
         group: Hyper-parameters, as in ``param_groups``, as numbers in host memory. ``fused``
             selects the arithmetic.
-        block: Block to step; all its tensors are on the current device.
+        block: Block to step. All its tensors are on the current device.
         stream: Raw handle of a stream, as in torch's ``Stream.cuda_stream``.
         step: Value of torch's ``step`` after this step: from 1.
         seed: Seed of stochastic rounding.

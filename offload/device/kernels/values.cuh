@@ -1,7 +1,7 @@
-// Stored forms of numbers, and the codecs of state for single values. They do the same as
-// offload/update/codecs.py and offload/update/blocks8.py do with tensors. All code is integer code,
-// or FP32 operations that round once and are never contracted. Compiled for the CPU with the macros
-// of tests/device/shim.h, the same source gives the same bits.
+// Stored forms of numbers, and the codecs of state for single values. Their results are those of
+// offload/update/codecs.py and offload/update/blocks8.py. All code is integer code, or FP32
+// operations that round once and are never contracted. Compiled for the CPU with the macros of
+// tests/device/shim.h, the same source gives the same bits.
 
 #if __CUDA_FTZ
 #error "denormal numbers must be kept: compile with -ftz=false"
@@ -57,13 +57,13 @@ HIDDEN float join_master(u16 live, short low) {
   return __uint_as_float(nan_bits(bits) ? (u32)live << 16 : bits);
 }
 
-HIDDEN u32 without_odd_nan(float value) {
+HIDDEN u32 with_quiet_nan(float value) {
   const u32 bits = __float_as_uint(value);
   return nan_bits(bits) ? (bits & SIGN) | NOT_A_NUMBER : bits;
 }
 
 HIDDEN void split_master(float master, u16 *live, u16 *low) {
-  const u32 bits = without_odd_nan(master);
+  const u32 bits = with_quiet_nan(master);
   *live = (u16)((bits + 0x8000) >> 16);
   *low = (u16)bits;
 }
@@ -81,7 +81,7 @@ HIDDEN u32 hash(u32 pair, u32 before, u32 inside) {
 
 HIDDEN u16 round_stochastic(float value, u64 element, u32 before, u32 inside) {
   const u32 random = hash((u32)(element >> 1), before, inside);
-  return (u16)((without_odd_nan(value) + (element & 1 ? random >> 16 : random & 0xFFFF)) >> 16);
+  return (u16)((with_quiet_nan(value) + (element & 1 ? random >> 16 : random & 0xFFFF)) >> 16);
 }
 
 // Blocks of 32 values in 8 bits: `blocks8.encode_blocks` and `blocks8.decode_blocks`.

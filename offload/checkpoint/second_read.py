@@ -1,10 +1,10 @@
 """Second reads before a verdict of damage, because the first read may have gone wrong.
 
-A cable, the memory of the host or a drive can change a bit on the way, while the stored data is
-whole. So no data is called damaged after one read. The range is read once more: from the device, by
-the way that the first read did not take, and into other memory. If the second read is right, work
-goes on with it, and the log says which read was wrong. The content is damaged only if both reads
-are wrong.
+A cable, the memory of the host or a drive can change a bit during a read, while the stored data is
+intact. So no data is called damaged after one read. The range is read once more from the device,
+into other memory. The second read bypasses the page cache if the first one used it, and uses it
+otherwise. If the second read is right, its data is used, and the log reports the wrong read. The
+content is damaged only if both reads are wrong.
 
 This module does not import torch.
 """
@@ -30,7 +30,7 @@ _ADVICE = (
 )
 
 
-def look_again(
+def reread_and_check(
     file: File,
     offset: int,
     nbytes: int,
@@ -118,7 +118,7 @@ def read_document(
 
 
 def unreliable(file: File, offset: int, nbytes: int) -> UnreliableReadError:
-    """Return the error for a range that is right on the drive but does not arrive in memory."""
+    """Return the error for a range that is right on the drive but often wrong in memory."""
     return UnreliableReadError(
         errno.EIO,
         f"bytes {offset} to {offset + nbytes} were read three times, and only one read was right: "

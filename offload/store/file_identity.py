@@ -1,8 +1,13 @@
-"""Identities of files: whether a path still names the file that is open, or that was seen.
+"""Identities of files: whether a path still names a known file, and whether a file has other links.
 
 A user may replace files of a store while a process trains in it: ``rsync``, or ``mv`` and ``cp``,
-leave the same bytes in other files. Data that the process writes to its open files then does not
-appear under their names.
+leave the same bytes in new files. Data that the process writes to its open files then does not
+appear under the paths of the store.
+
+A user may also make further hard links to files, such as a backup by ``cp -al``, ``ln`` or
+``rsync -H``. Slots are rewritten in place, which would change the backup as well. Therefore a slot
+or part that has a file with several links is never rewritten: it is removed, and a new one is
+created.
 """
 
 from __future__ import annotations
@@ -44,3 +49,13 @@ def ids_in(backend: Backend, directory: str, names: Iterable[str]) -> FileIds:
         for name, stat in stats.items()
         if stat is not None and stat.kind == "file"
     }
+
+
+def has_other_names(backend: Backend, directory: str) -> bool:
+    """Return whether a file in a directory has another hard link, in the directory or elsewhere.
+
+    Raises:
+        gds.StorageError: The files cannot be examined.
+    """
+    stats = (backend.stat(f"{directory}/{name}") for name in backend.list_dir(directory))
+    return any(stat is not None and stat.num_links > 1 for stat in stats)

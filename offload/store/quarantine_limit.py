@@ -1,10 +1,10 @@
-"""Quarantine of a checkpoint that two reads have found damaged: one, but never two in a row.
+"""Limit on quarantine: one damaged checkpoint may be marked, but never two in a row.
 
 A machine with bad memory finds damage in everything that it reads. Therefore `restore` and the
-steps after it mark one checkpoint, and go on from the one before. If that one is found damaged as
-well, it is not marked. The process stops, and a person has to look. After that the person runs
-`offload verify --quarantine`, which reads every checkpoint, marks damaged ones and lifts the marks
-of whole ones.
+steps after it mark one checkpoint, and continue from the one before. If the earlier checkpoint is
+found damaged as well, it is not marked. The process stops, and a person has to check the machine.
+After that the person runs `offload verify --quarantine`, which reads every checkpoint, marks
+damaged ones and lifts the marks of whole ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offload.store.store import Store
 from offload.units import part_options
 
 
-def give_up(store: Store, damaged: StoredCheckpoint, error: DamagedError) -> str:
+def try_to_quarantine(store: Store, damaged: StoredCheckpoint, error: DamagedError) -> str:
     """Quarantine a damaged checkpoint, unless a newer one is quarantined already.
 
     Args:
@@ -41,7 +41,7 @@ def give_up(store: Store, damaged: StoredCheckpoint, error: DamagedError) -> str
     if newer is None:
         store.quarantine(damaged, str(error))
         return ""
-    return two_in_a_row(damaged.path, newer, store.directories)
+    return two_in_a_row_message(damaged.path, newer, store.directories)
 
 
 def verify_before_resume(
@@ -49,24 +49,24 @@ def verify_before_resume(
 ) -> VerifyReport:
     """Verify a checkpoint that training is to continue from, and quarantine it if it is damaged.
 
-    This is `verify_and_mark`, except that it never marks two checkpoints in a row, as
-    `OffloadedOptimizer.restore` does not: if a newer checkpoint of the store is quarantined
-    already, nothing is marked and no mark is lifted. It is for programs that choose a checkpoint
-    before there is an optimizer, and take the one before if this one is damaged.
+    This function is `verify_and_mark` with a limit. Like `OffloadedOptimizer.restore`, it never
+    marks two checkpoints in a row: if a newer checkpoint of the store is quarantined already,
+    nothing is marked and no mark is lifted. It is for programs that choose a checkpoint before they
+    have an optimizer, and choose an older one if this one is damaged.
 
     Args:
-        checkpoint: Checkpoint, made by `open_checkpoint`.
-        progress: Called with the bytes checked so far and the bytes in all.
+        checkpoint: Checkpoint from `open_checkpoint`.
+        progress: Function that is called with the bytes checked so far and the total.
 
     Returns:
-        What was found.
+        Result of the verification.
 
     Raises:
         DamagedError: The checkpoint could be read and is damaged, and a newer one is quarantined
             already. The message says what to do.
         UnreadableError: The directory of the store could not be read.
-        RecycledError: It was not opened by `open_checkpoint`, and has been recycled.
-        gds.StorageError: The quarantine could not be made durable, or not be lifted.
+        RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
+        gds.StorageError: The quarantine could not be made durable, or could not be lifted.
     """
     store, backend = os.path.dirname(checkpoint.path), checkpoint.backend
     with reading():
@@ -77,12 +77,12 @@ def verify_before_resume(
     report = checkpoint.verify(progress)
     if report.problems and not report.unreadable:
         directories = [store, *map(os.path.dirname, checkpoint.parts)]
-        refusal = two_in_a_row(checkpoint.path, newer, directories)
+        refusal = two_in_a_row_message(checkpoint.path, newer, directories)
         raise DamagedError(f"{report.problems[0]}. {refusal}")
     return report
 
 
-def two_in_a_row(damaged: str, newer: str, directories: Sequence[str]) -> str:
+def two_in_a_row_message(damaged: str, newer: str, directories: Sequence[str]) -> str:
     """Return the message for a user if a second checkpoint in a row is damaged.
 
     Args:
@@ -121,5 +121,5 @@ def quarantined_after(backend: Backend, paths: Iterable[str], generation: int) -
         except CheckpointError:
             continue  # its generation is unknown
         except StorageError:
-            return path  # it may be quarantined, so nothing more is marked
+            return path  # it may be quarantined, so the caller must mark nothing
     return None

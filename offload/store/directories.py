@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from gds import Backend, LockHeldError, StorageError
 from gds.probe import describe_remote
-from offload.checkpoint.reading import checkpoint_paths, decode_manifest, given_directory, read_part
+from offload.checkpoint.reading import checkpoint_paths, decode_manifest, read_part, stat_given_path
 from offload.errors import (
     CheckpointError,
     RemoteStoreError,
@@ -37,7 +37,7 @@ from offload.format.names import (
 )
 from offload.format.unreadable import unreadable
 from offload.store.full_disk import FULL
-from offload.store.identity import read_store_id
+from offload.store.store_id import read_store_id
 from offload.store.writer_lock import is_held_here
 
 _NOTHING = frozenset({"lost+found", CALIBRATION_NAME})
@@ -55,8 +55,7 @@ _UNSUITABLE = frozenset(
         errno.ENOSYS, errno.ENODEV, errno.ENXIO,
     }
 )  # fmt: skip
-"""Error numbers which say that a directory cannot hold a store, rather than that something is wrong
-at this moment."""
+"""Error numbers which say that a directory cannot hold a store. Other errors may be temporary."""
 
 NOTHING_CHANGED = "No checkpoint has been changed"
 
@@ -75,7 +74,7 @@ class _Place:
     """Names of the parts in the directory, sealed or not."""
 
     unfinished: set[str] = field(default_factory=set)
-    """Names of directories in which a process had begun to create a part before it was stopped."""
+    """Names of directories of parts whose creation was interrupted."""
 
     drives: dict[str, set[int]] = field(default_factory=dict)
     """Positions of the directory's sealed parts in their stores, by identity of the store."""
@@ -99,8 +98,8 @@ class _Place:
         return [n for n in self.names if n not in nothing and not n.startswith(".")]
 
 
-def survey(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
-    """Refuse directories that do not fit the store that they are given for. Reads only.
+def check_directories(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
+    """Refuse directories that do not fit the store that they are given for. Nothing is written.
 
     Args:
         drives: Backend and absolute path of each directory, the store's first one first.
@@ -114,17 +113,17 @@ def survey(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
     """
     places = []
     for backend, directory in drives:
-        with using(backend, directory):
+        with as_store_errors(backend, directory):
             places.append(_look_at(backend, directory))
     for place in places:
         if place.exists and not place.is_store and place.others:
             raise StoreError(errno.ENOTEMPTY, _holds_other_things(place), place.directory)
     first, *others = places
-    with using(*drives[0]):
+    with as_store_errors(*drives[0]):
         paths = checkpoint_paths(*drives[0]) if others and first.exists else []
         manifests = _manifests(drives[0][0], paths)
     for manifest in manifests:
-        require_number(manifest, first.directory, len(drives))
+        require_number_of_directories(manifest, first.directory, len(drives))
     known = {manifest.store_id for manifest in manifests} | {first.store_id or ""}
     _require_all(places)
     if first.parts and not first.is_first:
@@ -144,7 +143,7 @@ def survey(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
             )
 
 
-def require_number(manifest: Manifest, directory: str, num_given: int) -> None:
+def require_number_of_directories(manifest: Manifest, directory: str, num_given: int) -> None:
     """Check that the number of given directories matches a checkpoint of the store.
 
     Args:
@@ -173,7 +172,7 @@ def make_directories(
     """Create missing directories and their parents, durably.
 
     Args:
-        drives: Backend and absolute path of each directory, which `survey` has accepted.
+        drives: Backend and absolute path of each directory, which `check_directories` has accepted.
         allow_volatile: Accept a file system that loses its content at power-off.
         allow_remote: Accept a file system that another machine or a program serves.
 
@@ -185,7 +184,7 @@ def make_directories(
         StoreError: A directory cannot be created.
     """
     for backend, directory in drives:
-        with using(backend, directory):
+        with as_store_errors(backend, directory):
             # A new directory is on the file system of its nearest existing parent.
             capabilities = backend.capabilities(_nearest(backend, directory))
         if capabilities.volatile and not allow_volatile:
@@ -205,18 +204,18 @@ def make_directories(
                 directory,
             )
     for backend, directory in drives:
-        with using(backend, directory):
+        with as_store_errors(backend, directory):
             _make(backend, directory)
 
 
 @contextmanager
-def using(backend: Backend, directory: str) -> Iterator[None]:
+def as_store_errors(backend: Backend, directory: str) -> Iterator[None]:
     """Turn errors in the block into errors about a store in the given directory.
 
     Raises:
         StoreLockedError: Another writer has locked the store.
         StoreFullError: There is no space.
-        UnreadableError: Something is wrong at this moment. This says nothing about the store.
+        UnreadableError: Another error, which may be temporary. It says nothing about the store.
         StoreError: The directory cannot hold a store.
     """
     try:
@@ -258,7 +257,7 @@ def _who_writes(directory: str) -> str:
 
 
 def _look_at(backend: Backend, directory: str) -> _Place:
-    stat = given_directory(backend, directory)
+    stat = stat_given_path(backend, directory)
     if stat is None:
         return _Place(directory, exists=False, names=[])
     if stat.kind != "directory":
@@ -333,14 +332,14 @@ def _require_all(places: Sequence[_Place]) -> None:
 def _check_parts(
     places: Sequence[_Place], position: int, known: set[str], *, all_known: bool
 ) -> None:
-    """Refuse a directory whose sealed parts all belong to another store or another position.
+    """Refuse a directory if all its sealed parts belong to other stores or to other positions.
 
     Args:
         places: All given directories.
         position: Position of the directory to check.
-        known: Identities that the store has, or has had.
-        all_known: Whether every checkpoint in the first directory tells the identity of its store.
-            If not, parts of an unknown store may belong to this one, and are left alone.
+        known: Identities of the store in its manifests and in ``store.json``.
+        all_known: Whether the manifest of every checkpoint in the first directory could be read. If
+            not, parts of an unknown store may belong to this one, and are not refused.
     """
     place = places[position]
     own = set[int]().union(*(drives for store, drives in place.drives.items() if store in known))
@@ -351,7 +350,7 @@ def _check_parts(
 
 
 def _misplaced(places: Sequence[_Place], place: _Place, known: set[str]) -> StoreError:
-    """Return an error that says where a directory belongs, and the right order if it is known."""
+    """Return the error for a misplaced directory: its role, and the right order if it is known."""
     what = f"this directory is {_role(place, known)}, but was given as number "
     what += str(places.index(place) + 1)
     order = _order(places)
@@ -383,7 +382,7 @@ def _role(place: _Place, known: set[str]) -> str:
 
 
 def _order(places: Sequence[_Place]) -> list[str] | None:
-    """Return the directories in the order of their one store; None if they are not all of one."""
+    """Return the directories in their store's order; None unless they form one whole store."""
     first = [place for place in places if place.is_first]
     others = [place for place in places if not place.is_first]
     if len(first) != 1 or not others:
@@ -410,14 +409,14 @@ def _nearest(backend: Backend, directory: str) -> str:
 
 
 def _make(backend: Backend, directory: str) -> None:
-    """Create a directory and its parents, durably; other processes may create the same ones."""
+    """Create a directory and its parents, durably. Other processes may do so at the same time."""
     missing: list[str] = []
     path = directory
     while backend.stat(path) is None:
         missing.insert(0, path)
         path = os.path.dirname(path)
     try:
-        # The process that created it may have died before it synced the name.
+        # A process that created the directory may have died before it synced the name.
         backend.sync_dir(os.path.dirname(path))
     except StorageError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):

@@ -1,8 +1,9 @@
-"""Identity of a store while no checkpoint in it tells: the file ``store.json``.
+"""Identity of a store that has no checkpoint yet: the file ``store.json``.
 
-Only a store on several drives needs the file. A power cut during the first seal may leave a sealed
-part on another drive, but no checkpoint in the first directory. The part must then be recognized as
-the store's own. Therefore the file is durable before any part is written.
+Every manifest holds the identity of its store. Only a store on several drives needs the file as
+well. A power cut during the first seal may leave a sealed part on another drive, but no checkpoint
+in the first directory. The part must then be recognized as the store's own. Therefore the file is
+durable before any part is written.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import re
 
 from gds import Backend, File
-from offload.checkpoint.second_look import read_document
+from offload.checkpoint.second_read import read_document
 from offload.format.names import STORE_FILE_NAME
 from offload.format.strict_json import parse_json
 from offload.store.poison import Poison

@@ -1,0 +1,84 @@
+"""Plan of a step beside the forward: the chunks that each module needs, and their order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offload.format.layout import Layout
+from offload.model.parameters import Trainable
+from offload.overlap.forward_order import ForwardOrder
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """Relation between the modules of a model and the chunks of a layout."""
+
+    order: Sequence[int] = ()
+    """All chunks, in the order of their first use."""
+
+    tensors: Sequence[torch.Tensor] = ()
+    """Trained parameters, in element-space order."""
+
+    numbers: Mapping[int, int] = field(default_factory=dict)
+    """Index of each parameter in `tensors`, by id of the parameter."""
+
+    spans: Sequence[range] = ()
+    """Chunks of each parameter, by number of the parameter."""
+
+    needs: Sequence[Sequence[int]] = ()
+    """Numbers of the parameters that each module needs, by number of the module: those that it
+    owns, and those that it reads before their own module has run."""
+
+    unobserved: Sequence[int] = ()
+    """Numbers of parameters whose readers were not observed."""
+
+    def chunks_of(self, tensor: torch.Tensor) -> range:
+        """Return the chunks of a trained parameter."""
+        return self.spans[self.numbers[id(tensor)]]
+
+
+def make_plan(
+    layout: Layout,
+    trainables: Sequence[Trainable],
+    modules: Sequence[torch.nn.Module],
+    record: ForwardOrder,
+) -> ForwardPlan:
+    """Return the plan for a layout.
+
+    Args:
+        layout: Layout of the state.
+        trainables: Trained parameters, in element-space order.
+        modules: All modules of the model, by number.
+        record: Record of the forwards that were observed.
+    """
+    spans = [layout.chunks_of(number) for number in range(len(layout.parameters))]
+    tensors = [trainable.tensor for trainable in trainables]
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    readers = record.readers(numbers)
+    needs = [
+        sorted(
+            {numbers[id(p)] for p in own_parameters(module) if id(p) in numbers}
+            | set(readers.get(number, ()))
+        )
+        for number, module in enumerate(modules)
+    ]
+    first_use = [sys.maxsize] * layout.num_chunks
+    unobserved = []
+    for number, tensor in enumerate(tensors):
+        turn = record.first_use(tensor)
+        if turn is None:
+            unobserved.append(number)
+            continue
+        for chunk in spans[number]:
+            first_use[chunk] = min(first_use[chunk], turn)
+    order = sorted(range(layout.num_chunks), key=first_use.__getitem__)
+    return ForwardPlan(order, tensors, numbers, spans, needs, unobserved)
+
+
+def own_parameters(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Return the parameters that a module owns itself, without those of its submodules."""
+    return (p for p in module._parameters.values() if p is not None)
