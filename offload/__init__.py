@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         RecycledError,
         RemoteStoreError,
         SealError,
+        SizingError,
         SlotFullError,
         StoreBusyError,
         StoreError,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from offload.optimizer import OffloadedOptimizer
     from offload.options import DriveTuning, Options
     from offload.retention.policy import BestBy, EverySeconds, EverySteps, LastK, Retention
+    from offload.sizing.plan import size
     from offload.store.pinning import pin, unpin
     from offload.store.quarantine import verify_and_mark
     from offload.store.quarantine_limit import verify_before_resume
@@ -102,6 +104,7 @@ __all__ = [
     "Retention",
     "SealError",
     "SealHandle",
+    "SizingError",
     "SlotFullError",
     "Stats",
     "StoreBusyError",
@@ -125,6 +128,7 @@ __all__ = [
     "pin",
     "read_state",
     "reference_of",
+    "size",
     "unpin",
     "usable_metrics",
     "verify_and_mark",
@@ -151,6 +155,7 @@ _MODULES = {
         "RecycledError",
         "RemoteStoreError",
         "SealError",
+        "SizingError",
         "SlotFullError",
         "StoreBusyError",
         "StoreError",
@@ -181,6 +186,7 @@ _MODULES = {
     "offload.exchange.importing": ("import_checkpoint",),
     "offload.exchange.read_state": ("read_state",),
     "offload.engine.stats": ("Stats",),
+    "offload.sizing.plan": ("size",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -131,6 +131,10 @@ class SealError(OffloadError, RuntimeError):
     """Sealing a checkpoint failed; the checkpoints made before it are untouched."""
 
 
+class SizingError(OffloadError, ValueError):
+    """The sizes that were asked for cannot be computed from the input. The message says why."""
+
+
 class BrokenOptimizerError(OffloadError, RuntimeError):
     """An earlier failure left the working state torn. Restore a checkpoint to continue."""
 

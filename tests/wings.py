@@ -27,11 +27,12 @@ MAY_KNOW = {
     "retention": {"gds", "errors", "format"},
     "checkpoint": _READERS,
     "store": _READERS | {"checkpoint"},
+    "sizing": {"gds", "errors", "units", "format", "checkpoint"},  # no torch
     "device": {"torch", "gds", "format"},
     "update": _ARITHMETIC,
     "model": _ARITHMETIC | {"update", "checkpoint"},
     "stream": _ARITHMETIC | {"units", "update", "model", "options", "checkpoint", "store"},
-    "placement": _ARITHMETIC | {"update", "model", "options", "stream"},
+    "placement": _ARITHMETIC | {"update", "model", "options", "stream", "sizing"},
     "exchange": _ARITHMETIC
     | _READERS
     | {"update", "model", "options", "checkpoint", "store", "stream"},
@@ -113,6 +114,24 @@ def arrows() -> dict[str, set[str]]:
     for path in files("offload"):
         wing = wing_of(path)
         found[wing] |= {name for name in imported(path) if name in MAY_KNOW and name != wing}
+    return found
+
+
+def modules_imported(package: str) -> dict[str, set[str]]:
+    """Return which modules of a package each of its modules imports, anywhere in it.
+
+    The package's own face is left out: it imports lazily, or nearly everything.
+    """
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files(package)
+    }
+    del paths[package]
+    found: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names = set(names_imported(path))
+        names |= {name.rpartition(".")[0] for name in names - paths.keys()}
+        found[module] = names & paths.keys() - {module}
     return found
 
 

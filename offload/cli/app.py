@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from gds.errors import message_of
-from offload.cli import exchange, retention, verify
+from offload.cli import exchange, retention, sizing, verify
 from offload.cli.options import Json, Parts, one_line
 from offload.cli.options import print_json as _print_json
 from offload.errors import OffloadError
@@ -296,6 +296,7 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 retention.register(app, _progress)
+sizing.register(app)
 
 
 def main() -> None:

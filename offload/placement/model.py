@@ -1,12 +1,14 @@
-"""Model of the time that a step takes on the parameters' device, and on the CPU.
+"""Choice between updating on the parameters' device and on the CPU, from a model of their times.
 
-This module is pure arithmetic; `rates` measures its inputs.
+The model is in `offload.sizing.step_time`; `rates` measures its inputs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, TypeAlias
+
+from offload.sizing.step_time import StepBytes, device_parts, host_parts
 
 Place: TypeAlias = Literal["host", "device"]
 
@@ -50,23 +52,6 @@ class Rates:
                     raise ValueError(f"direct must be True or False, got {value!r}")
             elif type(value) not in (int, float) or not 0 < value <= _MAX_GBPS:
                 raise ValueError(f"{field.name} must be a rate in GB/s, got {value!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBytes:
-    """Bytes that one step of a model moves."""
-
-    state: int
-    """Bytes of optimizer state, which are read and written."""
-
-    gradients: int
-    parameters: int
-
-    kept_on_host: int = 0
-    """Bytes of the state that would stay in host memory between steps on the host."""
-
-    kept_on_device: int = 0
-    """Bytes of the state that would stay in device memory between steps on the device."""
 
 
 class Decision(NamedTuple):
@@ -120,26 +105,24 @@ def device_s(step: StepBytes, rates: Rates) -> float:
 
 
 def _host_parts(step: StepBytes, rates: Rates) -> dict[str, float]:
-    """Return the seconds of each part of a step on the CPU; the parts happen at the same time."""
-    return {
-        "the drives": 2 * (step.state - step.kept_on_host) / 1e9 / rates.drive_gbps,
-        "the CPU": 2 * step.state / 1e9 / rates.update_gbps,
-        "the link to the host": (step.gradients + step.parameters) / 1e9 / rates.to_host_gbps,
-        "the link to the device": step.parameters / 1e9 / rates.to_device_gbps,
-    }
+    return host_parts(
+        step,
+        drive_gbps=rates.drive_gbps,
+        update_gbps=rates.update_gbps,
+        to_host_gbps=rates.to_host_gbps,
+        to_device_gbps=rates.to_device_gbps,
+    )
 
 
 def _device_parts(step: StepBytes, rates: Rates) -> dict[str, float]:
-    crossing = (step.state - step.kept_on_device) / 1e9
-    parts = {
-        "the drives": 2 * crossing / rates.drive_gbps,
-        "the link to the host": crossing / rates.to_host_gbps,
-        "the link to the device": crossing / rates.to_device_gbps,
-    }
-    if not rates.direct:
+    return device_parts(
+        step,
+        drive_gbps=rates.drive_gbps,
+        to_host_gbps=rates.to_host_gbps,
+        to_device_gbps=rates.to_device_gbps,
         # A copy through host memory reads and writes as many bytes of it as an update on the CPU.
-        parts["copies through host memory"] = 2 * crossing / rates.update_gbps
-    return parts
+        copy_gbps=None if rates.direct else rates.update_gbps,
+    )
 
 
 def _slowest(parts: dict[str, float], where: str) -> str:

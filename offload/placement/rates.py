@@ -27,7 +27,8 @@ from offload.format.digests import ChunkDigests, DigestContext
 from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor
 from offload.format.names import RATES_NAME
-from offload.placement.model import Rates, StepBytes
+from offload.placement.model import Rates
+from offload.sizing.step_time import StepBytes
 from offload.update.dtypes import DTYPES
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule

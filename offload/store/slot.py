@@ -19,7 +19,7 @@ from offload.errors import StoreError
 from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout, array_file_name
-from offload.format.manifest import Manifest, invalid_manifest, reserved_bytes
+from offload.format.manifest import Manifest, invalid_manifest
 from offload.format.names import MANIFEST_NAME, MODEL_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import PartReference, SealedPart, content_digest
 from offload.store.file_identity import FileIds, has_other_names, ids_in, ids_of
@@ -320,7 +320,7 @@ def create_slot(backend: Backend, path: str, layout: Layout, sizes: Mapping[str,
         backend: Backend of the store's first directory.
         path: Path of the directory to create.
         layout: Layout of the slot, with its headers.
-        sizes: Size in bytes of every file, by name; see `slot_sizes`.
+        sizes: Size in bytes of every file, by name; see `offload.format.slot_files.slot_sizes`.
 
     Raises:
         gds.StorageError: There is no space, or the name is taken. Files made by this call are
@@ -354,7 +354,7 @@ def adopt_slot(
         backend: Backend of the store's first directory.
         path: Path of the slot.
         layout: Layout of the slot, with its headers.
-        sizes: Size in bytes of every file, by name; see `slot_sizes`.
+        sizes: Size in bytes of every file, by name; see `offload.format.slot_files.slot_sizes`.
 
     Raises:
         gds.StorageError: The slot could not be examined, opened or written.
@@ -402,21 +402,6 @@ def directories_in(backend: Backend, path: str) -> list[str]:
     """Return the names of the directories in a slot or part; this library creates none in them."""
     found = ((name, backend.stat(f"{path}/{name}")) for name in backend.list_dir(path))
     return [name for name, stat in found if stat is not None and stat.kind == "directory"]
-
-
-def slot_sizes(layout: Layout, num_groups: int, *, train_state_bytes: int) -> dict[str, int]:
-    """Return the size in bytes of every file of a slot, by name.
-
-    Args:
-        layout: Layout of the slot.
-        num_groups: Number of parameter groups, which the manifest holds.
-        train_state_bytes: Bytes reserved for the train state.
-    """
-    return {
-        **layout.file_sizes(),
-        TRAIN_STATE_NAME: train_state_bytes,
-        MANIFEST_NAME: reserved_bytes(layout, num_groups),
-    }
 
 
 def _model_leaves(backend: Backend, path: str, *, readable: bool) -> KnownLeaves:

@@ -10,6 +10,7 @@ from gds import Backend, StorageError
 from gds.waiting import Monitor
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout
+from offload.format.slot_files import slot_sizes
 from offload.format.unwritable import writing
 from offload.store.expiry import Keeping
 from offload.store.free_slots import FreeSlots, ReaderWait
@@ -18,7 +19,7 @@ from offload.store.opening import StoreContent
 from offload.store.part_pool import part_bytes
 from offload.store.poison import Poison
 from offload.store.sealing import Sealing
-from offload.store.slot import Slot, slot_sizes
+from offload.store.slot import Slot
 from offload.store.space import Room, no_room, require_room
 from offload.store.store_id import write_store_id
 from offload.store.withdrawal import Withdrawal

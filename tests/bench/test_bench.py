@@ -28,6 +28,7 @@ from bench import (
     report,
     resume,
     revisions,
+    sizing,
     step,
     whole_files,
 )
@@ -120,6 +121,14 @@ def test_step(measured: Measured, monkeypatch: pytest.MonkeyPatch, fio: str) -> 
     assert found["facts"]["step_written_bytes"] == found["facts"]["state_bytes"]
     missing = [reason for reason in found["skipped"] if "fio is not installed" in reason]
     assert len(missing) == (fio == "without fio")
+
+
+def test_sizing(measured: Measured) -> None:
+    found = measured(sizing.main)
+    check(found, rounds=3, claims=4)
+    facts = found["facts"]
+    assert facts["file_bytes"] % facts["predicted_slot_bytes"] == 0
+    assert facts["allocated_bytes"] >= facts["file_bytes"] > 0
 
 
 def test_step_compared_with_other_settings(measured: Measured) -> None:

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from offload.placement.model import Rates, StepBytes, choose_placement, decide, device_s, host_s
+from offload.placement.model import Rates, choose_placement, decide, device_s, host_s
+from offload.sizing.step_time import StepBytes
 
 # 7 B parameters in bf16 with Adam
 STEP = StepBytes(state=84 * 10**9, gradients=14 * 10**9, parameters=14 * 10**9)

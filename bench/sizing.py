@@ -1,0 +1,208 @@
+"""Predictions of `offload size`, beside what was measured in the same run.
+
+    python -m bench.sizing --directory DIR
+    python -m bench.sizing --figures docs/figures      # draws the figures, measures nothing
+
+Each round measures the drive with ``gds bench``, a step with all state in memory (the rate of the
+update), and then a streamed step, a seal and a restore. `offload.size` predicts the last three from
+the first two. Predicted bytes are compared with the sizes of the store's files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import offload
+from bench._harness import BenchError, Parser, Result, count, require_space, run, say, scratch, size
+from bench._model import make_gradients, make_parameters
+from bench._statistics import median, median_interval, ratios
+from bench._streamed import Streamed, exact_state_bytes
+from offload.sizing import Machine, Plan, Run, measured_drives
+
+_SLACK_BYTES = 8 << 10
+_LIMIT = 1.10
+"""Largest ratio of prediction and measurement, whichever of the two is larger."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and write the result; or draw the figures."""
+    args = _arguments(arguments)
+    if args.figures:
+        from bench._sizing_figures import draw
+
+        for path in draw(Path(args.figures)):
+            say(f"written to {path}")
+        return
+    del args.figures
+    with scratch(args.directory) as directory, ExitStack() as stack:
+        state = exact_state_bytes(args.parameters)
+        require_space(directory, 6 * state + args.file_mib * (1 << 20))
+        result = Result("sizing", args, directory)
+        _measure(args, result, directory, stack)
+        result.write()
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("sizing", __doc__ or "")
+    add = parser.add_argument
+    add("--parameters", type=count, default="128Mi", help="bf16 parameters (default: %(default)s)")
+    add("--tensors", type=int, default=8, help="parameter tensors (default: %(default)s)")
+    add("--chunk-mib", type=int, default=32, help="of one FP32 array (default: %(default)s)")
+    add("--threads", type=int, default=3, help="of reads, and of writes (default: %(default)s)")
+    add("--steps", type=int, default=3, help="steps in one sample (default: %(default)s)")
+    add("--file-mib", type=int, default=1024, help="file of gds bench (default: %(default)s)")
+    add("--figures", default="", help="draw the figures of docs/sizing.md into this folder")
+    quick = {"parameters": "128Ki", "tensors": 3, "chunk_mib": 1, "steps": 1, "file_mib": 2}
+    args = parser.read(arguments, quick=quick)
+    if not args.what:
+        args.what = f"{args.parameters / (1 << 20):g}Mi"
+    return args
+
+
+def _measure(args: argparse.Namespace, result: Result, directory: str, stack: ExitStack) -> None:
+    settings: dict[str, Any] = {"chunk_bytes": args.chunk_mib << 20}
+    streamed = _streamed(args, f"{directory}/streamed", settings)
+    stack.enter_context(streamed)
+    chunks = -(-args.parameters * 4 // settings["chunk_bytes"])
+    room = exact_state_bytes(args.parameters) + chunks * 3 * _SLACK_BYTES
+    resident = _streamed(args, f"{directory}/resident", settings | {"host_memory": room})
+    stack.enter_context(resident)
+    with _streamed(args, f"{directory}/sealed", settings) as sealed:
+        sealed.optimizer.checkpoint().result()
+    samples: dict[str, list[float]] = {}
+    for number in range(args.rounds):
+        machine = _machine(args, directory, resident)
+        plan = offload.size(
+            f"{directory}/sealed",
+            machine=machine,
+            run=Run(keep=1),
+            chunk_bytes=args.chunk_mib << 20,
+        )
+        found = {
+            "predicted_step_s": plan.steps[1].seconds,
+            "step_s": streamed.sample(args.steps),
+            "predicted_seal_s": plan.seal_s,
+            "seal_s": _seal(streamed),
+            "predicted_resume_s": plan.resume_s,
+            "resume_s": _resume(args, f"{directory}/sealed", settings),
+            "drive_read_gbps": machine.read_gbps,
+            "drive_write_gbps": machine.write_gbps,
+            "drive_mixed_gbps": machine.mixed_gbps,
+            "update_gbps": machine.update_gbps,
+        }
+        for name, value in found.items():
+            samples.setdefault(name, []).append(float(value or 0))
+        say(f"round {number + 1} of {args.rounds}: " + _shown(found))
+    result.add_samples(samples)
+    _claims(result, samples)
+    _bytes(result, directory, plan)
+
+
+def _machine(args: argparse.Namespace, directory: str, resident: Streamed) -> Machine:
+    """Measure the drive as a user would, and the update with nothing to read or write."""
+    from gds.cli import main as gds_main
+
+    path = f"{directory}/drive.json"
+    arguments = ["gds", "bench", directory, "--sweep", "rw=read,write,mixed", "--json"]
+    arguments += ["--size", f"{args.chunk_mib}M", "--threads", str(args.threads)]
+    arguments += ["--file-size", f"{args.file_mib}M", "--allow-small"]
+    given, sys.argv = sys.argv, arguments
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            gds_main()
+    except SystemExit as ended:
+        if ended.code:
+            raise BenchError("gds bench could not measure the drive") from None
+    finally:
+        sys.argv = given
+    Path(path).write_text(text.getvalue())
+    moved = 2 * exact_state_bytes(args.parameters)
+    update = moved / resident.sample(args.steps) / 1e9
+    return Machine(**measured_drives(path), update_gbps=update)
+
+
+def _streamed(args: argparse.Namespace, directory: str, settings: dict[str, Any]) -> Streamed:
+    parameters = make_parameters(args.parameters, args.tensors)
+    say(f"preparing {size(exact_state_bytes(args.parameters))} of FP32 state")
+    return Streamed(directory, parameters, make_gradients(parameters), "exact", dict(settings))
+
+
+def _seal(streamed: Streamed) -> float:
+    """Return the seconds from the call of a checkpoint, after a step, until it is durable."""
+    streamed.sample(1)
+    started = time.perf_counter()
+    streamed.optimizer.checkpoint().result()
+    return time.perf_counter() - started
+
+
+def _resume(args: argparse.Namespace, directory: str, settings: dict[str, Any]) -> float:
+    """Return the seconds of a restore, until parameters are in place."""
+    parameters = make_parameters(args.parameters, args.tensors, seed=0)
+    options = offload.Options(**settings)
+    with offload.AdamW(parameters, lr=1e-4, directory=directory, options=options) as optimizer:
+        started = time.perf_counter()
+        optimizer.restore()
+        return time.perf_counter() - started
+
+
+def _claims(result: Result, samples: dict[str, list[float]]) -> None:
+    step = ratios(samples["predicted_step_s"], samples["step_s"])
+    result.claim(
+        "predicted time of a step, beside the step",
+        step,
+        numerator="predicted_step_s",
+        denominator="step_s",
+        limit=_LIMIT,
+    )
+    result.claim(
+        "a step, beside its predicted time",
+        [1 / value for value in step],
+        numerator="step_s",
+        denominator="predicted_step_s",
+        limit=_LIMIT,
+    )
+    for name in ("seal", "resume"):
+        low, high = median_interval(samples[f"{name}_s"])
+        predicted = median(samples[f"predicted_{name}_s"])
+        result.claim(
+            f"predicted time of a {name}, beside the {name}",
+            ratios(samples[f"predicted_{name}_s"], samples[f"{name}_s"]),
+            numerator=f"predicted_{name}_s",
+            denominator=f"{name}_s",
+            limit=None,
+            interval90_of_measured_s=[low, high],
+            predicted_s=predicted,
+            is_within=low <= predicted <= high,
+        )
+
+
+def _bytes(result: Result, directory: str, plan: Plan) -> None:
+    """Compare predicted bytes with the files of a sealed store, allocated blocks beside them."""
+    nbytes = allocated = 0
+    for entry in os.scandir(f"{directory}/sealed"):
+        if entry.is_dir() and entry.name.startswith(("step-", ".slot-")):
+            stats = [file.stat() for file in os.scandir(entry.path)]
+            nbytes += sum(stat.st_size for stat in stats)
+            allocated += sum(512 * stat.st_blocks for stat in stats)
+    slots = nbytes / plan.disk.slot_bytes
+    result.fact("predicted_slot_bytes", plan.disk.slot_bytes)
+    result.fact("file_bytes", nbytes)
+    result.fact("allocated_bytes", allocated)
+    say(f"{slots:g} slots predicted exactly: {nbytes} bytes in files, {allocated} allocated")
+
+
+def _shown(found: dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in found.items() if value is not None)
+
+
+if __name__ == "__main__":
+    run(main)

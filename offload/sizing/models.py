@@ -1,0 +1,267 @@
+"""Size of a model, from a number, a ``config.json``, safetensors files, or a store."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from gds import StorageError
+from offload.checkpoint.opening import open_for_parameters
+from offload.errors import CheckpointError, SizingError
+from offload.format.header import DTYPE_BYTES, TensorFileError, read_header
+from offload.format.layout import (
+    Layout,
+    ModelTensor,
+    ParameterSpec,
+    element_space_order,
+    model_order,
+)
+from offload.format.names import LOCK_NAME, MANIFEST_NAME, TRAIN_STATE_NAME, step_of
+from offload.format.part_file import part_sizes
+from offload.format.slot_files import slot_sizes
+from offload.format.strict_json import parse_json
+from offload.sizing.hf_config import NamedShape, tensors_of
+from offload.sizing.state import Precision, num_arrays
+
+_FLOATS = ("BF16", "F16", "F32")
+"""Dtypes of tensors that count as parameters; tensors of other dtypes count as buffers."""
+
+_NUMBER = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:e\+?\d+)?)\s*([kmbt]?)\s*", re.IGNORECASE)
+_POWERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+_CONFIG_NAME = "config.json"
+_MAX_CONFIG_BYTES = 16 << 20
+_WEIGHTS_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Size of a model and of its optimizer state."""
+
+    source: str
+    """Source of the size, as text for people."""
+
+    num_parameters: int
+    """Number of trainable elements."""
+
+    parameter_bytes: float
+    """Bytes of ``model.safetensors`` without its header: parameters, and buffers if known."""
+
+    gradient_bytes: float
+    """Bytes of the gradients of all parameters."""
+
+    state_bytes: float
+    """Bytes of all state arrays without headers."""
+
+    memory_state_bytes: float
+    """Bytes of the same state in memory, as FP32."""
+
+    layout: Layout | None
+    """Layout that a store of the model has; None if only the number of parameters is known."""
+
+    num_groups: int | None = None
+    """Number of parameter groups; None if the model is not read from a store."""
+
+    train_state_bytes: int | None = None
+    """Bytes reserved for the train state; None if the model is not read from a store."""
+
+
+def model_size(
+    model: int | float | str | os.PathLike[str],
+    precision: Precision,
+    *,
+    chunk_elements: int,
+    shares: tuple[int, ...] = (1,),
+) -> ModelSize:
+    """Return the size of a model.
+
+    Args:
+        model: Number of parameters (``7e9``, or text such as ``"7B"``), or the path of a
+            ``config.json`` of Hugging Face, of a safetensors file, of a directory with either, or
+            of a store or checkpoint.
+        precision: Dtypes and optimizer. A store has its own: then only `gradient_bytes` is used.
+        chunk_elements: Elements of one chunk of the store.
+        shares: Shares of the store's drives.
+
+    Raises:
+        SizingError: The model cannot be read as any of these. The message says why.
+    """
+    number = _number(model)
+    if number is not None:
+        return ModelSize(
+            f"{number:,} parameters",
+            number,
+            number * precision.parameter_bytes,
+            number * precision.parameter_bytes,
+            number * precision.state_bytes,
+            number * precision.memory_state_bytes,
+            None,
+        )
+    path = os.fspath(model)  # type: ignore[arg-type]  # a number has been returned
+    if not os.path.exists(path):
+        raise SizingError(
+            f"{path}: neither a number of parameters, such as 7B or 6.7e9, nor a file or directory"
+        )
+    if os.path.isdir(path):
+        names = os.listdir(path)
+        if {MANIFEST_NAME, LOCK_NAME} & {*names} or any(
+            step_of(name) is not None for name in names
+        ):
+            return _of_store(path)
+        path = _file_in(path, names)
+    if path.endswith(_WEIGHTS_SUFFIX):
+        return _of_tensors(_weights([path]), path, precision, chunk_elements, shares)
+    if path.endswith(".index.json"):
+        return _of_tensors(_weights(_shards(path)), path, precision, chunk_elements, shares)
+    tensors = [(t, precision.code) for t in tensors_of(_read_json(path), path)]
+    return _of_tensors(tensors, path, precision, chunk_elements, shares)
+
+
+def slot_bytes(layout: Layout, num_groups: int, train_state_bytes: int) -> list[int]:
+    """Return the bytes of all files of one slot on each drive, exactly as a store makes them.
+
+    Args:
+        layout: Layout of the store.
+        num_groups: Number of parameter groups.
+        train_state_bytes: Bytes that are reserved for the train state.
+    """
+    first = slot_sizes(layout, num_groups, train_state_bytes=train_state_bytes)
+    others = [part_sizes(layout, drive) for drive in range(1, len(layout.shares))]
+    return [sum(sizes.values()) for sizes in (first, *others)]
+
+
+def _number(model: object) -> int | None:
+    """Return a number of parameters; None if the model is not given as one."""
+    if isinstance(model, bool):
+        raise SizingError(f"the model is {model!r}, expected a number of parameters or a path")
+    if isinstance(model, str):
+        match = _NUMBER.fullmatch(model)
+        if match is None or os.path.exists(model):
+            return None
+        value = float(match[1].replace("_", "")) * _POWERS[match[2].lower()]
+    elif isinstance(model, int | float):
+        value = model
+    else:
+        return None
+    if not 1 <= value <= 1e18:
+        raise SizingError(f"the model has {model!r} parameters, expected 1 to 1e18")
+    return round(value)
+
+
+def _file_in(directory: str, names: Iterable[str]) -> str:
+    """Return the file that describes the model of a directory: weights, or else ``config.json``."""
+    weights = [name for name in names if name.endswith(_WEIGHTS_SUFFIX)]
+    indices = [name for name in names if name.endswith(_WEIGHTS_SUFFIX + ".index.json")]
+    for found in (indices, weights, [n for n in names if n == _CONFIG_NAME]):
+        if len(found) > 1:
+            raise SizingError(
+                f"{directory}: it has {', '.join(sorted(found))}: name the file that is meant"
+            )
+        if found:
+            return os.path.join(directory, found[0])
+    raise SizingError(
+        f"{directory}: it has neither safetensors files, nor {_CONFIG_NAME}, nor a store"
+    )
+
+
+def _shards(index: str) -> list[str]:
+    """Return the paths of the files that an index of safetensors files names."""
+    named = _read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(n, str) for n in named.values()):
+        raise SizingError(f"{index}: weight_map is not a map of tensor names to file names")
+    files = sorted({str(name) for name in named.values()})
+    return [os.path.join(os.path.dirname(index), os.path.basename(name)) for name in files]
+
+
+def _weights(paths: Iterable[str]) -> list[tuple[NamedShape, str]]:
+    """Return name, shape and dtype of every tensor in safetensors files; reads the headers only."""
+    found = []
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                number = file.fileno()
+                nbytes = os.fstat(number).st_size
+                header = read_header(partial(_read_at, number), nbytes, path)
+        except OSError as error:
+            raise SizingError(f"{path}: {error.strerror}") from error
+        except TensorFileError as error:
+            raise SizingError(str(error)) from error
+        found += [(NamedShape(e.name, e.shape), e.dtype) for e in header.entries.values()]
+    return found
+
+
+def _read_at(number: int, offset: int, length: int) -> bytes:
+    return os.pread(number, length, offset)
+
+
+def _read_json(path: str) -> dict[str, object]:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(content) > _MAX_CONFIG_BYTES:
+            raise SizingError(f"{path}: larger than {_MAX_CONFIG_BYTES} bytes")
+        value = parse_json(content)
+    except OSError as error:
+        raise SizingError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise SizingError(f"{path}: not a JSON file: {error}") from error
+    if not isinstance(value, dict):
+        raise SizingError(f"{path}: a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _of_tensors(
+    tensors: Iterable[tuple[NamedShape, str]],
+    path: str,
+    precision: Precision,
+    chunk_elements: int,
+    shares: tuple[int, ...],
+) -> ModelSize:
+    """Return the size of a model of which every tensor is known; floating ones are trained."""
+    arrays = precision.arrays
+    specs, trained, others = [], [], []
+    for (name, shape), dtype in tensors:
+        if dtype in _FLOATS:
+            specs.append(ParameterSpec(name, precision.code, shape, 0, arrays))
+            trained.append(ModelTensor(name, precision.code, shape))
+        else:
+            others.append(ModelTensor(name, dtype, shape))
+    if not specs:
+        raise SizingError(f"{path}: no tensor is of a dtype that is trained ({', '.join(_FLOATS)})")
+    layout = Layout(
+        tuple(element_space_order(specs)),
+        model_order(trained, others),
+        chunk_elements,
+        precision.state_dtype,
+        shares,
+    )
+    return _of_layout(f"{path}: {len(specs)} parameter tensors", layout)
+
+
+def _of_store(path: str) -> ModelSize:
+    try:
+        with open_for_parameters(path) as checkpoint:
+            layout = checkpoint.manifest.layout
+            found = _of_layout(f"{checkpoint.path}: step {checkpoint.step}", layout)
+            return replace(
+                found,
+                num_groups=len(checkpoint.manifest.groups),
+                train_state_bytes=checkpoint.files[TRAIN_STATE_NAME],
+            )
+    except (CheckpointError, StorageError) as error:
+        raise SizingError(str(error)) from error
+
+
+def _of_layout(source: str, layout: Layout) -> ModelSize:
+    return ModelSize(
+        source,
+        layout.num_elements,
+        sum(tensor.nbytes for tensor in layout.model),
+        sum(p.num_elements * DTYPE_BYTES[p.dtype] for p in layout.parameters),
+        layout.state_bytes,
+        sum(4 * p.num_elements * num_arrays(p.arrays) for p in layout.parameters),
+        layout,
+    )

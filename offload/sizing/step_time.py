@@ -1,0 +1,109 @@
+"""Time of a step where the state is updated on the device, on the host, or next to the storage.
+
+All parts of a step happen at the same time, so a step takes as long as its slowest part. The module
+is pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """Bytes that one step of a model moves."""
+
+    state: int
+    """Bytes of optimizer state, which are read and written."""
+
+    gradients: int
+    parameters: int
+
+    kept_on_host: int = 0
+    """Bytes of the state that would stay in host memory between steps on the host."""
+
+    kept_on_device: int = 0
+    """Bytes of the state that would stay in device memory between steps on the device."""
+
+
+def host_parts(
+    step: StepBytes,
+    *,
+    drive_gbps: float,
+    update_gbps: float | None,
+    to_host_gbps: float | None,
+    to_device_gbps: float | None,
+) -> dict[str, float]:
+    """Return the seconds of each part of a step on the host's CPU.
+
+    Gradients and parameters cross the link to the host, and parameters cross back.
+
+    Args:
+        step: Bytes that the step moves.
+        drive_gbps: Rate of the drives in GB/s: reads and writes of equal size at the same time,
+            both added up.
+        update_gbps: Rate of updates on the CPU's cores in GB/s: bytes of state read and written,
+            both added up. None leaves the part out.
+        to_host_gbps: Rate of the link from the device in GB/s; None if there is no device.
+        to_device_gbps: Rate of the link to the device in GB/s; None if there is no device.
+    """
+    parts = {"the drives": 2 * (step.state - step.kept_on_host) / 1e9 / drive_gbps}
+    if update_gbps is not None:
+        parts["the CPU"] = 2 * step.state / 1e9 / update_gbps
+    if to_host_gbps is not None:
+        parts["the link to the host"] = (step.gradients + step.parameters) / 1e9 / to_host_gbps
+    if to_device_gbps is not None:
+        parts["the link to the device"] = step.parameters / 1e9 / to_device_gbps
+    return parts
+
+
+def device_parts(
+    step: StepBytes,
+    *,
+    drive_gbps: float,
+    to_host_gbps: float,
+    to_device_gbps: float,
+    copy_gbps: float | None = None,
+) -> dict[str, float]:
+    """Return the seconds of each part of a step on the device; state crosses the link both ways.
+
+    On a device the arithmetic is never the slowest part.
+
+    Args:
+        step: Bytes that the step moves.
+        drive_gbps: Rate of the drives in GB/s, as for `host_parts`.
+        to_host_gbps: Rate of the link from the device in GB/s.
+        to_device_gbps: Rate of the link to the device in GB/s.
+        copy_gbps: Rate of copies through host memory in GB/s, bytes read and written added up; None
+            if state moves between drive and device without them (GPUDirect Storage).
+    """
+    moved = (step.state - step.kept_on_device) / 1e9
+    parts = {
+        "the drives": 2 * moved / drive_gbps,
+        "the link to the host": moved / to_host_gbps,
+        "the link to the device": moved / to_device_gbps,
+    }
+    if copy_gbps is not None:
+        parts["copies through host memory"] = 2 * moved / copy_gbps
+    return parts
+
+
+def storage_parts(
+    step: StepBytes, *, drive_gbps: float, update_gbps: float | None, network_gbps: float | None
+) -> dict[str, float]:
+    """Return the seconds of each part of a step on a server next to the storage.
+
+    Only gradients go to the server, and only parameters come back.
+
+    Args:
+        step: Bytes that the step moves.
+        drive_gbps: Rate of the server's drives in GB/s, as for `host_parts`.
+        update_gbps: Rate of updates on the server's CPU in GB/s; None leaves the part out.
+        network_gbps: Rate of the network in GB/s in each direction; None leaves the part out.
+    """
+    parts = {"the drives": 2 * step.state / 1e9 / drive_gbps}
+    if update_gbps is not None:
+        parts["the CPU"] = 2 * step.state / 1e9 / update_gbps
+    if network_gbps is not None:
+        parts["the network"] = max(step.gradients, step.parameters) / 1e9 / network_gbps
+    return parts

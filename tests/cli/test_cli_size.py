@@ -1,0 +1,128 @@
+"""``offload size``: what it prints, how wide, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import offload
+from tests.command_line import Run
+from tests.stores.small import make_model, make_optimizer, train
+
+FULL = (
+    *("--read", "9.6", "--write", "5", "--mixed", "9", "--update", "20", "--link", "25"),
+    *("--network", "12", "--gpu-memory", "80GB", "--host-memory", "256 GiB", "--tbw", "7000TB"),
+    *("--gpus", "1024", "--tp", "8", "--pp", "16", "--storage", "273", "--storage-read", "500"),
+    *("--writer", "1", "--efficiency", "0.4", "--keep", "3", "--every", "10min"),
+    *("--budget", "0.05", "--mttf", "7.9h", "--stall", "0.02s", "--iteration", "20s"),
+    *("--forward", "3", "--backward", "6s", "--tokens", "300e9", "--tflops", "140"),
+    *("--upload", "90s", "--shares", "1,1"),
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the checkpoints of steps 2 and 4."""
+    store = tmp_path_factory.mktemp("trained") / "store"
+    with make_optimizer(make_model(64, 128, 8), directory=store, keep=2) as optimizer:
+        train(optimizer, 4, seal_at=(2, 4))
+    return store
+
+
+@pytest.mark.parametrize("model", ["7B", "175e9", "1T", "12"])
+@pytest.mark.parametrize("arguments", [(), FULL])
+def test_lines_fit_80_columns(run: Run, model: str, arguments: tuple[str, ...]) -> None:
+    code, out, err = run("size", model, *arguments)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "None" not in out
+    assert "nan" not in out
+
+
+def test_the_figures_of_seven_billion(run: Run) -> None:
+    code, out, _ = run("size", "7B", "--read", "9.6", "--write", "5")
+    assert code == 0
+    rows = {line.split("  ")[0].strip(): line for line in out.splitlines()}
+    assert rows["optimizer state (a step)"].split()[-3:] == ["12", "84.0", "GB"]
+    assert rows["disk, 3 slots"].split()[-2:] == ["294.0", "GB"]
+    assert "16.8 s  the drives" in rows["the host"]
+
+
+def test_json_has_the_same_figures(run: Run) -> None:
+    code, out, _ = run("size", "175e9", *FULL, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["writers"] == 128
+    assert found["restores"]["each_bytes"] == 19.6e12
+    assert found["memory"]["ratio"] == 4
+    assert len(found["disk"]["on_each_drive"]) == 2
+    assert any("slides give TP 8 and PP 16" in text for text in found["remarks"])
+
+
+def test_contradictions_are_printed_with_the_side_that_is_taken(run: Run) -> None:
+    out = " ".join(run("size", "1T")[1].split())
+    assert '"50 seconds" to restore cannot be at the cited 1 TB/s' in out
+    assert "This tool computes the time from the rate." in out
+
+
+def test_a_store(run: Run, trained: Path) -> None:
+    code, out, _ = run("size", trained, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["disk"]["exact"]
+    newest = offload.list_checkpoints(trained)[-1]
+    assert found["disk"]["slot_bytes"] == newest.bytes
+    assert found["num_parameters"] == newest.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nothere",), "nothere: neither a number of parameters, such as 7B"),
+        (("7B", "--gpus", "6", "--tp", "4"), "6 GPUs cannot be divided"),
+        (("7B", "--optimizer", "Lion"), "optimizer is 'Lion', known are Adadelta"),
+        (("7B", "--read", "-1"), "read_gbps is -1.0, expected a positive number"),
+        (("7B", "--drives-from", "nothere"), "nothere: No such file"),
+    ],
+)
+def test_what_is_not_possible_is_one_line(
+    run: Run, arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, err = run("size", *arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--every", "4x"), ("--tbw", "much"), ("--shares", "1,x"), ("--gpus", "two")]
+)
+def test_wrong_usage_is_status_2(run: Run, arguments: tuple[str, str]) -> None:
+    code, _, err = run("size", "7B", *arguments)
+    assert code == 2
+    assert arguments[0] in err
+
+
+def test_neither_torch_nor_numpy_is_imported(trained: Path, tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "vocab_size": 9, "n_positions": 8, "n_embd": 4, "n_layer": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    program = f"""
+import sys
+import offload
+for model in (7e9, {str(trained)!r}, {str(tmp_path)!r}):
+    offload.size(model).to_json()
+from offload.cli import main
+sys.argv = ["offload", "size", {str(trained)!r}]
+try:
+    main()
+finally:
+    print("heavy:", sorted({{"torch", "numpy", "transformers", "rich"}} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "heavy: []" in done.stdout

@@ -1,0 +1,211 @@
+"""Models that `size` reads: numbers, configurations, safetensors, stores; measured drives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from gds.cli import main as gds_main
+from offload.sizing import Cluster, Machine, Precision, Run, SizingError, measured_drives, size
+from tests.command_line import runner
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+LLAMA_PARAMETERS = 2 * 96 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (7_000_000_000, 7_000_000_000),
+        (6.7e9, 6_700_000_000),
+        ("7B", 7_000_000_000),
+        ("6.7b", 6_700_000_000),
+        ("135 M", 135_000_000),
+        ("1.5e9", 1_500_000_000),
+        ("1_000_000", 1_000_000),
+        ("1T", 10**12),
+        ("12", 12),
+    ],
+)
+def test_numbers(model: float | str, expected: int) -> None:
+    assert size(model).num_parameters == expected
+
+
+@pytest.mark.parametrize(
+    "model", [0, -7, 0.2, True, float("nan"), float("inf"), 1e30, "7Q", "", "B", "seven", "1e9e9"]
+)
+def test_what_is_no_number_is_refused(model: float | str) -> None:
+    with pytest.raises(SizingError, match=r"parameters|is a directory|neither"):
+        size(model)
+
+
+def test_a_file_that_is_called_like_a_number_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("7B").mkdir()
+    Path("7B/config.json").write_text(json.dumps(LLAMA))
+    assert size("7B").num_parameters == LLAMA_PARAMETERS
+
+
+def test_a_config_and_its_directory(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    assert size(path).num_parameters == size(tmp_path).num_parameters == LLAMA_PARAMETERS
+    assert size(path).disk.exact
+
+
+def test_weights_in_one_file_and_in_several(tmp_path: Path) -> None:
+    first = {"a": torch.zeros(100, 3), "b": torch.zeros(7, dtype=torch.bfloat16)}
+    second = {"c": torch.zeros(11, dtype=torch.float16), "ids": torch.arange(5)}
+    save_file(first, tmp_path / "model-00001-of-00002.safetensors")
+    save_file(second, tmp_path / "model-00002-of-00002.safetensors")
+    places = dict.fromkeys(first, "model-00001-of-00002.safetensors")
+    places |= dict.fromkeys(second, "model-00002-of-00002.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    for path in (index, tmp_path):
+        plan = size(path)
+        assert plan.num_parameters == 300 + 7 + 11
+        assert plan.parameter_bytes == 2 * 318 + 5 * 8  # a buffer keeps its dtype
+        assert plan.state_bytes == 12 * 318
+    assert size(tmp_path / "model-00001-of-00002.safetensors").num_parameters == 307
+
+
+def test_weights_come_before_the_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    save_file({"a": torch.zeros(10)}, tmp_path / "model.safetensors")
+    assert size(tmp_path).num_parameters == 10
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "has neither safetensors files, nor config.json, nor a store"),
+        ({"a.safetensors": b"", "b.safetensors": b""}, "has a.safetensors, b.safetensors: name"),
+        ({"config.json": b"[1]"}, "a JSON list, expected an object"),
+        ({"config.json": b"{"}, "not a JSON file"),
+        ({"config.json": b'{"a": 1, "a": 2}'}, "names a key twice"),
+        ({"config.json": b"[" * 100_000}, "not a JSON file"),
+        ({"config.json": b"{}"}, "model_type is None, known are gemma"),
+        ({"model.safetensors": b"abc"}, "not a safetensors file"),
+        ({"model.safetensors.index.json": b'{"weight_map": 3}'}, "weight_map is not a map"),
+        ({"model.safetensors.index.json": b'{"weight_map": {"a": "b"}}'}, "No such file"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_path(
+    files: dict[str, bytes], message: str, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(SizingError) as caught:
+        size(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_an_index_does_not_lead_out_of_its_directory(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(10)}, tmp_path / "secret.safetensors")
+    inner = tmp_path / "model"
+    inner.mkdir()
+    index = {"weight_map": {"a": "../secret.safetensors"}}
+    (inner / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(SizingError, match="No such file"):
+        size(inner)
+
+
+def test_tensors_of_which_none_is_trained(tmp_path: Path) -> None:
+    save_file({"ids": torch.arange(5)}, tmp_path / "model.safetensors")
+    with pytest.raises(SizingError, match="no tensor is of a dtype that is trained"):
+        size(tmp_path)
+
+
+def test_a_directory_with_only_a_lock_is_a_store_without_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "LOCK").touch()
+    with pytest.raises(SizingError, match=str(tmp_path)):
+        size(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Precision(optimizer="Lion"), "optimizer is 'Lion', known are Adadelta"),
+        (lambda: Precision(dtype="bf16"), "dtype is 'bf16', known are bfloat16"),
+        (lambda: Precision(master="half"), "master is 'half'"),
+        (lambda: Precision(state_dtype="fp8"), "state_dtype is 'fp8'"),
+        (lambda: Precision(gradient_bytes=3), "gradient_bytes is 3"),
+        (lambda: Machine(read_gbps=0.0), "read_gbps is 0.0, expected a positive number"),
+        (lambda: Machine(link_gbps=float("nan")), "link_gbps is nan"),
+        (lambda: Machine(gpu_memory=float("inf")), "gpu_memory is inf"),
+        (lambda: Machine(network_gbps="10"), "network_gbps is '10'"),
+        (lambda: Cluster(gpus=0), "gpus is 0"),
+        (lambda: Cluster(gpus=8, tp=3), "8 GPUs cannot be divided into replicas of 3 x 1"),
+        (lambda: Cluster(efficiency=1.5), "efficiency is 1.5"),
+        (lambda: Run(keep=0), "keep is 0"),
+        (lambda: Run(mttf_s=-1.0), "mttf_s is -1.0"),
+        (lambda: size(7e9, run=Run(upload_s=9.0)), "upload_s needs interval_s"),
+        (lambda: size(7e9, shares=()), "shares is ()"),
+        (lambda: size(7e9, shares=(1, 0)), "shares is (1, 0)"),
+        (lambda: size(7e9, chunk_bytes=100), "chunk_bytes"),
+    ],
+)
+def test_impossible_values_are_refused_by_name(make: Any, message: str) -> None:
+    with pytest.raises(SizingError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_the_drives_that_gds_bench_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runner("gds", gds_main, monkeypatch, capsys)
+    arguments = (
+        "--size",
+        "64K",
+        "--file-size",
+        "1M",
+        "--allow-small",
+        "--allow-volatile",
+        "--json",
+    )
+    code, out, err = run("bench", tmp_path, "--sweep", "rw=read,write,mixed", *arguments)
+    assert code == 0, err
+    path = tmp_path / "drive.json"
+    path.write_text(out)
+    medians = {r["workload"]["rw"]: r["median"]["bytes_per_s"] for r in json.loads(out)["results"]}
+    assert measured_drives(path) == {
+        f"{rw}_gbps": pytest.approx(rate / 1e9) for rw, rate in medians.items()
+    }
+    plan = size(7e9, machine=Machine(**measured_drives(path)))
+    assert plan.steps[1].seconds == pytest.approx(
+        max(84e9 / medians["read"], 84e9 / medians["write"], 168e9 / medians["mixed"])
+    )
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"results": 3}', '{"results": [{}]}', "nothing"])
+def test_another_file_is_not_taken_for_a_measurement(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "drive.json"
+    path.write_text(content)
+    with pytest.raises(SizingError, match=r"drive\.json: not an output of `gds bench --json`"):
+        measured_drives(path)
+
+
+def test_a_measurement_of_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "drive.json"
+    path.write_text('{"results": []}')
+    with pytest.raises(SizingError, match="no read, write or mixed rate was measured"):
+        measured_drives(path)
+    with pytest.raises(SizingError, match="No such file"):
+        measured_drives(tmp_path / "missing.json")
