@@ -20,18 +20,20 @@ _ARITHMETIC = {"torch", "gds", "errors", "ambient", "format", "device"}
 
 MAY_KNOW = {
     "units": set(),
+    "journal": set(),
     "errors": {"gds"},
     "ambient": {"torch"},
     "format": _FORMAT | {"torch"},  # within functions that are given a tensor
     "options": {"gds", "format"},
     "retention": {"gds", "errors", "format"},
     "checkpoint": _READERS,
-    "store": _READERS | {"checkpoint"},
+    "store": _READERS | {"journal", "checkpoint"},
     "sizing": {"gds", "errors", "units", "format", "checkpoint"},  # no torch
     "device": {"torch", "gds", "format"},
     "update": _ARITHMETIC,
     "model": _ARITHMETIC | {"update", "checkpoint"},
-    "stream": _ARITHMETIC | {"update", "model", "options", "checkpoint", "store"},
+    "stream": _ARITHMETIC
+    | {"units", "journal", "update", "model", "options", "checkpoint", "store"},
     "placement": _ARITHMETIC | {"update", "model", "options", "stream", "sizing"},
     "exchange": _ARITHMETIC
     | _READERS
@@ -154,7 +156,7 @@ def drawn() -> str:
     return "\n".join([BEGIN, *lines, END])
 
 
-_GROUND = {"errors", "units", "ambient"}
+_GROUND = {"errors", "units", "journal", "ambient"}
 """Known nearly everywhere: their arrows would hide the others."""
 
 
