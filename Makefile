@@ -4,6 +4,7 @@
 #   make demo MODEL=tiny    the same with a small GPT (under a minute)
 #   make test               format, lint, types, tests (a sample of those that take long)
 #   make test-full          all tests, then `make mutants` (30 minutes); CI runs this
+#   make versions           a sample of the tests with other versions of Python and torch
 #   make mutants            break the library here and there, and see that a test notices (10 minutes)
 #   make bench              measure on this drive and render docs/performance.md (10 minutes)
 #   make gpu                all that needs a GPU: tests, kernels, steps, transfers (30 minutes)
@@ -14,6 +15,8 @@ PYTHON ?= python3
 MODEL ?= smollm2
 # Where `make bench` and `make gpu` measure; a scratch directory in it is removed afterwards.
 DIRECTORY ?= .
+# Index that torch is installed from; https://download.pytorch.org/whl/cpu has builds without CUDA.
+TORCH_INDEX ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +27,7 @@ PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 # An optimizer must not be tested with the Python files of another checkout on the path.
 unexport PYTHONPATH
 
-.PHONY: demo test test-full mutants lint bench gpu clean
+.PHONY: demo test test-full versions mutants lint bench gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -42,6 +45,11 @@ test-full: lint
 	$(PYTEST)
 	$(MAKE) mutants
 
+# With the CPU builds of torch that can be had here, and the interpreters that are installed.
+versions: export OMP_WAIT_POLICY ?= PASSIVE
+versions: $(VENV)/.dev
+	$(BIN)/python -m tests.versions
+
 # What has changed since everything was tried, and a sample of the rest. All of it takes hours:
 # python -m tests.mutation --help
 mutants: $(VENV)/.dev
@@ -53,8 +61,8 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 # Small sizes. Every script has --help. Run by hand: the larger sizes and the variants; `peers`,
-# which needs DeepSpeed; `finetune`, which needs the demo's packages; what needs a GPU; `crossings`
-# and `revisions`, which measure the code and not the drive.
+# which needs DeepSpeed; `finetune`, which needs the demo's packages; what needs a GPU; `fio_axes`,
+# which needs fio; `crossings` and `revisions`, which measure the code and not the drive.
 #
 # `make bench QUICK=1` runs all of it at tiny sizes, which shows that it runs and measures nothing;
 # results and page then go to a folder that git does not see.
@@ -86,7 +94,7 @@ gpu: $(VENV)/.gpu
 	$(BIN)/python -m bench.gpu --directory $(DIRECTORY)
 
 clean:
-	rm -rf $(VENV) $(QUICK_RESULTS) offload-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-versions $(QUICK_RESULTS) offload-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch first and pinned, so that no other package chooses its version. Without build isolation,
 # so that the build backend is pinned as well.
@@ -95,7 +103,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	  echo "error: Python 3.11 or newer is needed, and '$(PYTHON)' is not;" \
 	    "name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) torch
+	$(INSTALL) torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(INSTALL) hatchling editables
 	@touch $@
 

@@ -115,6 +115,7 @@ def steps(directory: str, output: str, *, quick: bool) -> list[Step]:
             (
                 *("-m", "gds.cli", "bench", directory, "--path", path, "--threads", "4"),
                 *(*sizes, *sweep, "--repeat", "1" if quick else "3", "--json"),
+                *("--seconds", "0", "--ramp", "0"),
                 *(("--allow-small",) if quick else ()),
             ),
             110,

@@ -31,6 +31,7 @@ _TITLES = {
     "resume": "Resuming",
     "hybrid": "Hybrid I/O, beside direct and buffered",
     "whole_files": "Whole files with hybrid I/O, beside direct I/O",
+    "fio_axes": "`gds bench` beside fio",
     "sizing": "Predictions of `offload size`, beside measurements",
     "peers": "Beside DeepSpeed ZeRO-Infinity",
     "finetune": "What smaller state does to a fine-tune",

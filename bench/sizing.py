@@ -59,9 +59,17 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--chunk-mib", type=int, default=32, help="of one FP32 array (default: %(default)s)")
     add("--threads", type=int, default=3, help="of reads, and of writes (default: %(default)s)")
     add("--steps", type=int, default=3, help="steps in one sample (default: %(default)s)")
+    add("--seconds", type=float, default=1.0, help="of each run of gds bench (default: 1)")
     add("--file-mib", type=int, default=1024, help="file of gds bench (default: %(default)s)")
     add("--figures", default="", help="draw the figures of docs/sizing.md into this folder")
-    quick = {"parameters": "128Ki", "tensors": 3, "chunk_mib": 1, "steps": 1, "file_mib": 2}
+    quick = {
+        "parameters": "128Ki",
+        "tensors": 3,
+        "chunk_mib": 1,
+        "steps": 1,
+        "file_mib": 2,
+        "seconds": 0,
+    }
     args = parser.read(arguments, quick=quick)
     if not args.what:
         args.what = f"{args.parameters / (1 << 20):g}Mi"
@@ -114,7 +122,8 @@ def _machine(args: argparse.Namespace, directory: str, resident: Streamed) -> Ma
     path = f"{directory}/drive.json"
     arguments = ["gds", "bench", directory, "--sweep", "rw=read,write,mixed", "--json"]
     arguments += ["--size", f"{args.chunk_mib}M", "--threads", str(args.threads)]
-    arguments += ["--file-size", f"{args.file_mib}M", "--allow-small"]
+    arguments += ["--file-size", f"{args.file_mib}M", "--allow-small", "--repeat", "1"]
+    arguments += ["--seconds", str(args.seconds), "--ramp", str(min(args.seconds, 0.5))]
     given, sys.argv = sys.argv, arguments
     try:
         with contextlib.redirect_stdout(io.StringIO()) as text:

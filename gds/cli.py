@@ -12,6 +12,7 @@ after signal N.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -148,12 +149,12 @@ class Cache(StrEnum):
 
 @app.command()
 def bench(
-    place: Annotated[
-        str,
+    places: Annotated[
+        list[str],
         typer.Argument(
             metavar="DIRECTORY|FILE",
             help="A directory: a scratch file is made in it and removed. Or a file: it is only "
-            "read.",
+            "read. Several are measured at once.",
             show_default=False,
         ),
     ],
@@ -167,11 +168,16 @@ def bench(
         int | None, typer.Option(help="Requests in flight; default: one per thread.")
     ] = None,
     mix: Annotated[int, typer.Option(help="Percentage of reads in a mixed run.")] = 50,
-    file_size: Annotated[str, typer.Option(help="Size of the scratch file.")] = "1G",
+    file_size: Annotated[str, typer.Option(help="Size of each scratch file.")] = "1G",
+    files: Annotated[int, typer.Option(help="Number of scratch files in each directory.")] = 1,
+    reopen: Annotated[
+        bool, typer.Option("--reopen", help="Open and close a file in every request.")
+    ] = False,
     passes: Annotated[int, typer.Option(help="Number of times that every block is moved.")] = 1,
     seconds: Annotated[
-        float, typer.Option(help="Least duration in seconds; whole passes are run.")
-    ] = 0.0,
+        float, typer.Option(help="Least duration of a run in seconds; whole passes are run.")
+    ] = 2.5,
+    ramp: Annotated[float, typer.Option(help="Seconds before each run that do not count.")] = 0.5,
     cache: Annotated[
         Cache,
         typer.Option(
@@ -182,9 +188,23 @@ def bench(
         list[str] | None,
         typer.Option(help="size=64K..16M doubles; rw=read,write lists. May be repeated."),
     ] = None,
-    repeat: Annotated[
-        int, typer.Option(min=1, help="Number of repetitions of the whole measurement.")
-    ] = 1,
+    repeat: Annotated[int, typer.Option(min=1, help="Number of runs of each row.")] = 3,
+    steady: Annotated[
+        bool,
+        typer.Option(
+            "--steady",
+            help="Repeat runs until five in a row are steady by SNIA's rule, 25 at most.",
+        ),
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(help="Seconds of an interval of the time series.")
+    ] = 1.0,
+    series: Annotated[
+        str | None, typer.Option(help="Write the time series of all runs into this CSV file.")
+    ] = None,
+    histogram: Annotated[
+        bool, typer.Option("--histogram", help="Print a histogram of the latencies.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every block with what was written.")
     ] = False,
@@ -207,13 +227,22 @@ def bench(
         bool, typer.Option("--allow-small", help="Accept a file that a drive's cache holds.")
     ] = False,
     as_json: Json = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print the results as CSV, for spreadsheets.")
+    ] = False,
 ) -> None:
-    """Measure rate, latency and processor time of reads and writes."""
-    from gds.bench.report import plot as draw
+    """Measure rate, latency and processor time of reads and writes.
+
+    By default a row is measured three times for 2.5 seconds, and takes about 10 seconds.
+    """
+    from gds.bench.figure import plot as draw
     from gds.bench.run import Plan, run
+    from gds.bench.series import write_csv
     from gds.bench.target import StopSignal, stopping
     from gds.bench.workload import Workload, expand, parse_size, parse_sweep
 
+    if as_json and as_csv:
+        raise RefusedError("--json and --csv cannot both be printed: choose one")
     base = Workload(
         rw=rw.value,
         path=path.value,
@@ -224,12 +253,18 @@ def bench(
         cache=cache.value,
         passes=passes,
         seconds=seconds,
-        file_bytes=_file_bytes(place, parse_size(file_size)),
+        ramp_s=ramp,
+        interval_s=interval,
+        files=files,
+        reopen=reopen,
+        file_bytes=_file_bytes(places[0], parse_size(file_size)),
     )
     plan = Plan(
-        place=place,
+        place=places[0],
+        beside=places[1:],
         workloads=expand(base, [parse_sweep(text) for text in sweep or ()]),
         repeat=repeat,
+        until_steady=steady,
         verify=verify,
         compare_fio=compare_fio,
         pairs=pairs,
@@ -239,18 +274,27 @@ def bench(
         plot=plot is not None,
     )
     try:
-        with stopping():
+        with contextlib.ExitStack() as stack:
+            # Open the file first, so that a bad path is refused before anything is measured.
+            log = stack.enter_context(open(series, "a", newline="")) if series else None
+            stack.enter_context(stopping())
             report = run(plan, say=lambda line: typer.secho(line, dim=True, err=True))
+            if log:
+                log.truncate(0)
+                write_csv(log, report.series())
     except StopSignal as stop:
         typer.secho("stopped; the scratch file is removed", fg="red", err=True)
         raise typer.Exit(128 + stop.number) from None
     if as_json:
         _print_json(report.to_json())
+    elif as_csv:
+        report.write_csv(sys.stdout)
     else:
         from rich.console import Console
 
-        console = Console()
-        report.show(console if console.is_terminal else Console(width=160))
+        from gds.bench.screen import show
+
+        show(report, Console(), histograms=histogram)
     if plot is not None:
         draw(report, plot)
 

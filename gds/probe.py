@@ -22,6 +22,15 @@ from gds.contract import ALIGNMENT
 MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs"})
 """File systems that live in memory: without a device to transfer to, and lost at power-off."""
 
+KERNEL_FILESYSTEMS: Final = frozenset(
+    {
+        "autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts",
+        "efivarfs", "fusectl", "mqueue", "nsfs", "proc", "pstore", "rpc_pipefs", "securityfs",
+        "selinuxfs", "sysfs", "tracefs",
+    }
+)  # fmt: skip
+"""File systems that show objects of the kernel, and hold no files of users."""
+
 REMOTE_FILESYSTEMS: Final = frozenset(
     {
         "9p", "acfs", "afs", "auristorfs", "beegfs", "ceph", "cifs", "coda", "cvmfs", "fhgfs",

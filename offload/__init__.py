@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         VolatileStoreError,
     )
     from offload.exchange.exporting import export_checkpoint
+    from offload.exchange.hf_files import add_hf_files
     from offload.exchange.importing import import_checkpoint
     from offload.exchange.read_state import read_state
     from offload.format.errors import TrainStateTooLargeError, TrainStateTypeError
@@ -120,6 +121,7 @@ __all__ = [
     "UnwritableError",
     "VerifyReport",
     "VolatileStoreError",
+    "add_hf_files",
     "export_checkpoint",
     "import_checkpoint",
     "list_checkpoints",
@@ -183,6 +185,7 @@ _MODULES = {
     "offload.grad_scaler": ("GradScaler",),
     "offload.engine.seal": ("SealHandle",),
     "offload.exchange.exporting": ("export_checkpoint",),
+    "offload.exchange.hf_files": ("add_hf_files",),
     "offload.exchange.importing": ("import_checkpoint",),
     "offload.exchange.read_state": ("read_state",),
     "offload.engine.stats": ("Stats",),

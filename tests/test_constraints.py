@@ -8,6 +8,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from tests.versions import COMBINATIONS
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -26,6 +28,16 @@ def test_what_the_gpu_extra_adds_is_pinned_within_its_ranges() -> None:
         assert requirement.specifier.contains(found[requirement.name]), requirement
     # KvikIO and its C++ library are of one release.
     assert found["kvikio-cu13"].split(".")[:2] == found["libkvikio-cu13"].split(".")[:2]
+
+
+def test_the_versions_that_are_promised_are_tried() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    tried = {tuple(name.split(":")) for name in COMBINATIONS}
+    assert {python for python, _ in tried} == set(found)
+    (torch,) = [Requirement(text) for text in project["dependencies"] if text.startswith("torch")]
+    assert str(torch.specifier) == ">=2.11"
+    assert {"2.11.0", pins("constraints.txt")["torch"]} == {version for _, version in tried}
 
 
 def test_the_pins_of_a_gpu_are_added_to_all_others() -> None:

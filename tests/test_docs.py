@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from gds import MemoryBackend
+from tests.stores.small import STORE, make_model, make_optimizer, step
+from tests.versions import COMBINATIONS, CPU_BUILDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/quickstart.md")
@@ -36,6 +43,84 @@ def test_the_training_program_goes_on_when_it_is_run_again(
     again: dict[str, object] = {}
     exec(block, again)
     assert again["start"] == int(newest.name[5:])
+
+
+def test_the_warning_about_a_line_with_torch_save_is_quoted_as_it_is() -> None:
+    with make_optimizer(make_model(), MemoryBackend()) as optimizer:
+        step(optimizer)
+        with pytest.warns(RuntimeWarning, match="cannot be resumed from") as caught:
+            optimizer.state_dict()
+    (warning,) = caught
+    said = f"RuntimeWarning: {warning.message}".replace(STORE, "/data/run")
+    assert said in (ROOT / "docs/quickstart.md").read_text().replace("\n", " ")
+
+
+def test_no_example_takes_the_step_of_a_checkpoint_for_the_counter_of_its_loop() -> None:
+    """A loss scaler skips steps, so the two differ."""
+    pages = [*(ROOT / "docs/examples").glob("*_loop.py"), *(ROOT / name for name in PAGES)]
+    assert len(pages) == 5
+    for page in pages:
+        assert not re.search(r"^ *\w+ = checkpoint\.step\b", page.read_text(), re.MULTILINE), page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_torch_without_cuda_is_installed_before_the_package_that_would_bring_another(
+    page: str,
+) -> None:
+    installs = re.findall(r"^pip install (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert installs[0].endswith(f" --index-url {CPU_BUILDS}")
+    torch, package = Requirement(installs[0].split()[0].strip("'")), installs[1]
+    assert package.startswith(". ")
+    assert torch.name == "torch"
+    tested = {name.partition(":")[2] for name in COMBINATIONS}
+    assert tested == {"2.11.0", "2.13.0"}
+    assert all(torch.specifier.contains(version) for version in tested)
+    assert "Python 3.11 to 3.13" in (ROOT / page).read_text()
+
+
+def test_the_figures_beside_deepspeed_are_those_of_the_recorded_run() -> None:
+    (file,) = (ROOT / "bench/results").glob("*-peers-deepspeed-64Mi.json")
+    run = json.loads(file.read_text())
+    samples = run["samples"]
+    added = {
+        system: statistics.median(
+            a - b
+            for a, b in zip(samples[f"exact_{system}_s"], samples["exact_compute_s"], strict=True)
+        )
+        for system in ("offload", "deepspeed")
+    }
+    text = (ROOT / "README.md").read_text().replace("\n> ", " ")
+    assert f"With {run['settings']['parameters'] / 1e6:.0f} M parameters" in text
+    assert f"`offload` adds **{added['offload']:.2f} s** to an iteration" in text
+    assert f"DeepSpeed's NVMe offload adds **{added['deepspeed']:.2f} s**" in text
+
+
+def test_the_table_of_model_sizes_is_computed_from_recorded_bytes_and_rates() -> None:
+    (file,) = (ROOT / "bench/results").glob("*-step-128Mi.json")
+    run = json.loads(file.read_text())
+    num, facts = run["settings"]["parameters"], run["facts"]
+    moved_bytes = facts["step_read_bytes"] + facts["step_written_bytes"]
+    rate = round(moved_bytes / run["medians"]["fio_s"] / 1e9, 1) * 1e9
+    (claim,) = [c for c in run["claims"] if "fio" in c["claim"]]
+    text = (ROOT / "README.md").read_text()
+    assert f"drive at {rate / 1e9:.1f} GB/s" in text
+    rows = re.findall(r"^\| ([\d.]+) ([MB]) \|(.*)\|$", text, re.MULTILINE)
+    assert len(rows) == 5
+    for number, unit, cells in rows:
+        size = float(number) * {"M": 1e6, "B": 1e9}[unit]
+        state = size * facts["step_written_bytes"] / num
+        expected = (
+            state / 1e9,
+            size * (facts["state_bytes"] / num + 2) * 3 / 1e9,
+            size * moved_bytes / num / rate * round(claim["median"], 2),
+            state * 24 * 3600 / 300 / 1e12,
+        )
+        for cell, value in zip(cells.split("|"), expected, strict=True):
+            printed = cell.split()[0]
+            assert float(printed) == round(value, len(printed.partition(".")[2])), (number, cell)
+    seven = next(cells for number, unit, cells in rows if (number, unit) == ("7", "B"))
+    days = 600 / float(seven.split("|")[-1].split()[0])
+    assert f"{days:.0f} days of the row for 7 B" in text
 
 
 def test_links_between_pages_lead_somewhere() -> None:

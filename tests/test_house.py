@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 
 import pytest
 import torch
 
 import offload
-from tests.wings import PAGE, ROOT, TABLES, drawn, files, imported, names_imported, wing_of
+from tests.wings import (
+    PAGE,
+    ROOT,
+    TABLES,
+    drawn,
+    files,
+    imported,
+    modules_imported,
+    names_imported,
+    wing_of,
+)
 
 ALL = [(package, wing) for package, table in TABLES.items() for wing in table]
 FOLDERS = [(package, wing) for package, wing in ALL if (ROOT / package / wing).is_dir()]
@@ -73,6 +84,11 @@ def test_the_table_has_no_circle(package: str) -> None:
     for wing, known in TABLES[package].items():
         assert known <= below, f"{wing} may know {known - below}, which is above it"
         below.add(wing)
+
+
+@pytest.mark.parametrize("package", TABLES)
+def test_modules_import_each_other_in_no_circle(package: str) -> None:
+    graphlib.TopologicalSorter(modules_imported(package)).prepare()  # names the circle
 
 
 @pytest.mark.parametrize(("package", "wing"), FOLDERS)

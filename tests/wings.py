@@ -20,18 +20,20 @@ _ARITHMETIC = {"torch", "gds", "errors", "ambient", "format", "device"}
 
 MAY_KNOW = {
     "units": set(),
+    "journal": set(),
     "errors": {"gds"},
     "ambient": {"torch"},
     "format": _FORMAT | {"torch"},  # within functions that are given a tensor
     "options": {"gds", "format"},
     "retention": {"gds", "errors", "format"},
     "checkpoint": _READERS,
-    "store": _READERS | {"checkpoint"},
+    "store": _READERS | {"journal", "checkpoint"},
     "sizing": {"gds", "errors", "units", "format", "checkpoint"},  # no torch
     "device": {"torch", "gds", "format"},
     "update": _ARITHMETIC,
     "model": _ARITHMETIC | {"update", "checkpoint"},
-    "stream": _ARITHMETIC | {"update", "model", "options", "checkpoint", "store"},
+    "stream": _ARITHMETIC
+    | {"units", "journal", "update", "model", "options", "checkpoint", "store"},
     "placement": _ARITHMETIC | {"update", "model", "options", "stream", "sizing"},
     "exchange": _ARITHMETIC
     | _READERS
@@ -117,6 +119,24 @@ def arrows() -> dict[str, set[str]]:
     return found
 
 
+def modules_imported(package: str) -> dict[str, set[str]]:
+    """Return which modules of a package each of its modules imports, anywhere in it.
+
+    The package's own face is left out: it imports lazily, or nearly everything.
+    """
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files(package)
+    }
+    del paths[package]
+    found: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names = set(names_imported(path))
+        names |= {name.rpartition(".")[0] for name in names - paths.keys()}
+        found[module] = names & paths.keys() - {module}
+    return found
+
+
 def drawn() -> str:
     """Return the picture, and a table of the wings, as Markdown."""
     every = arrows()
@@ -136,7 +156,7 @@ def drawn() -> str:
     return "\n".join([BEGIN, *lines, END])
 
 
-_GROUND = {"errors", "units", "ambient"}
+_GROUND = {"errors", "units", "journal", "ambient"}
 """Known nearly everywhere: their arrows would hide the others."""
 
 

@@ -71,7 +71,7 @@ def main() -> None:
     start = 0
     checkpoint = optimizer.restore()  # parameters, optimizer state and hyper-parameters
     if checkpoint is not None:
-        start = checkpoint.step
+        start = checkpoint.train_state["step"]  # checkpoint.step does not count skipped steps
         scheduler.load_state_dict(checkpoint.train_state["scheduler"])
         torch.set_rng_state(checkpoint.train_state["random"])
         print(f"continuing after step {start}", flush=True)
@@ -92,7 +92,11 @@ def main() -> None:
                 writer.add_scalar(name, value, step)
         if (step + 1) % arguments.every == 0 or step + 1 == arguments.steps:
             optimizer.checkpoint(  # returns at once; durable soon after
-                {"scheduler": scheduler.state_dict(), "random": torch.get_rng_state()},
+                {
+                    "step": step + 1,
+                    "scheduler": scheduler.state_dict(),
+                    "random": torch.get_rng_state(),
+                },
                 metrics={"loss": loss.item()},
             )
     if writer is not None:

@@ -77,7 +77,8 @@ def main() -> None:
     )
 
     state = options.directory / "run"  # on a local NVMe drive
-    offloading = OffloadCallback()
+    # close=True closes the optimizer at the end of training, which frees the store.
+    offloading = OffloadCallback(close=True)
     trainer = Trainer(
         make_model(options.width),
         args,
@@ -86,9 +87,6 @@ def main() -> None:
         callbacks=[offloading],
     )
     trainer.train(resume_from_checkpoint=latest_checkpoint(args.output_dir, state))
-    # The Trainer closes nothing. What it has saved is durable already; this lets go of the store,
-    # and says what went wrong since, if anything did. The outer one is accelerate's wrapper.
-    trainer.optimizer.optimizer.close()
 
 
 if __name__ == "__main__":

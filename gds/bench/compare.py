@@ -107,13 +107,13 @@ def compare(
     Raises:
         FioError: fio failed, or did not move the expected number of bytes.
     """
-    once = dataclasses.replace(workload, passes=1, seconds=0.0)
+    once = dataclasses.replace(workload, passes=1, seconds=0.0, ramp_s=0.0)
     arguments = fio_arguments(once, os.path.basename(target.path), runner.engine)
     most_huge = 0
 
     def ours() -> float:
         """Return the rate of gds, in bytes per second."""
-        return measure(once, target, open_backend, seed=seed).bytes_per_s
+        return measure(once, [[target]], open_backend, seed=seed).bytes_per_s
 
     def theirs() -> float:
         """Return the rate of fio, in bytes per second."""
@@ -129,7 +129,9 @@ def compare(
         target.sync()  # otherwise the next measurement would include this sync
         return rate
 
-    samples = alternate({"gds": ours, "fio": theirs}, pairs, report=say)
+    samples = alternate(
+        {"gds": ours, "fio": theirs}, pairs, report=say, show=lambda rate: f"{rate / 1e9:.3f} GB/s"
+    )
     return Comparison(
         workload=once,
         engine=runner.engine if once.path == "direct" else "psync",

@@ -6,23 +6,29 @@ import contextlib
 import dataclasses
 import errno
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from gds import probe
 from gds.bench.compare import compare
+from gds.bench.figure import new_figure, plot_axis
 from gds.bench.fio import FioError, FioRunner
 from gds.bench.measure import OpenBackend, check_allowed, measure
-from gds.bench.report import Point, Report, new_figure, plot_axis
+from gds.bench.report import Point, Report
 from gds.bench.statistics import MIN_PAIRS
-from gds.bench.target import Target, target_at
+from gds.bench.steadiness import MOST_ROUNDS
+from gds.bench.target import Target, targets_at
 from gds.bench.workload import Workload
 from gds.check.system import System
 from gds.errors import RefusedError
 from gds.opening import open_path
 from gds.paths import PATHS
+
+_SEEDS: Final = 100_000
+"""Distance between the seeds of two directories; more than the files of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +36,20 @@ class Plan:
     """Plan of a benchmark: the workloads, and how to measure them."""
 
     place: str
-    """Directory for a scratch file, or an existing file, which is only read."""
+    """Directory for scratch files, or an existing file, which is only read."""
+
+    beside: Sequence[str] = ()
+    """Further directories, or files, that are measured at the same time."""
 
     workloads: Sequence[Workload]
     """Workloads to measure; at least one, all with the same file size."""
 
     repeat: int = 1
-    """Number of runs of each workload."""
+    """Number of runs of each workload; ignored if `until_steady` is True."""
+
+    until_steady: bool = False
+    """Whether to repeat the runs of each workload until they are steady; see
+    `gds.bench.steadiness`."""
 
     verify: bool = False
     """Whether to compare the data of reads with the expected data."""
@@ -59,6 +72,11 @@ class Plan:
     plot: bool = False
     """Whether a figure will be drawn. If that is impossible, nothing is measured."""
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """All directories or files, in order."""
+        return (self.place, *self.beside)
+
 
 def run(
     plan: Plan,
@@ -80,49 +98,102 @@ def run(
         WrongDataError: A block did not hold the data that was written to it.
         OSError: The drive failed, or the place does not exist.
     """
+    began_s = time.perf_counter()
     system = system or System()
     make = backend or partial(open_path, no_driver=system.library_error("libcuda.so.1"))
     _check_paths(plan, make)
     if plan.plot:  # fail before the measurements, not after them
         plot_axis(plan.workloads)
         new_figure()
-    directory = plan.place if os.path.isdir(plan.place) else os.path.dirname(plan.place) or "."
-    notes: list[str] = []
-    with target_at(
-        plan.place,
-        plan.workloads[0].file_bytes,
-        seed=plan.seed,
-        allow_volatile=plan.allow_volatile,
-        allow_small=plan.allow_small,
-        say=say,
-    ) as target:
-        workloads = [
-            dataclasses.replace(each, file_bytes=target.size_bytes) for each in plan.workloads
+    with contextlib.ExitStack() as stack:
+        lanes = [
+            stack.enter_context(
+                targets_at(
+                    place,
+                    plan.workloads[0].file_bytes,
+                    count=plan.workloads[0].files,
+                    seed=plan.seed + number * _SEEDS,
+                    allow_volatile=plan.allow_volatile,
+                    allow_small=plan.allow_small,
+                    say=say,
+                )
+            )
+            for number, place in enumerate(plan.places)
         ]
+        file_bytes = _equal_size(lanes)
+        workloads = [dataclasses.replace(each, file_bytes=file_bytes) for each in plan.workloads]
         for workload in workloads:  # check all of them before the first is measured
-            check_allowed(workload, target, verify=plan.verify)
-        points = [Point(workload) for workload in workloads]
-        _measure_all(plan, points, target, make, say)
-        report = _report(plan, points, target, system)
-        if plan.compare_fio:
-            try:
-                runner = FioRunner(directory)
-                for workload in workloads:
-                    report.comparisons.append(
-                        compare(
-                            workload,
-                            target,
-                            runner,
-                            make,
-                            pairs=plan.pairs,
-                            seed=plan.seed,
-                            say=say,
-                        )
-                    )
-            except FioError as error:
-                notes.append(f"not compared with fio: {error}")
+            for targets in lanes:
+                check_allowed(workload, targets[0], verify=plan.verify)
+        points = [Point(workload, until_steady=plan.until_steady) for workload in workloads]
+        say(duration_text(plan, lanes[0][0], time.perf_counter() - began_s))
+        _measure_all(plan, points, lanes, make, say)
+        report = _report(plan, points, lanes[0][0], system)
+        notes = _compare_all(plan, report, lanes, make, say) if plan.compare_fio else []
         report.notes = notes + _remarks(report)
+    report.took_s = time.perf_counter() - began_s
     return report
+
+
+def _equal_size(lanes: Sequence[Sequence[Target]]) -> int:
+    """Return the size of the files in bytes; raises `RefusedError` if they differ."""
+    sizes = {target.size_bytes for targets in lanes for target in targets}
+    if len(sizes) > 1:
+        raise RefusedError(
+            f"the files have different sizes ({min(sizes)} and {max(sizes)} bytes), and only files "
+            "of the same size can be measured together: name directories, or one file"
+        )
+    return sizes.pop()
+
+
+def _compare_all(
+    plan: Plan,
+    report: Report,
+    lanes: Sequence[Sequence[Target]],
+    make: OpenBackend,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Add a comparison with fio for every workload; returns the reason if one cannot be made."""
+    if len(lanes) > 1 or len(lanes[0]) > 1 or plan.workloads[0].reopen:
+        return ["not compared with fio: only a single file, opened once, can be compared"]
+    target = lanes[0][0]
+    try:
+        runner = FioRunner(os.path.dirname(target.path) or ".")
+        for point in report.points:
+            report.comparisons.append(
+                compare(
+                    point.workload, target, runner, make, pairs=plan.pairs, seed=plan.seed, say=say
+                )
+            )
+    except FioError as error:
+        return [f"not compared with fio: {error}"]
+    return []
+
+
+def duration_text(plan: Plan, target: Target, filled_s: float) -> str:
+    """Return how long the measurement will take, for people.
+
+    Args:
+        plan: Plan of the benchmark.
+        target: File to measure.
+        filled_s: Seconds that it took to write the file; meaningless for an existing file.
+    """
+    pass_s = filled_s if target.made else 0.0
+    runs = MOST_ROUNDS if plan.until_steady else plan.repeat
+    seconds = runs * sum(
+        max(each.seconds, each.passes * pass_s) + each.ramp_s for each in plan.workloads
+    )
+    if plan.compare_fio:
+        seconds += 2 * plan.pairs * len(plan.workloads) * pass_s
+    rows = f"{len(plan.workloads)} {'rows' if len(plan.workloads) > 1 else 'row'}"
+    if plan.until_steady:
+        return f"{rows}, each until its runs are steady: at most about {_time_text(seconds)}"
+    return f"{rows} of {runs} {'runs' if runs > 1 else 'run'}: about {_time_text(seconds)}"
+
+
+def _time_text(seconds: float) -> str:
+    """Return a duration as text, in seconds or minutes."""
+    return f"{max(seconds, 1):.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 @runtime_checkable
@@ -143,26 +214,43 @@ def _check_paths(plan: Plan, make: OpenBackend) -> None:
     """
     for name in dict.fromkeys(workload.path for workload in plan.workloads):
         with contextlib.closing(make(name, 1)) as backend:
-            if os.path.isdir(plan.place) and isinstance(backend, FindsPaths):
-                backend.paths_in(plan.place)  # raises if GPUDirect Storage is demanded and missing
-    if not os.path.isdir(plan.place) or (
-        probe.mount_of(plan.place).volatile and not plan.allow_volatile  # `target_at` refuses it
+            for place in plan.places:
+                if os.path.isdir(place) and isinstance(backend, FindsPaths):
+                    backend.paths_in(place)  # raises if GPUDirect Storage is demanded and missing
+    for place in plan.places:
+        _check_directory(plan, place)
+
+
+def _check_directory(plan: Plan, place: str) -> None:
+    """Check that files can be made in a directory, and that direct I/O works if it is demanded.
+
+    Raises:
+        RefusedError: A file cannot be made, or there is no direct I/O.
+    """
+    if not os.path.isdir(place) or (
+        probe.mount_of(place).volatile and not plan.allow_volatile  # `target_at` refuses it
     ):
         return
     try:
-        with probe.scratch_file(plan.place):
+        with probe.scratch_file(place):
             pass
     except OSError as error:
+        filesystem = probe.mount_of(place).filesystem
+        if filesystem in probe.KERNEL_FILESYSTEMS:
+            raise RefusedError(
+                f"{place} is {filesystem}, a view of the kernel without files on a drive: "
+                "name a directory on a drive"
+            ) from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # `target_at` refuses these, with sizes
             raise RefusedError(
-                f"no file can be made in {plan.place} ({error.strerror}): give a directory that "
+                f"no file can be made in {place} ({error.strerror}): give a directory that "
                 "you may write to"
             ) from error
     if any(workload.path == "direct" for workload in plan.workloads):
-        found = probe.direct_io(plan.place)
+        found = probe.direct_io(place)
         if not found.supported:
             raise RefusedError(
-                f"no direct I/O in {plan.place} ({found.reason}): pass --path buffered to measure "
+                f"no direct I/O in {place} ({found.reason}): pass --path buffered to measure "
                 "the page cache together with the drive"
             )
 
@@ -170,24 +258,39 @@ def _check_paths(plan: Plan, make: OpenBackend) -> None:
 def _measure_all(
     plan: Plan,
     points: Sequence[Point],
-    target: Target,
+    lanes: Sequence[Sequence[Target]],
     make: OpenBackend,
     say: Callable[[str], None],
 ) -> None:
-    """Run every workload `plan.repeat` times, in alternating order, to spread drift evenly."""
+    """Run every workload, as often as the plan says.
+
+    The workloads take turns in alternating order, to spread drift evenly. If runs are repeated
+    until they are steady, one workload is finished before the next begins, as steadiness requires.
+    """
+
+    def measure_once(point: Point) -> None:
+        """Add one run to a point."""
+        workload = point.workload
+        number = len(point.runs)
+        say(f"{workload.rw} {workload.path}, requests of {workload.size} bytes, run {number + 1}")
+        seed = plan.seed + number
+        point.runs.append(measure(workload, lanes, make, verify=plan.verify, seed=seed))
+
+    if plan.until_steady:
+        for point in points:
+            while not point.found_steady and len(point.runs) < MOST_ROUNDS:
+                measure_once(point)
+        return
     for number in range(plan.repeat):
         for point in points if number % 2 == 0 else reversed(points):
-            workload = point.workload
-            say(f"{workload.rw} {workload.path}, requests of {workload.size} bytes")
-            seed = plan.seed + number
-            point.runs.append(measure(workload, target, make, verify=plan.verify, seed=seed))
+            measure_once(point)
 
 
 def _report(plan: Plan, points: list[Point], target: Target, system: System) -> Report:
     """Return the report of the results, without comparisons and notes."""
     mount = probe.mount_of(plan.place)
     return Report(
-        place=plan.place,
+        places=plan.places,
         made=target.made,
         file_bytes=target.size_bytes,
         filesystem=mount.filesystem,

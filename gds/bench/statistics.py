@@ -99,6 +99,7 @@ def alternate(
     rounds: int,
     *,
     report: Callable[[str], None] | None = None,
+    show: Callable[[float], str] = "{:.4g}".format,
 ) -> dict[str, list[float]]:
     """Take one sample of each measurement in every round, and reverse the order in every round.
 
@@ -109,6 +110,7 @@ def alternate(
         measure: Functions that return one sample, by name.
         rounds: Number of samples of each measurement.
         report: Function that is called after each round with a line for people.
+        show: Function that returns a sample as text with its unit, for that line.
 
     Returns:
         Samples by name, in the order of the rounds.
@@ -119,7 +121,7 @@ def alternate(
         for name in order if number % 2 == 0 else reversed(order):
             samples[name].append(measure[name]())
         if report is not None:
-            values = ", ".join(f"{name} {samples[name][-1]:.4g}" for name in order)
+            values = ", ".join(f"{name} {show(samples[name][-1])}" for name in order)
             report(f"  round {number + 1}/{rounds}: {values}")
     return samples
 

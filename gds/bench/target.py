@@ -20,7 +20,8 @@ from gds import libc, probe
 from gds.backends.names import reporting
 from gds.backends.posix import PosixBackend
 from gds.bench.stamps import Stamps, Words
-from gds.contract import ALIGNMENT, IOFuture
+from gds.bench.workload import size_text
+from gds.contract import ALIGNMENT, Buffer, File, IOFuture
 from gds.errors import RefusedError, StorageError
 from gds.places import is_directory
 
@@ -70,10 +71,13 @@ def stopping() -> Iterator[None]:
 
 
 class Target:
-    """A file to measure, with its expected content and control of its pages in the page cache."""
+    """A file to measure, with its expected content and control of its pages in the page cache.
+
+    No descriptor stays open, so that there can be many files.
+    """
 
     def __init__(self, path: str, *, made: bool, seed: int) -> None:
-        """Open a file for advice to the kernel; measured transfers use other descriptors.
+        """Examine a file.
 
         Args:
             path: Path of the file.
@@ -88,13 +92,10 @@ class Target:
         self.made = made
         """Whether the file is a scratch file; otherwise it is only read."""
         self.stamps = Stamps(seed)
-        with reporting("open", path):
-            # Without O_NONBLOCK, opening a pipe would wait for its other end.
-            self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        found = os.fstat(self._fd)
+        with self._opened("open") as fd:
+            found = os.fstat(fd)
         self.size_bytes = found.st_size
         if not stat.S_ISREG(found.st_mode):
-            self.close()
             raise RefusedError(f"{path} is neither a directory nor a regular file")
         self.generations: Words = np.zeros(self.size_bytes // ALIGNMENT, dtype=np.uint64)
         """Number of times that each block of 4 KiB has been rewritten, dtype uint64."""
@@ -106,44 +107,61 @@ class Target:
     def sync(self) -> None:
         """Make all data of a scratch file durable; an existing file of the user is not synced."""
         if self.made:
-            with reporting("sync", self.path):
-                os.fdatasync(self._fd)
+            with self._opened("sync") as fd:
+                os.fdatasync(fd)
 
     def drop_cache(self) -> None:
         """Ask the kernel to drop the file's clean pages from the page cache."""
-        with reporting("drop the page cache", self.path):
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        with self._opened("drop the page cache") as fd:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def warm_cache(self) -> None:
         """Read the file into the page cache."""
-        with reporting("read", self.path):
+        with self._opened("read") as fd:
             offset = 0
-            while piece := os.pread(self._fd, _PIECE_BYTES, offset):
+            while piece := os.pread(fd, _PIECE_BYTES, offset):
                 offset += len(piece)
 
     def cached(self) -> float | None:
         """Return the share of the file that the page cache holds, 0 to 1; None if not known."""
-        found = libc.cached_bytes(self._fd, self.size_bytes)
+        with self._opened("examine") as fd:
+            found = libc.cached_bytes(fd, self.size_bytes)
         return None if found is None else min(found / max(self.size_bytes, 1), 1.0)
 
-    def close(self) -> None:
-        """Close the descriptor. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+    @contextlib.contextmanager
+    def _opened(self, what: str) -> Iterator[int]:
+        """Yield a descriptor for reading; an error is reported as one of the operation `what`."""
+        with reporting(what, self.path):
+            # Without O_NONBLOCK, opening a pipe would wait for its other end.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            fd = os.open(self.path, flags)
+            try:
+                yield fd
+            finally:
+                os.close(fd)
 
 
 @contextlib.contextmanager
 def target_at(
+    place: str, file_bytes: int, *, seed: int, allow_small: bool = False
+) -> Iterator[Target]:
+    """Yield a single file to measure; see `targets_at`."""
+    with targets_at(place, file_bytes, seed=seed, allow_small=allow_small) as (target,):
+        yield target
+
+
+@contextlib.contextmanager
+def targets_at(
     place: str,
     file_bytes: int,
     *,
+    count: int = 1,
     seed: int,
     allow_volatile: bool = False,
     allow_small: bool = False,
     say: Callable[[str], None] = lambda _: None,
-) -> Iterator[Target]:
-    """Yield the file to measure: an existing file, or a scratch file that is removed afterwards.
+) -> Iterator[list[Target]]:
+    """Yield the files to measure: an existing file, or scratch files that are removed afterwards.
 
     A scratch file is written completely before it is measured. The first write to reserved space
     costs about twice as much as a later one, and a read of space that was never written does not
@@ -151,10 +169,11 @@ def target_at(
 
     Args:
         place: Directory for a scratch file, or an existing file, which is only read.
-        file_bytes: Length of a scratch file, in bytes; an existing file is used as a whole.
+        file_bytes: Length of each scratch file, in bytes; an existing file is used as a whole.
+        count: Number of scratch files, in the same directory.
         seed: Seed of the content.
         allow_volatile: Accept a file system in memory.
-        allow_small: Accept a file of less than `LEAST_FILE_BYTES`.
+        allow_small: Accept files of less than `LEAST_FILE_BYTES` together.
         say: Function that is called with a line for people before a step that takes time.
 
     Raises:
@@ -176,67 +195,81 @@ def target_at(
         )
     if not fills_directory:
         target = Target(place, made=False, seed=seed)
-        with contextlib.closing(target):
-            _check_size(target.size_bytes, place, allow_small=allow_small)
-            yield target
+        _check_size(target.size_bytes, place, allow_small=allow_small)
+        yield [target]
         return
-    _check_size(file_bytes, place, allow_small=allow_small)
+    _check_size(file_bytes * count, place, allow_small=allow_small)
     if file_bytes % ALIGNMENT:
         raise RefusedError(f"the file size {file_bytes} is not a multiple of {ALIGNMENT} bytes")
-    _check_space(place, file_bytes)
-    path = os.path.join(place, f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}")
-    with _created(path, place, file_bytes, seed, say) as target:
-        yield target
+    _check_space(place, file_bytes * count)
+    start = os.path.join(place, f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}")
+    paths = [f"{start}-{number}" if number else start for number in range(count)]
+    with _created(paths, place, file_bytes, seed, say) as targets:
+        yield targets
 
 
 @contextlib.contextmanager
 def _created(
-    path: str, directory: str, file_bytes: int, seed: int, say: Callable[[str], None]
-) -> Iterator[Target]:
-    """Make a scratch file, fill it, and remove it at the end, also after an error or a signal."""
-    ours = True
+    paths: list[str], directory: str, file_bytes: int, seed: int, say: Callable[[str], None]
+) -> Iterator[list[Target]]:
+    """Make scratch files, fill them, and remove them at the end, also after an error or a signal.
+
+    The files have different seeds, so that data in the wrong file is noticed.
+    """
+    ours: list[str] = []
     with contextlib.ExitStack() as stack:
         try:
             backend = PosixBackend(direct=probe.direct_io(directory).supported)
             stack.callback(backend.close)
-            try:
-                file = backend.create(path, file_bytes)
-            except StorageError as error:
-                ours = error.errno != errno.EEXIST
-                raise
-            target = Target(path, made=True, seed=seed)
-            stack.callback(target.close)
-            say(f"writing a scratch file of {file_bytes >> 20} MiB")
             memory = backend.allocate(_IN_FLIGHT * _PIECE_BYTES)
             slots = [memory.slice(n * _PIECE_BYTES, _PIECE_BYTES) for n in range(_IN_FLIGHT)]
-            pending: deque[IOFuture] = deque()
-            for number, offset in enumerate(range(0, file_bytes, _PIECE_BYTES)):
-                if len(pending) == _IN_FLIGHT:
-                    pending.popleft().result()
-                nbytes = min(_PIECE_BYTES, file_bytes - offset)
-                part = slots[number % _IN_FLIGHT].slice(0, nbytes)
-                target.stamps.fill(part.memoryview(), offset, target.generations_of(offset, nbytes))
-                pending.append(file.write(part, offset))
-            for future in pending:
-                future.result()
-            file.sync()
-            file.close()
-            target.drop_cache()
-            yield target
-        finally:
-            if ours:
-                # Remove the file first: the steps after this may wait for a faulty drive.
+            targets = []
+            for number, path in enumerate(paths):
+                ours.append(path)
                 try:
-                    _remove(path)
-                except StopSignal:  # it is raised only once, so the second attempt is safe
-                    _remove(path)
+                    file = backend.create(path, file_bytes)
+                except StorageError as error:
+                    if error.errno == errno.EEXIST:
+                        ours.pop()
                     raise
+                target = Target(path, made=True, seed=seed + number)
+                if number == 0:
+                    kind = "a scratch file" if len(paths) == 1 else f"{len(paths)} scratch files"
+                    say(f"writing {kind} of {size_text(file_bytes)}")
+                _fill(file, target, slots)
+                file.sync()
+                file.close()
+                target.drop_cache()
+                targets.append(target)
+            yield targets
+        finally:
+            # Remove the files first: the steps after this may wait for a faulty drive.
+            try:
+                _remove(ours)
+            except StopSignal:  # it is raised only once, so the second attempt is safe
+                _remove(ours)
+                raise
 
 
-def _remove(path: str) -> None:
-    """Remove a file, if it exists."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+def _fill(file: File, target: Target, slots: list[Buffer]) -> None:
+    """Write the whole content of a file, with a request in flight for each buffer."""
+    pending: deque[IOFuture] = deque()
+    for number, offset in enumerate(range(0, target.size_bytes, _PIECE_BYTES)):
+        if len(pending) == len(slots):
+            pending.popleft().result()
+        nbytes = min(_PIECE_BYTES, target.size_bytes - offset)
+        part = slots[number % len(slots)].slice(0, nbytes)
+        target.stamps.fill(part.memoryview(), offset, target.generations_of(offset, nbytes))
+        pending.append(file.write(part, offset))
+    for future in pending:
+        future.result()
+
+
+def _remove(paths: list[str]) -> None:
+    """Remove those of the files that exist."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def _check_size(nbytes: int, place: str, *, allow_small: bool) -> None:

@@ -22,9 +22,14 @@ PATTERNS: Final[tuple[Pattern, ...]] = get_args(Pattern)
 CACHES: Final[tuple[Cache, ...]] = get_args(Cache)
 """All preparations of the page cache."""
 
+LEAST_INTERVAL_S: Final = 0.001
+"""Shortest interval of a time series, in seconds."""
+
 _MOST_BUFFER_BYTES: Final = 4 << 30
 _MOST_THREADS: Final = 256
 _MOST_POINTS: Final = 1000
+_MOST_OPEN_FILES: Final = 64
+_MOST_FILES: Final = 20_000
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -65,8 +70,21 @@ class Workload:
     """Least time of all passes in seconds; the work between passes, such as syncs, does not count.
     Further passes are added until it is reached."""
 
+    ramp_s: float = 0.0
+    """Seconds of requests before each run that do not count, so that a drive that starts fast or
+    slow has settled. With the cache ``as-is`` there are none, since they would change its state."""
+
+    interval_s: float = 1.0
+    """Length of an interval of the time series, in seconds."""
+
     file_bytes: int = 1 << 30
-    """Length of the file in bytes; a remainder shorter than a request is not touched."""
+    """Length of each file in bytes; a remainder shorter than a request is not touched."""
+
+    files: int = 1
+    """Number of files in each directory. The requests go round them."""
+
+    reopen: bool = False
+    """Whether every request opens its file, and closes it afterwards."""
 
     def __post_init__(self) -> None:
         """Raise `RefusedError` if the workload cannot be measured."""
@@ -94,10 +112,21 @@ class Workload:
                 f"{self.in_flight} requests of {self.size} bytes need buffers of more than "
                 f"{_MOST_BUFFER_BYTES >> 30} GiB: use a smaller size or depth"
             )
+        most = _MOST_FILES if self.reopen else _MOST_OPEN_FILES
+        if not 1 <= self.files <= most:
+            hint = "" if self.reopen else f", or up to {_MOST_FILES} with --reopen"
+            raise RefusedError(f"files is {self.files}, not 1 to {most}{hint}")
         if not 1 <= self.mix <= 99:
             raise RefusedError(f"mix is {self.mix} per cent of reads, not 1 to 99")
         if self.passes < 1 or self.seconds < 0:
             raise RefusedError("passes must be at least 1, and seconds must not be negative")
+        if self.ramp_s < 0:
+            raise RefusedError(f"ramp is {self.ramp_s:g} seconds, but must not be negative")
+        if not self.interval_s >= LEAST_INTERVAL_S:
+            raise RefusedError(
+                f"interval is {self.interval_s:g} seconds, but must be at least "
+                f"{LEAST_INTERVAL_S:g}"
+            )
 
     @property
     def in_flight(self) -> int:
@@ -106,8 +135,8 @@ class Workload:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests in one pass."""
-        return self.file_bytes // self.size
+        """Number of requests in one pass, to all files of one directory."""
+        return self.file_bytes // self.size * self.files
 
     @property
     def random(self) -> bool:
@@ -126,10 +155,15 @@ class Workload:
 
     @property
     def num_reads(self) -> int:
-        """Number of reads in one pass; the other requests are writes."""
+        """Number of reads in one pass, in one directory; the other requests are writes."""
         if not self.writes:
             return self.num_requests
         return round(self.num_requests * self.mix / 100) if self.reads else 0
+
+    @property
+    def num_writes(self) -> int:
+        """Number of writes in one pass, in one directory."""
+        return self.num_requests - self.num_reads
 
 
 def parse_size(text: str) -> int:
@@ -144,6 +178,14 @@ def parse_size(text: str) -> int:
     if found is None:
         raise RefusedError(f"{text!r} is not a size: write 4096, 64K, 1M or 1G")
     return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def size_text(nbytes: int) -> str:
+    """Return a size as text, such as ``64K`` or ``1M``; a size without such a unit in bytes."""
+    for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if nbytes >= factor and nbytes % factor == 0:
+            return f"{nbytes // factor}{unit}"
+    return str(nbytes)
 
 
 def parse_sweep(text: str) -> tuple[str, list[Any]]:

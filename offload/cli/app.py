@@ -19,18 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from gds.errors import message_of
-from offload.cli import exchange, retention, sizing, verify
-from offload.cli.options import Json, Parts, one_line
+from offload.cli import exchange, listing, retention, sizing, verify
+from offload.cli.options import Json, Parts, cell, make_console, one_line, tree_bytes
 from offload.cli.options import print_json as _print_json
 from offload.errors import OffloadError
 from offload.units import size
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
     from offload.checkpoint.checkpoint import Checkpoint
-    from offload.checkpoint.listing import CheckpointInfo
 
 app = typer.Typer(
     name="offload",
@@ -91,7 +87,7 @@ def demo(
     from offload.demo.run import run_demo
 
     # With --json, standard output holds the JSON and nothing else.
-    console = _console(stderr=as_json)
+    console = make_console(stderr=as_json)
     report = run_demo(
         console,
         model=model.value,
@@ -107,7 +103,7 @@ def demo(
     console.print(
         f"Loss on held-out text {report.first_loss:.3f} -> {report.last_loss:.3f} in "
         f"{report.steps} steps; {report.elapsed_s:.0f} s in all.\n"
-        f"The checkpoints stay in {report.store} ({size(_tree_bytes(report.store))}): look at them "
+        f"The checkpoints stay in {report.store} ({size(tree_bytes(report.store))}): look at them "
         "with offload ls, show and verify, then remove them.",
         highlight=False,
         soft_wrap=True,
@@ -118,9 +114,14 @@ def demo(
 def list_store(
     store: Annotated[str, typer.Argument(help="Directory of a store.", show_default=False)],
     part: Parts = None,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="Show all pins and metrics, however long the lines are.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """List the checkpoints of a store.
+
+    Each checkpoint has one line, with as many of its pins and metrics as fit.
 
     Checkpoints that are not usable are listed with the reason. Only names, sizes and manifests are
     read; verify reads the content.
@@ -131,7 +132,7 @@ def list_store(
     if as_json:
         _print_json([dataclasses.asdict(info) for info in found])
     else:
-        _show_list(store, found)
+        listing.show_list(store, found, wide=wide)
     retention.show_lost_pins(store, found)
 
 
@@ -162,7 +163,7 @@ def _progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]
     """Show a progress bar on standard error, if that is a terminal."""
     from rich import progress
 
-    console = _console(stderr=True)
+    console = make_console(stderr=True)
     with progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
@@ -207,75 +208,32 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _show_list(store: str, found: list[CheckpointInfo]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    if not found:
-        typer.echo(f"{store}: no checkpoints")
-        return
-    # The table fits 80 columns: the name has the step, and `show` prints the rest.
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("checkpoint", no_wrap=True)
-    table.add_column("created", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    if any(info.pins or info.metrics for info in found):
-        table.add_column("pins, metrics", overflow="fold")
-    for info in found:
-        cells: list[str | Text] = ["-", "-", "[red]not usable[/]"]
-        if info.valid:
-            created = info.created[:16].replace("T", " ")
-            cells = [_cell(created), size(info.bytes), "[green]complete[/]"]
-        noted = [*info.pins, *(f"{name}={value:g}" for name, value in info.metrics.items())]
-        cells.append(_cell(", ".join(noted)))
-        row = [_cell(os.path.basename(info.path)), *cells]
-        table.add_row(*row[: len(table.columns)])
-    _console().print(table)
-    if any(info.valid for info in found):
-        typer.echo(
-            "complete: every file is there; its content is not read "
-            f"(offload verify {one_line(store)})"
-        )
-    for info in found:
-        if not info.valid:
-            typer.secho(one_line(info.reason), fg="red")
-
-
 def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
     from rich.table import Table
 
-    console = _console()
+    console = make_console()
     table = Table(show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
     for key in ("path", "step", "generation", "created", "optimizer"):
-        table.add_row(key, _cell(description[key]))
+        table.add_row(key, cell(description[key]))
     for index, part in enumerate(description["parts"], 1):
-        table.add_row(f"on drive {index}", _cell(part))
+        table.add_row(f"on drive {index}", cell(part))
     for name, value in description["metrics"].items():
-        table.add_row(_cell(f"metric {name}"), f"{value:g}")
+        table.add_row(cell(f"metric {name}"), f"{value:g}")
     table.add_row("parameters", f"{description['num_parameters']:,}")
     for index, group in enumerate(description["hyperparameters"]):
         values = ", ".join(f"{name}={value}" for name, value in group.items())
-        table.add_row(f"group {index}", _cell(values))
+        table.add_row(f"group {index}", cell(values))
     for name, num_bytes in description["state_arrays"].items():
-        table.add_row(_cell(f"state array {name}"), size(num_bytes))
+        table.add_row(cell(f"state array {name}"), size(num_bytes))
     for name, num_bytes in description["files"].items():
-        table.add_row(_cell(name), size(num_bytes))
+        table.add_row(cell(name), size(num_bytes))
     console.print(table)
     if tensors:
         for entry in description["tensors"]:
             name = one_line(entry["name"])
             typer.echo(f"{entry['dtype']:>5} {entry['shape']!s:<20} {name}")
-
-
-def _tree_bytes(directory: str) -> int:
-    return sum(
-        os.path.getsize(os.path.join(folder, name))
-        for folder, _, names in os.walk(directory)
-        for name in names
-    )
 
 
 def _as_json(value: Any) -> Any:
@@ -287,12 +245,6 @@ def _as_json(value: Any) -> Any:
     if hasattr(value, "item"):  # a tensor of one element
         value = value.item()
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    return Console(stderr=stderr)
 
 
 retention.register(app, _progress)
@@ -332,10 +284,3 @@ def _show_warning(
 ) -> None:
     """Print a warning in one line, without the place in the code that it comes from."""
     typer.secho(f"warning: {one_line(message)}", fg="yellow", err=True)
-
-
-def _cell(text: object) -> Text:
-    """Return a cell of a table whose text is not taken for markup."""
-    from rich.text import Text
-
-    return Text(one_line(text))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import json
+import os
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from offload.cli.options import ProgressBar
+from offload.cli.options import ProgressBar, tree_bytes
+from offload.units import size
 
 
 class Target(StrEnum):
@@ -73,6 +76,15 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
                 show_default=False,
             ),
         ] = None,
+        config: Annotated[
+            str | None,
+            typer.Option(
+                help="With --to hf: directory that has config.json, and the tokenizer, for "
+                "from_pretrained. By default, those beside the checkpoint are taken.",
+                metavar="DIR",
+                show_default=False,
+            ),
+        ] = None,
         quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     ) -> None:
         """Write a checkpoint in another program's format.
@@ -81,12 +93,17 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         """
         from offload import export_checkpoint, open_checkpoint
 
+        if config is not None and to is not Target.hf:
+            raise typer.BadParameter(f"--config goes with --to hf, got --to {to.value}")
         with (
             open_checkpoint(checkpoint, parts=part or None) as opened,
             progress_bar(destination, quiet=quiet) as progress,
         ):
-            export_checkpoint(opened, destination, to.value, progress=progress)
-            typer.echo(f"{destination}: step {opened.step} of {opened.path}")
+            export_checkpoint(opened, destination, to.value, config=config, progress=progress)
+            step, path = opened.step, opened.path
+        written = size(tree_bytes(destination))
+        typer.echo(f"{destination}: step {step} of {path}, {written}")
+        typer.echo(f"next: {_next_call(destination, to)}")
 
     @app.command("import")
     def import_(
@@ -218,6 +235,37 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
                 progress=progress,
             )
         typer.echo(f"{made.path}: step {made.step}, {made.num_parameters} parameters")
+
+
+def _next_call(destination: str, to: Target) -> str:
+    """Return what opens an export: a call in Python, or what is missing for one."""
+    if to is Target.pt:
+        return f"torch.load({destination!r}, weights_only=True)"
+    if to is Target.safetensors:
+        weights = os.path.join(destination, "model.safetensors")
+        return f"safetensors.torch.load_file({weights!r})"
+    if to is Target.dcp:
+        return f"torch.distributed.checkpoint.load(state, checkpoint_id={destination!r})"
+    model_class = _model_class(os.path.join(destination, "config.json"))
+    if model_class is None:
+        return (
+            "from_pretrained needs a config.json: export again with --config DIR, a directory that "
+            "model.config.save_pretrained(DIR) or the Trainer has written"
+        )
+    return f"transformers.{model_class}.from_pretrained({destination!r})"
+
+
+def _model_class(config: str) -> str | None:
+    """Return the name of the class that a ``config.json`` is for; None if there is no such file."""
+    try:
+        with open(config, encoding="utf-8") as file:
+            names = json.load(file).get("architectures")
+    except FileNotFoundError:
+        return None
+    except (ValueError, AttributeError):
+        names = None
+    known = isinstance(names, list) and names and str(names[0]).isidentifier()
+    return str(names[0]) if known else "AutoModel"
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

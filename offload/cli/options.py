@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 ProgressBar: TypeAlias = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
 """Function that shows a progress bar with a title, unless ``quiet=`` is true. It returns a context
@@ -35,3 +40,33 @@ def print_json(value: object) -> None:
 def one_line(text: object) -> str:
     """Return text from a store as one line without characters that control a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+
+
+def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """Return a console on standard output, or on standard error.
+
+    Args:
+        stderr: Whether the console writes to standard error.
+        width: Number of characters in a line; that of the terminal by default.
+    """
+    from rich.console import Console
+
+    return Console(stderr=stderr, width=width)
+
+
+def cell(text: object) -> Text:
+    """Return a cell of a table whose text is not taken for markup."""
+    from rich.text import Text
+
+    return Text(one_line(text))
+
+
+def tree_bytes(path: str) -> int:
+    """Return the size in bytes of a file, or of all files below a directory."""
+    if not os.path.isdir(path):
+        return os.path.getsize(path)
+    return sum(
+        os.path.getsize(os.path.join(folder, name))
+        for folder, _, names in os.walk(path)
+        for name in names
+    )

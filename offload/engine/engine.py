@@ -190,11 +190,23 @@ class Engine:
         state.memory.synchronize()
 
     def describe(self) -> str:
-        """Say in one line where the state is and how large it is; waits for nothing."""
-        layout = self.state.table.layout
-        state = f"{size(layout.state_bytes)} of state" if layout else "no state yet"
-        closed = ", closed" if self.state.lifecycle.closed else ""
-        return f"{self.store.directory}: step {self.num_steps}, {state}{closed}"
+        """Say in one line where the state is, how large it is, and whether it can be used.
+
+        Waits for nothing, looks at no drive, and never raises, whatever has become of the state.
+        """
+        lifecycle, layout, newest = self.state.lifecycle, self.state.table.layout, self.store.newest
+        if lifecycle.decided:
+            state = f"{size(layout.state_bytes)} of state" if layout else "no state yet"
+            parts = [f"step {self.num_steps}", state]
+        elif newest is not None:
+            parts = ["not restored", f"the newest checkpoint is of step {newest.manifest.step}"]
+        else:
+            parts = ["not restored", "none of the checkpoints can be used"]
+        if lifecycle.closed:
+            parts.append("closed")
+        elif broken := lifecycle.why_broken():
+            parts.append(f"broken: {broken}")
+        return f"{self.store.directory}: {', '.join(parts)}"
 
     def stats(self) -> Stats:
         """Return the totals since construction."""

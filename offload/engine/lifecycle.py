@@ -55,9 +55,7 @@ class Lifecycle:
                 started over.
         """
         self.require_alive()
-        error = self._memory.error
-        if error is not None:
-            self.broken = self.broken or f"a transfer of state failed ({reason_of(error)})"
+        self.broken = self.why_broken()
         if self.broken:
             raise BrokenOptimizerError(f"{self.broken}; {self.remedy()}")
         if not self.decided:
@@ -68,6 +66,13 @@ class Lifecycle:
                 f"{how_to_resume()} to continue from the newest, or pass fresh=True to the "
                 "optimizer to start over"
             )
+
+    def why_broken(self) -> str:
+        """Return the reason why the state is torn or a transfer has failed; empty if neither."""
+        error = self._memory.error
+        if self.broken or error is None:
+            return self.broken
+        return f"a transfer of state failed ({reason_of(error)})"
 
     def log_lost_steps(self, num_steps: int) -> None:
         """Log that no checkpoint has the last steps of this optimizer.

@@ -16,6 +16,7 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.matching import match_checkpoint
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import CheckpointError, DamagedError, MismatchError
+from offload.journal import log_event
 from offload.model.model_file import BlockBuffers, ModelImage, read_model
 from offload.model.parameters import Stored
 from offload.store.opening import StoredCheckpoint
@@ -23,7 +24,7 @@ from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.stream.state_check import check_state
-from offload.units import said_once, seen_from
+from offload.units import duration, said_once, seen_from, size
 
 _CALLER = 5
 """Stack level of the code that called the optimizer's `restore`, seen from the helpers of `restore`
@@ -69,12 +70,18 @@ def restore(
         return None
     store.keeping.require_no_newer_pins(found)
     while True:
+        started = time.perf_counter()
         try:
             return resume(state, groups, found, verify=verify)
         except DamagedError as error:
             older = _give_up_damaged(store, found, error, which)
             if older is None:
                 raise DamagedError(f"{error}; {lifecycle.remedy()}") from error
+            log_event(
+                f"{found.path}: fell back to step {older.manifest.step} after "
+                f"{duration(time.perf_counter() - started)}: this checkpoint is damaged and "
+                f"quarantined, and keeps {size(found.tensor_bytes)} of the disk"
+            )
             found = older
 
 
@@ -124,6 +131,11 @@ def resume(
     lifecycle.decided, lifecycle.broken = True, ""
     lifecycle.steps_settled = state.meter.steps  # steps after the checkpoint are abandoned
     state.meter.restore_s = time.perf_counter() - started
+    log_event(
+        f"{checkpoint.path}: restored step {checkpoint.step} in "
+        f"{duration(state.meter.restore_s)}, {size(state.meter.restore_bytes)} read"
+    )
+    store.journal.tell()
     return checkpoint
 
 

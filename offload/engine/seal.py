@@ -28,6 +28,7 @@ from offload.format._manifest_fields import NOT_HYPERPARAMETERS
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.train_state import EncodedState
+from offload.journal import log_event
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.model.model_writing import CloneSource, TensorRanges, write_model
 from offload.model.parameters import Stored
@@ -37,6 +38,7 @@ from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.stream.meter import Meter
 from offload.stream.streamer import Flush
+from offload.units import duration, size
 
 SEAL_THREAD = "offload-seal"
 """Name of the threads that seal."""
@@ -221,12 +223,18 @@ class Seal:
             self._finish()
             self.handle.fail(failure)
         else:
-            succeeded(self._written_bytes(), time.perf_counter() - started)
+            written_bytes, seconds = self._written_bytes(), time.perf_counter() - started
+            succeeded(written_bytes, seconds)
             self._finish()
             # Freed now, because the thread that waits for the result may allocate as much memory
             # before this thread has ended.
             del self._buffers, self._flush
             self.handle._future.set_result(checkpoint)
+            log_event(
+                f"{checkpoint.path}: sealed step {checkpoint.step} in {duration(seconds)}, "
+                f"{size(written_bytes)} written"
+            )
+        self._store.journal.tell()  # nobody waits for this thread any more
 
     @property
     def data_bytes(self) -> int:

@@ -278,5 +278,6 @@ class TrainingState:
                 releases.callback(self.pool.close)
                 releases.callback(self.slots.close)
             self.lifecycle.released = True
+        self.store.journal.tell()
         if self.meter.steps > self.lifecycle.steps_settled:
             self.lifecycle.log_lost_steps(self.meter.steps - self.lifecycle.steps_settled)

@@ -20,6 +20,7 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import DamagedError, MismatchError
 from offload.exchange.checkpoint_stream import CheckpointStream, Progress, open_stream
 from offload.exchange.destination import atomic_output
+from offload.exchange.hf_files import read_hf_files, required_hf_files, write_hf_files
 from offload.exchange.torch_dicts import MASTERS, NUM_STEPS
 from offload.exchange.torch_file import Placeholder, write_structure, write_tensor
 from offload.format.arrays import MASTER
@@ -44,6 +45,7 @@ def export_checkpoint(
     destination: str | os.PathLike[str],
     to: ExportFormat,
     *,
+    config: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write a checkpoint in another program's format.
@@ -51,7 +53,9 @@ def export_checkpoint(
     - ``pt``: one file of `torch.save` with ``model``, ``optimizer`` (torch's state dict, with
       ``master`` in it) and ``step``.
     - ``hf``: a directory with ``model.safetensors`` and ``optimizer.pt`` as the Hugging Face
-      Trainer writes them, and ``master.safetensors`` if parameters have 16 bits.
+      Trainer writes them, and ``master.safetensors`` if parameters have 16 bits. Config, generation
+      config and tokenizer are added if they lie beside the checkpoint (see `add_hf_files`) or in
+      `config`; ``from_pretrained`` then opens the directory.
     - ``safetensors``: a directory with ``model.safetensors``, one file for each state array, and
       ``optimizer.json`` for hyper-parameters and scalars.
     - ``dcp``: a directory of `torch.distributed.checkpoint` with ``model``, ``optim``, ``step`` and
@@ -64,10 +68,14 @@ def export_checkpoint(
         checkpoint: The checkpoint. It is kept from being recycled during the export.
         destination: Path of the file or directory to make; its parent must exist.
         to: The format.
+        config: With ``hf``, directory that has the model's ``config.json``, and its generation
+            config and tokenizer if it has them. By default, those beside the checkpoint are taken.
         progress: Function that is called with the bytes read so far and the bytes in total.
 
     Raises:
-        ValueError: The format is not known.
+        ValueError: The format is not known, or is not ``hf`` although `config` is given.
+        CheckpointNotFoundError: `config` does not exist.
+        CheckpointError: `config` has no ``config.json``.
         RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
         StoreFullError: There is no room. The message states the space needed and the free space.
         StoreError: A file or directory exists at `destination` already, or it cannot be written.
@@ -77,11 +85,14 @@ def export_checkpoint(
     """
     if to not in get_args(ExportFormat):
         raise ValueError(f"to must be one of {', '.join(get_args(ExportFormat))}, got {to!r}")
+    if config is not None and to != "hf":
+        raise ValueError(f"config= goes with the format hf, got {to!r}")
+    files = required_hf_files(config) if config is not None else None
     target = os.path.abspath(os.fspath(destination))
     backend = checkpoint.backend
     progress = called_as_user(progress) if progress is not None else None
     try:
-        _export(checkpoint, backend, target, to, progress)
+        _export(checkpoint, backend, target, to, progress, files)
     except DamagedError as error:
         raise DamagedError(
             f"{error}. Nothing was exported. Run `offload verify --quarantine {checkpoint.path}`, "
@@ -96,6 +107,7 @@ def _export(
     target: str,
     to: ExportFormat,
     progress: Progress | None,
+    files: Mapping[str, bytes] | None,
 ) -> None:
     with (
         open_stream(checkpoint, progress) as stream,
@@ -106,6 +118,8 @@ def _export(
         elif to == "hf":
             backend.make_dir(partial)
             _export_hf(backend, stream, partial)
+            beside = read_hf_files(backend, checkpoint.path) if files is None else files
+            write_hf_files(backend, partial, beside)
         elif to == "safetensors":
             backend.make_dir(partial)
             _export_safetensors(backend, stream, partial)

@@ -17,6 +17,20 @@ space that a manifest reserves."""
 MAX_NAME_CHARACTERS = 64
 """Length of the longest name of a metric, in characters."""
 
+_OF_THE_RUN = ("epoch", "step", "global_step")
+"""Names of counters that libraries put among their metrics."""
+
+_TIMINGS = ("runtime", "per_second", "jit_compilation_time", "model_preparation_time")
+"""Ends of the names of durations and rates that libraries put among their metrics."""
+
+
+def describes_the_run(name: str) -> bool:
+    """Return whether a metric of a library is a duration, a rate or a counter.
+
+    Such a number says how fast an evaluation was, or when it was, and nothing about the model.
+    """
+    return name in _OF_THE_RUN or name.endswith(tuple(f"_{end}" for end in _TIMINGS))
+
 
 def take_metrics(metrics: Any) -> dict[str, float]:
     """Return a user's metrics as a checkpoint stores them, without those that are not finite.
@@ -72,13 +86,18 @@ def _numbers(metrics: Any) -> dict[str, float]:
 def usable_metrics(measured: Mapping[str, Any], first: Iterable[str] = ()) -> dict[str, float]:
     """Return the measurements of a library that a checkpoint can hold, without the others.
 
+    Durations, rates and counters (``eval_runtime``, ``eval_samples_per_second``, ``epoch``) are
+    left out, since they are not metrics of a checkpoint.
+
     Args:
         measured: Values by name: numbers, or tensors of one element.
-        first: Names that take precedence over all others if there are too many.
+        first: Names that take precedence over all others if there are too many. They are taken even
+            if they are durations, rates or counters.
     """
     found = {}
-    for name in dict.fromkeys((*first, *measured)):
-        if name not in measured:
+    wanted = tuple(first)
+    for name in dict.fromkeys((*wanted, *measured)):
+        if name not in measured or (name not in wanted and describes_the_run(str(name))):
             continue
         with suppress(MetricError):  # text, or many elements
             number = _value(_name(name), measured[name])

@@ -26,6 +26,7 @@ from offload import (
     OffloadedOptimizer,
     PinError,
     Position,
+    add_hf_files,
     open_checkpoint,
     reference_of,
 )
@@ -84,13 +85,19 @@ class Folders:
         optimizer: OffloadedOptimizer,
         folder: str,
         metrics: Mapping[str, float] | None = None,
+        totals: Callable[[], Mapping[str, float]] | None = None,
     ) -> Checkpoint:
         """Make the present state a checkpoint for a folder. It is durable and pinned on return.
+
+        If the folder has a ``config.json``, this and its like are copied to the checkpoint, so that
+        ``from_pretrained`` opens it. A warning says if that fails.
 
         Args:
             optimizer: Optimizer of the state.
             folder: Folder of the library. Its parent directory must exist.
             metrics: Metrics of this state, as for `OffloadedOptimizer.checkpoint`.
+            totals: Function that returns totals to keep with the checkpoint. It is called when no
+                transfer is in flight.
 
         Raises:
             SealError: The state could not be sealed.
@@ -106,6 +113,8 @@ class Folders:
         folders[path] = os.stat(os.path.dirname(path)).st_ino
         self._seen.add(path)
         train_state[self._library] = {"folders": folders}
+        if totals is not None:
+            train_state[self._library]["totals"] = dict(totals())
         try:
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
         except PinError:
@@ -117,7 +126,17 @@ class Folders:
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
         self._folders_of_generation[checkpoint.generation] = folders
         optimizer.pin(name, checkpoint)
+        _add_hf_files(checkpoint, path)
         return checkpoint
+
+    def totals(self, optimizer: OffloadedOptimizer) -> object:
+        """Return the totals that `seal` has kept with the present state; None if there are none."""
+        present = optimizer.position
+        for checkpoint in optimizer.checkpoints():
+            if present.sealed and checkpoint.generation == present.generation:
+                own = _read_train_state(optimizer, checkpoint).get(self._library)
+                return own.get("totals") if isinstance(own, dict) else None
+        return None
 
     def sync(self, optimizer: OffloadedOptimizer) -> None:
         """Pin the checkpoints of complete folders, and unpin the checkpoints of removed folders.
@@ -284,6 +303,20 @@ def _read_train_state(
     except CheckpointError:
         return {}  # the checkpoint is damaged, which a restore of it reports
     return train_state if isinstance(train_state, dict) else {}
+
+
+def _add_hf_files(checkpoint: Checkpoint, folder: str) -> None:
+    """Copy config and tokenizer from a folder to its checkpoint, if the folder has them."""
+    try:
+        if os.path.isdir(folder):
+            add_hf_files(checkpoint, folder)
+    except OSError as error:
+        warnings.warn(
+            f"{checkpoint.path} is sealed, but config and tokenizer could not be copied to it from "
+            f"{folder}: {error}. from_pretrained opens that folder, and not the checkpoint",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _class_name(value: object) -> str:

@@ -360,8 +360,9 @@ def _offloaded(trainer: pl.Trainer) -> Iterator[tuple[int, OffloadedOptimizer]]:
 
 def _monitored(trainer: pl.Trainer) -> dict[str, float]:
     """Return the metrics that files are ranked by, so that ``offload ls`` shows them."""
-    names = [getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks]
-    return usable_metrics({name: trainer.callback_metrics.get(name) for name in names if name})
+    monitors = [getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks]
+    names = [name for name in monitors if name]
+    return usable_metrics({name: trainer.callback_metrics.get(name) for name in names}, names)
 
 
 def _random_states() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Bridge to the Trainer of Hugging Face transformers, version 5.
 
-offloading = OffloadCallback()
+offloading = OffloadCallback(close=True)
 trainer = Trainer(
     model,
     args,
@@ -19,46 +19,33 @@ removed folders are unpinned.
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import sys
-import warnings
-from collections.abc import Sequence
-from typing import Any, cast
+from types import FrameType
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_callback import CallbackHandler
 
 from offload import (
-    CheckpointError,
     OffloadedOptimizer,
     OffloadError,
     Options,
-    Position,
     Retention,
-    StoreError,
-    list_checkpoints,
-    open_checkpoint,
     reference_of,
     usable_metrics,
-    verify_before_resume,
 )
 from offload.integrations.folders import Folders, unwrap
-
-Directory = str | os.PathLike[str]
-Directories = Directory | Sequence[Directory]
-"""Directory of a store, or its directories on several drives."""
+from offload.integrations.trainer_folders import ATTACH, Directories, folder_of, is_complete
+from offload.integrations.trainer_folders import latest_checkpoint as latest_checkpoint
+from offload.integrations.training_log import TrainingLog
 
 _REMEDY = (
     "Pass OffloadCallback(discard_newer=True) to withdraw them, or remove those folders; to "
     "continue from the newest one, pass resume_from_checkpoint=True"
 )
-
-_ATTACH = "Pass callbacks=[OffloadCallback()] to the Trainer that saves"
 
 
 class OffloadCallback(TrainerCallback):
@@ -70,25 +57,44 @@ class OffloadCallback(TrainerCallback):
       If the folder is of a run with a torch optimizer, its state is streamed into the store.
     - Metrics of an evaluation at the same step (``eval_loss``) are in the checkpoint: ``offload
       ls`` shows them, and `BestBy` can rank by them.
-    - Totals of the optimizer's transfers and waits are in the logs, as ``offload/<name>``; see
-      `Stats`. Callbacks that come later in the list get them, too.
+    - The log has five numbers of the optimizer: seconds per step, rates of reading and writing,
+      the part of the time that is spent waiting for drives, and bytes written. TensorBoard, W&B
+      and other callbacks of ``report_to`` get them, too, because this callback moves itself to the
+      front of the Trainer's list when training begins. Totals go on after a resume.
 
     Args:
         discard_newer: Whether resuming from an older folder may withdraw checkpoints that newer
             folders refer to. Without it, such a resume is refused. Checkpoints of folders that were
             never finished, or have been removed, are withdrawn in any case.
-        log_stats: Whether to add `Stats` to the logs.
+        log_stats: True for five numbers in the log, ``"all"`` for every value of `Stats` that is
+            not zero besides, False for none. See `TrainingLog.main_numbers`.
+        close: Whether to close the optimizer at the end of training. An error that ends the
+            training leaves it open.
+
+    Raises:
+        ValueError: `log_stats` is something else.
     """
 
-    def __init__(self, *, discard_newer: bool = False, log_stats: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        discard_newer: bool = False,
+        log_stats: bool | Literal["all"] = True,
+        close: bool = False,
+    ) -> None:
+        if log_stats not in (True, False, "all"):
+            raise ValueError(f'log_stats must be True, False or "all", got {log_stats!r}')
         self._folders = Folders(
             "transformers",
-            _is_complete,
+            is_complete,
             discard_newer=discard_newer,
             remedy=_REMEDY,
-            attach=_ATTACH,
+            attach=ATTACH,
         )
         self._log_stats = log_stats
+        self._close = close
+        self._log: TrainingLog | None = None
+        """Numbers of the present optimizer for the log."""
         self._measured: dict[int, dict[str, float]] = {}
         """Metrics of the last evaluations, by their step. There is at most one step."""
         self._args: TrainingArguments | None = None
@@ -170,21 +176,32 @@ class OffloadCallback(TrainerCallback):
                 "Run each trial as a training of its own, with its own directory"
             )
         optimizer = _unwrap(kwargs.get("optimizer"))
-        self._follow(optimizer)
+        log = self._follow(optimizer)
         self._remove_save_hooks()
         self._measured = {}  # metrics of another training, perhaps with the same number of steps
 
         def seal(asked: torch.optim.Optimizer) -> None:
             """Seal the state for the Trainer's folder, if the Trainer asks for the state dict."""
-            folder = _folder(args.output_dir or "", state.global_step)
+            folder = folder_of(args.output_dir or "", state.global_step)
             # Other code may ask for the state dict, too. The Trainer first makes the folder.
             if asked is optimizer and os.path.isdir(folder):
-                self._folders.seal(optimizer, folder, self._measured.get(state.global_step))
+                self._folders.seal(
+                    optimizer,
+                    folder,
+                    self._measured.get(state.global_step),
+                    totals=lambda: log.totals(optimizer.stats()),
+                )
 
         self._save_hook = optimizer.register_state_dict_pre_hook(seal)
-        if _has_readers(sys._getframe(1).f_locals.get("self")):
+        handler = _handler()
+        if _has_readers(handler):
             self._wait_hook = optimizer.register_step_post_hook(_make_steps_wait)
+        if handler is not None and self in handler.callbacks:
+            # Callbacks of `report_to` come first in the list, and get logs as they are then.
+            others = [callback for callback in handler.callbacks if callback is not self]
+            handler.callbacks = [self, *others]
         self._folders.sync(optimizer)
+        log.start(optimizer.stats(), self._folders.totals(optimizer))
 
     def on_save(
         self,
@@ -221,10 +238,14 @@ class OffloadCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Add the optimizer's statistics to logs that have a loss."""
-        if not self._log_stats or self._optimizer is None or logs is None or "loss" not in logs:
+        """Add the optimizer's numbers to logs that have a loss."""
+        optimizer, log = self._optimizer, self._log
+        if not self._log_stats or optimizer is None or log is None:
             return
-        numbers = self._optimizer.stats().scalars()
+        if logs is None or "loss" not in logs:
+            return
+        stats = optimizer.stats()
+        numbers = log.all_numbers(stats) if self._log_stats == "all" else log.main_numbers(stats)
         logs.update(numbers)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(numbers)  # a copy that the Trainer made before this call
@@ -236,17 +257,29 @@ class OffloadCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Wait for a step beside the model, and stop sealing when the Trainer saves."""
+        """Wait for a step beside the model, and stop sealing when the Trainer saves.
+
+        With ``close=True`` the optimizer is closed as well.
+
+        Raises:
+            OffloadError: Closing failed; see `OffloadedOptimizer.close`.
+        """
         self._remove_save_hooks()
         if self._optimizer is not None:
             self._optimizer.synchronize()
             self._folders.sync(self._optimizer)
+            if self._close:
+                self._optimizer.close()
 
-    def _follow(self, optimizer: OffloadedOptimizer) -> None:
+    def _follow(self, optimizer: OffloadedOptimizer) -> TrainingLog:
+        """Put a hook on the optimizer, and return the numbers for its log."""
         if self._load_hook is not None:
             self._load_hook.remove()
+        if self._log is None or optimizer is not self._optimizer:
+            self._log = TrainingLog(optimizer.stats())
         self._optimizer = optimizer
         self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_loading)
+        return self._log
 
     def _before_loading(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
@@ -326,119 +359,29 @@ def create_optimizer(
     )
 
 
-def latest_checkpoint(
-    output_dir: str | os.PathLike[str], directory: Directories, *, verify: bool = False
-) -> str | None:
-    """Return the newest folder that training can continue from; None if there is none yet.
+def _handler() -> CallbackHandler | None:
+    """Return the object that calls the Trainer's callbacks, from within such a call.
 
-    Pass the result as ``resume_from_checkpoint``. Unlike the value ``True``, this allows a first
-    start, and skips folders that a killed process has not finished, and folders whose checkpoint is
-    gone from the store. It warns if it skips a folder that was saved without `OffloadCallback`.
-
-    Args:
-        output_dir: Output directory of the Trainer.
-        directory: Directory of the optimizer's store, or its directories on several drives.
-        verify: Read every byte of the checkpoint before its folder is returned (with Adam, 14 bytes
-            per bf16 parameter). A damaged checkpoint is quarantined and skipped, with a warning.
-
-    Raises:
-        DamagedError: With `verify`, the checkpoint before a damaged one is damaged, too. It is not
-            quarantined, since a machine with bad memory would condemn one checkpoint after another.
-        StoreError: With `verify`, a checkpoint cannot be read.
+    The Trainer gives callbacks everything but itself and its list of callbacks.
     """
-    try:
-        names = os.listdir(output_dir)
-    except FileNotFoundError:
-        return None
-    steps = (name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for name in names)
-    numbers = sorted((int(step) for step in steps if step.isdecimal()), reverse=True)
-    store, *parts = _paths(directory)
-    try:
-        infos = list_checkpoints(store)
-    except (CheckpointError, FileNotFoundError):
-        infos = []
-    sealed = {info.generation: info.path for info in infos if info.valid}
-    for number in numbers:
-        folder = _folder(output_dir, number)
-        position = _position(folder) if _is_complete(folder) else None
-        if position is None:
-            continue
-        if not position.sealed:
-            warnings.warn(
-                f"skipping {folder}: it was saved without sealing the state, which is lost. "
-                f"{_ATTACH}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        elif position.generation in sealed:
-            path = sealed[position.generation]
-            found = _damage(path, parts) if verify else ""
-            if not found:
-                return folder
-            warnings.warn(f"skipping {folder}: {found}", RuntimeWarning, stacklevel=2)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), CallbackHandler):
+            return found
+        frame = frame.f_back
     return None
 
 
-def _paths(directory: Directories) -> list[str]:
-    """Return the absolute paths of a store's directories."""
-    given = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
-    if not given:
-        raise ValueError("directory must be a path, or a list of at least one")
-    return [os.path.abspath(os.fspath(path)) for path in given]
-
-
-def _damage(path: str, parts: Sequence[str]) -> str:
-    """Return the damage of a checkpoint, which is then quarantined; empty if it is whole.
-
-    Args:
-        path: Path of the checkpoint.
-        parts: Directories of the optimizer's store on the other drives.
-
-    Raises:
-        DamagedError: The checkpoint is damaged, and a newer one is quarantined already.
-        StoreError: The checkpoint cannot be read.
-    """
-    with open_checkpoint(path, parts=parts or None) as opened:
-        report = verify_before_resume(opened)
-    if report.unreadable:
-        raise StoreError(errno.EIO, "; ".join(report.unreadable), path)
-    return report.problems[0] if report.problems else ""
-
-
-def _has_readers(handler: object) -> bool:
-    """Return whether callbacks may read parameters between a step and the next forward.
-
-    Args:
-        handler: Object that calls the callbacks of a Trainer.
-    """
-    callbacks = getattr(handler, "callbacks", None)
-    return callbacks is None or not all(
+def _has_readers(handler: CallbackHandler | None) -> bool:
+    """Return whether callbacks may read parameters between a step and the next forward."""
+    return handler is None or not all(
         type(callback).__module__.startswith(("transformers.", "offload."))
-        for callback in callbacks
+        for callback in handler.callbacks
     )
 
 
 def _make_steps_wait(*_: object) -> None:
     """Do nothing: a step with post hooks waits for its end, unless it can observe readers."""
-
-
-def _folder(output_dir: str | os.PathLike[str], step: int) -> str:
-    return os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
-
-
-def _position(folder: str) -> Position | None:
-    """Return the position that a complete folder refers to; None for a torch optimizer's state."""
-    return reference_of(torch.load(os.path.join(folder, OPTIMIZER_NAME), weights_only=True))
-
-
-def _is_complete(folder: str) -> bool:
-    """Return whether the Trainer has finished a folder: it writes its own state last."""
-    try:
-        with open(os.path.join(folder, TRAINER_STATE_NAME), encoding="utf-8") as file:
-            json.load(file)
-    except (OSError, ValueError):
-        return False
-    return os.path.isfile(os.path.join(folder, OPTIMIZER_NAME))
 
 
 def _unwrap(optimizer: object) -> OffloadedOptimizer:

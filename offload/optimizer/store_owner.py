@@ -41,9 +41,10 @@ class StoreOwner(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         """Return one line with the place and size of the state, followed by torch's lines."""
-        if self._engine is None:
-            return super().__repr__()
-        return f"{type(self).__name__} in {self._engine.describe()}\n{super().__repr__()}"
+        engine = getattr(self, "_engine", None)
+        if engine is None:  # the constructor has not ended, or has failed
+            return f"<{type(self).__name__} without a store>"
+        return f"{type(self).__name__} in {engine.describe()}\n{super().__repr__()}"
 
     def __enter__(self) -> Self:
         return self

@@ -15,8 +15,9 @@ import itertools
 import logging
 import threading
 import weakref
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -26,9 +27,6 @@ from offload.model.tensors_in import tensors_in
 from offload.overlap.autograd_context import backward_id, is_in_function, is_recomputed_later
 from offload.overlap.constant_uses import ConstantUses
 from offload.overlap.ddp_refusal import require_no_active_ddp
-
-if TYPE_CHECKING:
-    from offload.overlap.backward import DuringBackward
 
 _keys = itertools.count()
 
@@ -64,6 +62,25 @@ class _Calls(threading.local):
         this optimizer."""
 
 
+class HookedStrategy(Protocol):
+    """Step strategy as the hooks see it."""
+
+    def settle(self, call: str) -> None:
+        """Raise `OverlapError` if the state is half stepped, on behalf of a call of this name."""
+
+    def is_first_backward(self) -> bool:
+        """Return whether no backward has opened a pass; raise `OverlapError` if another one has."""
+
+    def is_trained(self, tensor: torch.Tensor) -> bool:
+        """Return whether the optimizer steps a tensor."""
+
+    def trained(self) -> Iterable[torch.Tensor]:
+        """Return the tensors that the optimizer steps."""
+
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        """Take the gradient of a parameter, which is final."""
+
+
 class BackwardHooks:
     """Hooks on modules that tell which backwards are held.
 
@@ -72,7 +89,7 @@ class BackwardHooks:
         model: The module that is called in training.
     """
 
-    def __init__(self, strategy: DuringBackward, model: torch.nn.Module) -> None:
+    def __init__(self, strategy: HookedStrategy, model: torch.nn.Module) -> None:
         self._strategy = weakref.ref(strategy)
         self._model = model
         self._key = f"offload.leads_to_trained_{next(_keys)}"
@@ -184,7 +201,7 @@ class BackwardHooks:
             calls.leads_elsewhere = calls.has_gradients and any(
                 self._leads_elsewhere(tensor, strategy) for tensor in tensors_in(inputs)
             )
-            require_no_active_ddp(strategy)
+            require_no_active_ddp(strategy.is_trained)
         if calls.has_gradients:
             self._watch_new_kind(number, module, strategy)
             self._note_uses(module)
@@ -236,7 +253,7 @@ class BackwardHooks:
         if self._backward == backward:
             self._backward, self._is_held = None, False
 
-    def _leads_elsewhere(self, tensor: torch.Tensor, strategy: DuringBackward) -> bool:
+    def _leads_elsewhere(self, tensor: torch.Tensor, strategy: HookedStrategy) -> bool:
         """Return whether a backward continues from an input to a tensor that is not trained."""
         if not tensor.requires_grad:
             return False
@@ -256,7 +273,7 @@ class BackwardHooks:
         return False
 
     def _watch_new_kind(
-        self, number: int, module: torch.nn.Module, strategy: DuringBackward
+        self, number: int, module: torch.nn.Module, strategy: HookedStrategy
     ) -> None:
         """Watch uses of parameters until the first gradient, if this kind of call is new."""
         kind = (number, module.training, torch.is_grad_enabled(), is_recomputed_later())
@@ -353,7 +370,7 @@ class _BackwardBegins(_Hook):
 class TakeGradient:
     """A hook on a parameter that does not keep its strategy alive; a copy of it does nothing."""
 
-    def __init__(self, strategy: DuringBackward) -> None:
+    def __init__(self, strategy: HookedStrategy) -> None:
         self._strategy = weakref.ref(strategy)
 
     def __reduce__(self) -> tuple[Any, ...]:

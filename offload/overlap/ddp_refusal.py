@@ -6,15 +6,12 @@ Such a step applies each gradient of this process before DistributedDataParallel
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from offload.errors import OverlapError
-
-if TYPE_CHECKING:
-    from offload.overlap.backward import DuringBackward
 
 _DDP = (
     'overlap="backward" steps each parameter with the gradient of this process alone, before '
@@ -41,18 +38,18 @@ def require_no_ddp(tensors: Iterable[torch.Tensor]) -> None:
                     )
 
 
-def require_no_active_ddp(strategy: DuringBackward) -> None:
+def require_no_active_ddp(is_trained: Callable[[torch.Tensor], bool]) -> None:
     """Refuse a forward that a DistributedDataParallel calls.
 
     This finds a DistributedDataParallel that was made after the optimizer.
 
     Args:
-        strategy: Strategy that steps the parameters.
+        is_trained: Function that returns whether the optimizer steps a parameter.
 
     Raises:
-        OverlapError: The DistributedDataParallel holds a parameter that the strategy steps.
+        OverlapError: The DistributedDataParallel holds a parameter that the optimizer steps.
     """
     kind: Any = torch.nn.parallel.DistributedDataParallel
     active = getattr(kind, "_active_ddp_module", None)
-    if active is not None and any(map(strategy.is_trained, active.parameters())):
+    if active is not None and any(map(is_trained, active.parameters())):
         raise OverlapError(_DDP.format(of="a DistributedDataParallel calls the model"))

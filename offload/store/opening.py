@@ -70,6 +70,12 @@ class StoredCheckpoint:
         """Inodes and sizes of the checkpoint's files: by name, and those of its parts by path."""
         return self.known_ids if self.slot is None else self.slot.ids
 
+    @property
+    def tensor_bytes(self) -> int:
+        """Size in bytes of the tensor files on all drives, without the train state."""
+        layout = self.manifest.layout
+        return sum(sum(layout.file_sizes(drive).values()) for drive in range(len(layout.shares)))
+
     def close(self) -> None:
         """Close the files if they are open, and keep what is known of them. Idempotent."""
         if self.slot is not None:

@@ -20,7 +20,7 @@ from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import Manifest, invalid_manifest
-from offload.format.names import MANIFEST_NAME, MODEL_NAME, TRAIN_STATE_NAME
+from offload.format.names import MANIFEST_NAME, MODEL_NAME, QUARANTINE_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import PartReference, SealedPart, content_digest
 from offload.store.file_identity import FileIds, has_other_names, ids_in, ids_of
 from offload.store.full_disk import naming_free_space
@@ -347,8 +347,10 @@ def adopt_slot(
 ) -> Slot | None:
     """Open a leftover slot for rewriting if its files have the right sizes, else return None.
 
-    An adopted slot is durably invalidated, and its headers are written. A slot is not adopted if
-    one of its files has another hard link, because a write would change the linked file as well.
+    An adopted slot is durably invalidated, and its headers are written. Files that are not part of
+    a checkpoint, such as the ``config.json`` of a model, are removed from it. A slot is not adopted
+    if one of its files has another hard link, because a write would change the linked file as well,
+    nor if it is marked as damaged.
 
     Args:
         backend: Backend of the store's first directory.
@@ -359,7 +361,8 @@ def adopt_slot(
     Raises:
         gds.StorageError: The slot could not be examined, opened or written.
     """
-    if set(backend.list_dir(path)) != set(sizes):
+    names = set(backend.list_dir(path))
+    if not names >= set(sizes) or QUARANTINE_NAME in names:
         return None
     for name, size in sizes.items():
         stat = backend.stat(f"{path}/{name}")
@@ -367,6 +370,8 @@ def adopt_slot(
             return None
     if has_other_names(backend, path):
         return None
+    for name in sorted(names - set(sizes)):
+        backend.remove(f"{path}/{name}")
     slot = open_slot(backend, path, layout, writable=True)
     slot.invalidate()
     _write_headers(slot)

@@ -33,6 +33,7 @@ from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
 from offload.format.train_state import EncodedState
+from offload.journal import Journal
 from offload.retention.pins import drop_unfinished
 from offload.retention.policy import Retention
 from offload.store.census import Census
@@ -113,7 +114,11 @@ class Store:
             backend, self.directory, keep, opened, self._changed, self._poison, self._census
         )
         """Retention policy and pins, which decide which checkpoints are kept."""
-        self._withdrawal = Withdrawal(opened, self.keeping, self._census, self._free, self._poison)
+        self.journal = Journal()
+        """Events that are logged when this process holds none of the store's locks."""
+        self._withdrawal = Withdrawal(
+            opened, self.keeping, self._census, self._free, self._poison, self.journal
+        )
         self.sealing = Sealing(
             opened, self.keeping, self._withdrawal, self._free, self._poison, self._changed,
             reader_timeout_s=reader_timeout_s,

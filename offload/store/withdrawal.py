@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from gds import StorageError
+from offload.journal import Journal
 from offload.retention.policy import Record
 from offload.store.census import Census
 from offload.store.expiry import Keeping
@@ -16,6 +18,7 @@ from offload.store.opening import StoreContent, StoredCheckpoint, open_stored
 from offload.store.poison import Poison
 from offload.store.quarantine import remove_mark
 from offload.store.slot import Slot
+from offload.units import duration, size
 
 
 class Withdrawal:
@@ -31,6 +34,7 @@ class Withdrawal:
         free: Free slots of the store. Withdrawn checkpoints are added to them.
         poison: Poison of the store. It is set if a withdrawal fails half way. Once it is set,
             nothing is withdrawn.
+        journal: Journal of the store, in which each withdrawal is noted.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Withdrawal:
         census: Census,
         free: FreeSlots,
         poison: Poison,
+        journal: Journal,
     ) -> None:
         self._backend = free.backend
         self._directory = free.directory
@@ -50,6 +55,7 @@ class Withdrawal:
         self._census = census
         self._free = free
         self._poison = poison
+        self._journal = journal
 
     def withdraw(self, checkpoint: StoredCheckpoint) -> bool:
         """Turn a checkpoint into a free slot, durably; return False if a reader or a pin holds it.
@@ -68,6 +74,7 @@ class Withdrawal:
             self._checkpoints.remove(checkpoint)
             self.forget(checkpoint)
             return True
+        started, path = time.perf_counter(), checkpoint.path
         lock = try_lock(self._backend, checkpoint.path)
         if lock is None:
             return False
@@ -93,6 +100,7 @@ class Withdrawal:
             if slot is None:
                 self.forget(checkpoint)
             self._free.add(slot or name)
+            self._note(path, checkpoint, time.perf_counter() - started)
         finally:
             lock.release()
         return True
@@ -129,6 +137,13 @@ class Withdrawal:
         most = self._keeping.num_slots()
         self._free.drop(min(len(self._free) + len(self._checkpoints) - most, len(self._free) - 1))
         self._parts.trim(most)
+
+    def _note(self, path: str, checkpoint: StoredCheckpoint, seconds: float) -> None:
+        """Note that the checkpoint that had `path` has become a free slot."""
+        self._journal.note(
+            f"{path}: recycled step {checkpoint.manifest.step} in {duration(seconds)}, "
+            f"{size(checkpoint.tensor_bytes)} for a later step"
+        )
 
     def forget(self, checkpoint: StoredCheckpoint) -> None:
         """Close the files of a former checkpoint, and mark its parts as free."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from gds import Backend, PosixBackend
 from gds.calibration import Calibration, calibrate, load_calibration, save_calibration
 from offload.format.names import CALIBRATION_NAME
+from offload.journal import log_event
 from offload.options import Options
+from offload.units import duration, rate, size
 
 MIN_STATE_BYTES = 1 << 30
 """State size from which a calibration is worth the second or two that it takes."""
@@ -41,12 +44,26 @@ def find_calibration(
     found = load_calibration(path)
     if found is None and options.drives.calibrate and state_bytes >= MIN_STATE_BYTES:
         try:
+            started = time.perf_counter()
             found = calibrate(directory)
+            seconds = time.perf_counter() - started
+            log_event(f"{directory}: {_measured(found, seconds, state_bytes)}")
             save_calibration(path, found)
         except (OSError, MemoryError) as error:
             # The defaults work as well, only slower. A broken drive will raise an error soon.
             logging.getLogger("offload").warning("%s was not calibrated: %s", directory, error)
     return None if found is None or found.reason else found
+
+
+def _measured(found: Calibration, seconds: float, state_bytes: int) -> str:
+    """Return what a calibration has found, for the log."""
+    if found.reason:
+        return f"not calibrated: {found.reason}"
+    return (
+        f"calibrated in {duration(seconds)} for {size(state_bytes)} of state: "
+        f"reads {rate(found.read_gbps * 1e9)}, writes {rate(found.write_gbps * 1e9)}, "
+        f"both at once {rate(found.mixed_gbps * 1e9)}"
+    )
 
 
 def apply_calibration(

@@ -21,6 +21,7 @@ import offload.format.digests
 from bench import (
     checkpoint,
     digests,
+    fio_axes,
     frozen,
     hybrid,
     overlap,
@@ -103,7 +104,7 @@ def test_make_bench_runs_every_script_that_needs_nothing_special(quick: list[str
         for path in (ROOT / "bench").glob("[!_]*.py")
         if '__name__ == "__main__"' in path.read_text()
     }
-    by_hand = {"peers", "finetune", "kernel", "device", "gpu", "crossings", "revisions"}  # Makefile
+    by_hand = {"peers", "finetune", "kernel", "device", "gpu", "crossings", "revisions", "fio_axes"}
     assert {name for name, _ in commands} == scripts - by_hand
     assert commands[-1][0] == "report"
     assert all(("--quick --output" in rest) == bool(quick) for _, rest in commands[:-1])
@@ -186,6 +187,24 @@ def test_hybrid(measured: Measured) -> None:
         assert claim["denominator"] == claim["numerator"].replace("hybrid", better)
     with pytest.raises(BenchError, match="stream-read"):
         hybrid.main(["--quick", "--scenarios", "nothing"])
+
+
+def test_fio_axes(measured: Measured) -> None:
+    if shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    found = measured(fio_axes.main, "--points", "mixed,write-64K")
+    check(found, rounds=3, claims=2)
+    for claim in found["claims"]:
+        assert claim["agrees"] is None
+        assert claim["agreement"] == "too few pairs to say (3 of 11)"
+        rates = zip(
+            found["samples"][claim["numerator"]],
+            found["samples"][claim["denominator"]],
+            strict=True,
+        )
+        assert claim["ratios"] == pytest.approx([fio / gds for fio, gds in rates])
+    with pytest.raises(BenchError, match="randread"):
+        fio_axes.main(["--quick", "--points", "nothing"])
 
 
 def test_revisions(measured: Measured) -> None:

@@ -167,7 +167,7 @@ def test_an_export_of_a_damaged_checkpoint_says_how_to_export_another(
     assert said is not None, err
     run(*said[1].split())
     code, out, _ = run("export", store, target, "--to", "pt", "--quiet")
-    assert (code, out) == (0, f"{target}: step 1 of {store}/step-00000001\n")
+    assert (code, out.startswith(f"{target}: step 1 of {store}/step-00000001, ")) == (0, True)
 
 
 def test_a_damaged_train_state_names_its_path_once(run: Run, trained: Path, tmp_path: Path) -> None:

@@ -21,23 +21,35 @@ from gds.errors import RefusedError
 from gds.opening import open_path
 from tests.fake_gpu.machine import FakeGpu
 
-SMALL = ("--file-size", "1M", "--size", "64K", "--allow-small")
+QUICK = ("--seconds", "0", "--ramp", "0", "--repeat", "1")
+SMALL = ("--file-size", "1M", "--size", "64K", "--allow-small", *QUICK)
 SIZE = 64 << 10
 BLOCKS = 16
 
-TARGET = {"path", "scratch_file", "file_bytes", "filesystem", "source"}
+TARGET = {"path", "paths", "scratch_file", "file_bytes", "filesystem", "source"}
 WORKLOAD = {
-    "rw", "path", "size", "threads", "depth", "mix", "cache", "passes", "seconds", "file_bytes",
+    "rw", "path", "size", "threads", "depth", "mix", "cache", "passes", "seconds", "ramp_s",
+    "interval_s", "file_bytes", "files", "reopen",
 }  # fmt: skip
-RUN = {
-    "num_requests", "bytes_read", "bytes_written", "elapsed_s", "sync_s", "latency_mean_s",
-    "latency_p50_s", "latency_p99_s", "latency_max_s", "cpu_user_s", "cpu_system_s", "direct",
-    "cached_before", "verified_bytes", "bytes_per_s", "durable_bytes_per_s", "iops", "cpu_cores",
-    "pcie_rx_gbps", "pcie_tx_gbps", "pcie_samples", "pcie_reason",
+LATENCY = {
+    "latency_mean_s", "latency_stddev_s", "latency_min_s", "latency_p50_s", "latency_p90_s",
+    "latency_p99_s", "latency_p999_s", "latency_p9999_s", "latency_max_s", "latency_histogram",
 }  # fmt: skip
-MEDIAN = {
-    "bytes_per_s", "durable_bytes_per_s", "iops", "latency_mean_s", "latency_p50_s",
-    "latency_p99_s", "cpu_cores", "sync_s",
+REQUESTS = LATENCY | {"num_requests", "num_bytes", "bytes_per_s", "iops"}
+RUN = REQUESTS | {
+    "bytes_read", "bytes_written", "elapsed_s", "ramp_s", "sync_s", "cpu_user_s", "cpu_system_s",
+    "direct", "cached_before", "verified_bytes", "durable_bytes_per_s", "cpu_cores",
+    "pcie_rx_gbps", "pcie_tx_gbps", "pcie_samples", "pcie_reason", "reads", "writes", "series",
+    "lane_bytes_per_s",
+}  # fmt: skip
+SUMMARY = {
+    "bytes_per_s", "iops", "latency_mean_s", "latency_stddev_s", "latency_p50_s", "latency_p99_s",
+    "latency_p999_s", "latency_max_s",
+}  # fmt: skip
+MEDIAN = SUMMARY | {"durable_bytes_per_s", "cpu_cores", "sync_s"}
+RESULT = {
+    "workload", "median", "median_reads", "median_writes", "lowest_bytes_per_s",
+    "highest_bytes_per_s", "verdict", "verdict_reasons", "steady", "num_counted_runs", "runs",
 }  # fmt: skip
 FIO = {
     "workload", "engine", "fio_huge_page_bytes", "gds_bytes_per_s", "fio_bytes_per_s",
@@ -75,14 +87,14 @@ class Calls:
 def test_json_has_the_keys_that_scripts_rely_on(run, drive):
     found = measured(run, drive, *SMALL, "--sweep", "rw=read,write", "--repeat", "2")
     assert found.keys() == {
-        "schema", "target", "machine", "verify", "results", "fio", "notes",
+        "schema", "target", "machine", "verify", "took_s", "results", "fio", "notes",
     }  # fmt: skip
     assert found["schema"] == 1
     assert found["target"].keys() == TARGET
     assert found["machine"].keys() == {"kernel", "cores"}
     assert [result["workload"]["rw"] for result in found["results"]] == ["read", "write"]
     for result in found["results"]:
-        assert result.keys() == {"workload", "median", "runs"}
+        assert result.keys() == RESULT
         assert result["workload"].keys() == WORKLOAD
         assert result["median"].keys() == MEDIAN
         assert len(result["runs"]) == 2
@@ -90,7 +102,10 @@ def test_json_has_the_keys_that_scripts_rely_on(run, drive):
             assert one.keys() == RUN
             assert one["num_requests"] == BLOCKS
             assert one["bytes_read"] + one["bytes_written"] == 1 << 20
-            assert 0 < one["latency_p50_s"] <= one["latency_p99_s"] <= one["latency_max_s"]
+            names = ("min", "p50", "p90", "p99", "p999", "p9999", "max")
+            steps = [one[f"latency_{name}_s"] for name in names]
+            assert steps == sorted(steps)
+            assert steps[0] > 0
             assert one["latency_mean_s"] <= one["latency_max_s"]
             assert one["latency_max_s"] <= one["elapsed_s"]
             assert one["bytes_per_s"] >= one["durable_bytes_per_s"] > 0
@@ -159,11 +174,11 @@ def test_a_users_file_is_read_and_stays_as_it_is(run, drive):
     file.write_bytes(os.urandom((1 << 20) + 12345))
     before, data = file.stat(), file.read_bytes()
     for rw in ("read", "randread"):
-        found = measured(run, file, "--allow-small", "--size", "64K", "--rw", rw)
+        found = measured(run, file, "--allow-small", "--size", "64K", *QUICK, "--rw", rw)
         assert found["target"]["scratch_file"] is False
         assert found["results"][0]["runs"][0]["bytes_read"] == 1 << 20
     for more in (["--rw", "write"], ["--rw", "mixed"], ["--verify"]):
-        status, _, err = run("bench", file, "--allow-small", "--size", "64K", *more)
+        status, _, err = run("bench", file, "--allow-small", "--size", "64K", *QUICK, *more)
         assert status == 1
         assert str(file) in err.splitlines()[-1]
     after = file.stat()
@@ -203,6 +218,10 @@ def test_a_name_that_is_taken_is_not_taken_away(drive, monkeypatch):
         (["--size", "1G", "--threads", "8"], "buffers of more than"),
         (["--mix", "0"], "per cent of reads"),
         (["--passes", "0"], "passes must be at least 1"),
+        (["--ramp", "-1"], "ramp is -1 seconds"),
+        (["--interval", "0"], "interval is 0 seconds"),
+        (["--json", "--csv"], "choose one"),
+        (["--series", "/nowhere/s.csv"], "/nowhere/s.csv: No such file or directory"),
         (["--sweep", "colour=red"], "write one of"),
         (["--sweep", "rw=read..write"], "list its values"),
         (["--sweep", "rw=sideways"], "not one of read"),
@@ -264,21 +283,6 @@ def test_a_place_that_is_neither_directory_nor_file_is_refused(run, drive, kind)
     assert str(path) in err
 
 
-def test_the_table_shows_what_varies_and_says_the_rest_once(run, drive):
-    status, out, _ = run(
-        "bench", drive, *SMALL, "--sweep", "size=64K..256K", "--sweep", "rw=read,mixed"
-    )
-    assert status == 0
-    lines = out.splitlines()
-    assert lines[1].startswith("path direct, threads 2, depth 2, page cache cold")
-    assert lines[2].split() == [
-        "rw", "size", "GB/s", "IOPS", "mean", "ms", "p50", "ms", "p99", "ms", "CPU", "sync", "s",
-    ]  # fmt: skip
-    rows = [line.split()[:-7] for line in lines[4:10]]
-    expected = [[*rw, size] for size in ("64K", "128K", "256K") for rw in (["read"], ["mixed"])]
-    assert [[row[0], row[-1]] for row in rows] == expected
-
-
 def test_a_figure_is_drawn(run, drive):
     pytest.importorskip("matplotlib")
     arguments = ["--sweep", "size=64K..128K", "--sweep", "rw=read,write"]
@@ -332,7 +336,8 @@ def test_fio_reads_a_users_file_and_nothing_else(run, drive):
     file = drive / "mine:1"
     file.write_bytes(os.urandom(1 << 20))
     data = file.read_bytes()
-    found = measured(run, file, "--size", "64K", "--allow-small", "--compare-fio", "--pairs", "1")
+    arguments = ("--size", "64K", "--allow-small", *QUICK, "--compare-fio", "--pairs", "1")
+    found = measured(run, file, *arguments)
     assert len(found["fio"]) == 1, found["notes"]
     assert file.read_bytes() == data
     assert list(drive.iterdir()) == [file]

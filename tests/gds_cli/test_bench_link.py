@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import gds.bench.measure
+import gds.bench.passes
 import gds.buffers.cuda
 from gds import PosixBackend
 from gds.backends.kvikio_file import Used
@@ -21,6 +22,7 @@ from gds.bench import link
 from gds.bench.link import LinkUse, link_meter
 from gds.bench.run import Plan
 from gds.bench.run import run as run_plan
+from gds.bench.screen import show
 from gds.bench.workload import Workload
 from gds.kvikio import KvikioBackend
 from tests.fake_gpu.machine import FakeGpu, installed
@@ -201,19 +203,19 @@ def report_of(drive: Path, machine: Machine, monkeypatch, load: Any) -> tuple[An
     plan = Plan(place=str(drive), workloads=[workload], allow_small=True)
     report = run_plan(plan, system=machine)
     console = Console(file=io.StringIO(), width=200)
-    report.show(console)
+    show(report, console)
     return report, console.file.getvalue()
 
 
 def test_a_report_shows_what_crossed(drive, machine, gpu, nvml, monkeypatch) -> None:
-    real = gds.bench.measure._Pass.run
+    real = gds.bench.passes.Pass.run
 
-    def run(self: Any, order: Any) -> float:
-        elapsed_s = real(self, order)
+    def run(self: Any, order: Any, **limits: float) -> float:
+        elapsed_s = real(self, order, **limits)
         assert nvml.sampled.wait(60)  # so that there is a sample, however fast the drive is
         return elapsed_s
 
-    monkeypatch.setattr(gds.bench.measure._Pass, "run", run)
+    monkeypatch.setattr(gds.bench.passes.Pass, "run", run)
     report, shown = report_of(drive, machine, monkeypatch, lambda: nvml)
     (run_,) = report.to_json()["results"][0]["runs"]
     assert (run_["pcie_rx_gbps"], run_["pcie_tx_gbps"]) == (3.0, 0.5)
@@ -242,7 +244,7 @@ def test_a_report_of_host_memory_has_no_such_columns(drive, machine) -> None:
         Plan(place=str(drive), workloads=[workload], allow_small=True), system=machine
     )
     console = Console(file=io.StringIO(), width=200)
-    report.show(console)
+    show(report, console)
     assert "PCIe" not in console.file.getvalue()
     assert report.points[0].runs[0].pcie_reason == "no memory of a GPU is moved"
 

@@ -25,18 +25,19 @@ def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "rw", "when"),
+    ("number", "rw", "when", "more"),
     [
-        (signal.SIGINT, "randmixed", "requests of"),
-        (signal.SIGTERM, "randmixed", "requests of"),
-        (signal.SIGHUP, "read", "writing a scratch file"),
+        (signal.SIGINT, "randmixed", "requests of", ["--verify"]),
+        (signal.SIGTERM, "randmixed", "requests of", ["--verify"]),
+        (signal.SIGTERM, "randmixed", "requests of", ["--size", "64K", "--threads", "4"]),
+        (signal.SIGHUP, "read", "writing a scratch file", ["--verify"]),
     ],
-    ids=["interrupted", "terminated", "hung-up-while-filling"],
+    ids=["interrupted", "terminated", "terminated-unverified", "hung-up-while-filling"],
 )
-def test_the_scratch_file_is_removed(drive, number, rw, when):
+def test_the_scratch_file_is_removed(drive, number, rw, when, more):
     mine = drive / "mine"
     mine.write_bytes(b"stays")
-    process = start(drive, "--file-size", "64M", "--rw", rw, "--seconds", "3600", "--verify")
+    process = start(drive, "--file-size", "64M", "--rw", rw, "--seconds", "3600", *more)
     killer = threading.Timer(TIMEOUT_S, process.kill)
     killer.start()
     try:

@@ -27,6 +27,7 @@ import torch._dynamo  # which torch itself imports at an optimizer's first step
 
 ARGUMENTS = {
     "plain_loop.py": ["--steps=12", "--every=4", "--batch=2"],
+    "nanogpt_loop.py": ["--steps=12", "--every=4", "--dtype=float16", "--scale=1e7"],
     "lightning_loop.py": ["--epochs=3", "--steps=4"],
 }
 STEPS, KILLED_AT = 12, 9

@@ -45,6 +45,10 @@ def test_an_example_that_is_killed_and_run_again_prints_the_same_losses(tmp_path
         assert 1 < min(again) <= KILLED_AT, f"{example} did not go on from a checkpoint"
         for run in (runs["killed"], again):
             assert run == {step: runs["whole"][step] for step in run}, example
+    (said,) = [line for line in printed[examples[1]]["again"] if line.startswith("continuing")]
+    counted = re.fullmatch(r"continuing at iteration (\d+), optimizer step (\d+)", said)
+    assert counted is not None, said
+    assert 0 < int(counted[2]) < int(counted[1]), "the scaler has skipped steps"
 
 
 def test_a_bridge_is_imported_only_when_it_is_used() -> None:

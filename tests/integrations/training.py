@@ -114,6 +114,7 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     overlap: str | None = None
     backend: Backend | None = None
+    callback: dict[str, Any] = field(default_factory=dict)
 
     def run(
         self,
@@ -141,7 +142,7 @@ class Case:
     ) -> Iterator[Trainer]:
         """Make a Trainer whose store is closed at the end."""
         model, args = make_model(self.dtype), arguments(root, **self.arguments)
-        offloading = OffloadCallback(discard_newer=discard_newer)
+        offloading = OffloadCallback(discard_newer=discard_newer, **self.callback)
         options = offload.Options(
             chunk_bytes=4096,
             overlap=self.overlap,

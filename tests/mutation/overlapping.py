@@ -198,7 +198,7 @@ OVERLAPPING = (
     Mutation(
         "overlap-ddp-made-later",
         "the forward of a DistributedDataParallel is refused",
-        (gone(_BACKWARD_HOOKS, "            require_no_active_ddp(strategy)\n"),),
+        (gone(_BACKWARD_HOOKS, "            require_no_active_ddp(strategy.is_trained)\n"),),
         (_DDP,),
     ),
     Mutation(

@@ -16,6 +16,7 @@ _POOL = "offload/store/part_pool.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
 _DRIVES = "tests/crash/test_drives.py"
+_HF_FILES = "tests/exchange/test_hf_files.py"
 _QUARANTINE = "tests/crash/test_quarantine.py"
 
 _THREE = power("three-checkpoints-keep=1")
@@ -259,16 +260,30 @@ RECYCLING = (
         power("three-checkpoints-keep=1", "added-group-keep=1"),
     ),
     Mutation(
-        "leftover-slot-with-other-files",
-        "a slot that an earlier process left is used only if its files are just those of a slot",
+        "leftover-slot-marked-as-damaged",
+        "a slot that an earlier process left is not used if it is marked as damaged",
         (
             Edit(
                 _SLOT,
-                "    if set(backend.list_dir(path)) != set(sizes):\n        return None\n",
+                "    if not names >= set(sizes) or QUARANTINE_NAME in names:\n"
+                "        return None\n",
                 "",
             ),
         ),
-        (f"{_QUARANTINE}::test_its_place_is_taken_when_training_comes_to_its_step_again",),
+        (f"{_HF_FILES}::test_a_slot_that_a_process_has_left_is_used_again_without_these_files",),
+    ),
+    Mutation(
+        "leftover-slot-keeps-other-files",
+        "files that are not part of a checkpoint are removed from a slot that is used again",
+        (
+            Edit(
+                _SLOT,
+                "    for name in sorted(names - set(sizes)):\n"
+                '        backend.remove(f"{path}/{name}")\n',
+                "",
+            ),
+        ),
+        (f"{_HF_FILES}::test_a_slot_that_a_process_has_left_is_used_again_without_these_files",),
     ),
     Mutation(
         "leftover-slot-keeps-headers",

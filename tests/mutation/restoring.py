@@ -148,7 +148,7 @@ RESTORING = (
     Mutation(
         "failed-transfer-unheeded",
         "a transfer that failed behind a step leaves an optimizer that refuses to go on",
-        (Edit(_USABLE, "        if error is not None:\n", "        if False:\n"),),
+        (Edit(_USABLE, "if self.broken or error is None:", "if True:"),),
         faults("write-once-keep=1", "write-once-keep=2"),
     ),
     Mutation(

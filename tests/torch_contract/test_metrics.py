@@ -206,6 +206,27 @@ class TestMetrics:
         run.optimizer.close()
 
 
+def test_of_a_librarys_measurements_those_of_the_run_are_left_out_unless_asked_for() -> None:
+    measured = {
+        "eval_loss": 1.5,
+        "eval_runtime": 0.7,
+        "eval_samples_per_second": 91.0,
+        "eval_steps_per_second": 5.7,
+        "eval_model_preparation_time": 0.1,
+        "eval_jit_compilation_time": 0.1,
+        "epoch": 0.24,
+        "step": 6,
+        "runtime_error_rate": 0.5,
+    }
+    assert usable_metrics(measured) == {"eval_loss": 1.5, "runtime_error_rate": 0.5}
+    assert usable_metrics(measured, ("eval_runtime", "epoch")) == {
+        "eval_runtime": 0.7,
+        "epoch": 0.24,
+        "eval_loss": 1.5,
+        "runtime_error_rate": 0.5,
+    }
+
+
 def test_of_a_librarys_measurements_only_numbers_with_names_are_taken() -> None:
     measured = {
         "loss": torch.tensor(1.5, requires_grad=True),

@@ -6,6 +6,7 @@ types and edits of parameters in `tests/numerics`, scalers in `test_scaling.py`.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +21,20 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import ExponentialLR
 
 import offload
-from gds import MemoryBackend
+from gds import MemoryBackend, StorageError
 from offload.errors import CheckpointError
 from offload.exchange.foreign import open_foreign
+from tests.crash.fault_backend import FaultBackend
 from tests.eventually import is_freed
 from tests.numerics.reference import Reference, assert_same_bits, assert_same_parameters
-from tests.stores.small import give_gradients, options
+from tests.stores.small import (
+    give_gradients,
+    make_model,
+    make_optimizer,
+    memory_store,
+    options,
+)
+from tests.stores.small import step as take_step
 
 CLASSES = {"AdamW": offload.AdamW, "Adam": offload.Adam, "SGD": offload.SGD}
 
@@ -43,6 +52,10 @@ def make(
         **hyper,
     )
     return model, optimizer
+
+
+def first_line(optimizer: offload.OffloadedOptimizer) -> str:
+    return repr(optimizer).partition("\n")[0]
 
 
 def assert_same_state(found: Any, expected: Any) -> None:
@@ -100,6 +113,42 @@ class TestAnOptimizerIsOne:
         assert repr(optimizer).startswith(f"{line}\n")
         optimizer.close()
         assert repr(optimizer).startswith(f"{line}, closed\n")
+
+    def test_it_prints_what_is_to_be_done_about_its_checkpoints(self) -> None:
+        backend = memory_store(2)
+        with make_optimizer(make_model(), backend, keep=2) as optimizer:
+            assert first_line(optimizer) == (
+                "AdamW in /run: not restored, the newest checkpoint is of step 2"
+            )
+            optimizer.restore()
+            num_bytes = optimizer.stats().state_bytes
+            line = f"AdamW in /run: step 2, {num_bytes / 1024:.1f} KiB of state"
+            assert first_line(optimizer) == line
+        assert first_line(optimizer) == f"{line}, closed"
+
+    def test_it_prints_why_it_is_broken(self) -> None:
+        backend = FaultBackend(memory_store(2))
+        optimizer = make_optimizer(make_model(), backend, keep=2)
+        optimizer.restore()
+        backend.fail("write", 2, forever=False)
+        with pytest.raises(StorageError):
+            take_step(optimizer)
+        line = first_line(optimizer)
+        assert line.startswith("AdamW in /run: step ")
+        assert ", broken: " in line
+        optimizer.close()
+        assert first_line(optimizer).endswith(", closed")
+
+    def test_it_prints_before_and_after_everything(self) -> None:
+        optimizer = make_optimizer(make_model(), MemoryBackend())
+        assert repr(object.__new__(offload.AdamW)) == "<AdamW without a store>"
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if first_line(optimizer).startswith("AdamW in /run: step 0") else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        optimizer.param_groups.clear()
+        assert first_line(optimizer) == "AdamW in /run: step 0, no state yet"
+        optimizer.close()
 
     def test_names_that_came_with_parameters_are_kept(self) -> None:
         model, named = make()

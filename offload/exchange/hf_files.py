@@ -1,0 +1,168 @@
+"""Files of Hugging Face that describe a model: config, generation config and tokenizer.
+
+``from_pretrained`` needs them beside ``model.safetensors``. They are no part of a checkpoint:
+manifests do not list them, readers of checkpoints ignore them, and recycling may remove them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+
+from gds import Backend, StorageError
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.errors import CheckpointError, CheckpointNotFoundError
+from offload.format.names import MANIFEST_NAME
+
+CONFIG_NAME = "config.json"
+"""Name of the file without which a directory does not describe a model."""
+
+_SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken")
+"""Ends of the names of files that ``save_pretrained`` of configs and tokenizers writes."""
+
+_NAMES = ("vocab.txt", "merges.txt")
+"""Names of further files that tokenizers write."""
+
+_OF_OTHERS = (MANIFEST_NAME, "trainer_state.json", "optimizer.json")
+"""Names that end like those of such files, and mean something else."""
+
+_MAX_FILE_BYTES = 64 << 20
+"""Size of the largest file that is taken, in bytes; tokenizers have up to some 30 MiB."""
+
+
+def add_hf_files(checkpoint: Checkpoint, source: str | os.PathLike[str]) -> list[str]:
+    """Put the files that describe a model beside a sealed checkpoint, for ``from_pretrained``.
+
+    Files of this kind that an earlier checkpoint has left in the directory are replaced or removed.
+    Each file appears complete and durable, or not at all. The checkpoint itself does not change.
+    Call this in the process that trains, for a checkpoint that is kept or pinned.
+
+    Args:
+        checkpoint: Sealed checkpoint, such as the result of ``checkpoint().result()``.
+        source: Directory with the files, such as one that ``save_pretrained`` has written. Symbolic
+            links in it are followed, since Hugging Face's cache consists of them.
+
+    Returns:
+        The names of the files. If the directory has no ``config.json``, nothing is done and the
+        list is empty.
+
+    Raises:
+        gds.StorageError: A file could not be read or written.
+    """
+    backend, directory = checkpoint.backend, checkpoint.path
+    files = _read_local(os.path.abspath(os.fspath(source)))
+    if not files:
+        return []
+    present = read_hf_files(backend, directory)
+    changed = {name: data for name, data in files.items() if present.get(name) != data}
+    for name in _names_in(backend, directory):
+        if name not in files:
+            backend.remove(f"{directory}/{name}")
+    for name, data in changed.items():
+        partial = f"{directory}/{name}.new"
+        if backend.stat(partial) is not None:
+            backend.remove(partial)
+        try:
+            _write(backend, partial, data)
+            backend.rename(partial, f"{directory}/{name}")
+        except BaseException:
+            with suppress(StorageError):  # the next call removes it
+                backend.remove(partial)
+            raise
+    if changed:
+        backend.sync_dir(directory)
+    return list(files)
+
+
+def read_hf_files(backend: Backend, directory: str) -> dict[str, bytes]:
+    """Return the content of the files that describe a model, by name; empty without a config.
+
+    Symbolic links are not followed: whoever made the store may have put them there.
+
+    Args:
+        backend: Backend of the directory.
+        directory: Path of a checkpoint.
+
+    Raises:
+        gds.StorageError: A file or the directory could not be read.
+    """
+    names = _names_in(backend, directory)
+    if CONFIG_NAME not in names:
+        return {}
+    found = {}
+    for name in names:
+        with backend.open(f"{directory}/{name}") as file:
+            found[name] = file.read_bytes(0, file.size_bytes)
+    return found
+
+
+def required_hf_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
+    """Return the content of the files that describe a model, in a directory that a user has named.
+
+    Raises:
+        CheckpointNotFoundError: The directory does not exist.
+        CheckpointError: The directory has no ``config.json``.
+        OSError: A file could not be read.
+    """
+    path = os.path.abspath(os.fspath(directory))
+    if not os.path.isdir(path):
+        raise CheckpointNotFoundError(
+            errno.ENOENT, "there is no such directory; name one that has a config.json", path
+        )
+    files = _read_local(path)
+    if not files:
+        raise CheckpointError(
+            f"{path}: it has no {CONFIG_NAME}; name a directory that save_pretrained, or the "
+            "Trainer, has written"
+        )
+    return files
+
+
+def write_hf_files(backend: Backend, directory: str, files: Mapping[str, bytes]) -> None:
+    """Write files into a new directory. Their content is durable on return, their names are not.
+
+    Raises:
+        gds.StorageError: A file could not be written.
+    """
+    for name, data in files.items():
+        _write(backend, f"{directory}/{name}", data)
+
+
+def _read_local(directory: str) -> dict[str, bytes]:
+    """Return the same as `read_hf_files` for a directory of the user.
+
+    Raises:
+        OSError: A file or the directory could not be read.
+    """
+    found = {}
+    for name in sorted(filter(_describes_a_model, os.listdir(directory))):
+        path = os.path.join(directory, name)
+        if os.path.isfile(path) and os.path.getsize(path) <= _MAX_FILE_BYTES:
+            with open(path, "rb") as file:
+                found[name] = file.read()
+    return found if CONFIG_NAME in found else {}
+
+
+def _names_in(backend: Backend, directory: str) -> list[str]:
+    found = []
+    for name in backend.list_dir(directory):
+        if not _describes_a_model(name):
+            continue
+        stat = backend.stat(f"{directory}/{name}")
+        if stat is not None and stat.kind == "file" and stat.size_bytes <= _MAX_FILE_BYTES:
+            found.append(name)
+    return found
+
+
+def _describes_a_model(name: str) -> bool:
+    if name in _OF_OTHERS or name.endswith(".index.json"):
+        return False
+    return name in _NAMES or name.endswith(_SUFFIXES)
+
+
+def _write(backend: Backend, path: str, data: bytes) -> None:
+    with backend.create(path, len(data)) as file:
+        file.write_bytes(data, 0)
+        file.sync()

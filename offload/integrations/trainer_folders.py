@@ -1,0 +1,129 @@
+"""Folders that the Trainer of Hugging Face has written, and the newest that can be resumed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import warnings
+from collections.abc import Sequence
+
+import torch
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from offload import (
+    CheckpointError,
+    Position,
+    StoreError,
+    list_checkpoints,
+    open_checkpoint,
+    reference_of,
+    verify_before_resume,
+)
+
+Directory = str | os.PathLike[str]
+Directories = Directory | Sequence[Directory]
+"""Directory of a store, or its directories on several drives."""
+
+ATTACH = "Pass callbacks=[OffloadCallback()] to the Trainer that saves"
+"""Advice for a user whose folder was saved without the callback."""
+
+
+def latest_checkpoint(
+    output_dir: str | os.PathLike[str], directory: Directories, *, verify: bool = False
+) -> str | None:
+    """Return the newest folder that training can continue from; None if there is none yet.
+
+    Pass the result as ``resume_from_checkpoint``. Unlike the value ``True``, this allows a first
+    start, and skips folders that a killed process has not finished, and folders whose checkpoint is
+    gone from the store. It warns if it skips a folder that was saved without `OffloadCallback`.
+
+    Args:
+        output_dir: Output directory of the Trainer.
+        directory: Directory of the optimizer's store, or its directories on several drives.
+        verify: Read every byte of the checkpoint before its folder is returned (with Adam, 14 bytes
+            per bf16 parameter). A damaged checkpoint is quarantined and skipped, with a warning.
+
+    Raises:
+        DamagedError: With `verify`, the checkpoint before a damaged one is damaged, too. It is not
+            quarantined, since a machine with bad memory would condemn one checkpoint after another.
+        StoreError: With `verify`, a checkpoint cannot be read.
+    """
+    try:
+        names = os.listdir(output_dir)
+    except FileNotFoundError:
+        return None
+    steps = (name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for name in names)
+    numbers = sorted((int(step) for step in steps if step.isdecimal()), reverse=True)
+    store, *parts = _paths(directory)
+    try:
+        infos = list_checkpoints(store)
+    except (CheckpointError, FileNotFoundError):
+        infos = []
+    sealed = {info.generation: info.path for info in infos if info.valid}
+    for number in numbers:
+        folder = folder_of(output_dir, number)
+        position = _position(folder) if is_complete(folder) else None
+        if position is None:
+            continue
+        if not position.sealed:
+            warnings.warn(
+                f"skipping {folder}: it was saved without sealing the state, which is lost. "
+                f"{ATTACH}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif position.generation in sealed:
+            path = sealed[position.generation]
+            found = _damage(path, parts) if verify else ""
+            if not found:
+                return folder
+            warnings.warn(f"skipping {folder}: {found}", RuntimeWarning, stacklevel=2)
+    return None
+
+
+def _paths(directory: Directories) -> list[str]:
+    """Return the absolute paths of a store's directories."""
+    given = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
+    if not given:
+        raise ValueError("directory must be a path, or a list of at least one")
+    return [os.path.abspath(os.fspath(path)) for path in given]
+
+
+def _damage(path: str, parts: Sequence[str]) -> str:
+    """Return the damage of a checkpoint, which is then quarantined; empty if it is whole.
+
+    Args:
+        path: Path of the checkpoint.
+        parts: Directories of the optimizer's store on the other drives.
+
+    Raises:
+        DamagedError: The checkpoint is damaged, and a newer one is quarantined already.
+        StoreError: The checkpoint cannot be read.
+    """
+    with open_checkpoint(path, parts=parts or None) as opened:
+        report = verify_before_resume(opened)
+    if report.unreadable:
+        raise StoreError(errno.EIO, "; ".join(report.unreadable), path)
+    return report.problems[0] if report.problems else ""
+
+
+def folder_of(output_dir: str | os.PathLike[str], step: int) -> str:
+    """Return the path of the Trainer's folder for a step."""
+    return os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+
+
+def _position(folder: str) -> Position | None:
+    """Return the position that a complete folder refers to; None for a torch optimizer's state."""
+    return reference_of(torch.load(os.path.join(folder, OPTIMIZER_NAME), weights_only=True))
+
+
+def is_complete(folder: str) -> bool:
+    """Return whether the Trainer has finished a folder: it writes its own state last."""
+    try:
+        with open(os.path.join(folder, TRAINER_STATE_NAME), encoding="utf-8") as file:
+            json.load(file)
+    except (OSError, ValueError):
+        return False
+    return os.path.isfile(os.path.join(folder, OPTIMIZER_NAME))

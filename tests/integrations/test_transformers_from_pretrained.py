@@ -1,0 +1,236 @@
+"""`from_pretrained` opens sealed checkpoints and exports as they lie, with config and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    default_data_collator,
+)
+
+import offload
+from offload.cli import main
+from offload.integrations.transformers import OffloadCallback
+from tests.command_line import Run, runner
+from tests.integrations.training import Sentences, arguments, make_model
+from tests.numerics.reference import assert_same_bits
+from tests.stores.files import flip_on_disk
+from tests.stores.small import make_optimizer, train
+
+DESCRIPTION = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def make_tokenizer(word: str = "night") -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, word: 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+
+
+def fit(root: Path, *, steps: int = 4, word: str = "night") -> PreTrainedModel:
+    """Train with a tokenizer, save every second step, keep the last two, and return the model."""
+    offloading = OffloadCallback(close=True)
+    trainer = Trainer(
+        make_model(),
+        arguments(root, max_steps=steps, save_steps=2, save_total_limit=2),
+        train_dataset=Sentences(),
+        data_collator=default_data_collator,
+        processing_class=make_tokenizer(word),
+        optimizer_cls_and_kwargs=offloading.optimizer_cls_and_kwargs(
+            directory=root / "run", options=offload.Options(chunk_bytes=4096)
+        ),
+        callbacks=[offloading],
+    )
+    trainer.train(resume_from_checkpoint=steps > 4)
+    return trainer.model
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """A run with the checkpoints of steps 2 and 4, and the model at its end."""
+    root = tmp_path_factory.mktemp("trained")
+    return root, fit(root)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner("offload", main, monkeypatch, capsys)
+
+
+def assert_opens(directory: Path, expected: PreTrainedModel) -> None:
+    found = AutoModelForCausalLM.from_pretrained(directory)
+    assert type(found) is type(expected)
+    assert found.config.n_embd == expected.config.n_embd
+    for (name, tensor), wanted in zip(
+        found.state_dict().items(), expected.state_dict().values(), strict=True
+    ):
+        assert_same_bits(tensor, wanted, name)
+    assert AutoTokenizer.from_pretrained(directory)("the night")["input_ids"] == [1, 2]
+
+
+def test_a_sealed_checkpoint_is_opened_as_it_lies(trained: tuple[Path, PreTrainedModel]) -> None:
+    root, model = trained
+    assert_opens(root / "run/step-00000004", model)
+    older = AutoModelForCausalLM.from_pretrained(root / "run/step-00000002")
+    kept = AutoModelForCausalLM.from_pretrained(root / "out/checkpoint-2")
+    for tensor, wanted in zip(older.parameters(), kept.parameters(), strict=True):
+        assert_same_bits(tensor, wanted, "a parameter of step 2")
+
+
+def test_files_beside_a_checkpoint_are_those_of_the_trainers_folder(
+    trained: tuple[Path, PreTrainedModel], run: Run
+) -> None:
+    root, _ = trained
+    for step in (2, 4):
+        folder, checkpoint = root / f"out/checkpoint-{step}", root / f"run/step-{step:08}"
+        for name in DESCRIPTION:
+            assert (checkpoint / name).read_bytes() == (folder / name).read_bytes()
+        assert not (checkpoint / "trainer_state.json").exists()
+        assert not (checkpoint / "optimizer.pt").exists()
+    assert run("verify", root / "run")[0] == 0
+    assert [c.step for c in offload.list_checkpoints(root / "run") if c.valid] == [2, 4]
+
+
+def test_an_export_is_opened_as_it_lies(
+    trained: tuple[Path, PreTrainedModel], tmp_path: Path, run: Run
+) -> None:
+    root, model = trained
+    out = tmp_path / "out"
+    code, said, _ = run("export", root / "run", out, "--to", "hf", "--quiet")
+    assert code == 0
+    assert_opens(out, model)
+    size = offload.units.size(sum(file.stat().st_size for file in out.iterdir()))
+    first, then = said.splitlines()
+    assert first == f"{out}: step 4 of {root / 'run/step-00000004'}, {size}"
+    assert then == f"next: transformers.GPT2LMHeadModel.from_pretrained({str(out)!r})"
+
+
+def test_files_follow_a_recycled_slot_and_a_changed_tokenizer(tmp_path: Path) -> None:
+    fit(tmp_path)
+    slots = {p.stat().st_ino for p in (tmp_path / "run").iterdir() if p.is_dir()}
+    (tmp_path / "run/step-00000004/chat_template.jinja").write_text("of another tokenizer")
+    fit(tmp_path, steps=10, word="day")
+    for step in (8, 10):
+        checkpoint = tmp_path / f"run/step-{step:08}"
+        assert AutoTokenizer.from_pretrained(checkpoint)("the day")["input_ids"] == [1, 2]
+        assert not (checkpoint / "chat_template.jinja").exists()
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert slots & {p.stat().st_ino for p in (tmp_path / "run").glob("step-*")}, "some are recycled"
+
+
+def test_an_export_without_a_config_says_how_to_give_one(
+    tmp_path: Path, run: Run, trained: tuple[Path, PreTrainedModel]
+) -> None:
+    model = make_model()
+    with make_optimizer(model, directory=tmp_path / "run") as optimizer:
+        train(optimizer, 1, seal_at=(1,))
+    code, said, _ = run("export", tmp_path / "run", tmp_path / "bare", "--to", "hf", "--quiet")
+    assert code == 0
+    assert not (tmp_path / "bare/config.json").exists()
+    assert "next: from_pretrained needs a config.json: export again with --config DIR" in said
+
+    given = trained[0] / "out/checkpoint-4"
+    out = tmp_path / "out"
+    assert run("export", tmp_path / "run", out, "--to", "hf", "--config", given, "--quiet")[0] == 0
+    assert_opens(out, model)
+    names = {file.name for file in out.iterdir()}
+    assert names == {"model.safetensors", "optimizer.pt", "master.safetensors", *DESCRIPTION}
+
+
+def test_a_config_that_is_none_is_refused_before_anything_is_written(
+    tmp_path: Path, run: Run, trained: tuple[Path, PreTrainedModel]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    store, out = trained[0] / "run", tmp_path / "out"
+    for given, to, message in (
+        (tmp_path / "empty", "hf", f"{tmp_path / 'empty'}: it has no config.json"),
+        (tmp_path / "none", "hf", f"{tmp_path / 'none'}: there is no such directory"),
+        (trained[0] / "out/checkpoint-4", "pt", "--config goes with --to hf"),
+    ):
+        code, _, said = run("export", store, out, "--to", to, "--config", given, "--quiet")
+        assert code != 0
+        assert message in said.replace("\n", "")
+        assert not out.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("to", ["pt", "safetensors", "dcp"])
+def test_what_to_do_next_with_other_exports_can_be_done(
+    tmp_path: Path, run: Run, trained: tuple[Path, PreTrainedModel], to: str
+) -> None:
+    import safetensors.torch
+    import torch.distributed.checkpoint
+
+    out = tmp_path / "out"
+    said = run("export", trained[0] / "run", out, "--to", to, "--quiet")[1]
+    (line,) = [line for line in said.splitlines() if line.startswith("next: ")]
+    names = {"torch": torch, "safetensors": safetensors, "state": {"step": 0}}
+    result = eval(line.removeprefix("next: "), names)
+    found = names["state"] if to == "dcp" else result
+    assert "step" in found or "transformer.wte.weight" in found
+
+
+def test_a_plain_loop_adds_the_files_by_itself(tmp_path: Path) -> None:
+    model = make_model()
+    with make_optimizer(model, directory=tmp_path / "run") as optimizer:
+        train(optimizer, 1)
+        sealed = optimizer.checkpoint().result()
+        model.config.save_pretrained(tmp_path / "config")
+        make_tokenizer().save_pretrained(tmp_path / "config")
+        added = offload.add_hf_files(sealed, tmp_path / "config")
+        assert sorted(added) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert_opens(tmp_path / "run/step-00000001", model)
+
+
+def test_a_model_without_a_config_seals_as_before(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/notes.json").write_text("{}")
+    with make_optimizer(make_model(), directory=tmp_path / "run") as optimizer:
+        train(optimizer, 1)
+        sealed = optimizer.checkpoint().result()
+        before = sorted(p.name for p in Path(sealed.path).iterdir())
+        assert offload.add_hf_files(sealed, tmp_path / "folder") == []
+        assert sorted(p.name for p in Path(sealed.path).iterdir()) == before
+
+
+def test_files_of_the_store_are_never_taken_for_those_of_a_model(tmp_path: Path) -> None:
+    """Neither from the folder, nor when stale files are removed."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for name in ("config.json", "manifest.json", "damaged.txt", "model.safetensors", "pins.json"):
+        (theirs / name).write_text(json.dumps({"model_type": "gpt2"}))
+    (theirs / "model.safetensors.index.json").write_text("{}")
+    with make_optimizer(make_model(), directory=tmp_path / "run") as optimizer:
+        train(optimizer, 1)
+        sealed = optimizer.checkpoint().result()
+        assert sorted(offload.add_hf_files(sealed, theirs)) == ["config.json", "pins.json"]
+        (theirs / "config.json").rename(tmp_path / "blob")  # as in the cache of Hugging Face
+        (theirs / "config.json").symlink_to(tmp_path / "blob")
+        assert "config.json" in offload.add_hf_files(sealed, theirs)
+    (info,) = offload.list_checkpoints(tmp_path / "run")
+    assert info.valid
+    with offload.open_checkpoint(info.path) as checkpoint:
+        assert checkpoint.verify().ok
+
+
+def test_damage_of_the_weights_is_still_found_beside_these_files(tmp_path: Path, run: Run) -> None:
+    fit(tmp_path)
+    flip_on_disk(tmp_path / "run/step-00000004/model.safetensors", 4100)
+    assert run("verify", tmp_path / "run/step-00000004")[0] == 1
+
+
+def test_an_export_does_not_follow_links_in_a_store(tmp_path: Path, run: Run) -> None:
+    with make_optimizer(make_model(), directory=tmp_path / "run") as optimizer:
+        train(optimizer, 1, seal_at=(1,))
+    (tmp_path / "secret").write_text("{}")
+    for name in ("config.json", "vocab.txt"):
+        (tmp_path / "run/step-00000001" / name).symlink_to(tmp_path / "secret")
+    assert run("export", tmp_path / "run", tmp_path / "out", "--to", "hf", "--quiet")[0] == 0
+    assert not {"config.json", "vocab.txt"} & {file.name for file in (tmp_path / "out").iterdir()}

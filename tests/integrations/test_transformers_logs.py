@@ -1,0 +1,207 @@
+"""The optimizer's numbers in the logs of a Trainer, and in what it reports them to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import TrainerCallback
+
+import offload
+from offload import OffloadedOptimizer
+from offload.integrations.training_log import TrainingLog
+from offload.integrations.transformers import OffloadCallback, create_optimizer
+from tests.integrations.training import Case, StopBefore, StoppedError
+from tests.stores.small import make_model, make_optimizer, train
+
+CASE = Case({"save_steps": 2, "max_steps": 6})
+
+MAIN = {
+    "offload/step_seconds",
+    "offload/read_gb_per_s",
+    "offload/write_gb_per_s",
+    "offload/io_wait_fraction",
+    "offload/bytes_written",
+}
+
+
+class Reporter(TrainerCallback):
+    """Notes the logs as a callback of ``report_to`` gets them."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.logged.append({**logs, "step": state.global_step})
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> ReadStats:
+    """What the optimizer has said of itself: transfers go on between two questions."""
+    reading, ask = ReadStats(), OffloadedOptimizer.stats
+
+    def stats(self: OffloadedOptimizer) -> offload.Stats:
+        reading.last = ask(self)
+        return reading.last
+
+    monkeypatch.setattr(OffloadedOptimizer, "stats", stats)
+    return reading
+
+
+class ReadStats(TrainerCallback):
+    """Notes the statistics that a log was made from."""
+
+    def __init__(self) -> None:
+        self.last: offload.Stats
+        self.stats: list[offload.Stats] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.stats.append(self.last)
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """Return the log entries with a loss that the Trainer has kept in a folder."""
+    state = json.loads((folder / "trainer_state.json").read_text())
+    return [entry for entry in state["log_history"] if "loss" in entry]
+
+
+def ours(entry: dict[str, Any]) -> set[str]:
+    return {name for name in entry if name.startswith("offload/")}
+
+
+def test_the_log_has_five_numbers_of_the_time_since_the_last_log(
+    tmp_path: Path, reading: ReadStats
+) -> None:
+    CASE.run(tmp_path, reading)
+    logged = history(tmp_path / "out/checkpoint-6")
+    assert [entry["step"] for entry in logged] == [1, 2, 3, 4, 5, 6]
+    for entry in logged:
+        assert ours(entry) <= MAIN
+        assert all(type(value) in (int, float) for value in entry.values())
+    for entry, before, after in zip(logged[1:], reading.stats, reading.stats[1:], strict=False):
+        assert entry["offload/step_seconds"] == pytest.approx(after.step_s - before.step_s)
+        for name, num_bytes, seconds in (
+            ("offload/read_gb_per_s", "bytes_read", "read_s"),
+            ("offload/write_gb_per_s", "bytes_written", "write_s"),
+        ):
+            moved = getattr(after, num_bytes) - getattr(before, num_bytes)
+            took = getattr(after, seconds) - getattr(before, seconds)
+            assert entry.get(name, 0) == pytest.approx(moved / 1e9 / took if moved else 0)
+        assert 0 <= entry["offload/io_wait_fraction"] <= 1
+        assert entry["offload/bytes_written"] == after.bytes_written
+    assert set().union(*map(ours, logged)) == MAIN
+
+
+def test_a_log_has_no_number_of_what_has_not_happened(tmp_path: Path) -> None:
+    with make_optimizer(make_model(), directory=tmp_path / "run") as optimizer:
+        log = TrainingLog(optimizer.stats())
+        assert log.main_numbers(optimizer.stats()) == {"offload/bytes_written": 0}
+        train(optimizer, 2)
+        optimizer.synchronize()
+        assert "offload/step_seconds" in log.main_numbers(optimizer.stats())
+        assert set(log.main_numbers(optimizer.stats())) == {"offload/bytes_written"}
+
+
+def test_totals_go_on_after_a_resume(tmp_path: Path, reading: ReadStats) -> None:
+    with pytest.raises(StoppedError):
+        CASE.run(tmp_path, StopBefore(6))
+    CASE.run(tmp_path, reading, resume=True)
+    written = {
+        e["step"]: e["offload/bytes_written"] for e in history(tmp_path / "out/checkpoint-6")
+    }
+    assert sorted(written) == [1, 2, 3, 4, 5, 6]
+    assert sorted(written.values()) == list(written.values())
+    own = {5: reading.stats[0].bytes_written, 6: reading.stats[1].bytes_written}
+    assert written[5] - own[5] >= written[4], "what the first process had written by its save"
+    assert written[6] - own[6] == written[5] - own[5]
+
+
+def test_totals_go_on_through_two_resumes_and_a_second_training(tmp_path: Path) -> None:
+    case = Case(CASE.arguments, callback={"log_stats": "all"})
+    for last in (3, 5):
+        with pytest.raises(StoppedError):
+            case.run(tmp_path, StopBefore(last + 1), resume=last > 3)
+    with case.trainer(tmp_path) as trainer:
+        trainer.train(resume_from_checkpoint=True)
+        steps = {e["step"]: e["offload/steps"] for e in trainer.state.log_history if "loss" in e}
+        assert steps == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6}
+        trainer.train()
+        again = [e["offload/steps"] for e in trainer.state.log_history if "loss" in e]
+        assert again == [7, 8, 9, 10, 11, 12]
+
+
+def test_all_numbers_are_logged_on_request_without_zeros(
+    tmp_path: Path, reading: ReadStats
+) -> None:
+    case = Case(CASE.arguments, callback={"log_stats": "all"})
+    case.run(tmp_path, reading)
+    last = history(tmp_path / "out/checkpoint-6")[-1]
+    scalars = reading.stats[-1].scalars()
+    assert {name: last[name] for name in scalars if scalars[name]} == {
+        name: value for name, value in scalars.items() if value
+    }
+    assert ours(last) <= MAIN | {name for name, value in scalars.items() if value}
+    assert scalars["offload/to_device_bytes"] == 0
+    assert "offload/to_device_bytes" not in last
+
+
+def test_tensorboard_gets_the_numbers_through_report_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    Case({**CASE.arguments, "report_to": "tensorboard"}).run(tmp_path)
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert {f"train/{name}" for name in MAIN} <= set(events.Tags()["scalars"])
+    shown = [(e.step, e.value) for e in events.Scalars("train/offload/bytes_written")]
+    kept = history(tmp_path / "out/checkpoint-6")
+    assert shown == [(e["step"], pytest.approx(e["offload/bytes_written"])) for e in kept]
+
+
+def test_a_callback_that_precedes_ours_gets_the_numbers(tmp_path: Path) -> None:
+    reporter = Reporter()
+    with CASE.trainer(tmp_path) as trainer:
+        ours_now = trainer.pop_callback(OffloadCallback)
+        trainer.add_callback(reporter)
+        trainer.add_callback(ours_now)
+        trainer.train()
+        assert trainer.callback_handler.callbacks.count(ours_now) == 1
+        assert trainer.callback_handler.callbacks.count(reporter) == 1
+    assert reporter.logged == history(tmp_path / "out/checkpoint-6")
+    assert "offload/bytes_written" in reporter.logged[-1]
+
+
+def test_the_numbers_fit_into_a_line_of_the_console(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CASE.run(tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
+    assert len(lines) == 6
+    for line in lines:
+        assert line.count("offload/") <= 5
+        assert len(line) < 300
+
+
+def test_the_callback_can_be_silent(tmp_path: Path) -> None:
+    run = Case(CASE.arguments, callback={"log_stats": False}).run(tmp_path)
+    assert not any(ours(entry) for entry in run.trainer.state.log_history)
+
+
+def test_another_choice_of_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"log_stats must be True, False or \"all\", got 'five'"):
+        OffloadCallback(log_stats="five")  # type: ignore[arg-type]
+
+
+def test_the_callback_closes_the_optimizer_if_it_is_asked_to(tmp_path: Path) -> None:
+    with Case(CASE.arguments, callback={"close": True}).trainer(tmp_path) as trainer:
+        trainer.train()
+        with create_optimizer(trainer.model, trainer.args, directory=tmp_path / "run") as other:
+            other.restore()
+            assert other.num_steps == 6
+        with pytest.raises(offload.OffloadError, match="closed"):
+            trainer.optimizer.optimizer.checkpoints()
