@@ -147,6 +147,11 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
         ),
     ):
         yield _row(name, _size(nbytes), _time(each), _time(once))
+    if restores.replicas > 1 and restores.equal_time_gbps is not None:
+        yield from _note(
+            "A restore that takes as long as a full copy reads "
+            f"{restores.equal_time_gbps:.4g} GB/s."
+        )
 
 
 def _warnings(plan: Plan) -> Iterator[str]:

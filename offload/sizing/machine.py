@@ -63,10 +63,12 @@ class Machine:
         """Rate of reads and writes of equal size at the same time, both added up.
 
         It is bounded by the rate of each direction alone, and by the mixed rate if it is known.
+        None if neither the mixed rate nor both directions are known.
         """
         one_way = [2 * rate for rate in (self.read_gbps, self.write_gbps) if rate is not None]
-        known = one_way if self.mixed_gbps is None else [*one_way, self.mixed_gbps]
-        return min(known, default=None)
+        if self.mixed_gbps is not None:
+            return min([*one_way, self.mixed_gbps])
+        return min(one_way) if len(one_way) == 2 else None
 
 
 def measured_drives(path: str | os.PathLike[str]) -> dict[str, float]:

@@ -118,6 +118,7 @@ def test_rates_of_storage(run: Run) -> None:
     out = " ".join(run("size", "175e9", *FULL)[1].split())
     assert "writers write 19.1 GB each at 1 GB/s, 8 GB/s for a node of 8 GPUs." in out
     assert "Storage that reaches 40 % of its peak needs a peak of 320 GB/s." in out
+    assert "A restore that takes as long as a full copy reads 1024 GB/s." in out
     assert "needs 81.67 GB/s of storage, 0.638 GB/s for each." in out
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from offload.sizing import Cluster, Machine, Run, SizingError, measured_drives, size
+from offload.sizing import Cluster, Machine, Precision, Run, SizingError, measured_drives, size
 from tests.sizing.test_sources import LLAMA
 
 SOON_S = 30.0
@@ -81,6 +81,17 @@ def test_weights_without_an_element(tmp_path: Path) -> None:
     write_weights(tmp_path / "a.safetensors", header, 0)
     with pytest.raises(SizingError, match=r"a\.safetensors: 0 parameters, expected 1 to"):
         size(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model_type", "hidden_size", "attention_bias"])
+@pytest.mark.parametrize("value", ["x" * 1_000_000, ["x"] * 100_000], ids=["text", "list"])
+def test_a_message_is_short_however_long_a_value_is(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {name: value}))
+    with pytest.raises(SizingError, match=f"config.json: {name} is ") as caught:
+        size(tmp_path)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(
@@ -160,6 +171,7 @@ HUGE = 10**400
         (lambda: Run(mttf_s=10**5000), "mttf_s is "),
         (lambda: Machine(read_gbps=5e-324), "read_gbps is 5e-324"),
         (lambda: Cluster(efficiency=1e-320), "efficiency is 1e-320"),
+        (lambda: Precision(optimizer=["Adam"]), "optimizer is ['Adam'], known are"),  # type: ignore[arg-type]
         (lambda: Cluster(efficiency="1"), "efficiency is '1'"),  # type: ignore[arg-type]
         (lambda: size(7e9, num_groups=0), "num_groups is 0"),
         (lambda: size(7e9, train_state_bytes=-1), "train_state_bytes is -1"),
