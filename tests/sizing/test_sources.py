@@ -173,13 +173,8 @@ def test_the_drives_that_gds_bench_measured(
 ) -> None:
     run = runner("gds", gds_main, monkeypatch, capsys)
     arguments = (
-        "--size",
-        "64K",
-        "--file-size",
-        "1M",
-        "--allow-small",
-        "--allow-volatile",
-        "--json",
+        *("--size", "64K", "--file-size", "1M", "--seconds", "0", "--ramp", "0", "--repeat", "1"),
+        *("--allow-small", "--allow-volatile", "--json"),
     )
     code, out, err = run("bench", tmp_path, "--sweep", "rw=read,write,mixed", *arguments)
     assert code == 0, err
