@@ -205,7 +205,8 @@ class Report:
                     "highest_bytes_per_s": max(rates),
                     "cpu_cores": point.median("cpu_cores"),
                     "sync_s": point.median("sync_s"),
-                    "verdict": point.stability.words,
+                    "verdict": point.stability.word,
+                    "verdict_reasons": "; ".join(point.stability.reasons),
                 }
                 if number == 0 and part == "total":
                     writer.writerow(row)

@@ -272,7 +272,10 @@ def _measure_all(
         """Add one run to a point."""
         workload = point.workload
         number = len(point.runs)
-        say(f"{workload.rw} {workload.path}, requests of {workload.size} bytes, run {number + 1}")
+        say(
+            f"{workload.rw} {workload.path}, requests of {workload.size} bytes, "
+            f"{workload.threads} threads, depth {workload.in_flight}, run {number + 1}"
+        )
         seed = plan.seed + number
         point.runs.append(measure(workload, lanes, make, verify=plan.verify, seed=seed))
 
@@ -315,6 +318,10 @@ def _remarks(report: Report) -> list[str]:
         found.append(
             "Some or all reads came from the page cache: their speed is not that of the drive."
         )
+    found += [
+        f"{' and '.join(places)} are on the same file system: together they share its rate."
+        for places in _on_one_file_system(report.places)
+    ]
     if any(not run.direct for workload, run in runs if workload.writes):
         found.append("Writes through the page cache are not on the drive before the sync.")
     of_gpu = [run for workload, run in runs if PATHS[workload.path].memory == "device"]
@@ -331,3 +338,12 @@ def _remarks(report: Report) -> list[str]:
             "it held."
         )
     return found
+
+
+def _on_one_file_system(places: Sequence[str]) -> list[list[str]]:
+    """Return the groups of two or more places whose files are on one file system."""
+    groups: dict[int, list[str]] = {}
+    for place in places:
+        with contextlib.suppress(OSError):  # a file of the user may be gone by now
+            groups.setdefault(os.stat(place).st_dev, []).append(place)
+    return [group for group in groups.values() if len(group) > 1]

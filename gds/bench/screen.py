@@ -33,7 +33,7 @@ def show(report: Report, console: Console, *, histograms: bool = False) -> None:
         console: Where to print; its width is kept, except by a path that is longer.
         histograms: Whether to print a histogram of the latencies of each row.
     """
-    kind = "scratch file" if report.made else "existing file, read only"
+    kind = "scratch file" if report.made else "existing file"
     files = report.points[0].workload.files
     if files > 1:
         kind = f"{files} scratch files"
@@ -114,7 +114,7 @@ def compared(comparison: Comparison) -> str:
     ratio = "?" if math.isinf(verdict.median) else f"{verdict.median:.2f}"
     return (
         f"fio ({comparison.engine}, {pages}), {workload.rw} {workload.path} "
-        f"{size_text(workload.size)}: gds {rates[0]}, fio {rates[1]}, ratio {ratio} "
+        f"{size_text(workload.size)}: gds {rates[0]}, fio {rates[1]}, gds / fio {ratio} "
         f"({verdict.low:.2f} to {verdict.high:.2f}, 90 %, {len(comparison.fio_bytes_per_s)} "
         f"pairs): {comparison.words}"
     )

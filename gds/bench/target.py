@@ -128,6 +128,13 @@ class Target:
             found = libc.cached_bytes(fd, self.size_bytes)
         return None if found is None else min(found / max(self.size_bytes, 1), 1.0)
 
+    def first_hole(self) -> int:
+        """Return the offset of the first hole, or the size of the file if it has none."""
+        with self._opened("examine") as fd:
+            if self.size_bytes == 0:
+                return 0
+            return os.lseek(fd, 0, os.SEEK_HOLE)
+
     @contextlib.contextmanager
     def _opened(self, what: str) -> Iterator[int]:
         """Yield a descriptor for reading; an error is reported as one of the operation `what`."""
@@ -194,7 +201,13 @@ def targets_at(
             "speed of that service"
         )
     if not fills_directory:
+        if count > 1:
+            raise RefusedError(
+                f"{place} is a file, which --files does not apply to: name a directory, in which "
+                "scratch files are made"
+            )
         target = Target(place, made=False, seed=seed)
+        _check_holes(target)
         _check_size(target.size_bytes, place, allow_small=allow_small)
         yield [target]
         return
@@ -276,9 +289,19 @@ def _check_size(nbytes: int, place: str, *, allow_small: bool) -> None:
     """Raise `RefusedError` if a file is too small, unless small files are allowed."""
     if nbytes < LEAST_FILE_BYTES and not allow_small:
         raise RefusedError(
-            f"{place}: a file of {nbytes / (1 << 20):g} MiB may fit into the cache of the drive, "
+            f"{place}: a file of {nbytes / (1 << 20):.3g} MiB may fit into the cache of the drive, "
             f"which would be measured instead: use at least {LEAST_FILE_BYTES >> 20} MiB, or pass "
             "--allow-small"
+        )
+
+
+def _check_holes(target: Target) -> None:
+    """Raise `RefusedError` if a file has a hole, whose reads do not reach the drive."""
+    hole = target.first_hole()
+    if hole < target.size_bytes:
+        raise RefusedError(
+            f"{target.path}: no data was ever written at byte {hole}, and reads of such space do "
+            "not reach the drive: name a file that was written throughout, or a directory"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,10 +119,12 @@ class Workload:
             raise RefusedError(f"files is {self.files}, not 1 to {most}{hint}")
         if not 1 <= self.mix <= 99:
             raise RefusedError(f"mix is {self.mix} per cent of reads, not 1 to 99")
-        if self.passes < 1 or self.seconds < 0:
-            raise RefusedError("passes must be at least 1, and seconds must not be negative")
-        if self.ramp_s < 0:
-            raise RefusedError(f"ramp is {self.ramp_s:g} seconds, but must not be negative")
+        if self.passes < 1 or not 0 <= self.seconds < math.inf:
+            raise RefusedError("passes must be at least 1, and seconds a number of 0 or more")
+        if not 0 <= self.ramp_s < math.inf:
+            raise RefusedError(
+                f"ramp is {self.ramp_s:g} seconds, but must be a number of 0 or more"
+            )
         if not self.interval_s >= LEAST_INTERVAL_S:
             raise RefusedError(
                 f"interval is {self.interval_s:g} seconds, but must be at least "

@@ -213,6 +213,8 @@ def test_a_name_that_is_taken_is_not_taken_away(drive, monkeypatch):
         (["--file-size", "1000001", "--size", "4K", "--allow-small"], "not a multiple of 4096"),
         (["--file-size", "4096T"], "are free"),
         (["--size", "many"], "is not a size"),
+        (["--seconds", "nan"], "seconds a number of 0 or more"),
+        (["--ramp", "inf"], "must be a number of 0 or more"),
         (["--threads", "0"], "threads is 0"),
         (["--depth", "257"], "depth is 257"),
         (["--size", "1G", "--threads", "8"], "buffers of more than"),

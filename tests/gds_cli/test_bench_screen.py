@@ -105,6 +105,8 @@ def test_results_as_csv(run: Run, drive: Path) -> None:
         assert float(row["lowest_bytes_per_s"]) <= float(row["bytes_per_s"])
         assert float(row["bytes_per_s"]) <= float(row["highest_bytes_per_s"])
         assert row["num_runs"] == "2"
+        assert row["verdict"] in ("too short", "unstable")
+        assert row["verdict_reasons"].startswith(f"{row['verdict']}: ")
 
 
 def test_a_histogram_on_the_screen(run: Run, drive: Path) -> None:

@@ -178,6 +178,31 @@ def test_files_of_different_sizes_are_not_measured_together(run: Run, drive: Pat
     assert "the files have different sizes (1048576 and 2097152 bytes)" in err
 
 
+def test_several_scratch_files_need_a_directory(run: Run, drive: Path) -> None:
+    (drive / "x").write_bytes(os.urandom(1 << 20))
+    status, _, err = run("bench", drive / "x", *QUICK, "--files", "3")
+    assert status == 1
+    assert "is a file, which --files does not apply to" in err
+
+
+@pytest.mark.parametrize("hole", [0, 512 << 10])
+def test_a_file_with_a_hole_is_refused(run: Run, drive: Path, hole: int) -> None:
+    file = drive / "sparse"
+    file.write_bytes(os.urandom(hole))
+    os.truncate(file, 1 << 20)
+    status, _, err = run("bench", file, *QUICK, "--size", "64K")
+    assert status == 1
+    assert f"{file}: no data was ever written at byte {hole}" in err
+
+
+def test_directories_of_one_file_system_are_named(run: Run, drives: list[Path]) -> None:
+    _, out, _ = run("bench", *drives, *QUICK, "--file-size", "1M", "--json")
+    (note,) = json.loads(out)["notes"]
+    assert note == (
+        f"{drives[0]} and {drives[1]} are on the same file system: together they share its rate."
+    )
+
+
 def test_fio_is_not_compared_with_several_files(run: Run, drive: Path) -> None:
     arguments = ("--files", "2", "--file-size", "1M", "--compare-fio", "--json")
     _, out, _ = run("bench", drive, *QUICK, *arguments)
