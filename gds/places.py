@@ -46,3 +46,11 @@ def _instead(device: os.stat_result) -> str:
     if not points:
         return "mount its file system, and name a directory in it"
     return f"name a directory in {points[0]}, where it is mounted"
+
+
+def kernel_view(place: str, filesystem: str) -> RefusedError:
+    """Return the error for a place in one of `gds.probe.KERNEL_FILESYSTEMS`."""
+    return RefusedError(
+        f"{place} is {filesystem}, a view of the kernel without files on a drive: "
+        "name a directory on a drive"
+    )

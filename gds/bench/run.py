@@ -26,6 +26,7 @@ from gds.check.system import System
 from gds.errors import RefusedError
 from gds.opening import open_path
 from gds.paths import PATHS
+from gds.places import kernel_view
 
 _SEEDS: Final = 100_000
 """Distance between the seeds of two directories; more than the files of one."""
@@ -237,10 +238,7 @@ def _check_directory(plan: Plan, place: str) -> None:
     except OSError as error:
         filesystem = probe.mount_of(place).filesystem
         if filesystem in probe.KERNEL_FILESYSTEMS:
-            raise RefusedError(
-                f"{place} is {filesystem}, a view of the kernel without files on a drive: "
-                "name a directory on a drive"
-            ) from error
+            raise kernel_view(place, filesystem) from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # `target_at` refuses these, with sizes
             raise RefusedError(
                 f"no file can be made in {place} ({error.strerror}): give a directory that "

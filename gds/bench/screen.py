@@ -81,7 +81,13 @@ def show(report: Report, console: Console, *, histograms: bool = False) -> None:
         console,
         "GB/s: 1e9 bytes per second, syncs not counted; the median of the runs, and their lowest "
         "and highest. CPU: cores in use. sd: standard deviation. max: of all runs; other "
-        "latencies: median of the runs.",
+        "latencies: median of the runs. held: share of the file that the page cache had before a "
+        "pass."
+        + (
+            " sync: seconds until all was durable, afterwards."
+            if any(point.workload.writes for point in report.points)
+            else ""
+        ),
     )
     for comparison in report.comparisons:
         _say(console, compared(comparison))

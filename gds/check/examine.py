@@ -7,6 +7,7 @@ import errno
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gds import probe
 from gds.check.choice import CONSIDERED, NOTHING, Choice, Directions, Requirement, choose
 from gds.check.finding import Finding
 from gds.check.gpu import examine_gpu, gpu_findings
@@ -14,7 +15,7 @@ from gds.check.machine import machine_findings
 from gds.check.storage import examine_storage, storage_findings
 from gds.check.system import System
 from gds.paths import PATHS
-from gds.places import is_directory
+from gds.places import is_directory, kernel_view
 
 SCHEMA: Final = 1
 """Version of the JSON form."""
@@ -99,7 +100,7 @@ def examine(
     Raises:
         FileNotFoundError: The directory does not exist.
         NotADirectoryError: `directory` is a file.
-        RefusedError: `directory` is a device, a pipe or a socket.
+        RefusedError: `directory` is a device, a pipe or a socket, or holds no files on a drive.
         OSError: The directory's device fails.
     """
     system = system or System()
@@ -108,6 +109,8 @@ def examine(
             errno.ENOTDIR, "this is a file: name the directory that it is in", directory
         )
     storage = examine_storage(system, directory)
+    if storage.mount.filesystem in probe.KERNEL_FILESYSTEMS:
+        raise kernel_view(directory, storage.mount.filesystem)
     gpu = examine_gpu(system, storage, timeout_s=cufile_timeout_s)
     findings = (
         *machine_findings(system, has_driver=not gpu.no_driver),

@@ -223,6 +223,9 @@ def _direct(storage: Storage) -> Finding:
     what, value = "direct I/O", f"{direct.tried} tried"
     if direct.found.supported:
         return Finding("storage", what, f"works ({value})", "ok")
+    if direct.tried == "nothing":
+        do = "name a directory that you may write to, or that has a file to read"
+        return Finding("storage", what, f"not known ({value})", "limits", direct.found.reason, do)
     return Finding(
         "storage",
         what,

@@ -329,3 +329,14 @@ def test_a_machine_of_which_nothing_can_be_read_is_still_checked(tmp_path):
     assert found.reads.path == "direct"
     assert verdict(found, "file system")[:2] == ("limits", "unknown on an unknown source")
     assert verdict(found, "memory")[0] == "limits"
+
+
+def test_direct_io_that_could_not_be_tried_is_not_known(machine, tmp_path):
+    machine.direct_io = Direct(None, probe.no_direct_io("no file can be made here"), "nothing")
+    (found,) = [
+        each
+        for each in examine(str(tmp_path), system=machine).findings
+        if each.what == "direct I/O"
+    ]
+    assert (found.value, found.verdict) == ("not known (nothing tried)", "limits")
+    assert "ext4" not in found.do

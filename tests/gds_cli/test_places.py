@@ -82,6 +82,13 @@ def test_a_file_system_of_the_kernels_own(run: Run) -> None:
         )
 
 
+def test_a_file_system_of_the_kernels_own_is_not_checked(run: Run) -> None:
+    for place, kind in (("/proc", "proc"), ("/sys", "sysfs")):
+        status, out, err = run("check", place)
+        assert (status, out) == (1, "")
+        assert f"{place} is {kind}, a view of the kernel without files on a drive" in err
+
+
 def test_a_directory_that_may_not_be_written_to(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
