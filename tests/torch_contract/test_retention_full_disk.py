@@ -60,7 +60,7 @@ class TestFullDisk:
             for part in (
                 f"keeps 1 checkpoints and the pinned 'best' ({name_of(1)}): unpin with",
                 f"`offload unpin {STORE} NAME`",
-                f"`offload prune {STORE}`",
+                f"`offload prune {STORE} --keep 1 --verify`",
                 "call again",
             ):
                 assert part in said
