@@ -251,8 +251,8 @@ class Options:
         return self.chunk_bytes // ALIGNMENT * (ALIGNMENT // 4)
 
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {f"{unit}i": 1 << 10 * power for power, unit in enumerate("kmgt", start=1)}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
+_UNITS |= {f"{unit}i": 1 << 10 * power for power, unit in enumerate("kmgtp", start=1)}
 
 
 def parse_bytes(value: int | str, name: str) -> int:
@@ -268,7 +268,9 @@ def parse_bytes(value: int | str, name: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value.lower())
+        match = re.fullmatch(
+            r"\s*(\d{1,30}(?:\.\d+)?)\s*([kmgtp]?i?)b?\s*", value.lower(), re.ASCII
+        )
         if match and match[2] in _UNITS:
             return int(float(match[1]) * _UNITS[match[2]])
     raise ValueError(f'{name} must be a number of bytes, or text such as "8GiB", got {value!r}')

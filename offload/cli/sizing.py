@@ -5,25 +5,16 @@ Nothing heavy is imported before the command runs.
 
 from __future__ import annotations
 
-import math
 import re
-import textwrap
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from offload.cli.options import Json, one_line, print_json
-from offload.units import many
-
-if TYPE_CHECKING:
-    from offload.sizing import Plan
+from offload.cli.options import Json, print_json
+from offload.cli.sizing_lines import lines
 
 _TIMES = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
-_BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-_NAME_WIDTH = 30
-_WIDTH = 78
+_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII)
 
 
 def _seconds(text: str) -> float:
@@ -73,7 +64,10 @@ def register(app: typer.Typer) -> None:
                 show_default=False,
             ),
         ],
-        optimizer: Annotated[str, typer.Option(help="Class of torch, such as AdamW.")] = "AdamW",
+        optimizer: Annotated[
+            str,
+            typer.Option(help="Class of torch: AdamW, 'SGD momentum'. A store has its own."),
+        ] = "AdamW",
         dtype: Annotated[str, typer.Option(help="Dtype of parameters and gradients.")] = "bfloat16",
         master: Annotated[str, typer.Option(help="Options(master=).")] = "float32",
         state_dtype: Annotated[str, typer.Option(help="Options(state_dtype=).")] = "float32",
@@ -84,9 +78,9 @@ def register(app: typer.Typer) -> None:
             str | None, _option("Output of gds bench --json: rates of the drives.")
         ] = None,
         read: Annotated[float | None, _option("GB/s of reads from the drives of a rank.")] = None,
-        write: Annotated[float | None, _option("GB/s of writes to them.")] = None,
+        write: Annotated[float | None, _option("GB/s of writes to the drives of a rank.")] = None,
         mixed: Annotated[
-            float | None, _option("GB/s of reads and writes at once, added up.")
+            float | None, _option("GB/s of reads and writes at once, both added up.")
         ] = None,
         shares: Annotated[
             Any, _option("Shares of a rank's drives, such as 1,1.", parser=_shares)
@@ -100,10 +94,10 @@ def register(app: typer.Typer) -> None:
         ] = None,
         gpu_memory: Annotated[Any, _option("Memory of a GPU, as 80GB.", parser=_bytes)] = None,
         host_memory: Annotated[
-            Any, _option("Memory for copies that wait for storage.", parser=_bytes)
+            Any, _option("Memory of a rank for copies that wait for storage.", parser=_bytes)
         ] = None,
         tbw: Annotated[
-            Any, _option("Bytes that the drives are rated for, as 7PB or 600TB.", parser=_bytes)
+            Any, _option("Bytes that all drives of a rank are rated for, as 7PB.", parser=_bytes)
         ] = None,
         gpus: Annotated[int, typer.Option(help="Number of GPUs (ranks).")] = 1,
         tp: Annotated[int, typer.Option(help="Degree of tensor parallelism.")] = 1,
@@ -114,12 +108,12 @@ def register(app: typer.Typer) -> None:
         storage: Annotated[
             float | None, _option("GB/s of writes to shared storage, all writers.")
         ] = None,
-        storage_read: Annotated[float | None, _option("GB/s of reads from it.")] = None,
+        storage_read: Annotated[float | None, _option("GB/s of reads from shared storage.")] = None,
         writer: Annotated[float | None, _option("Most GB/s of one writer.")] = None,
         efficiency: Annotated[
             float, typer.Option(help="Share of the storage's peak that is reached.")
         ] = 1.0,
-        keep: Annotated[int, typer.Option(help="Checkpoints that are kept.")] = 2,
+        keep: Annotated[int, typer.Option(help="Number of checkpoints that are kept.")] = 2,
         every: Annotated[
             Any, _option("Time between checkpoints, as 30min or 4h.", parser=_seconds)
         ] = None,
@@ -128,7 +122,8 @@ def register(app: typer.Typer) -> None:
         ] = None,
         mttf: Annotated[Any, _option("Mean time to failure, as 8h.", parser=_seconds)] = None,
         stall: Annotated[
-            Any, _option("Time that a seal stops training: 0.02 s.", parser=_seconds)
+            Any,
+            _option("Time for which a seal stops training; 0.02 s if not given.", parser=_seconds),
         ] = None,
         iteration: Annotated[
             Any, _option("Time from one optimizer step to the next.", parser=_seconds)
@@ -203,165 +198,3 @@ def register(app: typer.Typer) -> None:
             print_json(plan.to_json())
         else:
             typer.echo("\n".join(lines(plan)))
-
-
-def lines(plan: Plan) -> Iterator[str]:
-    """Return the lines of a plan for people, at most 80 characters wide."""
-    number = plan.num_parameters
-    yield one_line(plan.source)
-    yield ""
-    yield _row("Bytes", "per parameter", "in all")
-    memory = plan.memory
-    for name, nbytes in (
-        ("parameters (a seal, a resume)", plan.parameter_bytes),
-        ("optimizer state (a step)", plan.state_bytes),
-        ("on the GPU, all in memory", memory.in_memory * number),
-        ("on the GPU, state on drives", memory.offloaded * number),
-        (f"disk, {plan.disk.slots} slots", plan.disk.total_bytes),
-    ):
-        yield _row(name, f"{nbytes / number:.3g}", _size(nbytes))
-    if len(plan.disk.on_each_drive) > 1:
-        each = ", ".join(map(_size, plan.disk.on_each_drive))
-        yield from _note(f"On the drives of each rank: {each}.")
-    if not plan.disk.exact:
-        yield from _note("Disk is data alone, without headers and manifests.")
-    if memory.largest_in_memory is not None and memory.largest_offloaded is not None:
-        yield from _note(
-            f"The GPU's memory holds {_count(memory.largest_in_memory)} parameters with their "
-            f"state, {_count(memory.largest_offloaded)} without; activations are not counted."
-        )
-    yield ""
-    yield _row("Step, with the update on", "link B/param", "link bytes", "time", "limited by")
-    for step in plan.steps:
-        yield _row(
-            f"the {step.place}",
-            f"{step.bytes_per_parameter:.3g}",
-            _size(step.link_bytes),
-            _time(step.seconds),
-            step.limited_by or "",
-        )
-    yield from _notes(plan)
-    yield ""
-    yield from _checkpoints(plan)
-    for text in plan.remarks:
-        yield ""
-        yield from textwrap.wrap(text, _WIDTH)
-
-
-def _notes(plan: Plan) -> Iterator[str]:
-    if plan.seal_s is None and plan.resume_s is None and plan.hide_s is None:
-        yield from _note("--read and --write (GB/s of the drives) give times.")
-    else:
-        yield from _note(
-            f"A seal writes for {_time(plan.seal_s)} beside training; a resume reads for "
-            f"{_time(plan.resume_s)}."
-        )
-    if plan.hide_s is not None:
-        host = plan.steps[1].seconds
-        hidden = "" if host is None else f": the step takes {_time(host)} on the host"
-        yield from _note(
-            f"A step can hide behind {_time(plan.hide_s)} of the model's work{hidden}."
-        )
-    if plan.gathered_bytes:
-        gathered = _size(plan.gathered_bytes)
-        yield from _note(f"With DDP, each rank receives {gathered} of parameters in a step.")
-    if plan.steps_of_life is not None:
-        days = "" if plan.days_of_life is None else f", {plan.days_of_life:,.0f} days"
-        steps = _count(plan.steps_of_life)
-        yield from _note(f"The drives last {steps} steps with a seal each{days}.")
-    if plan.training_s is not None:
-        yield from _note(
-            f"Training computes for {plan.training_s / 86400:,.1f} days, "
-            f"{plan.training_s * 4 / 3 / 86400:,.1f} with recomputation."
-        )
-
-
-def _checkpoints(plan: Plan) -> Iterator[str]:
-    yield _row("Checkpoint", "written", "link bytes", "stall", "durable after")
-    for copies in plan.copies:
-        yield _row(
-            copies.name,
-            _size(copies.written_bytes),
-            _size(copies.link_bytes),
-            _time(copies.stall_s),
-            _time(copies.durable_s),
-        )
-        if copies.fills_memory_s is not None and not math.isinf(copies.fills_memory_s):
-            filled = _time(copies.fills_memory_s)
-            yield from _note(f"Asynchronous copies fill the host memory after {filled}.")
-    if plan.writers > 1:
-        rate = "" if plan.writer_gbps is None else f" at {plan.writer_gbps:.3g} GB/s"
-        yield from _note(f"{plan.writers} writers write {_size(plan.writer_bytes)} each{rate}.")
-    if plan.least_gbps is not None:
-        least = f"{plan.least_gbps:.4g} GB/s"
-        yield from _note(f"A full copy within the budget needs {least} of storage.")
-    if any(i.overhead or i.for_budget_s or i.optimal_s for i in plan.intervals):
-        yield ""
-        yield _row("Interval", "overhead", "for budget", "optimum", "waste at it")
-        for interval in plan.intervals:
-            yield _row(
-                interval.name,
-                _percent(interval.overhead),
-                _time(interval.for_budget_s),
-                _time(interval.optimal_s),
-                _percent(interval.waste),
-            )
-    restores = plan.restores
-    yield ""
-    yield _row(f"Restore of {many(restores.replicas, 'replica')}", "read", "by each", "read once")
-    yield _row(
-        "parameters and state",
-        _size(restores.each_bytes),
-        _time(restores.each_s),
-        _time(restores.once_s),
-    )
-    yield _row(
-        "parameters only (here)",
-        _size(restores.parameters_bytes),
-        _time(restores.parameters_s),
-        _time(restores.parameters_once_s),
-    )
-
-
-def _row(name: str, *cells: str) -> str:
-    widths = (13, 11, 10, 13)
-    text = "".join(
-        f"{cell:>{width}}" if column < 3 else f"  {cell}"
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=False))
-    )
-    return f"{name:<{_NAME_WIDTH}}{text}".rstrip()
-
-
-def _size(nbytes: float) -> str:
-    for unit, factor in _BYTES:
-        if nbytes >= 0.9995 * factor:
-            return f"{nbytes / factor:,.1f} {unit}" if nbytes < 1e15 else f"{nbytes / 1e12:,.0f} TB"
-    return f"{nbytes:.0f} B"
-
-
-def _count(number: float) -> str:
-    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if number >= factor:
-            return f"{number / factor:,.1f} {unit}"
-    return f"{number:,.0f}"
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    if math.isinf(seconds):
-        return "never"
-    for unit, factor in (("d", 172800.0), ("h", 7200.0), ("min", 600.0)):
-        if seconds >= factor:
-            return f"{seconds / _TIMES[unit]:,.1f} {unit}"
-    if seconds < 1e-3:
-        return "< 1 ms"
-    return f"{seconds:,.1f} s" if seconds >= 100 else f"{seconds:.3g} s"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.3g} %"
-
-
-def _note(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ")

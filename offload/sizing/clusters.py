@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from offload.errors import SizingError
+from offload.sizing.checks import require_count, require_positive, shown
 from offload.sizing.failures import memory_fills_after
-from offload.sizing.machine import require_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Cluster:
 
     storage_gbps: float | None = None
     """Rate of writes to the shared storage in GB/s, all writers together; None if checkpoints are
-    copied to the drives of each GPU's machine."""
+    copied to the drives of each writer."""
 
     storage_read_gbps: float | None = None
     """Rate of reads from the shared storage in GB/s, all readers together; None for
@@ -52,14 +52,13 @@ class Cluster:
     def __post_init__(self) -> None:
         """Check the values."""
         for name in ("gpus", "tp", "pp", "gpus_per_node"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise SizingError(f"{name} is {value!r}, expected a whole number of at least 1")
+            require_count(name, getattr(self, name))
         for field in fields(self):
             if field.name.endswith("gbps"):
                 require_positive(field.name, getattr(self, field.name))
-        if not 0 < self.efficiency <= 1:
-            raise SizingError(f"efficiency is {self.efficiency!r}, expected more than 0, at most 1")
+        require_positive("efficiency", self.efficiency)
+        if self.efficiency > 1:
+            raise SizingError(f"efficiency is {shown(self.efficiency)}, expected at most 1")
         if self.gpus % (self.tp * self.pp):
             raise SizingError(
                 f"{self.gpus} GPUs cannot be divided into replicas of {self.tp} x {self.pp} GPUs "
@@ -122,28 +121,31 @@ def copies_of(
 ) -> list[Copies]:
     """Return the cost of a checkpoint made by full copy, asynchronously, by tiers, and in place.
 
+    Copies are made by the writers alone. In place, each rank seals its share on its own drives.
+
     Args:
         checkpoint_bytes: Bytes of parameters, masters and moments of the whole model.
         parameter_bytes: Bytes of the 16-bit parameters of the whole model.
         cluster: GPUs and shared storage.
         link_gbps: Rate in GB/s of the link from one GPU to its host.
-        drive_gbps: Rate in GB/s of writes to the drives of one GPU's machine.
+        drive_gbps: Rate in GB/s of writes to the drives of one rank.
         stall_s: Seconds for which a seal in place stops training.
         interval_s: Seconds from one checkpoint to the next.
-        host_memory: Bytes of memory for waiting copies on each GPU's machine.
+        host_memory: Bytes of memory for waiting copies of each writer.
     """
-    local = drive_gbps and drive_gbps * cluster.gpus
+    # The writers copy over their own links, and to their own drives, at the same time.
+    local = drive_gbps and drive_gbps * cluster.writers
     storage = cluster.write_gbps or local
     on_storage = _seconds(checkpoint_bytes, storage)
-    # The writers copy over their own links at the same time.
     copied = _seconds(checkpoint_bytes, link_gbps and link_gbps * cluster.writers)
     fills = None
     if interval_s is not None and storage is not None and host_memory is not None:
-        memory = host_memory * cluster.gpus
+        memory = host_memory * cluster.writers
         fills = memory_fills_after(checkpoint_bytes, interval_s, storage, memory)
     on_drives = _seconds(checkpoint_bytes, local)
+    full = on_storage if on_storage is None or copied is None else max(on_storage, copied)
     return [
-        Copies("full copy", checkpoint_bytes, checkpoint_bytes, 0, on_storage, on_storage),
+        Copies("full copy", checkpoint_bytes, checkpoint_bytes, 0, full, full),
         Copies(
             "asynchronous copy",
             checkpoint_bytes,
@@ -167,7 +169,7 @@ def copies_of(
             parameter_bytes,
             0,
             stall_s,
-            _seconds(parameter_bytes, local),
+            _seconds(parameter_bytes, drive_gbps and drive_gbps * cluster.gpus),
         ),
     ]
 
@@ -207,11 +209,13 @@ def restores_of(
         checkpoint_bytes: Bytes of parameters, masters and moments of the whole model.
         parameter_bytes: Bytes of the 16-bit parameters of the whole model.
         cluster: GPUs and shared storage.
-        drive_read_gbps: Rate in GB/s of reads from the drives of one GPU's machine, which are read
-            if there is no shared storage.
+        drive_read_gbps: Rate in GB/s of reads from the drives of one rank. Copies are on the drives
+            of the writers if there is no shared storage. Parameters that were sealed in place are
+            on the drives of all ranks; None if they have to be read from the shared storage.
     """
-    local = drive_read_gbps and drive_read_gbps * cluster.gpus
-    rate = cluster.storage_read_gbps or cluster.storage_gbps or local
+    shared = cluster.storage_read_gbps or cluster.storage_gbps
+    rate = shared or (drive_read_gbps and drive_read_gbps * cluster.writers)
+    in_place = shared if drive_read_gbps is None else drive_read_gbps * cluster.gpus
     written = cluster.write_gbps
     return Restores(
         cluster.replicas,
@@ -219,8 +223,8 @@ def restores_of(
         _seconds(cluster.replicas * checkpoint_bytes, rate),
         _seconds(checkpoint_bytes, rate),
         cluster.replicas * parameter_bytes,
-        _seconds(cluster.replicas * parameter_bytes, rate),
-        _seconds(parameter_bytes, rate),
+        _seconds(cluster.replicas * parameter_bytes, in_place),
+        _seconds(parameter_bytes, in_place),
         written and written * cluster.replicas,
     )
 

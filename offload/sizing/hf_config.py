@@ -6,10 +6,15 @@ the transformers library.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from offload.errors import SizingError
+from offload.sizing.checks import shown
+
+MAX_TENSORS = 100_000
+"""Largest number of tensors of a model; published models have some thousands."""
 
 
 class NamedShape(NamedTuple):
@@ -29,16 +34,20 @@ def tensors_of(config: Mapping[str, Any], path: str) -> list[NamedShape]:
         path: Path of the file, for messages.
 
     Raises:
-        SizingError: The family of the model is not known, or a field is missing or not a number.
+        SizingError: The family of the model is not known, a field is missing or not a number, or
+            the model has more than `MAX_TENSORS` tensors.
     """
     family = config.get("model_type")
     shapes = _FAMILIES.get(family) if isinstance(family, str) else None
     if shapes is None:
         raise SizingError(
-            f"{path}: model_type is {family!r}, known are {', '.join(sorted(_FAMILIES))}: give the "
-            "number of parameters, or the model's safetensors files, instead"
+            f"{path}: model_type is {shown(family)}, known are {', '.join(sorted(_FAMILIES))}: "
+            "give the number of parameters, or the model's safetensors files, instead"
         )
-    return list(shapes(_Fields(config, path)))
+    found = list(itertools.islice(shapes(_Fields(config, path)), MAX_TENSORS + 1))
+    if len(found) > MAX_TENSORS:
+        raise SizingError(f"{path}: more than {MAX_TENSORS} tensors")
+    return found
 
 
 class _Fields:
@@ -55,7 +64,7 @@ class _Fields:
             return default
         if type(value) is not int or not 1 <= value <= 1 << 40:
             raise SizingError(
-                f"{self._path}: {name} is {value!r}, expected a whole number of at least 1"
+                f"{self._path}: {name} is {shown(value)}, expected a whole number of at least 1"
             )
         return value
 
@@ -63,7 +72,7 @@ class _Fields:
         """Return a field that is true or false."""
         value = self._config.get(name, default)
         if not isinstance(value, bool):
-            raise SizingError(f"{self._path}: {name} is {value!r}, expected true or false")
+            raise SizingError(f"{self._path}: {name} is {shown(value)}, expected true or false")
         return value
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from offload.errors import SizingError
 from offload.format.strict_json import parse_json
+from offload.sizing.checks import read_regular, require_positive
 
-_MAX_BENCH_BYTES = 256 << 20
+_MAX_BENCH_BYTES = 16 << 20
+_MAX_BENCH_VALUES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +47,11 @@ class Machine:
     """Bytes of memory of one GPU."""
 
     host_memory: float | None = None
-    """Bytes of host memory for copies that wait for storage."""
+    """Bytes of host memory of one rank for copies that wait for storage."""
 
     drive_tbw: float | None = None
-    """Bytes that the drives may be written with in their lives (the rating "TBW")."""
+    """Bytes that all drives of one rank together may be written with in their lives (the sum of
+    their ratings "TBW")."""
 
     def __post_init__(self) -> None:
         """Check that every value is a positive number."""
@@ -60,18 +63,12 @@ class Machine:
         """Rate of reads and writes of equal size at the same time, both added up.
 
         It is bounded by the rate of each direction alone, and by the mixed rate if it is known.
+        None if neither the mixed rate nor both directions are known.
         """
         one_way = [2 * rate for rate in (self.read_gbps, self.write_gbps) if rate is not None]
-        known = one_way if self.mixed_gbps is None else [*one_way, self.mixed_gbps]
-        return min(known, default=None)
-
-
-def require_positive(name: str, value: object) -> None:
-    """Refuse a value that is neither None nor a positive number, with a `SizingError`."""
-    if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30
-    ):
-        raise SizingError(f"{name} is {value!r}, expected a positive number")
+        if self.mixed_gbps is not None:
+            return min([*one_way, self.mixed_gbps])
+        return min(one_way) if len(one_way) == 2 else None
 
 
 def measured_drives(path: str | os.PathLike[str]) -> dict[str, float]:
@@ -87,12 +84,9 @@ def measured_drives(path: str | os.PathLike[str]) -> dict[str, float]:
         SizingError: The file cannot be read, or is not such an output.
     """
     path = os.fspath(path)
+    content = read_regular(path, _MAX_BENCH_BYTES)
     try:
-        with open(path, "rb") as file:
-            report = parse_json(file.read(_MAX_BENCH_BYTES), max_values=None)
-        rates = _rates(report)
-    except OSError as error:
-        raise SizingError(f"{path}: {error.strerror}") from error
+        rates = _rates(parse_json(content, max_values=_MAX_BENCH_VALUES))
     except (ValueError, KeyError, TypeError) as error:
         raise SizingError(f"{path}: not an output of `gds bench --json`: {error!r}") from error
     if not rates:

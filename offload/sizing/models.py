@@ -11,7 +11,7 @@ from functools import partial
 from gds import StorageError
 from offload.checkpoint.opening import open_for_parameters
 from offload.errors import CheckpointError, SizingError
-from offload.format.header import DTYPE_BYTES, TensorFileError, read_header
+from offload.format.header import DTYPE_BYTES, MAX_HEADER_BYTES, TensorFileError, read_header
 from offload.format.layout import (
     Layout,
     ModelTensor,
@@ -22,18 +22,28 @@ from offload.format.layout import (
 from offload.format.names import LOCK_NAME, MANIFEST_NAME, TRAIN_STATE_NAME, step_of
 from offload.format.part_file import part_sizes
 from offload.format.slot_files import slot_sizes
-from offload.format.strict_json import parse_json
-from offload.sizing.hf_config import NamedShape, tensors_of
+from offload.format.strict_json import is_text, parse_json
+from offload.sizing.checks import open_regular, read_regular, shown, shown_path
+from offload.sizing.hf_config import MAX_TENSORS, NamedShape, tensors_of
 from offload.sizing.state import Precision, num_arrays
+from offload.units import many
 
 _FLOATS = ("BF16", "F16", "F32")
 """Dtypes of tensors that count as parameters; tensors of other dtypes count as buffers."""
 
-_NUMBER = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:e\+?\d+)?)\s*([kmbt]?)\s*", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"\s*(\d[\d_]*(?:\.\d+)?(?:e\+?\d+)?)\s*([kmbt]?)\s*", re.IGNORECASE | re.ASCII
+)
 _POWERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 _CONFIG_NAME = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
+_MOST_HEADER_BYTES = 32 << 20
+_MAX_PARAMETERS = 10**18
+_MAX_CHUNKS = 1 << 18
+"""Largest number of chunks of a model whose tensors are known. Finding out the sizes of the files
+takes some seconds for so many."""
+
 _WEIGHTS_SUFFIX = ".safetensors"
 
 
@@ -92,7 +102,7 @@ def model_size(
     number = _number(model)
     if number is not None:
         return ModelSize(
-            f"{number:,} parameters",
+            _parameters(number),
             number,
             number * precision.parameter_bytes,
             number * precision.parameter_bytes,
@@ -103,10 +113,14 @@ def model_size(
     path = os.fspath(model)  # type: ignore[arg-type]  # a number has been returned
     if not os.path.exists(path):
         raise SizingError(
-            f"{path}: neither a number of parameters, such as 7B or 6.7e9, nor a file or directory"
+            f"{shown_path(path)}: neither a number of parameters, such as 7B or 6.7e9, nor a file "
+            "or directory"
         )
     if os.path.isdir(path):
-        names = os.listdir(path)
+        try:
+            names = os.listdir(path)
+        except OSError as error:
+            raise SizingError(f"{path}: {error.strerror}") from error
         if {MANIFEST_NAME, LOCK_NAME} & {*names} or any(
             step_of(name) is not None for name in names
         ):
@@ -146,9 +160,17 @@ def _number(model: object) -> int | None:
         value = model
     else:
         return None
-    if not 1 <= value <= 1e18:
-        raise SizingError(f"the model has {model!r} parameters, expected 1 to 1e18")
+    _require_size(value, f"the model has {shown(model)}")
     return round(value)
+
+
+def _parameters(number: int) -> str:
+    return f"{number:,} parameter{'' if number == 1 else 's'}"
+
+
+def _require_size(number: float, subject: str) -> None:
+    if not 1 <= number <= _MAX_PARAMETERS:
+        raise SizingError(f"{subject} parameters, expected 1 to {_MAX_PARAMETERS:g}")
 
 
 def _file_in(directory: str, names: Iterable[str]) -> str:
@@ -173,24 +195,39 @@ def _shards(index: str) -> list[str]:
     if not isinstance(named, dict) or not all(isinstance(n, str) for n in named.values()):
         raise SizingError(f"{index}: weight_map is not a map of tensor names to file names")
     files = sorted({str(name) for name in named.values()})
-    return [os.path.join(os.path.dirname(index), os.path.basename(name)) for name in files]
+    for name in files:
+        if not is_text(name) or name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise SizingError(f"{index}: it names {shown(name)}, expected a file beside it")
+    return [os.path.join(os.path.dirname(index), name) for name in files]
 
 
 def _weights(paths: Iterable[str]) -> list[tuple[NamedShape, str]]:
     """Return name, shape and dtype of every tensor in safetensors files; reads the headers only."""
-    found = []
+    found: list[tuple[NamedShape, str]] = []
     for path in paths:
-        try:
-            with open(path, "rb") as file:
-                number = file.fileno()
+        with open(open_regular(path), "rb") as file:
+            number = file.fileno()
+            try:
                 nbytes = os.fstat(number).st_size
+                _require_small_header(os.pread(number, 8, 0), path)
                 header = read_header(partial(_read_at, number), nbytes, path)
-        except OSError as error:
-            raise SizingError(f"{path}: {error.strerror}") from error
-        except TensorFileError as error:
-            raise SizingError(str(error)) from error
+            except OSError as error:
+                raise SizingError(f"{path}: {error.strerror}") from error
+            except TensorFileError as error:
+                raise SizingError(str(error)) from error
+        if len(found) + len(header.entries) > MAX_TENSORS:
+            raise SizingError(f"{path}: more than {MAX_TENSORS} tensors")
         found += [(NamedShape(e.name, e.shape), e.dtype) for e in header.entries.values()]
     return found
+
+
+def _require_small_header(prefix: bytes, path: str) -> None:
+    """Refuse a header that would take many seconds to read; `prefix` holds its length."""
+    num_bytes = int.from_bytes(prefix, "little")
+    if _MOST_HEADER_BYTES < num_bytes <= MAX_HEADER_BYTES:
+        raise SizingError(
+            f"{path}: a header of {num_bytes} bytes, at most {_MOST_HEADER_BYTES} are read"
+        )
 
 
 def _read_at(number: int, offset: int, length: int) -> bytes:
@@ -198,14 +235,9 @@ def _read_at(number: int, offset: int, length: int) -> bytes:
 
 
 def _read_json(path: str) -> dict[str, object]:
+    content = read_regular(path, _MAX_CONFIG_BYTES)
     try:
-        with open(path, "rb") as file:
-            content = file.read(_MAX_CONFIG_BYTES + 1)
-        if len(content) > _MAX_CONFIG_BYTES:
-            raise SizingError(f"{path}: larger than {_MAX_CONFIG_BYTES} bytes")
         value = parse_json(content)
-    except OSError as error:
-        raise SizingError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise SizingError(f"{path}: not a JSON file: {error}") from error
     if not isinstance(value, dict):
@@ -238,14 +270,26 @@ def _of_tensors(
         precision.state_dtype,
         shares,
     )
-    return _of_layout(f"{path}: {len(specs)} parameter tensors", layout)
+    number = layout.num_elements
+    _require_size(number, f"{path}: {number:,}")
+    if number > _MAX_CHUNKS * chunk_elements:
+        raise SizingError(
+            f"{path}: a store of it has {layout.num_chunks:,} chunks, at most {_MAX_CHUNKS:,} are "
+            "expected: give the number of parameters instead, or larger chunks"
+        )
+    try:
+        layout.model_header  # noqa: B018  # computed here, so that a failure names the path
+    except TensorFileError as error:
+        raise SizingError(f"{path}: {error}") from error
+    return _of_layout(f"{path}: {_parameters(number)} in {many(len(specs), 'tensor')}", layout)
 
 
 def _of_store(path: str) -> ModelSize:
     try:
         with open_for_parameters(path) as checkpoint:
             layout = checkpoint.manifest.layout
-            found = _of_layout(f"{checkpoint.path}: step {checkpoint.step}", layout)
+            number = _parameters(layout.num_elements)
+            found = _of_layout(f"{checkpoint.path}: step {checkpoint.step}, {number}", layout)
             return replace(
                 found,
                 num_groups=len(checkpoint.manifest.groups),

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from gds import ALIGNMENT
 from offload.errors import SizingError
-from offload.sizing.clusters import Cluster, Copies, Restores, copies_of, restores_of
+from offload.format.manifest import MAX_DIRECTORIES
+from offload.sizing.checks import MAX_COUNT, require_count, require_positive, shown
+from offload.sizing.clusters import Cluster, copies_of, restores_of
 from offload.sizing.failures import interval_for, optimal_interval, overhead, waste
-from offload.sizing.machine import Machine, require_positive
+from offload.sizing.figures import Disk, Interval, Memory, Plan, StepTime
+from offload.sizing.machine import Machine
 from offload.sizing.models import ModelSize, model_size, slot_bytes
 from offload.sizing.published import remarks
 from offload.sizing.runs import Run
@@ -25,149 +26,7 @@ from offload.sizing.step_time import StepBytes, device_parts, host_parts, storag
 
 CHUNK_BYTES = 32 << 20
 TRAIN_STATE_BYTES = 256 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes on a GPU for each parameter, without activations."""
-
-    in_memory: float
-    """Parameters, gradients, masters and moments, if all are on the GPU."""
-
-    offloaded: float
-    """Parameters and gradients, if the optimizer state is on drives."""
-
-    largest_in_memory: float | None
-    """Number of parameters of the largest model for the GPU's memory."""
-
-    largest_offloaded: float | None
-
-    @property
-    def ratio(self) -> float:
-        """How many times larger a model fits with the optimizer state on drives."""
-        return self.in_memory / self.offloaded
-
-
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """Space on the drives of all ranks together, in bytes."""
-
-    slots: int
-    """Number of slots: one for each checkpoint that is kept, and one that steps write."""
-
-    slot_bytes: float
-    total_bytes: float
-    on_each_drive: tuple[float, ...]
-    """Bytes on each drive of a rank, the first one first."""
-
-    exact: bool
-    """Whether headers, manifests and padding are counted, and the figures are those of the files;
-    otherwise only data is."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """Bytes and seconds of a step with the state updated in one place, for each rank."""
-
-    place: str
-    """``host``, ``device`` or ``storage``."""
-
-    bytes_per_parameter: float
-    """Bytes that cross the link between GPU and state for each parameter, both ways added up."""
-
-    link_bytes: float
-    """Bytes that cross that link in a step, over all ranks and both ways."""
-
-    parts_s: Mapping[str, float] | None
-    """Seconds of each part; the parts happen at the same time. None if a rate is not given."""
-
-    seconds: float | None
-    limited_by: str | None
-    """The slowest part."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """Checkpoint intervals of one way of making checkpoints, in seconds."""
-
-    name: str
-    stall_s: float
-    overhead: float | None
-    """Share of time that checkpoints add at the given interval."""
-
-    for_budget_s: float | None
-    """Shortest interval within the budget."""
-
-    optimal_s: float | None
-    """Interval that wastes the least time at the given mean time to failure."""
-
-    waste: float | None
-    """Share of time that is lost at the optimal interval, in checkpoints and in undone work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Figures of a training run; times in seconds, sizes in bytes."""
-
-    source: str
-    num_parameters: int
-    parameter_bytes: float
-    """Bytes of the 16-bit parameters: what a seal writes and a resume reads."""
-
-    state_bytes: float
-    """Bytes of the optimizer state: what a step reads, and what it writes."""
-
-    checkpoint_bytes: float
-    """Bytes of a checkpoint of a copying system: parameters, and state as FP32."""
-
-    memory: Memory
-    disk: Disk
-    steps: list[StepTime]
-    seal_s: float | None
-    """Seconds in which a seal writes the parameters, beside training."""
-
-    resume_s: float | None
-    """Seconds in which a resume reads the parameters; each rank of a replica reads its part."""
-
-    gathered_bytes: float
-    """Bytes of updated parameters that each rank receives in a step."""
-
-    hide_s: float | None
-    """Seconds of the model's own work that a step may run beside, if forward or backward is given.
-    """
-
-    steps_of_life: float | None
-    """Number of steps, each of them sealed, until the drives have been written as often as they
-    are rated for."""
-
-    days_of_life: float | None
-    training_s: float | None
-    """Seconds of arithmetic of the whole run: 6 operations per parameter and token."""
-
-    writers: int
-    writer_bytes: float
-    """Bytes that one writer of a copying system writes."""
-
-    writer_gbps: float | None
-    node_gbps: float | None
-    peak_gbps: float | None
-    """Rate that the shared storage must have on paper to reach the given one."""
-
-    least_gbps: float | None
-    """Rate of the storage with which a full copy keeps within the budget."""
-
-    copies: list[Copies]
-    restores: Restores
-    intervals: list[Interval]
-    remarks: list[str]
-    """Published figures about this model that contradict each other, and the side taken."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values; infinity becomes None."""
-        value: dict[str, Any] = _plain(
-            asdict(self) | {"memory": asdict(self.memory) | {"ratio": self.memory.ratio}}
-        )
-        return value
+_MAX_SHARES = 1024
 
 
 def size(
@@ -206,10 +65,18 @@ def size(
     precision, machine = precision or Precision(), machine or Machine()
     cluster, run = cluster or Cluster(), run or Run()
     require_positive("checkpoint_bytes_per_parameter", checkpoint_bytes_per_parameter)
-    if not shares or not all(type(share) is int and share >= 1 for share in shares):
-        raise SizingError(f"shares is {shares!r}, expected whole numbers of at least 1")
-    if chunk_bytes < ALIGNMENT:
-        raise SizingError(f"chunk_bytes is {chunk_bytes!r}, expected at least {ALIGNMENT}")
+    if (
+        not 1 <= len(shares) <= MAX_DIRECTORIES
+        or not all(type(share) is int and share >= 1 for share in shares)
+        or sum(shares) > _MAX_SHARES
+    ):
+        raise SizingError(
+            f"shares is {shown(shares)}, expected up to {MAX_DIRECTORIES} whole numbers of at "
+            f"least 1, and at most {_MAX_SHARES} together"
+        )
+    require_count("chunk_bytes", chunk_bytes, least=ALIGNMENT)
+    require_count("num_groups", num_groups)
+    require_count("train_state_bytes", train_state_bytes)
     found = model_size(
         model, precision, chunk_elements=chunk_bytes // ALIGNMENT * (ALIGNMENT // 4), shares=shares
     )
@@ -231,6 +98,7 @@ def size(
         host_memory=machine.host_memory,
     )
     rate = cluster.write_gbps
+    held = found.parameter_bytes / (cluster.tp * cluster.pp)
     life = None
     if machine.drive_tbw is not None:
         written = found.state_bytes + found.parameter_bytes
@@ -247,11 +115,12 @@ def size(
         disk=_disk(found, run, shares, num_groups, train_state_bytes, cluster),
         steps=steps,
         seal_s=_seconds(found.parameter_bytes / cluster.gpus, machine.write_gbps),
-        resume_s=_seconds(found.parameter_bytes / cluster.writers, machine.read_gbps),
-        gathered_bytes=found.parameter_bytes * (cluster.gpus - 1) / cluster.gpus,
+        resume_s=_seconds(held, machine.read_gbps),
+        gathered_bytes=held * (cluster.replicas - 1) / cluster.replicas,
         hide_s=sum(hidden) if hidden else None,
         steps_of_life=life,
         days_of_life=None if life is None or iteration is None else life * iteration / 86400,
+        iteration_s=run.iteration_s,
         training_s=(
             None
             if run.tokens is None or run.tflops is None
@@ -260,7 +129,8 @@ def size(
         writers=cluster.writers,
         writer_bytes=saved / cluster.writers,
         writer_gbps=rate and rate / cluster.writers,
-        node_gbps=rate and rate / cluster.writers * cluster.gpus_per_node,
+        node_gbps=rate and rate / cluster.writers * min(cluster.gpus_per_node, cluster.writers),
+        efficiency=cluster.efficiency,
         peak_gbps=rate and rate / cluster.efficiency,
         least_gbps=(
             None
@@ -301,6 +171,8 @@ def _disk(
         if run.interval_s is None:
             raise SizingError("upload_s needs interval_s: the seconds between two checkpoints")
         slots += math.ceil(run.upload_s / run.interval_s)
+        if slots > MAX_COUNT:
+            raise SizingError("upload_s is too many times interval_s: no disk holds the slots")
     exact = found.layout is not None and cluster.gpus == 1
     if found.layout is not None and exact:
         if found.num_groups is not None:
@@ -309,6 +181,7 @@ def _disk(
             train_state_bytes = found.train_state_bytes
         each: list[float] = [*slot_bytes(found.layout, num_groups, train_state_bytes)]
     else:
+        shares = shares if found.layout is None else found.layout.shares
         state = [found.state_bytes / cluster.gpus * share / sum(shares) for share in shares]
         each = [state[0] + found.parameter_bytes / cluster.gpus, *state[1:]]
     one = sum(each) * cluster.gpus
@@ -359,10 +232,12 @@ def _step_time(
 
 def _interval(name: str, stall_s: float, run: Run) -> Interval:
     optimal = None if run.mttf_s is None else optimal_interval(stall_s, run.mttf_s)
+    added = None if run.interval_s is None else overhead(stall_s, run.interval_s)
     return Interval(
         name,
         stall_s,
-        None if run.interval_s is None else overhead(stall_s, run.interval_s),
+        added,
+        None if added is None else added / (1 + added),
         None if run.budget is None else interval_for(stall_s, run.budget),
         optimal,
         None if optimal is None or run.mttf_s is None else waste(stall_s, optimal, run.mttf_s),
@@ -371,11 +246,3 @@ def _interval(name: str, stall_s: float, run: Run) -> Interval:
 
 def _seconds(nbytes: float, gbps: float | None) -> float | None:
     return None if gbps is None else nbytes / 1e9 / gbps
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and math.isinf(value) else value

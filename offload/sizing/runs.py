@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.errors import SizingError
-from offload.sizing.machine import require_positive
+from offload.sizing.checks import require_count, require_positive
 
 STALL_S = 0.02
 """Seconds for which a seal in place stops training, if nothing else is given. The recorded median
@@ -17,7 +17,7 @@ class Run:
     """What is known about a training run besides the model and the hardware.
 
     Raises:
-        SizingError: A value is not a positive number.
+        SizingError: A value is not a positive number, or another value that it needs is missing.
     """
 
     keep: int = 2
@@ -42,7 +42,7 @@ class Run:
     """Seconds of a forward pass, beside which a step may run."""
 
     backward_s: float | None = None
-    """Seconds of a backward pass."""
+    """Seconds of a backward pass, beside which a step may run too; needs `forward_s`."""
 
     tokens: float | None = None
     """Number of tokens that the model is trained on."""
@@ -55,9 +55,13 @@ class Run:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if type(self.keep) is not int or self.keep < 1:
-            raise SizingError(f"keep is {self.keep!r}, expected a whole number of at least 1")
+        require_count("keep", self.keep)
         for name in ("interval_s", "budget", "mttf_s", "stall_s", "iteration_s", "forward_s"):
             require_positive(name, getattr(self, name))
         for name in ("backward_s", "tokens", "tflops", "upload_s"):
             require_positive(name, getattr(self, name))
+        if self.backward_s is not None and self.forward_s is None:
+            raise SizingError(
+                "backward_s needs forward_s: a step that runs beside backward runs beside the next "
+                "forward too"
+            )

@@ -14,6 +14,7 @@ from offload.format.arrays import (
     scale_name,
 )
 from offload.format.header import DTYPE_BYTES
+from offload.sizing.checks import shown
 
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "Adadelta": ("square_avg", "acc_delta"),
@@ -66,9 +67,9 @@ class Precision:
             ("state_dtype", self.state_dtype, ("float32", "bfloat16", "int8")),
             ("gradient_bytes", self.gradient_bytes, (0, 2, 4)),
         ):
-            if value not in known:
+            if value not in tuple(known):  # a dictionary would raise for a list
                 listed = ", ".join(map(str, known))
-                raise SizingError(f"{name} is {value!r}, known are {listed}")
+                raise SizingError(f"{name} is {shown(value)}, known are {listed}")
 
     @property
     def code(self) -> str:

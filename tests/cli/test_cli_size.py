@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,73 @@ def test_a_store(run: Run, trained: Path) -> None:
     newest = offload.list_checkpoints(trained)[-1]
     assert found["disk"]["slot_bytes"] == newest.bytes
     assert found["num_parameters"] == newest.num_parameters
+
+
+EXTREMES = (
+    *("--read", "1e-6", "--write", "1e-6", "--link", "1e-6", "--every", "1s", "--budget", "1e-6"),
+    *("--mttf", "10s", "--host-memory", "1GB", "--tbw", "9999PB", "--gpu-memory", "9999TB"),
+)
+
+
+@pytest.mark.parametrize("model", ["1e18", "1"])
+def test_columns_stay_apart_with_extreme_figures(run: Run, model: str) -> None:
+    code, out, err = run("size", model, *EXTREMES)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    rows = [line for line in out.splitlines() if line[:1] not in ("", " ")]
+    number = r"(-|<? ?[\d.,]+(e[+-]\d+)?( (B|kB|MB|GB|TB|PB|EB|s|min|h|d|ms|%))?)"
+    figures = [line[30:] for line in rows[1:] if re.search(r"\d", line[30:])]
+    assert len(figures) >= 16
+    for line in figures:
+        assert re.fullmatch(rf"( *{number} )* *{number}(  the .*)?", line), line
+
+
+@pytest.mark.parametrize("arguments", [("--read", "5"), ("--mixed", "5"), ("--forward", "3")])
+def test_a_note_states_only_what_is_known(run: Run, arguments: tuple[str, str]) -> None:
+    _, out, _ = run("size", "7B", *arguments)
+    notes = [line for line in out.splitlines() if line.startswith("  ")]
+    assert not any(re.search(r"for -|behind -", line) for line in notes)
+    assert any("--read and --write" in line for line in notes)
+
+
+def test_the_example_of_the_help_is_a_size(run: Run) -> None:
+    _, out, _ = run("size", "7B", "--tbw", "7PB", "--iteration", "20s")
+    assert "The drives last 71,429 steps with a seal each, 16.5 d." in out
+    _, out, _ = run("size", "7B", "--tbw", "7PB", "--read", "5", "--write", "5")
+    assert "13.9 d if steps follow each other at once" in " ".join(out.split())
+
+
+def test_rates_of_storage(run: Run) -> None:
+    out = " ".join(run("size", "175e9", *FULL)[1].split())
+    assert "writers write 19.1 GB each at 1 GB/s, 8 GB/s for a node of 8 GPUs." in out
+    assert "Storage that reaches 40 % of its peak needs a peak of 320 GB/s." in out
+    assert "A restore that takes as long as a full copy reads 1024 GB/s." in out
+    assert "needs 81.67 GB/s of storage, 0.638 GB/s for each." in out
+
+
+def test_intervals_that_cannot_be_kept_are_named(run: Run) -> None:
+    out = " ".join(run("size", "1T", "--write", "1", "--mttf", "60s")[1].split())
+    assert "checkpoints would pile up" in out
+    assert "such a run makes no progress" in out
+    out = run("size", "7B", "--write", "5", "--mttf", "7.9h")[1]
+    assert "pile up" not in out
+    assert "no progress" not in out
+
+
+def test_the_first_line_has_the_number_of_parameters(run: Run, trained: Path) -> None:
+    newest = offload.list_checkpoints(trained)[-1]
+    first = run("size", trained)[1].splitlines()[0]
+    assert first.endswith(f"step 4, {newest.num_parameters:,} parameters")
+    assert run("size", "1")[1].splitlines()[0] == "1 parameter"
+
+
+@pytest.mark.parametrize("number", ["1" * 400, "1" * 5000])
+@pytest.mark.parametrize("option", ["--gpus", "--keep", "--tbw", "--shares", "--read", "--every"])
+def test_a_number_of_hundreds_of_digits(run: Run, option: str, number: str) -> None:
+    code, out, err = run("size", "7B", option, number)
+    assert code in (1, 2)
+    assert out == ""
+    assert err
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,10 @@ class TestThisProject:
         drives = Machine(read_gbps=9.6, write_gbps=5.0, mixed_gbps=8.4)
         assert size(7e9, machine=drives).steps[1].seconds == pytest.approx(20)
 
+    def test_one_direction_alone_gives_no_time_of_a_step(self) -> None:
+        for drives in (Machine(read_gbps=9.6), Machine(write_gbps=5.0)):
+            assert size(7e9, machine=drives).steps[1].seconds is None
+
     def test_the_slowest_part_bounds_the_step(self) -> None:
         machine = Machine(mixed_gbps=16.8, update_gbps=8.4, link_gbps=1.0, network_gbps=0.5)
         device, host, storage = size(7e9, machine=machine).steps

@@ -1,0 +1,231 @@
+"""Lines that ``offload size`` prints for people."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from offload.cli.options import one_line
+from offload.units import many
+
+if TYPE_CHECKING:
+    from offload.sizing import Plan
+
+_TIMES = (("d", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 600.0))
+"""Each unit, its seconds, and the least seconds that are printed in it."""
+
+_BYTES = (("EB", 1e18), ("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_NAME_WIDTH = 30
+_WIDTH = 78
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """Return the lines of a plan for people, at most 80 characters wide."""
+    number = plan.num_parameters
+    yield one_line(plan.source)
+    yield ""
+    yield _row("Bytes", "per parameter", "in all")
+    memory = plan.memory
+    for name, nbytes in (
+        ("parameters (a seal, a resume)", plan.parameter_bytes),
+        ("optimizer state (a step)", plan.state_bytes),
+        ("on the GPU, all in memory", memory.in_memory * number),
+        ("on the GPU, state on drives", memory.offloaded * number),
+        (f"disk, {plan.disk.slots} slots", plan.disk.total_bytes),
+    ):
+        yield _row(name, _each(nbytes / number), _size(nbytes))
+    if len(plan.disk.on_each_drive) > 1:
+        each = ", ".join(map(_size, plan.disk.on_each_drive))
+        yield from _note(f"On the drives of each rank: {each}.")
+    if not plan.disk.exact:
+        yield from _note("Disk is data alone, without headers and manifests.")
+    if memory.largest_in_memory is not None and memory.largest_offloaded is not None:
+        yield from _note(
+            f"The GPU's memory holds {_count(memory.largest_in_memory)} parameters with their "
+            f"state, {_count(memory.largest_offloaded)} without; activations are not counted."
+        )
+    yield ""
+    yield _row("Step, with the update on", "link B/param", "link bytes", "time", "limited by")
+    for step in plan.steps:
+        yield _row(
+            f"the {step.place}",
+            _each(step.bytes_per_parameter),
+            _size(step.link_bytes),
+            _time(step.seconds),
+            step.limited_by or "",
+        )
+    yield from _notes(plan)
+    yield ""
+    yield from _checkpoints(plan)
+    for text in plan.remarks:
+        yield ""
+        yield from textwrap.wrap(text, _WIDTH)
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    if plan.seal_s is not None:
+        yield from _note(f"A seal writes for {_time(plan.seal_s)} beside training.")
+    if plan.resume_s is not None:
+        yield from _note(f"A resume reads for {_time(plan.resume_s)}.")
+    if plan.seal_s is None or plan.resume_s is None:
+        yield from _note("--read and --write (GB/s of a rank's drives) give all times.")
+    if plan.hide_s is not None:
+        host = plan.steps[1].seconds
+        hidden = "" if host is None else f"; on the host it takes {_time(host)}"
+        yield from _note(
+            f"A step can hide behind {_time(plan.hide_s)} of the model's work{hidden}."
+        )
+    if plan.gathered_bytes:
+        gathered = _size(plan.gathered_bytes)
+        yield from _note(f"Each rank receives {gathered} of updated parameters in a step.")
+    if plan.steps_of_life is not None:
+        life = "" if plan.days_of_life is None else f", {_time(plan.days_of_life * 86400)}"
+        if life and plan.iteration_s is None:
+            life += " if steps follow each other at once (--iteration)"
+        steps = _count(plan.steps_of_life)
+        yield from _note(f"The drives last {steps} steps with a seal each{life}.")
+    if plan.training_s is not None:
+        yield from _note(
+            f"Training computes for {plan.training_s / 86400:,.1f} days, "
+            f"{plan.training_s * 4 / 3 / 86400:,.1f} with recomputation."
+        )
+
+
+def _checkpoints(plan: Plan) -> Iterator[str]:
+    yield _row("Checkpoint", "written", "link bytes", "stall", "durable after")
+    for copies in plan.copies:
+        yield _row(
+            copies.name,
+            _size(copies.written_bytes),
+            _size(copies.link_bytes),
+            _time(copies.stall_s),
+            _time(copies.durable_s),
+        )
+        if copies.fills_memory_s is not None and not math.isinf(copies.fills_memory_s):
+            filled = _time(copies.fills_memory_s)
+            yield from _note(f"Asynchronous copies fill the host memory after {filled}.")
+    if plan.writers > 1:
+        rate = "" if plan.writer_gbps is None else f" at {plan.writer_gbps:.3g} GB/s"
+        if plan.node_gbps is not None and plan.node_gbps != plan.writer_gbps:
+            rate += f", {plan.node_gbps:.3g} GB/s for a node of 8 GPUs"
+        yield from _note(f"{plan.writers} writers write {_size(plan.writer_bytes)} each{rate}.")
+    if plan.peak_gbps is not None and plan.efficiency < 1:
+        yield from _note(
+            f"Storage that reaches {_percent(plan.efficiency)} of its peak needs a peak of "
+            f"{plan.peak_gbps:.4g} GB/s."
+        )
+    if plan.least_gbps is not None:
+        share = f", {plan.least_gbps / plan.writers:.3g} GB/s for each" if plan.writers > 1 else ""
+        yield from _note(
+            f"A full copy within the budget needs {plan.least_gbps:.4g} GB/s of storage{share}."
+        )
+    if any(i.overhead or i.for_budget_s or i.optimal_s for i in plan.intervals):
+        yield ""
+        yield _row("Interval", "overhead", "for budget", "optimum", "waste at it")
+        for interval in plan.intervals:
+            yield _row(
+                interval.name,
+                _percent(interval.overhead),
+                _time(interval.for_budget_s),
+                _time(interval.optimal_s),
+                _percent(interval.waste),
+            )
+        yield from _warnings(plan)
+    restores = plan.restores
+    yield ""
+    replicas = many(restores.replicas, "replica")
+    yield _row(f"Restore of {replicas}", "bytes read", "each reads", "one reads")
+    for name, nbytes, each, once in (
+        ("parameters and state", restores.each_bytes, restores.each_s, restores.once_s),
+        (
+            "parameters only (here)",
+            restores.parameters_bytes,
+            restores.parameters_s,
+            restores.parameters_once_s,
+        ),
+    ):
+        yield _row(name, _size(nbytes), _time(each), _time(once))
+    if restores.replicas > 1 and restores.equal_time_gbps is not None:
+        yield from _note(
+            "A restore that takes as long as a full copy reads "
+            f"{restores.equal_time_gbps:.4g} GB/s."
+        )
+
+
+def _warnings(plan: Plan) -> Iterator[str]:
+    """Return notes on intervals that a formula gives, and that cannot be kept."""
+    durable = {copies.name: copies.durable_s for copies in plan.copies}
+    if any(
+        shortest is not None and limit is not None and shortest < limit
+        for interval in plan.intervals
+        for limit in [durable[interval.name]]
+        for shortest in (interval.for_budget_s, interval.optimal_s)
+        if interval.stall_s != limit  # a full copy is durable when training goes on
+    ):
+        yield from _note(
+            "Intervals shorter than the time until a checkpoint is durable cannot be kept up: "
+            "checkpoints would pile up."
+        )
+    if any(interval.waste is not None and interval.waste >= 1 for interval in plan.intervals):
+        yield from _note(
+            "A waste of 100 % or more means that failures come faster than checkpoints: such a "
+            "run makes no progress."
+        )
+
+
+def _row(name: str, *cells: str) -> str:
+    widths = (13, 11, 10, 13)
+    text = "".join(
+        f"{cell:>{width}}" if column < 3 else f"  {cell}"
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=False))
+    )
+    return f"{name:<{_NAME_WIDTH}}{text}".rstrip()
+
+
+def _size(nbytes: float) -> str:
+    for unit, factor in _BYTES:
+        if nbytes >= 0.9995 * factor:
+            value = nbytes / factor
+            return f"{value:,.1f} {unit}" if value < 1e4 else f"{value:.1e} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _count(number: float) -> str:
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if number >= factor:
+            return f"{number / factor:,.1f} {unit}"
+    return f"{number:,.0f}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if math.isinf(seconds):
+        return "never"
+    for unit, length, least in _TIMES:
+        if seconds >= least:
+            value = seconds / length
+            return f"{value:,.1f} {unit}" if value < 1e4 else f"{value:.1e} {unit}"
+    if seconds < 1e-3:
+        return "< 1 ms"
+    return f"{seconds:,.1f} s" if seconds >= 100 else f"{seconds:.3g} s"
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "-"
+    percent = 100 * share
+    if 1000 <= percent < 1e6:
+        return f"{percent:,.0f} %"
+    return f"{percent:.3g} %" if percent < 1000 else f"{percent:.1e} %"
+
+
+def _each(nbytes: float) -> str:
+    """Return bytes per parameter."""
+    return f"{nbytes:.3g}" if nbytes < 1000 else f"{nbytes:,.0f}"
+
+
+def _note(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ")

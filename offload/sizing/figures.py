@@ -1,0 +1,182 @@
+"""Figures of a plan: memory, disk, steps and intervals of a training run.
+
+A figure for which an input is missing is None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offload.sizing.clusters import Copies, Restores
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on a GPU for each parameter, without activations."""
+
+    in_memory: float
+    """Parameters, gradients, masters and moments, if all are on the GPU."""
+
+    offloaded: float
+    """Parameters and gradients, if the optimizer state is on drives."""
+
+    largest_in_memory: float | None
+    """Number of parameters of the largest model for the GPU's memory."""
+
+    largest_offloaded: float | None
+
+    @property
+    def ratio(self) -> float:
+        """How many times larger a model fits with the optimizer state on drives."""
+        return self.in_memory / self.offloaded
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Space on the drives of all ranks together, in bytes."""
+
+    slots: int
+    """Number of slots: one for each checkpoint that is kept, and one that steps write."""
+
+    slot_bytes: float
+    total_bytes: float
+    on_each_drive: tuple[float, ...]
+    """Bytes on each drive of a rank, the first one first."""
+
+    exact: bool
+    """Whether headers, manifests and padding are counted, and the figures are those of the files;
+    otherwise only data is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Bytes and seconds of a step with the state updated in one place, for each rank."""
+
+    place: str
+    """``host``, ``device`` or ``storage``."""
+
+    bytes_per_parameter: float
+    """Bytes that cross the link between GPU and state for each parameter, both ways added up."""
+
+    link_bytes: float
+    """Bytes that cross that link in a step, over all ranks and both ways."""
+
+    parts_s: Mapping[str, float] | None
+    """Seconds of each part; the parts happen at the same time. None if a rate is not given."""
+
+    seconds: float | None
+    limited_by: str | None
+    """The slowest part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Checkpoint intervals of one way of making checkpoints, in seconds."""
+
+    name: str
+    stall_s: float
+    overhead: float | None
+    """Time that checkpoints add at the given interval, as a share of the time of training."""
+
+    wall_share: float | None
+    """The same time as a share of all time, checkpoints included."""
+
+    for_budget_s: float | None
+    """Shortest interval within the budget."""
+
+    optimal_s: float | None
+    """Interval that wastes the least time at the given mean time to failure."""
+
+    waste: float | None
+    """Share of time that is lost at the optimal interval, in checkpoints and in undone work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Figures of a training run; times in seconds, sizes in bytes."""
+
+    source: str
+    num_parameters: int
+    parameter_bytes: float
+    """Bytes of the 16-bit parameters: what a seal writes and a resume reads."""
+
+    state_bytes: float
+    """Bytes of the optimizer state: what a step reads, and what it writes."""
+
+    checkpoint_bytes: float
+    """Bytes of a checkpoint of a copying system: parameters, and state as FP32."""
+
+    memory: Memory
+    disk: Disk
+    steps: list[StepTime]
+    seal_s: float | None
+    """Seconds in which a seal writes the parameters, beside training."""
+
+    resume_s: float | None
+    """Seconds in which a resume of all replicas reads the parameters from the ranks' drives. Each
+    rank receives the parameters that it holds in forward, sharded or not."""
+
+    gathered_bytes: float
+    """Bytes of updated parameters that each rank receives in a step: those that it holds in
+    forward, without its own share."""
+
+    hide_s: float | None
+    """Seconds of the model's own work that a step may run beside, if forward or backward is given.
+    """
+
+    steps_of_life: float | None
+    """Number of steps, each of them sealed, until the drives have been written as often as they
+    are rated for."""
+
+    days_of_life: float | None
+    """Days until then, if a step is made every `iteration_s`; steps on the host that follow each
+    other at once if that is not given."""
+
+    iteration_s: float | None
+    """Seconds from one step to the next, if given."""
+
+    training_s: float | None
+    """Seconds of arithmetic of the whole run: 6 operations per parameter and token."""
+
+    writers: int
+    writer_bytes: float
+    """Bytes that one writer of a copying system writes."""
+
+    writer_gbps: float | None
+    """Rate in GB/s at which one writer writes to the shared storage."""
+
+    node_gbps: float | None
+    """Rate in GB/s at which the writers of one node write to the shared storage."""
+
+    efficiency: float
+    """Share of the storage's peak rate that checkpoints reach."""
+
+    peak_gbps: float | None
+    """Rate that the shared storage must have on paper to reach the given one."""
+
+    least_gbps: float | None
+    """Rate of the storage with which a full copy keeps within the budget."""
+
+    copies: list[Copies]
+    restores: Restores
+    intervals: list[Interval]
+    remarks: list[str]
+    """Published figures about this model that contradict each other, and the side taken."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values; infinity becomes None."""
+        value: dict[str, Any] = _plain(
+            asdict(self) | {"memory": asdict(self.memory) | {"ratio": self.memory.ratio}}
+        )
+        return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and math.isinf(value) else value
