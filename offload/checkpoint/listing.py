@@ -24,7 +24,10 @@ from offload.format.names import LOCK_NAME, MANIFEST_NAME
 from offload.format.unreadable import reading, unreadable
 from offload.retention.pins import FoundPins, read_pins
 
-_NO_STORE = "there is no store here; give the directory= that the training was given"
+_NO_STORE = (
+    "there is no store here; give the directory= that the training was given, and check that its "
+    "drive is mounted"
+)
 
 _MAX_ATTEMPTS = 20
 """Largest number of attempts to list a store, or to describe a directory. An attempt fails if a

@@ -279,4 +279,6 @@ def _what_is_missing(backend: Backend, path: str) -> str:
     """Return the part of a message that says what a directory without checkpoints lacks."""
     missing = "it has no step-<N> directory"
     is_store = backend.stat(f"{path}/{LOCK_NAME}") is not None
+    if is_checkpoint_path(path) and not is_store:
+        return f"it has no {MANIFEST_NAME}, so it is not a complete checkpoint"
     return missing if is_store else f"{missing}; {stores_below(backend, path)}"

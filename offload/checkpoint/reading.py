@@ -305,7 +305,7 @@ def _check_part(
             f"{path}{'' if path == sealed_as else f' (sealed as {sealed_as})'}. If the drive is "
             "not mounted, mount it; if the directory has moved, pass its present path: "
             "directory=[...] of the optimizer takes all directories in their original order, "
-            "open_checkpoint(path, parts=[...]) takes all but the first"
+            "open_checkpoint(path, parts=[...]) and --part of the commands take all but the first"
         )
     found = read_part(backend, path)
     if found.digest != reference.digest:

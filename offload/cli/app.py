@@ -1,7 +1,8 @@
 """The command ``offload``: the demo, and a look at stores and checkpoints.
 
 Nothing heavy is imported before a command runs, so that ``offload --help`` answers at once. The
-exit status is 0 for success, 1 for an error or a damaged checkpoint, and 2 for wrong usage.
+exit status is 0 for success, 1 for an error or for a checkpoint that is damaged or not usable, and
+2 for wrong usage.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import typer
 
 from offload.cli.options import cell, make_console, one_line
 from offload.format.metrics import describes_the_run
+from offload.format.names import part_number
 from offload.units import size
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ def show_list(store: str, found: list[CheckpointInfo], *, wide: bool) -> None:
         wide: Whether to print all pins and metrics, even if lines are longer than the terminal.
     """
     if not found:
-        typer.echo(f"{store}: no checkpoints")
+        further = any(part_number(name) is not None for name in os.listdir(store))
+        where = "; list the first directory of the store, which this one belongs to"
+        typer.echo(f"{store}: no checkpoints{where if further else ''}")
         return
     _show_table(found, wide=wide)
     if any(info.valid for info in found):

@@ -22,11 +22,11 @@ Parts = Annotated[
     list[str] | None,
     typer.Option(
         "--part",
-        help="Directory of the state on a further drive, if it has moved; one per drive, in order.",
+        help="Present directory of the state on a further drive; one per drive, in order.",
         show_default=False,
     ),
 ]
-"""Option for the directories on further drives, if they have moved."""
+"""Option for the present directories on further drives."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 """Option for output as JSON."""

@@ -285,7 +285,9 @@ def _show(result: _Verified, *, mark: bool) -> None:
                 f"If they belong to this checkpoint, add {options}; otherwise add the same "
                 "options with its own directories"
             )
-        typer.secho(f"{name}: damaged{marked}", fg="red")
+        # Nothing is read of a checkpoint that cannot be opened, for example if a drive is missing.
+        found = "damaged" if result.bytes_checked else "not usable; its content was not read"
+        typer.secho(f"{name}: {found}{marked}", fg="red")
     elif result.unreadable:
         typer.secho(f"{name}: not everything could be read", fg="red")
     elif result.quarantined:

@@ -30,13 +30,16 @@ _SAVES = {
 """Functions that write checkpoints, by module and name: the consequence for the user, and the
 remedy."""
 
+_CKPT_PATH = "pass ckpt_path=, the path of a .ckpt file, to Trainer.fit()"
+"""Advice on continuing under Lightning. It passes over ``ckpt_path="last"`` if it finds no file."""
+
 _RESUMES = {
     "transformers.trainer": (
         "pass resume_from_checkpoint=latest_checkpoint(output_dir, directory), of "
         "offload.integrations.transformers, to Trainer.train()"
     ),
-    "lightning.pytorch.trainer.trainer": "pass ckpt_path= to Trainer.fit()",
-    "pytorch_lightning.trainer.trainer": "pass ckpt_path= to Trainer.fit()",
+    "lightning.pytorch.trainer.trainer": _CKPT_PATH,
+    "pytorch_lightning.trainer.trainer": _CKPT_PATH,
 }
 """Advice on continuing from a checkpoint, by the module that runs the training."""
 

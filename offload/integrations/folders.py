@@ -306,7 +306,13 @@ def _read_train_state(
 
 
 def _add_hf_files(checkpoint: Checkpoint, folder: str) -> None:
-    """Copy config and tokenizer from a folder to its checkpoint, if the folder has them."""
+    """Copy config and tokenizer from a folder to its checkpoint, if the folder has them.
+
+    A checkpoint without the model's names does not get them: ``from_pretrained`` would find none of
+    its parameters, and would return random ones with no more than a warning.
+    """
+    if any(spec.name == "group0.param0" for spec in checkpoint.manifest.layout.parameters):
+        return
     try:
         if os.path.isdir(folder):
             add_hf_files(checkpoint, folder)

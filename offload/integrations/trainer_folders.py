@@ -37,7 +37,9 @@ def latest_checkpoint(
 
     Pass the result as ``resume_from_checkpoint``. Unlike the value ``True``, this allows a first
     start, and skips folders that a killed process has not finished, and folders whose checkpoint is
-    gone from the store. It warns if it skips a folder that was saved without `OffloadCallback`.
+    gone from the store. It warns if it skips a folder that was saved without `OffloadCallback`, and
+    if no checkpoint of the store belongs to any folder. If the store is empty, a folder that was
+    saved with a torch optimizer is returned as well.
 
     Args:
         output_dir: Output directory of the Trainer.
@@ -62,12 +64,22 @@ def latest_checkpoint(
     except (CheckpointError, FileNotFoundError):
         infos = []
     sealed = {info.generation: info.path for info in infos if info.valid}
+    lost = ""
+    newest = None
     for number in numbers:
         folder = folder_of(output_dir, number)
-        position = _position(folder) if is_complete(folder) else None
-        if position is None:
+        if not is_complete(folder):
             continue
-        if not position.sealed:
+        position = _position(folder)
+        if position is None and not infos:
+            newest = folder
+            break
+        if position is None:
+            lost = lost or (
+                f"skipping {folder}: it has the state of torch's optimizer, which can be loaded "
+                f"into an empty store only, and {store} has checkpoints"
+            )
+        elif not position.sealed:
             warnings.warn(
                 f"skipping {folder}: it was saved without sealing the state, which is lost. "
                 f"{ATTACH}",
@@ -80,7 +92,14 @@ def latest_checkpoint(
             if not found:
                 return folder
             warnings.warn(f"skipping {folder}: {found}", RuntimeWarning, stacklevel=2)
-    return None
+        else:
+            lost = lost or (
+                f"skipping {folder}: {store} has no checkpoint for it. If the state is in another "
+                "directory, pass that one before this training removes or replaces the folder"
+            )
+    if lost:
+        warnings.warn(lost, RuntimeWarning, stacklevel=2)
+    return newest
 
 
 def _paths(directory: Directories) -> list[str]:

@@ -44,7 +44,7 @@ from offload.integrations.training_log import TrainingLog
 
 _REMEDY = (
     "Pass OffloadCallback(discard_newer=True) to withdraw them, or remove those folders; to "
-    "continue from the newest one, pass resume_from_checkpoint=True"
+    "continue from the newest one, pass resume_from_checkpoint=latest_checkpoint(...)"
 )
 
 

@@ -260,7 +260,9 @@ def num_wanted(policy: Retention, records: Collection[Record]) -> int:
 
 def describe(policy: Retention) -> str:
     """Return what a policy keeps, in words that follow "keeping"."""
-    return f"{policy.k} checkpoints" if isinstance(policy, LastK) else repr(policy)
+    if isinstance(policy, LastK):
+        return f"{policy.k} checkpoint{'' if policy.k == 1 else 's'}"
+    return repr(policy)
 
 
 def _is_count(value: object) -> bool:

@@ -192,7 +192,8 @@ def make_directories(
                 errno.EINVAL,
                 f"the file system ({capabilities.filesystem}) loses its content at power-off, so "
                 "checkpoints there would not survive; choose a directory on a drive, or pass "
-                "options=Options(allow_volatile=True) if that is what you want",
+                "options=Options(allow_volatile=True), or --allow-volatile to `offload import`, "
+                "if that is what you want",
                 directory,
             )
         if capabilities.remote and not allow_remote:
@@ -200,7 +201,8 @@ def make_directories(
                 errno.EINVAL,
                 f"{describe_remote(capabilities.filesystem)}, so this package guarantees nothing "
                 "for checkpoints there; choose a directory on a local drive, or pass "
-                "options=Options(allow_remote=True) if that is what you want",
+                "options=Options(allow_remote=True), or --allow-remote to `offload import`, "
+                "if that is what you want",
                 directory,
             )
     for backend, directory in drives:

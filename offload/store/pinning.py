@@ -91,7 +91,8 @@ def unpin(store: str | os.PathLike[str], name: str, *, backend: Backend | None =
         if storage.stat(directory) is None:
             raise CheckpointNotFoundError(
                 errno.ENOENT,
-                "there is no store here; give the directory= that the training was given",
+                "there is no store here; give the directory= that the training was given, and "
+                "check that its drive is mounted",
                 directory,
             )
         remove_pin(storage, directory, name)

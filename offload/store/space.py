@@ -96,7 +96,7 @@ def no_room(error: StorageError, rooms: Sequence[Room], keeping: Keeping) -> Slo
         number,
         f"{os.strerror(number)}: the slot that the next step writes to needs {needs}. Nothing has "
         f"been changed: free some space, and call again. The store keeps {keeping.describe()}"
-        f"{': ' + advice if advice else ''}. What retention keeps is given up by `offload prune "
-        f"{rooms[0].directory}`, once this process has ended",
+        f"{': ' + advice if advice else ''}. Once this process has ended, `offload prune "
+        f"{rooms[0].directory} --keep 1 --verify` keeps only the newest and pinned checkpoints",
         short[0].directory,
     )

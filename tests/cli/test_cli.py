@@ -152,6 +152,21 @@ def test_verify_counts_a_checkpoint_without_a_manifest_as_damaged(run: Run, stor
     assert [result["ok"] for result in json.loads(out)["checkpoints"]] == [True, False]
 
 
+@pytest.mark.parametrize("file", ["manifest.json", "exp_avg.safetensors"])
+def test_verify_does_not_call_damaged_what_it_could_not_open(
+    run: Run, store: Path, file: str
+) -> None:
+    newest = store / "step-00000004"
+    (newest / file).unlink()
+    for path in (store, newest):
+        code, out, err = run("verify", path)
+        assert code == 1
+        assert f"{newest}: not usable; its content was not read" in out
+        assert "damaged" not in out
+        assert file in err
+        assert "looks for stores" not in err
+
+
 def test_verify_all_finds_every_store_below(run: Run, store: Path, tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "runs" / "b" / "store")
     damaged = shutil.copytree(store, tmp_path / "runs" / "a") / "step-00000002"

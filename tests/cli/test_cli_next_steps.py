@@ -138,6 +138,7 @@ def test_a_path_that_is_not_there_says_which_directory_is_meant(run: Run, tmp_pa
         code, _, err = run(command[0], tmp_path / "none", *command[1:])
         assert code == 1
         assert "there is no store here; give the directory= that the training was given" in err
+        assert "check that its drive is mounted" in err
 
 
 @pytest.mark.parametrize("name", ["step-00000099", "step-99", "step-x"])

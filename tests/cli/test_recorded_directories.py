@@ -393,3 +393,14 @@ def test_what_is_to_be_run_names_all_drives(original: Places) -> None:
         optimizer.restore()
     command = f"offload verify {original[0]} --quarantine --part {original[1]}`"
     assert command in str(caught.value)
+
+
+def test_ls_of_a_further_directory_names_the_first_one(run: Run, tmp_path: Path) -> None:
+    places = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    go_on(places, 1)
+    code, out, _ = run("ls", places[1])
+    assert code == 0
+    assert f"{places[1]}: no checkpoints; list the first directory of the store" in out
+    empty = tmp_path / "empty"
+    optimizer_in([empty]).close()
+    assert run("ls", empty)[1] == f"{empty}: no checkpoints\n"

@@ -251,7 +251,8 @@ def test_moved_folders_keep_their_checkpoints(work: Path) -> None:
 def test_the_latest_checkpoint_is_one_that_can_be_gone_on_from(work: Path, tmp_path: Path) -> None:
     out, run = work / "out", work / "run"
     assert latest_checkpoint(tmp_path / "none", run) is None
-    assert latest_checkpoint(out, tmp_path / "none") is None
+    with pytest.warns(RuntimeWarning, match=r"skipping .*checkpoint-7: .*/none has no checkpoint"):
+        assert latest_checkpoint(out, tmp_path / "none") is None
     assert latest_checkpoint(out, [run]) == str(out / "checkpoint-7")
     state = out / "checkpoint-7/trainer_state.json"
     state.write_text(state.read_text()[:-20])  # killed while it was written
@@ -262,6 +263,22 @@ def test_the_latest_checkpoint_is_one_that_can_be_gone_on_from(work: Path, tmp_p
     torch.save({"state": {}, "param_groups": []}, out / "checkpoint-4/optimizer.pt")
     (out / "checkpoint-best").mkdir()
     assert latest_checkpoint(out, run) == str(out / "checkpoint-2")
+    shutil.rmtree(out / "checkpoint-2")
+    with pytest.warns(RuntimeWarning, match=r"skipping .*checkpoint-4: .*torch's optimizer.*empty"):
+        assert latest_checkpoint(out, run) is None
+
+
+def test_the_latest_checkpoint_of_an_empty_store_may_be_of_a_torch_optimizer(
+    work: Path, tmp_path: Path
+) -> None:
+    out = work / "out"
+    for number in (2, 4):
+        torch.save({"state": {}, "param_groups": []}, out / f"checkpoint-{number}/optimizer.pt")
+    with pytest.warns(RuntimeWarning, match=r"skipping .*checkpoint-7: .*/none has no checkpoint"):
+        assert latest_checkpoint(out, tmp_path / "none") == str(out / "checkpoint-4")
+    for number in (6, 7):
+        shutil.rmtree(out / f"checkpoint-{number}")
+    assert latest_checkpoint(out, tmp_path / "none") == str(out / "checkpoint-4")
 
 
 def test_damaged_state_is_found_and_training_goes_on_before_it(

@@ -13,6 +13,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import offload
+from offload.integrations.transformers import latest_checkpoint
 from tests.integrations.training import (
     STEPS,
     Case,
@@ -141,7 +142,9 @@ def test_a_run_with_plain_torch_is_taken_over(optim: str, tmp_path: Path) -> Non
     expected = plain(resume=False)
     for number in (6, 7):
         shutil.rmtree(tmp_path / f"out/checkpoint-{number}")
-    found = Case({"optim": optim}, dtype=torch.float32).run(tmp_path, resume=True)
+    newest = latest_checkpoint(tmp_path / "out", tmp_path / "run")
+    assert newest == str(tmp_path / "out/checkpoint-3")
+    found = Case({"optim": optim}, dtype=torch.float32).run(tmp_path, resume=newest)
     losses = [entry["loss"] for entry in found.history]
     if optim == "adamw_torch":
         assert losses == expected

@@ -137,6 +137,8 @@ def test_the_plain_class_works_without_names(tmp_path: Path) -> None:
     with offload.open_checkpoint(tmp_path / "run") as checkpoint:
         names = {spec.name for spec in checkpoint.manifest.layout.parameters}
     assert "group0.param0" in names
+    with pytest.raises(ValueError, match=r"config\.json"):  # and not random parameters
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path)
 
 
 def test_the_trainer_takes_model_out_of_the_class_kwargs(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class TestWhatIsSaidOnce:
         with pytest.raises(CheckpointError) as raised:
             offload.open_checkpoint(STORE, backend=backend)
         assert str(raised.value).count(HINT) == 1
+        assert "--part of the commands" in str(raised.value)
 
     def test_the_path_of_a_quarantined_checkpoint(self) -> None:
         backend = MemoryBackend()

@@ -58,9 +58,9 @@ class TestFullDisk:
             assert said.count("No space left") == 1
             assert len(said) < 420
             for part in (
-                f"keeps 1 checkpoints and the pinned 'best' ({name_of(1)}): unpin with",
+                f"keeps 1 checkpoint and the pinned 'best' ({name_of(1)}): unpin with",
                 f"`offload unpin {STORE} NAME`",
-                f"`offload prune {STORE}`",
+                f"`offload prune {STORE} --keep 1 --verify`",
                 "call again",
             ):
                 assert part in said
