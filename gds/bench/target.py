@@ -31,6 +31,7 @@ PREFIX: Final = ".gds-bench-"
 LEAST_FILE_BYTES: Final = 256 << 20
 """Smallest size of a file in bytes, unless small files are allowed."""
 
+_MOST_HOLES: Final = 0.01
 _PIECE_BYTES: Final = 8 << 20
 _IN_FLIGHT: Final = 2
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -128,12 +129,22 @@ class Target:
             found = libc.cached_bytes(fd, self.size_bytes)
         return None if found is None else min(found / max(self.size_bytes, 1), 1.0)
 
-    def first_hole(self) -> int:
-        """Return the offset of the first hole, or the size of the file if it has none."""
+    def hole_bytes(self) -> int:
+        """Return the number of bytes in holes, which includes reserved space without data."""
+        holes = offset = 0
         with self._opened("examine") as fd:
-            if self.size_bytes == 0:
-                return 0
-            return os.lseek(fd, 0, os.SEEK_HOLE)
+            while offset < self.size_bytes:
+                try:
+                    data = os.lseek(fd, offset, os.SEEK_DATA)
+                except OSError as error:
+                    if error.errno != errno.ENXIO:
+                        raise
+                    data = self.size_bytes
+                holes += data - offset
+                offset = data
+                if data < self.size_bytes:
+                    offset = os.lseek(fd, data, os.SEEK_HOLE)
+        return holes
 
     @contextlib.contextmanager
     def _opened(self, what: str) -> Iterator[int]:
@@ -296,12 +307,12 @@ def _check_size(nbytes: int, place: str, *, allow_small: bool) -> None:
 
 
 def _check_holes(target: Target) -> None:
-    """Raise `RefusedError` if a file has a hole, whose reads do not reach the drive."""
-    hole = target.first_hole()
-    if hole < target.size_bytes:
+    """Raise `RefusedError` if too much of a file is holes, whose reads do not reach the drive."""
+    share = target.hole_bytes() / max(target.size_bytes, 1)
+    if share > _MOST_HOLES:
         raise RefusedError(
-            f"{target.path}: no data was ever written at byte {hole}, and reads of such space do "
-            "not reach the drive: name a file that was written throughout, or a directory"
+            f"{target.path}: {share:.0%} of it was never written, and reads of such space do not "
+            "reach the drive: name a file that was written throughout, or a directory"
         )
 
 

@@ -185,14 +185,22 @@ def test_several_scratch_files_need_a_directory(run: Run, drive: Path) -> None:
     assert "is a file, which --files does not apply to" in err
 
 
-@pytest.mark.parametrize("hole", [0, 512 << 10])
-def test_a_file_with_a_hole_is_refused(run: Run, drive: Path, hole: int) -> None:
+@pytest.mark.parametrize(("written", "share"), [(0, 100), (512 << 10, 50)])
+def test_a_file_with_holes_is_refused(run: Run, drive: Path, written: int, share: int) -> None:
     file = drive / "sparse"
-    file.write_bytes(os.urandom(hole))
+    file.write_bytes(os.urandom(written))
     os.truncate(file, 1 << 20)
     status, _, err = run("bench", file, *QUICK, "--size", "64K")
     assert status == 1
-    assert f"{file}: no data was ever written at byte {hole}" in err
+    assert f"{file}: {share}% of it was never written" in err
+
+
+def test_a_file_with_a_short_hole_is_measured(run: Run, drive: Path) -> None:
+    file = drive / "padded"
+    file.write_bytes(os.urandom((1 << 20) - 4096))
+    os.truncate(file, 1 << 20)
+    status, _, err = run("bench", file, *QUICK, "--size", "64K")
+    assert status == 0, err
 
 
 def test_directories_of_one_file_system_are_named(run: Run, drives: list[Path]) -> None:
