@@ -5,6 +5,7 @@ Importing this module does not import torch, so that looking at a checkpoint is 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from gds.contract import Lock
+
+_POSITION = re.compile(r"group[0-9]+\.param[0-9]+")
+"""Name of a parameter whose name in the model is not known."""
 
 _UNREAD = object()
 
@@ -129,6 +133,16 @@ class Checkpoint:
         """Size in bytes of each state array, by name."""
         layout = self.manifest.layout
         return {name: layout.array_bytes(name) for name in layout.array_names}
+
+    @property
+    def has_model_names(self) -> bool:
+        """Whether parameters have the names of the model, and not those of their positions.
+
+        They have only positions if the optimizer was made without ``model=`` and from parameters
+        without names. No other program can then match the tensors with a model.
+        """
+        names = (spec.name for spec in self.manifest.layout.parameters)
+        return not any(_POSITION.fullmatch(name) for name in names)
 
     @property
     def parts(self) -> list[str]:

@@ -100,10 +100,10 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
             progress_bar(destination, quiet=quiet) as progress,
         ):
             export_checkpoint(opened, destination, to.value, config=config, progress=progress)
-            step, path = opened.step, opened.path
+            step, path, named = opened.step, opened.path, opened.has_model_names
         written = size(tree_bytes(destination))
         typer.echo(f"{destination}: step {step} of {path}, {written}")
-        typer.echo(f"next: {_next_call(destination, to)}")
+        typer.echo(f"next: {_next_call(destination, to, named=named)}")
 
     @app.command("import")
     def import_(
@@ -237,8 +237,14 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         typer.echo(f"{made.path}: step {made.step}, {made.num_parameters} parameters")
 
 
-def _next_call(destination: str, to: Target) -> str:
-    """Return what opens an export: a call in Python, or what is missing for one."""
+def _next_call(destination: str, to: Target, *, named: bool) -> str:
+    """Return what opens an export: a call in Python, or what is missing for one.
+
+    Args:
+        destination: Path of the export.
+        to: Format of the export.
+        named: Whether parameters have the names of the model.
+    """
     if to is Target.pt:
         return f"torch.load({destination!r}, weights_only=True)"
     if to is Target.safetensors:
@@ -246,6 +252,11 @@ def _next_call(destination: str, to: Target) -> str:
         return f"safetensors.torch.load_file({weights!r})"
     if to is Target.dcp:
         return f"torch.distributed.checkpoint.load(state, checkpoint_id={destination!r})"
+    if not named:
+        return (
+            "from_pretrained cannot open it, because its parameters have no names of a model: pass "
+            "model= to the optimizer, and export a later checkpoint"
+        )
     model_class = _model_class(os.path.join(destination, "config.json"))
     if model_class is None:
         return (

@@ -20,7 +20,12 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import DamagedError, MismatchError
 from offload.exchange.checkpoint_stream import CheckpointStream, Progress, open_stream
 from offload.exchange.destination import atomic_output
-from offload.exchange.hf_files import read_hf_files, required_hf_files, write_hf_files
+from offload.exchange.hf_files import (
+    read_hf_files,
+    require_model_names,
+    required_hf_files,
+    write_hf_files,
+)
 from offload.exchange.torch_dicts import MASTERS, NUM_STEPS
 from offload.exchange.torch_file import Placeholder, write_structure, write_tensor
 from offload.format.arrays import MASTER
@@ -75,7 +80,8 @@ def export_checkpoint(
     Raises:
         ValueError: The format is not known, or is not ``hf`` although `config` is given.
         CheckpointNotFoundError: `config` does not exist.
-        CheckpointError: `config` has no ``config.json``.
+        CheckpointError: `config` has no ``config.json``, or the checkpoint does not have the
+            model's names.
         RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
         StoreFullError: There is no room. The message states the space needed and the free space.
         StoreError: A file or directory exists at `destination` already, or it cannot be written.
@@ -87,7 +93,10 @@ def export_checkpoint(
         raise ValueError(f"to must be one of {', '.join(get_args(ExportFormat))}, got {to!r}")
     if config is not None and to != "hf":
         raise ValueError(f"config= goes with the format hf, got {to!r}")
-    files = required_hf_files(config) if config is not None else None
+    files = None
+    if config is not None:
+        require_model_names(checkpoint)
+        files = required_hf_files(config)
     target = os.path.abspath(os.fspath(destination))
     backend = checkpoint.backend
     progress = called_as_user(progress) if progress is not None else None

@@ -49,8 +49,10 @@ def add_hf_files(checkpoint: Checkpoint, source: str | os.PathLike[str]) -> list
         list is empty.
 
     Raises:
+        CheckpointError: The checkpoint does not have the model's names.
         gds.StorageError: A file could not be read or written.
     """
+    require_model_names(checkpoint)
     backend, directory = checkpoint.backend, checkpoint.path
     files = _read_local(os.path.abspath(os.fspath(source)))
     if not files:
@@ -74,6 +76,23 @@ def add_hf_files(checkpoint: Checkpoint, source: str | os.PathLike[str]) -> list
     if changed:
         backend.sync_dir(directory)
     return list(files)
+
+
+def require_model_names(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint without the model's names.
+
+    ``from_pretrained`` would find none of its parameters, and would return random ones with no more
+    than a warning.
+
+    Raises:
+        CheckpointError: The checkpoint does not have the model's names.
+    """
+    if not checkpoint.has_model_names:
+        raise CheckpointError(
+            f"{checkpoint.path}: its parameters have no names of a model (the first one is called "
+            f"{checkpoint.manifest.layout.parameters[0].name}), so from_pretrained would find none "
+            "of them: pass model= to the optimizer, and seal another checkpoint"
+        )
 
 
 def read_hf_files(backend: Backend, directory: str) -> dict[str, bytes]:

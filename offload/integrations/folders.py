@@ -311,7 +311,7 @@ def _add_hf_files(checkpoint: Checkpoint, folder: str) -> None:
     A checkpoint without the model's names does not get them: ``from_pretrained`` would find none of
     its parameters, and would return random ones with no more than a warning.
     """
-    if any(spec.name == "group0.param0" for spec in checkpoint.manifest.layout.parameters):
+    if not checkpoint.has_model_names:
         return
     try:
         if os.path.isdir(folder):

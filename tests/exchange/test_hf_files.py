@@ -8,6 +8,7 @@ import pytest
 
 import offload
 from gds import MemoryBackend, StorageError
+from offload.errors import CheckpointError
 from tests.crash.fault_backend import KINDS, FaultBackend, Kind
 from tests.stores.small import STORE, make_model, make_optimizer, train
 
@@ -94,3 +95,29 @@ def test_a_slot_that_a_process_has_left_is_used_again_without_these_files(
         (path,) = train(optimizer, 1)
         assert (backend.stat(path).inode == inode) == again, "space given back and taken again"
         assert not {"config.json", "damaged.txt"} & {*backend.list_dir(path)}
+
+
+def test_a_checkpoint_without_names_of_a_model_is_not_described(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """`from_pretrained` would return random parameters, with no more than a warning."""
+    place = tmp_path_factory.mktemp("unnamed")
+    with make_optimizer(make_model(), directory=place / "run", model=None) as optimizer:
+        train(optimizer, 1)
+        optimizer.checkpoint().result()
+    sealed = offload.open_checkpoint(place / "run")
+    assert not sealed.has_model_names
+    with pytest.raises(CheckpointError, match=r"group0\.param0\).*pass model= to the optimizer"):
+        offload.add_hf_files(sealed, folder)
+    with pytest.raises(CheckpointError, match="pass model= to the optimizer"):
+        offload.export_checkpoint(sealed, place / "exported", "hf", config=folder)
+    assert not (place / "exported").exists()
+    assert "config.json" not in {path.name for path in Path(sealed.path).iterdir()}
+    offload.export_checkpoint(sealed, place / "exported", "hf")
+    sealed.close()
+
+
+def test_a_checkpoint_of_a_named_model_has_names() -> None:
+    with make_optimizer(make_model(), MemoryBackend()) as optimizer:
+        train(optimizer, 1)
+        assert optimizer.checkpoint().result().has_model_names
