@@ -136,7 +136,7 @@ def _machine(args: argparse.Namespace, directory: str, resident: Streamed) -> Ma
     Path(path).write_text(text.getvalue())
     moved = 2 * exact_state_bytes(args.parameters)
     update = moved / resident.sample(args.steps) / 1e9
-    return Machine(**measured_drives(path), update_gbps=update)
+    return Machine(**measured_drives(path).rates, update_gbps=update)
 
 
 def _streamed(args: argparse.Namespace, directory: str, settings: dict[str, Any]) -> Streamed:

@@ -147,7 +147,9 @@ def register(app: typer.Typer) -> None:
         """
         from offload.sizing import Cluster, Machine, Precision, Run, measured_drives, size
 
-        rates: dict[str, Any] = {} if drives_from is None else measured_drives(drives_from)
+        measured = None if drives_from is None else measured_drives(drives_from)
+        rates: dict[str, Any] = {} if measured is None else dict(measured.rates)
+        doubts = [] if measured is None else measured.doubts
         given = {"read_gbps": read, "write_gbps": write, "mixed_gbps": mixed}
         rates |= {name: rate for name, rate in given.items() if rate is not None}
         plan = size(
@@ -195,6 +197,6 @@ def register(app: typer.Typer) -> None:
             checkpoint_bytes_per_parameter=checkpoint_bytes,
         )
         if as_json:
-            print_json(plan.to_json())
+            print_json(plan.to_json() | {"doubts": doubts})
         else:
-            typer.echo("\n".join(lines(plan)))
+            typer.echo("\n".join(lines(plan, doubts)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from offload.cli.options import one_line
@@ -21,8 +21,13 @@ _NAME_WIDTH = 30
 _WIDTH = 78
 
 
-def lines(plan: Plan) -> Iterator[str]:
-    """Return the lines of a plan for people, at most 80 characters wide."""
+def lines(plan: Plan, doubts: Sequence[str] = ()) -> Iterator[str]:
+    """Return the lines of a plan for people, at most 80 characters wide.
+
+    Args:
+        plan: Plan to print.
+        doubts: Reasons not to trust the measured rates of the drives.
+    """
     number = plan.num_parameters
     yield one_line(plan.source)
     yield ""
@@ -56,6 +61,7 @@ def lines(plan: Plan) -> Iterator[str]:
             _time(step.seconds),
             step.limited_by or "",
         )
+    yield from _drives(plan, doubts)
     yield from _notes(plan)
     yield ""
     yield from _checkpoints(plan)
@@ -64,13 +70,32 @@ def lines(plan: Plan) -> Iterator[str]:
         yield from textwrap.wrap(text, _WIDTH)
 
 
+def _drives(plan: Plan, doubts: Sequence[str]) -> Iterator[str]:
+    """Return a line with the rates of the drives that the times follow from."""
+    machine = plan.machine
+    known = [
+        f"{rate:.3g} GB/s {what}"
+        for rate, what in (
+            (machine.read_gbps, "read"),
+            (machine.write_gbps, "written"),
+            (machine.mixed_gbps, "both at once"),
+        )
+        if rate is not None
+    ]
+    if known:
+        yield from _note(f"Drives of a rank: {', '.join(known)}.")
+    for doubt in doubts:
+        yield from _note(f"The measurement is in doubt: {one_line(doubt)}.")
+
+
 def _notes(plan: Plan) -> Iterator[str]:
     if plan.seal_s is not None:
         yield from _note(f"A seal writes for {_time(plan.seal_s)} beside training.")
     if plan.resume_s is not None:
         yield from _note(f"A resume reads for {_time(plan.resume_s)}.")
     if plan.seal_s is None or plan.resume_s is None:
-        yield from _note("--read and --write (GB/s of a rank's drives) give all times.")
+        which = "times" if plan.steps[1].seconds is None else "the times of a resume and a seal"
+        yield from _note(f"--read and --write (GB/s of a rank's drives) give {which}.")
     if plan.hide_s is not None:
         host = plan.steps[1].seconds
         hidden = "" if host is None else f"; on the host it takes {_time(host)}"

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from offload.sizing.clusters import Copies, Restores
+from offload.sizing.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,9 @@ class Plan:
 
     least_gbps: float | None
     """Rate of the storage with which a full copy keeps within the budget."""
+
+    machine: Machine
+    """Rates and sizes that the plan was made with."""
 
     copies: list[Copies]
     restores: Restores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload.errors import SizingError
 from offload.format.strict_json import parse_json
@@ -71,11 +71,22 @@ class Machine:
         return min(one_way) if len(one_way) == 2 else None
 
 
-def measured_drives(path: str | os.PathLike[str]) -> dict[str, float]:
-    """Return the rates of a drive that ``gds bench --json`` has measured, as fields of `Machine`.
+class MeasuredDrives(NamedTuple):
+    """Rates that ``gds bench`` has measured."""
+
+    rates: dict[str, float]
+    """Rates in GB/s, as fields of `Machine`: ``read_gbps``, ``write_gbps`` and ``mixed_gbps``, as
+    far as they were measured."""
+
+    doubts: list[str]
+    """Reasons, as text for people, not to trust a rate: what ``gds bench`` says of its runs."""
+
+
+def measured_drives(path: str | os.PathLike[str]) -> MeasuredDrives:
+    """Return the rates of a drive that ``gds bench --json`` has measured.
 
     The largest rate of each direction is taken, because a store measures which requests suit the
-    drive.
+    drive. Rates through the page cache do not count.
 
     Args:
         path: File with the output of ``gds bench DIRECTORY --sweep rw=read,write,mixed --json``.
@@ -86,20 +97,37 @@ def measured_drives(path: str | os.PathLike[str]) -> dict[str, float]:
     path = os.fspath(path)
     content = read_regular(path, _MAX_BENCH_BYTES)
     try:
-        rates = _rates(parse_json(content, max_values=_MAX_BENCH_VALUES))
-    except (ValueError, KeyError, TypeError) as error:
+        best = _best_results(parse_json(content, max_values=_MAX_BENCH_VALUES))
+        found = MeasuredDrives(
+            {f"{rw}_gbps": _rate(result) for rw, result in best.items()},
+            [
+                f"{rw}: {reason}"
+                for rw, result in best.items()
+                for reason in result.get("verdict_reasons", ())
+            ],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SizingError(f"{path}: not an output of `gds bench --json`: {error!r}") from error
-    if not rates:
+    if not found.rates:
         raise SizingError(f"{path}: no read, write or mixed rate was measured in it")
-    return rates
+    return found
 
 
-def _rates(report: Any) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _best_results(report: Any) -> dict[str, Any]:
+    """Return the result with the largest rate of reads, writes and both, by ``rw``."""
+    found: dict[str, Any] = {}
     for result in report["results"]:
         workload = result["workload"]
-        if workload["rw"] in ("read", "write", "mixed") and workload["mix"] == 50:
-            name = f"{workload['rw']}_gbps"
-            rate = result["median"]["bytes_per_s"] / 1e9
-            found[name] = max(rate, found.get(name, 0.0))
+        rw = workload["rw"]
+        if rw not in ("read", "write", "mixed") or workload["mix"] != 50:
+            continue
+        if workload["path"] == "buffered":
+            continue
+        if rw not in found or _rate(result) > _rate(found[rw]):
+            found[rw] = result
     return found
+
+
+def _rate(result: Any) -> float:
+    rate: float = result["median"]["bytes_per_s"] / 1e9
+    return rate

@@ -137,6 +137,7 @@ def size(
             if run.budget is None or run.interval_s is None
             else saved / (run.budget * run.interval_s) / 1e9
         ),
+        machine=machine,
         copies=copies,
         restores=restores_of(
             saved, found.parameter_bytes, cluster, drive_read_gbps=machine.read_gbps

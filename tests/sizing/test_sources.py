@@ -181,13 +181,33 @@ def test_the_drives_that_gds_bench_measured(
     path = tmp_path / "drive.json"
     path.write_text(out)
     medians = {r["workload"]["rw"]: r["median"]["bytes_per_s"] for r in json.loads(out)["results"]}
-    assert measured_drives(path) == {
+    assert measured_drives(path).rates == {
         f"{rw}_gbps": pytest.approx(rate / 1e9) for rw, rate in medians.items()
     }
-    plan = size(7e9, machine=Machine(**measured_drives(path)))
+    plan = size(7e9, machine=Machine(**measured_drives(path).rates))
     assert plan.steps[1].seconds == pytest.approx(
         max(84e9 / medians["read"], 84e9 / medians["write"], 168e9 / medians["mixed"])
     )
+
+
+def test_what_gds_bench_doubts_is_said(tmp_path: Path) -> None:
+    def result(rw: str, gbps: float, path: str = "direct", **others: object) -> dict[str, object]:
+        workload = {"rw": rw, "mix": 50, "path": path}
+        return {"workload": workload, "median": {"bytes_per_s": gbps * 1e9}, **others}
+
+    report = {
+        "results": [
+            result("read", 2.0, verdict_reasons=["too short: a run of 0.1 s"]),
+            result("read", 3.0, verdict_reasons=["unstable: 1.6 to 3 GB/s between runs"]),
+            result("read", 30.0, "buffered"),
+            result("write", 1.5, verdict_reasons=[]),
+        ]
+    }
+    path = tmp_path / "drive.json"
+    path.write_text(json.dumps(report))
+    found = measured_drives(path)
+    assert found.rates == {"read_gbps": 3.0, "write_gbps": 1.5}
+    assert found.doubts == ["read: unstable: 1.6 to 3 GB/s between runs"]
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"results": 3}', '{"results": [{}]}', "nothing"])
