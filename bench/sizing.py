@@ -59,7 +59,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--chunk-mib", type=int, default=32, help="of one FP32 array (default: %(default)s)")
     add("--threads", type=int, default=3, help="of reads, and of writes (default: %(default)s)")
     add("--steps", type=int, default=3, help="steps in one sample (default: %(default)s)")
-    add("--seconds", type=float, default=1.0, help="of each run of gds bench (default: 1)")
+    add("--seconds", type=float, default=2.5, help="of each run of gds bench (default: 2.5)")
     add("--file-mib", type=int, default=1024, help="file of gds bench (default: %(default)s)")
     add("--figures", default="", help="draw the figures of docs/sizing.md into this folder")
     quick = {
