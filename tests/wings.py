@@ -28,7 +28,7 @@ MAY_KNOW = {
     "retention": {"gds", "errors", "format"},
     "checkpoint": _READERS,
     "store": _READERS | {"journal", "checkpoint"},
-    "sizing": {"gds", "errors", "units", "format", "checkpoint"},  # no torch
+    "sizing": {"gds", "errors", "units", "format", "options", "checkpoint"},  # no torch
     "device": {"torch", "gds", "format"},
     "update": _ARITHMETIC,
     "model": _ARITHMETIC | {"update", "checkpoint"},

@@ -299,6 +299,7 @@ class NamesContract(Harness):
     def test_a_backend_is_closed_at_the_end_of_its_block(
         self, backend: Backend, directory: str
     ) -> None:
+        """An error in the block is still raised, and the backend then refuses every call."""
         with pytest.raises(ZeroDivisionError, match="in the block"), backend:
             raise ZeroDivisionError("in the block")
         with fails_with("EBADF"):

@@ -77,6 +77,7 @@ class TransferContract(Harness):
     def test_a_file_is_closed_at_the_end_of_its_block(
         self, backend: Backend, directory: str
     ) -> None:
+        """The end of the block waits for transfers, and closes the file. It can be closed again."""
         with new_file(backend, f"{directory}/file", seed=3) as file:
             assert isinstance(file, File)
             inode, memory = file.inode, backend.allocate(FILE_BYTES)
@@ -92,6 +93,7 @@ class TransferContract(Harness):
     def test_a_file_is_closed_after_an_error_which_is_raised_all_the_same(
         self, backend: Backend, directory: str
     ) -> None:
+        """An error in the block is still raised, and the file is closed."""
         with (
             pytest.raises(ZeroDivisionError, match="in the block"),
             new_file(backend, f"{directory}/file") as file,

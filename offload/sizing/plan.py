@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from gds import ALIGNMENT
 from offload.errors import SizingError
 from offload.format.manifest import MAX_DIRECTORIES
+from offload.options import Options
 from offload.sizing.checks import MAX_COUNT, require_count, require_positive, shown
 from offload.sizing.clusters import Cluster, copies_of, restores_of
 from offload.sizing.failures import interval_for, optimal_interval, overhead, waste
@@ -24,8 +25,7 @@ from offload.sizing.runs import Run
 from offload.sizing.state import Precision
 from offload.sizing.step_time import StepBytes, device_parts, host_parts, storage_parts
 
-CHUNK_BYTES = 32 << 20
-TRAIN_STATE_BYTES = 256 << 10
+_DEFAULTS = Options()
 _MAX_SHARES = 1024
 
 
@@ -38,8 +38,8 @@ def size(
     run: Run | None = None,
     shares: tuple[int, ...] = (1,),
     num_groups: int = 1,
-    chunk_bytes: int = CHUNK_BYTES,
-    train_state_bytes: int = TRAIN_STATE_BYTES,
+    chunk_bytes: int = _DEFAULTS.chunk_bytes,
+    train_state_bytes: int = _DEFAULTS.train_state_bytes,
     checkpoint_bytes_per_parameter: float | None = None,
 ) -> Plan:
     """Return the sizes, times and intervals of a training run. Imports no torch.
@@ -77,9 +77,8 @@ def size(
     require_count("chunk_bytes", chunk_bytes, least=ALIGNMENT)
     require_count("num_groups", num_groups)
     require_count("train_state_bytes", train_state_bytes)
-    found = model_size(
-        model, precision, chunk_elements=chunk_bytes // ALIGNMENT * (ALIGNMENT // 4), shares=shares
-    )
+    chunk_elements = Options(chunk_bytes=chunk_bytes).chunk_elements
+    found = model_size(model, precision, chunk_elements=chunk_elements, shares=shares)
     number = found.num_parameters
     if checkpoint_bytes_per_parameter is None:
         saved = found.parameter_bytes + found.memory_state_bytes
