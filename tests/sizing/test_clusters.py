@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from offload.sizing import Cluster, Machine, Plan, Run, size
+from offload.sizing import Cluster, Machine, Plan, Precision, Run, SizingError, size
 
 DRIVES = Machine(read_gbps=10.0, write_gbps=5.0, link_gbps=25.0, host_memory=98e9)
 
@@ -85,3 +85,56 @@ def test_the_drives_of_a_rank_have_the_shares_that_are_given(tmp_path: Path) -> 
 def test_time_in_checkpoints_as_a_share_of_all_time() -> None:
     interval = size(7e9, run=Run(interval_s=10.0, stall_s=2.5)).intervals[-1]
     assert (interval.overhead, interval.wall_share) == (0.25, 0.2)
+
+
+class TestSeveralRanks:
+    """Each figure beside the same arithmetic by hand; no two factors are equal, and none is 1."""
+
+    cluster = Cluster(gpus=24, tp=2, pp=3)  # 4 replicas, 6 writers
+
+    def test_the_drives_of_all_ranks_wear(self) -> None:
+        plan = size(7e9, machine=Machine(drive_tbw=98e12), cluster=self.cluster)
+        assert plan.steps_of_life == 24 * 98e12 / 98e9
+
+    def test_all_gpus_compute(self) -> None:
+        plan = size(7e9, cluster=self.cluster, run=Run(tokens=1e9, tflops=50))
+        assert plan.training_s == pytest.approx(6 * 7e9 * 1e9 / (50e12 * 24))
+
+    def test_writers_bound_the_rate(self) -> None:
+        cluster = Cluster(gpus=24, tp=2, pp=3, storage_gbps=1000.0, writer_gbps=0.5)
+        assert cluster.write_gbps == 6 * 0.5
+
+    def test_copies_are_restored_from_the_drives_of_the_writers(self) -> None:
+        restores = size(7e9, machine=Machine(read_gbps=5.0), cluster=self.cluster).restores
+        assert restores.once_s == pytest.approx(98 / (6 * 5))
+        assert restores.each_s == pytest.approx(4 * 98 / (6 * 5))
+        assert restores.parameters_s == pytest.approx(4 * 14 / (24 * 5))
+
+    def test_copies_fill_the_memory_of_the_writers(self) -> None:
+        plan = size(
+            7e9,
+            machine=Machine(write_gbps=2.0, host_memory=100e9),
+            cluster=self.cluster,
+            run=Run(interval_s=4.0),
+        )
+        growth = 98e9 / 4 - 6 * 2e9
+        assert plan.copies[1].fills_memory_s == pytest.approx(6 * 100e9 / growth)
+
+    @pytest.mark.parametrize(("tp", "pp"), [(2, 16), (16, 2), (5, 1)])
+    def test_gpus_that_are_no_whole_replicas_are_refused(self, tp: int, pp: int) -> None:
+        with pytest.raises(SizingError, match=f"24 GPUs cannot be divided .* {tp} x {pp} GPUs"):
+            Cluster(gpus=24, tp=tp, pp=pp)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam amsgrad", "SGD momentum", "SGD"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_file_gives_the_bytes_on_the_gpu_that_a_number_gives(
+    dtype: str, optimizer: str, state_dtype: str, tmp_path: Path
+) -> None:
+    save_file({"a": torch.zeros(300, 7), "b": torch.zeros(11)}, tmp_path / "m.safetensors")
+    precision = Precision(optimizer=optimizer, dtype=dtype, state_dtype=state_dtype)  # type: ignore[arg-type]
+    read = size(tmp_path / "m.safetensors", precision=precision)
+    assert read.num_parameters == 2111
+    assert read.memory == size(2111, precision=precision).memory
+    assert read.checkpoint_bytes == size(2111, precision=precision).checkpoint_bytes
