@@ -66,6 +66,10 @@ class FlatTensors:
         """Set a tensor that has not been viewed yet."""
         self._tensors[index] = tensor
 
+    def release(self, index: int) -> None:
+        """Drop a tensor that has not been viewed, and is not needed any more."""
+        self._tensors[index] = None
+
     def finish(self, pieces: Sequence[Piece]) -> None:
         """Report that elements of pieces, which have been viewed, are not used any more."""
         ended = []

@@ -211,7 +211,10 @@ class Engine:
     def stats(self) -> Stats:
         """Return the totals since construction."""
         state = self.state
-        return collect_stats(state.meter, state.drives, state.memory.streamer, state.table.layout)
+        code = state.kernel.code if state.compute is None else f"kernels ({state.compute.device})"
+        return collect_stats(
+            state.meter, state.drives, state.memory.streamer, state.table.layout, code
+        )
 
     def close(self) -> None:
         """Wait for transfers and seals in flight, and release everything. Idempotent.

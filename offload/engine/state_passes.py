@@ -62,7 +62,8 @@ def begin_pass(
         factors=state.gradient_factors,
     )
     if state.compute is None:
-        updater = ChunkUpdater(state.rule, state.pool, inputs, traffic=traffic)
+        kernel = state.kernel.kernel
+        updater = ChunkUpdater(state.rule, state.pool, inputs, kernel=kernel, traffic=traffic)
     else:
         updater = DeviceUpdater(
             state.rule, state.pool, inputs, compute=state.compute, traffic=traffic

@@ -128,6 +128,10 @@ class Stats:
     drive_bytes: int
     """Size in bytes of the file systems that hold the state; 0 if it is not known."""
 
+    update_code: str
+    """Code that updates state on the CPU: the kernel, with the processor's instructions that it
+    uses, or torch's own, with the reason. Both give the same bits."""
+
     @property
     def read_gbps(self) -> float:
         """Gigabytes (1e9 bytes) read per second of reading; 0 before the first read."""
@@ -151,13 +155,15 @@ class Stats:
     def scalars(self, prefix: str = "offload/") -> dict[str, float]:
         """Return all statistics as a flat dict of finite floats, which loggers of metrics take.
 
-        The dict has one entry for each field and each rate above. Nearly all values are totals
-        since construction, so the difference of two calls covers the time between them.
+        The dict has one entry for each field that is a number, and for each rate above. Nearly all
+        values are totals since construction, so the difference of two calls covers the time between
+        them.
 
         Args:
             prefix: Beginning of every name. Loggers group names by the text before a slash.
         """
-        names = [*(field.name for field in fields(self)), "read_gbps", "write_gbps", "drive_writes"]
+        names = [field.name for field in fields(self) if field.name != "update_code"]
+        names += ["read_gbps", "write_gbps", "drive_writes"]
         return {prefix + name: float(getattr(self, name)) for name in names}
 
     def summary(self) -> str:
@@ -196,6 +202,7 @@ class Stats:
         )
         # The first step reads nothing, and its writes may still be in progress.
         lines += [line] if (line := f"{moved} {measured}".strip()) else []
+        lines.append(f"updated by: {self.update_code}")
         lines.append(f"{size(self.bytes_written)} written")
         if self.drive_writes >= _MIN_SHOWN_WRITES:
             digits = ",.0f" if self.drive_writes >= 10 else ".2g"
@@ -222,6 +229,7 @@ def collect_stats(
     drives: Drives,
     streamer: Streamer | None,
     layout: Layout | None,
+    update_code: str,
 ) -> Stats:
     """Return the totals, collected from the objects that count them.
 
@@ -230,6 +238,7 @@ def collect_stats(
         drives: Drives, which count their transfers and know their rates.
         streamer: The ring, or None if it does not exist.
         layout: Layout of the state, or None if it has not been laid out.
+        update_code: Code that updates the state, in words.
     """
     traffic = meter.traffic
     own = {f.name for f in fields(meter)} & {f.name for f in fields(Stats)}
@@ -253,4 +262,5 @@ def collect_stats(
         drive_write_gbps=write_gbps,
         drive_mixed_gbps=mixed_gbps,
         drive_bytes=drives.size_bytes(),
+        update_code=update_code,
     )

@@ -36,6 +36,7 @@ from offload.stream.memory import WorkingMemory
 from offload.stream.meter import Meter
 from offload.stream.streamer import Streamer
 from offload.stream.trace import Trace
+from offload.update.kernel_check import choose_kernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 
@@ -91,6 +92,8 @@ class TrainingState:
     ) -> None:
         self.rule = rule
         self.pool = UpdatePool(rule, slow=options.state_dtype != "float32")
+        self.kernel = choose_kernel(rule.optimizer_class, options.state_dtype)
+        """Code that updates the state on a CPU."""
         self.options = options
         self.table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
         self.meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)

@@ -94,6 +94,16 @@ class ChunkDigests:
                 digests[number] = leaf_digest(leaf)
             start += num
 
+    def digested(self, array: str, number: int, digest: bytes) -> None:
+        """Report the digest of a leaf whose bytes are final, so that it is not computed again.
+
+        Args:
+            array: Name of the array.
+            number: Number of the leaf.
+            digest: Result of `leaf_digest` for its bytes.
+        """
+        self._digests[array][number] = digest
+
     def finish(self, context: DigestContext, chunk: int, run: Run) -> dict[str, str]:
         """Return the digest of each array, as `DigestContext.digest` returns it.
 
@@ -139,6 +149,10 @@ class Digests(Protocol):
 
     def written(self, array: str, start: int, stop: int) -> None:
         """Report that the bytes of an array from `start` to `stop` are final, each only once."""
+        ...
+
+    def digested(self, array: str, number: int, digest: bytes) -> None:
+        """Report the digest of a leaf whose bytes are final, as `leaf_digest` returns it."""
         ...
 
     def finish(self, context: DigestContext, chunk: int, run: Run) -> dict[str, str]:

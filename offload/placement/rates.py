@@ -30,6 +30,7 @@ from offload.format.names import RATES_NAME
 from offload.placement.model import Rates
 from offload.sizing.step_time import StepBytes
 from offload.update.dtypes import DTYPES
+from offload.update.kernel_check import choose_kernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 from offload.update.step_inputs import StepInputs
@@ -233,6 +234,7 @@ def update_gbps(
         )
         for name, form in trial.formats.items()
     }
+    kernel = choose_kernel(rule.optimizer_class, layout.state_dtype).kernel
     views = {name: array.view(torch.uint8).numpy().data for name, array in arrays.items()}
     context = DigestContext("trial", 0)
     scalars = None
@@ -252,6 +254,7 @@ def update_gbps(
                     scalars=[scalars],
                     step=number + 1,
                 ),
+                kernel=kernel,
             )
             digests = ChunkDigests(views)
             began_s = clock()
@@ -277,6 +280,7 @@ def conditions_of(setup: MeasurementSetup) -> dict[str, Any]:
         "drivers": [_first_line(path) for path in _PLATFORM_FILES],
         "cores": len(os.sched_getaffinity(0)),
         "optimizer": setup.rule.class_name,
+        "update_code": choose_kernel(setup.rule.optimizer_class, setup.layout.state_dtype).code,
         "arrays": names,
         "state_dtype": setup.layout.state_dtype,
     }

@@ -78,7 +78,6 @@ class DeviceUpdater(ChunkUpdater):
                         f"but its state was updated on {self.device} before: move it back"
                     )
         self._compute = compute
-        self._class = rule.optimizer_class
         self._parameters = parameters
         self._live = FlatTensors(parameters, writable=True)
         self._gradients = FlatTensors(gradients, writable=False)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -37,6 +37,14 @@ from offload.format.chunk_plan import Piece
 from offload.format.digests import LEAF_BYTES, Digests
 from offload.update import codecs
 from offload.update.coder import StateCoder
+from offload.update.kernel import (
+    MAX_FACTORS,
+    KernelCall,
+    KernelStep,
+    UpdateKernel,
+    group_values,
+    why_not,
+)
 from offload.update.pool import BlockContext, UpdatePool
 from offload.update.rules import FUSED_MULTIPLE, Scalars, UpdateRule, read_scalars, write_scalars
 from offload.update.step_inputs import StepInputs
@@ -84,6 +92,7 @@ class ChunkUpdater:
         rule: Update rule of the optimizer, which says which state torch's step keeps.
         pool: Threads that run the blocks.
         inputs: Everything that the step computes with.
+        kernel: Kernel that steps the parameters that it can; None for torch's code only.
         traffic: Counter of the bytes that cross between the host and the parameters' device.
     """
 
@@ -96,9 +105,11 @@ class ChunkUpdater:
         pool: UpdatePool,
         inputs: StepInputs,
         *,
+        kernel: UpdateKernel | None = None,
         traffic: Traffic | None = None,
     ) -> None:
         self._pool = pool
+        self._class = rule.optimizer_class
         self._layout = layout = inputs.layout
         parameters, gradients = inputs.parameters, inputs.gradients
         # Copied by value: a scheduler may change a tensor in place while the step is in progress.
@@ -122,6 +133,11 @@ class ChunkUpdater:
         self._multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
         self._coder = StateCoder(layout, inputs.seed, inputs.step)
         self._factors = inputs.factors
+        self._kernel: KernelStep | None = None
+        self._kernel_keys: dict[Key, int] = {}
+        """Number of each key's hyper-parameters in the calls of the kernel."""
+        if kernel is not None and self._is_known_to_kernels(inputs):
+            self._use(kernel, inputs)
         self._prepared_at_s: dict[int, float] = {}
         self._waiting_s = self._updating_s = 0.0
         self._num_updated = 0
@@ -130,6 +146,7 @@ class ChunkUpdater:
         """Set the gradient of a parameter that had none, before any of its chunks is updated."""
         self._gradients.replace(index, gradient)
         self._keys[index] = self._keys[index]._replace(has_gradient=True)
+        self._give_to_kernel(index)
 
     def touched(self, chunk: int) -> bool:
         """Return whether any parameter in the chunk has a gradient."""
@@ -149,17 +166,26 @@ class ChunkUpdater:
             digests: Digests that are told of each block after its step.
         """
 
-        def update(context: BlockContext, block: Block) -> None:
-            self._update(context, block)
+        def update(context: BlockContext, work: Block | KernelCall) -> None:
+            if isinstance(work, KernelCall):
+                work.run()
+                return
+            self._update(context, work)
             if digests is not None:
-                for name, stored in block.stored.items():
-                    start = block.starts[name] * stored.itemsize
+                for name, stored in work.stored.items():
+                    start = work.starts[name] * stored.itemsize
                     digests.written(name, start, start + stored.nbytes)
 
         started = time.perf_counter()
         self._waiting_s += started - self._prepared_at_s.pop(chunk, started)
-        blocks = list(self._blocks(chunk, arrays))
-        self._pool.run(update, blocks, self._pool.threads.num_threads)
+        num_threads = self._pool.threads.num_threads
+        work: list[Block | KernelCall] = list(self._blocks(chunk, arrays))
+        if self._kernel is not None:
+            self._count_for_kernel()
+            work += self._kernel.calls(chunk, arrays, digests, num_threads)
+        self._pool.run(update, work, num_threads)
+        if self._kernel is not None:
+            self._kernel.done(chunk)
         self._updating_s += time.perf_counter() - started
         self._num_updated += 1
         for tensors in self._staged:
@@ -211,6 +237,37 @@ class ChunkUpdater:
             for key, before in zip(self._keys, self._scalars_before, strict=True)
         ]
 
+    def _is_known_to_kernels(self, inputs: StepInputs) -> bool:
+        """Return whether kernels know the form of the state, and the factors of gradients."""
+        return self._layout.counts_from == "parameter" and len(inputs.factors) <= MAX_FACTORS
+
+    def _use(self, kernel: UpdateKernel, inputs: StepInputs) -> None:
+        """Let the kernel step all parameters that it can."""
+        self._kernel = KernelStep(kernel, inputs, self._live, self._gradients)
+        self._kernel_groups = [not why_not(kernel.optimizer_class, group) for group in self._hyper]
+        for index, gradient in enumerate(inputs.gradients):
+            if gradient is not None:
+                self._give_to_kernel(index)
+
+    def _give_to_kernel(self, index: int) -> None:
+        """Let the kernel step a parameter, if there is one and it can."""
+        key = self._keys[index]
+        if self._kernel is None or key.scalars is None or not self._kernel_groups[key.group]:
+            return
+        number = self._kernel_keys.setdefault(key, len(self._kernel_keys))
+        self._kernel.add(index, number)
+
+    def _count_for_kernel(self) -> None:
+        """Let torch count the step for all keys that the kernel steps."""
+        keys = list(self._kernel_keys)  # backward passes may add others at the same time
+        new = [key for key in keys if key not in self._stepped]
+        if not new or self._kernel is None:
+            return
+        self._pool.run(self._step_scalars, [Block(key, [], 0, {}, {}) for key in new], 1)
+        self._kernel.set_groups(
+            [group_values(self._class, self._hyper[key.group], self._stepped[key]) for key in keys]
+        )
+
     def _block_elements(self) -> int:
         """Return the maximal number of elements in a block."""
         if self._pool.threads.num_threads == 1:
@@ -222,10 +279,15 @@ class ChunkUpdater:
         plan = self._layout.plans[chunk]
         most = self._block_elements()
         keys = [self._keys[piece.parameter] for piece in plan.pieces]
-        for key, run in groupby(range(len(keys)), keys.__getitem__):
+        rest: Iterable[int] = range(len(keys))
+        if self._kernel is not None:
+            rest = self._kernel.others(chunk)
+        # The place among the rest is subtracted, so that the numbers of a run are consecutive.
+        for (key, _), run in groupby(enumerate(rest), lambda at: (keys[at[1]], at[1] - at[0])):
             if not _is_updated(key):
                 continue  # no gradient: state that has been read is written back unchanged
-            for span in plan.cut(run, most=most, multiple=self._multiple):
+            numbers = [number for _, number in run]
+            for span in plan.cut(numbers, most=most, multiple=self._multiple):
                 stored = {n: arrays[n][start:stop] for n, (start, stop) in span.values.items()}
                 starts = {name: start for name, (start, _) in span.values.items()}
                 first = plan.first + span.pieces[0].at

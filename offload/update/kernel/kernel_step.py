@@ -1,0 +1,313 @@
+"""One step of an optimizer by the update kernel: one call for each chunk and thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.graph import increment_version
+
+from offload.device.flat_tensors import FlatTensors
+from offload.format.arrays import MASTER, MASTER_LOW, scale_name
+from offload.format.chunk_plan import Piece
+from offload.format.digests import LEAF_BYTES, Digests
+from offload.format.layout import Layout
+from offload.format.rounding_keys import ParameterKeys, name_numbers
+from offload.update.kernel.forms import DTYPES, GROUP, MOMENTS, RUN, STATES, Job
+from offload.update.kernel.library import Library
+from offload.update.kernel.piece_table import LayoutTables, Numbers, PieceTable
+from offload.update.step_inputs import StepInputs
+
+NOT_HERE = -1
+"""Group of a parameter that the kernel does not step."""
+
+PART_ELEMENTS = LEAF_BYTES // 4
+"""The elements of a chunk are divided among threads at multiples of this number, so that most
+leaves belong to one thread."""
+
+
+class UpdateKernel:
+    """The kernel, for one class of optimizers and one kind of square root.
+
+    Args:
+        library: The compiled kernel.
+        root: Kind of square root for FP32 state; a key of `offload.update.kernel.library.ROOTS`.
+        optimizer_class: Class of the optimizer.
+    """
+
+    def __init__(
+        self, library: Library, root: int, optimizer_class: type[torch.optim.Optimizer]
+    ) -> None:
+        self.library = library
+        self.root = root
+        self.optimizer_class = optimizer_class
+        self._tables: LayoutTables | None = None
+
+    def tables(self, layout: Layout) -> LayoutTables:
+        """Return the tables of a layout; those of the last layout are kept."""
+        if self._tables is None or self._tables.layout is not layout:
+            self._tables = LayoutTables(layout)
+        return self._tables
+
+
+@dataclass(slots=True, eq=False)
+class KernelCall:
+    """One call of the kernel, for some runs of a chunk."""
+
+    library: Library
+    job: Job
+    runs: Numbers
+    """Runs that the job points to."""
+
+    groups: Numbers
+    """Groups that the job points to."""
+
+    digests: Digests | None
+    leaves: dict[str, tuple[Numbers, Numbers]] = field(default_factory=dict)
+    """Digests of each array's leaves, and whether each is known, which the kernel writes."""
+
+    held: list[torch.Tensor] = field(default_factory=list)
+    """Views and copies that the runs point into."""
+
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Views of parameters that the kernel cannot write to, and the copies that it steps instead."""
+
+    def run(self) -> None:
+        """Step the runs, and pass on the digests of the leaves that have been completed."""
+        self.library.update(self.job)
+        for view, copy in self.copies:
+            view.copy_(copy)
+        if self.digests is not None:
+            for name, (digests, is_known) in self.leaves.items():
+                for number in np.flatnonzero(is_known).tolist():
+                    self.digests.digested(name, number, digests[number].tobytes())
+
+
+class KernelStep:
+    """The part of one step that the kernel takes.
+
+    Args:
+        kernel: The kernel.
+        inputs: Everything that the step computes with.
+        live: Live parameters.
+        gradients: Gradients.
+    """
+
+    def __init__(
+        self, kernel: UpdateKernel, inputs: StepInputs, live: FlatTensors, gradients: FlatTensors
+    ) -> None:
+        layout = inputs.layout
+        num = len(layout.parameters)
+        self._kernel = kernel
+        self._tables = kernel.tables(layout)
+        self._parameters = inputs.parameters
+        self._live = _Source(live, num)
+        self._gradients = _Source(gradients, num)
+        self._num_left = np.array([p.num_elements for p in layout.parameters], dtype=np.int64)
+        self._group_of = np.full(num, NOT_HERE, dtype=np.int64)
+        self._groups = np.zeros(0, dtype=GROUP)
+        self._moments = [n for n in MOMENTS[kernel.optimizer_class] if n in layout.array_names]
+        self._keys: list[ParameterKeys] = []
+        if layout.state_dtype == "bfloat16":
+            names = name_numbers([p.name for p in layout.parameters])
+            self._keys = [
+                ParameterKeys(names, inputs.seed, name, inputs.step) for name in self._moments
+            ]
+        self._state = STATES[layout.state_dtype]
+        self._factors = list(inputs.factors)
+
+    def add(self, index: int, group: int) -> None:
+        """Let the kernel step a parameter that has a gradient.
+
+        This looks at no tensor: a backward pass may be in progress, and may be watched.
+
+        Args:
+            index: Index of the parameter.
+            group: Its group, as an index into the groups of `set_groups`.
+        """
+        self._group_of[index] = group
+
+    def set_groups(self, groups: Sequence[tuple[Any, ...]]) -> None:
+        """Set the hyper-parameters of all groups, each as `group_values` returns them."""
+        self._groups = np.array(groups, dtype=GROUP)
+
+    def others(self, chunk: int) -> list[int]:
+        """Return the numbers of a chunk's pieces that the kernel does not step."""
+        parameters = self._tables.pieces(chunk)
+        return np.flatnonzero(self._group_of[parameters] == NOT_HERE).tolist()
+
+    def calls(
+        self,
+        chunk: int,
+        arrays: Mapping[str, torch.Tensor],
+        digests: Digests | None,
+        num_threads: int,
+    ) -> list[KernelCall]:
+        """Return the calls that step a chunk, for any threads, in any order.
+
+        Args:
+            chunk: Index of the chunk.
+            arrays: The chunk's range of each state array, flat, in the stored dtype.
+            digests: Digests that are told of leaves that have been completed.
+            num_threads: Number of threads among which the elements are divided.
+        """
+        table = self._tables.chunk(chunk)
+        is_here = self._group_of[table.parameters] != NOT_HERE
+        if not is_here.all():
+            table = table.take(is_here)
+        if not len(table):
+            return []
+        self._live.look(table.parameters)
+        self._gradients.look(table.parameters)
+        shares = -(-int(table.lengths.sum()) // (num_threads * PART_ELEMENTS))
+        parts = table.parts(shares * PART_ELEMENTS, self._tables.formats)
+        return [self._call(part, arrays, digests) for part in parts]
+
+    def done(self, chunk: int) -> None:
+        """Record that all calls of a chunk have returned."""
+        table = self._tables.chunk(chunk)
+        rows = np.flatnonzero(self._group_of[table.parameters] != NOT_HERE)
+        changed = table.parameters[rows]
+        np.subtract.at(self._num_left, changed, table.lengths[rows])
+        increment_version([self._parameters[i] for i in changed.tolist() if self._live.plain[i]])
+        self._live.finish(table, rows)
+        self._gradients.finish(table, rows)
+        for index in changed[self._num_left[changed] == 0].tolist():
+            if self._gradients.plain[index]:
+                self._gradients.tensors.release(index)
+
+    def _call(
+        self, table: PieceTable, arrays: Mapping[str, torch.Tensor], digests: Digests | None
+    ) -> KernelCall:
+        job, runs = Job(), np.zeros(len(table), dtype=RUN)
+        call = KernelCall(self._kernel.library, job, runs, self._groups, digests)
+        parameters = table.parameters
+        runs["live"], runs["live_dtype"], call.copies = self._live.addresses(table, call.held)
+        addresses = self._gradients.addresses(table, call.held)
+        runs["gradient"], runs["gradient_dtype"], _ = addresses
+        runs["num_elements"], runs["first_element"] = table.lengths, table.starts
+        runs["group"] = self._group_of[parameters]
+        runs["master_form"] = self._tables.master_forms[parameters]
+        for number, name in enumerate((MASTER, MASTER_LOW)):
+            if name in arrays:
+                array = job.masters[number]
+                self._point(call, array, runs["master"], name, table, arrays[name])
+        for number, name in enumerate(self._moments):
+            array = job.moments[number]
+            self._point(call, array, runs["moments"][:, number], name, table, arrays[name])
+            if (scale := scale_name(name)) in arrays:
+                array = job.scales[number]
+                self._point(call, array, runs["scales"][:, number], scale, table, arrays[scale])
+        if self._keys:
+            ends = table.starts + table.lengths
+            pieces = np.stack([parameters, table.starts, ends], axis=1)
+            for number, keys in enumerate(self._keys):
+                runs["keys"][:, number] = keys.of_runs(pieces)
+        job.runs, job.num_runs = runs.ctypes.data, len(runs)
+        job.groups, job.num_groups = self._groups.ctypes.data, len(self._groups)
+        job.state, job.root = self._state, self._kernel.root
+        job.num_factors = len(self._factors)
+        for number, factor in enumerate(self._factors):
+            job.factors[number] = factor
+        return call
+
+    def _point(
+        self,
+        call: KernelCall,
+        array: Any,
+        addresses: Numbers,
+        name: str,
+        table: PieceTable,
+        values: torch.Tensor,
+    ) -> None:
+        """Fill in the addresses of an array's values in each run, and where its digests go."""
+        base, offsets = values.data_ptr(), table.offsets[name]
+        found = offsets >= 0
+        addresses[found] = offsets[found].astype(np.uint64) + np.uint64(base)
+        if call.digests is None:
+            return
+        num_leaves = -(-values.nbytes // LEAF_BYTES)
+        leaves = np.zeros(num_leaves, dtype="<u8"), np.zeros(num_leaves, dtype=np.uint8)
+        call.leaves[name] = leaves
+        array.data, array.num_bytes = base, values.nbytes
+        array.digests, array.is_known = (column.ctypes.data for column in leaves)
+
+
+class _Source:
+    """Addresses of the values of parameters, or of gradients.
+
+    Values are used in place if a tensor is contiguous and in host memory. Flat views of all others
+    are taken piece by piece.
+
+    Args:
+        tensors: Flat views of the tensors.
+        num: Number of parameters.
+    """
+
+    def __init__(self, tensors: FlatTensors, num: int) -> None:
+        self.tensors = tensors
+        self.plain = np.zeros(num, dtype=bool)
+        """Whether a tensor is used in place."""
+        self._is_known = np.zeros(num, dtype=bool)
+        self._pointers = np.zeros(num, dtype=np.uint64)
+        self._dtypes = np.zeros(num, dtype=np.uint32)
+        self._sizes = np.zeros(num, dtype=np.uint64)
+
+    def look(self, parameters: Numbers) -> None:
+        """Find out which of these tensors can be used in place, and where they are."""
+        for index in parameters[~self._is_known[parameters]].tolist():
+            tensor = self.tensors.tensor(index)
+            self._is_known[index] = True
+            if (
+                tensor is not None
+                and (number := DTYPES.get(tensor.dtype)) is not None
+                and tensor.device.type == "cpu"
+                and tensor.is_contiguous()
+                and not tensor.is_neg()
+            ):
+                self.plain[index] = True
+                self._pointers[index] = tensor.data_ptr()
+                self._dtypes[index] = number
+                self._sizes[index] = tensor.itemsize
+
+    def addresses(
+        self, table: PieceTable, held: list[torch.Tensor]
+    ) -> tuple[Numbers, Numbers, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Return the address of each piece, uint64, and the number of its dtype, uint32.
+
+        The third result has views that the kernel cannot read, such as those of negated or expanded
+        tensors, and the copies at the address instead.
+
+        Args:
+            table: The pieces.
+            held: Receives tensors that must live as long as the addresses are used.
+        """
+        copies = []
+        parameters = table.parameters
+        found = (
+            self._pointers[parameters] + table.starts.astype(np.uint64) * self._sizes[parameters]
+        )
+        dtypes = self._dtypes[parameters]
+        for row in np.flatnonzero(~self.plain[parameters]).tolist():
+            (view,) = self.tensors.views([_piece(table, row)])
+            if not (view.is_contiguous() and view.dtype in DTYPES and not view.is_neg()):
+                dtype = view.dtype if view.dtype in DTYPES else torch.float32
+                copy = view.to(dtype).resolve_neg().contiguous()
+                copies.append((view, copy))
+                view = copy
+            held.append(view)
+            found[row], dtypes[row] = view.data_ptr(), DTYPES[view.dtype]
+        return found, dtypes, copies
+
+    def finish(self, table: PieceTable, rows: Numbers) -> None:
+        """Report that pieces, given by their rows, are not used any more."""
+        viewed = rows[~self.plain[table.parameters[rows]]]
+        self.tensors.finish([_piece(table, row) for row in viewed.tolist()])
+
+
+def _piece(table: PieceTable, row: int) -> Piece:
+    start = int(table.starts[row])
+    return Piece(int(table.parameters[row]), start, start + int(table.lengths[row]), 0)

@@ -1,0 +1,152 @@
+"""Tables of a layout's pieces: everything about a kernel call that steps have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from offload.format.arrays import BLOCK_ELEMENTS, MASTER, MASTER_LOW
+from offload.format.layout import Layout
+from offload.format.rounding_keys import WINDOW_BITS
+from offload.update.kernel.forms import MASTERS
+
+Numbers: TypeAlias = np.ndarray[Any, Any]
+
+ABSENT = -1
+"""Offset of an array that a parameter does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceTable:
+    """Pieces of one chunk, or parts of them, in order: one number for each."""
+
+    parameters: Numbers
+    """Index of the parameter, int64."""
+
+    starts: Numbers
+    """First element within the parameter, int64."""
+
+    lengths: Numbers
+    """Number of elements, int64."""
+
+    offsets: dict[str, Numbers]
+    """Position of the first stored value in the chunk's share of each array, in bytes, int64;
+    `ABSENT` if the parameter lacks the array."""
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def take(self, rows: Numbers) -> PieceTable:
+        """Return some of the rows, given as indices or as a mask."""
+        offsets = {name: column[rows] for name, column in self.offsets.items()}
+        return PieceTable(self.parameters[rows], self.starts[rows], self.lengths[rows], offsets)
+
+    def parts(self, most: int, formats: dict[str, tuple[int, int]]) -> list[PieceTable]:
+        """Cut the table into tables of at most `most` elements.
+
+        A piece is only cut at multiples of a block, counted from the piece's start.
+
+        Args:
+            most: Maximal number of elements of a table; a multiple of a block.
+            formats: Bytes of a value and elements that it stands for, by array.
+        """
+        ends = np.cumsum(self.lengths)
+        if not len(ends) or ends[-1] <= most:
+            return [self]
+        rows: list[list[tuple[int, int, int]]] = [[]]  # row, first element in it, one past the last
+        room = most
+        for row, length in enumerate(self.lengths.tolist()):
+            begin = 0
+            while begin < length:
+                if room < BLOCK_ELEMENTS:
+                    rows.append([])
+                    room = most
+                taken = length - begin
+                if taken > room:
+                    taken = room // BLOCK_ELEMENTS * BLOCK_ELEMENTS
+                rows[-1].append((row, begin, begin + taken))
+                begin += taken
+                room -= taken
+        return [self._part(np.array(part, dtype=np.int64), formats) for part in rows]
+
+    def within_windows(self, formats: dict[str, tuple[int, int]]) -> PieceTable:
+        """Return the table with pieces cut at windows, whose random numbers have other keys."""
+        if not (
+            (self.starts >> WINDOW_BITS) != (self.starts + self.lengths - 1 >> WINDOW_BITS)
+        ).any():
+            return self
+        rows = []
+        for row, (start, length) in enumerate(
+            zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        ):
+            begin = 0
+            while begin < length:
+                window_end = ((start + begin >> WINDOW_BITS) + 1 << WINDOW_BITS) - start
+                end = min(length, window_end)
+                rows.append((row, begin, end))
+                begin = end
+        return self._part(np.array(rows, dtype=np.int64), formats)
+
+    def _part(self, part: Numbers, formats: dict[str, tuple[int, int]]) -> PieceTable:
+        rows, begins, ends = part[:, 0], part[:, 1], part[:, 2]
+        offsets = {}
+        for name, column in self.offsets.items():
+            nbytes, block = formats[name]
+            values = column[rows]
+            offsets[name] = np.where(values < 0, values, values + begins // block * nbytes)
+        return PieceTable(self.parameters[rows], self.starts[rows] + begins, ends - begins, offsets)
+
+
+class LayoutTables:
+    """Tables of all chunks of a layout, made when they are first needed.
+
+    Args:
+        layout: The layout.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.formats = {name: (f.nbytes, f.block) for name, f in layout.formats.items()}
+        """Bytes of a stored value, and elements that it stands for, by array."""
+        masters = [
+            "own"
+            if MASTER not in p.arrays and MASTER_LOW not in p.arrays
+            else "split"
+            if MASTER_LOW in p.arrays
+            else "float32"
+            for p in layout.parameters
+        ]
+        self.master_forms = np.array([MASTERS[m] for m in masters], dtype=np.uint32)
+        """Number of each parameter's form of the master."""
+        self._pieces: dict[int, Numbers] = {}
+        self._chunks: dict[int, PieceTable] = {}
+
+    def chunk(self, chunk: int) -> PieceTable:
+        """Return the table of a chunk."""
+        table = self._chunks.get(chunk)
+        if table is None:
+            table = self._chunks[chunk] = self._table(chunk)
+        return table
+
+    def pieces(self, chunk: int) -> Numbers:
+        """Return the parameter of each piece of a chunk, int64; see `ChunkPlan.pieces`."""
+        found = self._pieces.get(chunk)
+        if found is None:
+            pieces = self.layout.plans[chunk].pieces
+            found = np.array([piece.parameter for piece in pieces], dtype=np.int64)
+            self._pieces[chunk] = found
+        return found
+
+    def _table(self, chunk: int) -> PieceTable:
+        plan = self.layout.plans[chunk]
+        pieces = [(piece.parameter, piece.start, piece.stop) for piece in plan.pieces]
+        columns = np.array(pieces, dtype=np.int64).reshape(-1, 3).T.copy()
+        offsets = {}
+        for name, share in plan.arrays.items():
+            starts = np.array(share.starts[:-1], dtype=np.int64) * self.formats[name][0]
+            lacks = np.array([name not in kept for kept in plan.kept], dtype=bool)
+            offsets[name] = np.where(lacks, ABSENT, starts)
+        whole = PieceTable(columns[0], columns[1], columns[2] - columns[1], offsets)
+        return whole.within_windows(self.formats)
