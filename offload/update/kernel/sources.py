@@ -1,0 +1,42 @@
+"""Which sources a library of the update kernel was compiled from.
+
+The build hook loads this file by its path, while nothing is installed: it imports neither torch nor
+anything of this package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Final
+
+_SUFFIXES: Final = (".cpp", ".h")
+_DIGITS: Final = 16
+
+
+def source_digest(folder: Path) -> str:
+    """Return the digest of the C++ sources in a folder.
+
+    It is compiled into each library as the macro ``SOURCE_DIGEST``.
+
+    Args:
+        folder: The folder that has ``update.cpp`` and the headers that it includes.
+
+    Returns:
+        The first 16 hexadecimal digits of the SHA-256 over all files ``*.cpp`` and ``*.h``, sorted
+        by name: of each file its name, a zero byte and its content.
+
+    Raises:
+        FileNotFoundError: The folder does not exist, or has no such file.
+    """
+    files = sorted((path for path in folder.iterdir() if path.suffix in _SUFFIXES), key=_name)
+    if not files:
+        raise FileNotFoundError(f"{folder}: no C++ sources (*.cpp, *.h) are in this folder")
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _name(path: Path) -> str:
+    return path.name
