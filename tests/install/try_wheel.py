@@ -58,7 +58,7 @@ def install(folder: Path, *arguments: str) -> None:
 def run_in(folder: Path, *arguments: str | Path) -> int:
     """Run the environment's Python where the checkout is not on its path; return its status."""
     environment = {**os.environ, "PATH": str(folder / "bin")}
-    for name in ("CXX", "PYTHONPATH", "VIRTUAL_ENV"):
+    for name in ("CXX", "OFFLOAD_KERNEL", "PYTHONPATH", "VIRTUAL_ENV"):
         environment.pop(name, None)
     command = [folder / "bin/python", "-I", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
