@@ -206,7 +206,8 @@ def find_compiler() -> list[str]:
     for name in COMPILERS:
         if shutil.which(name):
             return [name]
-    raise KernelError(f"no C++ compiler was found: CXX is not set, and PATH has no {COMPILERS}")
+    names = ", ".join(COMPILERS)
+    raise KernelError(f"no C++ compiler was found: CXX is not set, and PATH has none of {names}")
 
 
 def compile_variant(
