@@ -13,6 +13,7 @@ options such as -ffast-math would change results.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -161,9 +162,10 @@ def build(kernel: Path) -> list[Path]:
 
 
 def remove(kernel: Path) -> None:
-    """Remove the libraries that an earlier installation has left."""
+    """Remove the libraries that an earlier installation has left, as far as that is possible."""
     for name in VARIANTS:
-        (kernel / "lib" / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (kernel / "lib" / name).unlink()
 
 
 def source_digest(folder: Path) -> str:

@@ -195,6 +195,15 @@ def test_a_failed_build_leaves_the_libraries_as_they_were_in_whole(
 
 
 @needs_compiler
+@pytest.mark.parametrize("target", ["wheel", "editable"])
+def test_a_folder_that_cannot_be_made_breaks_no_installation(tree: Path, target: str) -> None:
+    (tree / KERNEL / "lib").write_text("a file")
+    built = build(tree, target, on_path=True)
+    assert built.status == 0
+    assert "lib" in warning(built.said)
+
+
+@needs_compiler
 def test_a_kernel_that_needs_the_cpp_library_is_refused(tmp_path: Path) -> None:
     text = TINY + '#include <string>\nextern "C" __attribute__((visibility("default")))\n'
     text += "size_t length(const char *s) { return std::stol(s); }\n"
