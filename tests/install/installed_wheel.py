@@ -1,0 +1,72 @@
+"""Run by the Python of an environment that has the wheel and no compiler: does what it has work?
+
+    python -I installed_wheel.py [DIGEST]
+
+DIGEST is that of the sources of the kernel, which are not in the wheel. Without it the wheel must
+have no kernel. This file imports nothing else of the tests, which must not be on the path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import offload
+
+COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
+VARIANTS = {
+    "update_avx2.so": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
+    "update_avx512.so": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+}
+"""The libraries, and instructions that a processor must have, as in /proc/cpuinfo."""
+
+
+def main() -> None:
+    """Try everything; an assertion fails if something does not work."""
+    package = Path(offload.__file__).parent
+    assert package.is_relative_to(sys.prefix), f"{package} is not what was installed"
+    assert not [name for name in COMPILERS if shutil.which(name)], "there is a compiler on PATH"
+    digest = sys.argv[1] if sys.argv[1:] else None
+    load(package / "update/kernel/lib", digest)
+    print(f"ssd-offload {importlib.metadata.version('ssd-offload')}, {step()}")
+
+
+def load(folder: Path, digest: str | None) -> None:
+    """Load the libraries that this processor can run, and compare their sources."""
+    found = {path.name for path in folder.glob("*")}
+    assert found == (set() if digest is None else {*VARIANTS}), found
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    for name in sorted(found):
+        if missing := VARIANTS[name] - flags:
+            print(f"{name}: not loaded, this processor lacks {', '.join(sorted(missing))}")
+            continue
+        source = ctypes.CDLL(str(folder / name)).offload_kernel_source
+        source.restype = ctypes.c_char_p
+        assert source().decode() == digest, f"{name} was compiled from other sources"
+        print(f"{name}: loaded")
+
+
+def step() -> str:
+    """Take one step and compare it with torch's; return a line that says so."""
+    start = torch.linspace(-1, 1, 1000)
+    gradient = torch.linspace(1, -2, 1000)
+    own, reference = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    own.grad, reference.grad = gradient.clone(), gradient.clone()
+    torch.optim.AdamW([reference], lr=1e-2).step()
+    with tempfile.TemporaryDirectory() as folder:
+        optimizer = offload.AdamW([own], lr=1e-2, directory=f"{folder}/store")
+        optimizer.step()
+        optimizer.checkpoint().result()
+        optimizer.close()
+    assert torch.equal(own, reference)
+    return "one step with the bits of torch's"
+
+
+if __name__ == "__main__":
+    main()
