@@ -224,7 +224,7 @@ def compile_variant(
         *(*compiler, *OPTIONS, *options),
         f'-DSOURCE_DIGEST="{digest}"',
         f"-Wl,--build-id=0x{build_id(digest, options).hex()}",
-        *("-o", str(library), "update.cpp", "-lm"),
+        *("-o", str(library.absolute()), "update.cpp", "-lm"),
     ]
     # In the folder of the sources, so that no path of this machine gets into the library.
     done = subprocess.run(

@@ -34,7 +34,10 @@ def main() -> None:
     assert not [name for name in COMPILERS if shutil.which(name)], "there is a compiler on PATH"
     digest = sys.argv[1] if sys.argv[1:] else None
     load(package / "update/kernel/lib", digest)
-    print(f"ssd-offload {importlib.metadata.version('ssd-offload')}, {step()}")
+    said = steps(has_kernel=digest is not None)
+    print(
+        f"ssd-offload {importlib.metadata.version('ssd-offload')}, {steps(has_kernel=digest is not None)}"
+    )
 
 
 def load(folder: Path, digest: str | None) -> None:
@@ -52,20 +55,29 @@ def load(folder: Path, digest: str | None) -> None:
         print(f"{name}: loaded")
 
 
-def step() -> str:
-    """Take one step and compare it with torch's; return a line that says so."""
+def steps(*, has_kernel: bool) -> str:
+    """Take two steps and compare them with torch's; return a line that says so."""
     start = torch.linspace(-1, 1, 1000)
     gradient = torch.linspace(1, -2, 1000)
     own, reference = (torch.nn.Parameter(start.clone()) for _ in range(2))
     own.grad, reference.grad = gradient.clone(), gradient.clone()
-    torch.optim.AdamW([reference], lr=1e-2).step()
+    torchs = torch.optim.AdamW([reference], lr=1e-2)
+    torchs.step()  # the first step of a parameter is always torch's own
+    torchs.step()
     with tempfile.TemporaryDirectory() as folder:
         optimizer = offload.AdamW([own], lr=1e-2, directory=f"{folder}/store")
         optimizer.step()
+        optimizer.step()
         optimizer.checkpoint().result()
+        code = optimizer.stats().update_code
         optimizer.close()
     assert torch.equal(own, reference)
-    return "one step with the bits of torch's"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    if has_kernel and instructions in ("AVX2", "AVX512"):
+        assert code == f"kernel ({instructions})", code
+    else:
+        assert code.startswith("torch ("), code
+    return f"two steps with the bits of torch's by {code}"
 
 
 if __name__ == "__main__":
