@@ -163,9 +163,8 @@ class ModelImage:
             start: First byte of the range.
             stop: One past the last byte.
             out: Host memory of as many bytes, dtype uint8.
-            on_one_thread: Whether host memory is copied on the calling thread alone. Torch divides
-                a large copy among its threads. If other work keeps the cores busy, waiting for
-                those threads takes longer than the whole copy.
+            on_one_thread: Whether host memory is copied on the calling thread alone; see
+                `_copy_on_one_thread`.
         """
         fetched: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for index, first, last, at in self._overlaps(start, stop):
@@ -173,7 +172,7 @@ class ModelImage:
             if is_on_device(flat):
                 fetched.setdefault(flat.device, []).append((flat[first:last], into))
             elif on_one_thread:
-                ctypes.memmove(into.data_ptr(), flat.data_ptr() + first, last - first)
+                _copy_on_one_thread(flat[first:last], into)
             else:
                 into.copy_(flat[first:last])
             if last == flat.numel():
@@ -181,16 +180,27 @@ class ModelImage:
         if fetched:
             self._fetch(fetched)
 
-    def scatter(self, start: int, stop: int, data: torch.Tensor) -> None:
-        """Copy a range of the data into the live tensors; complete on return."""
-        with torch.inference_mode(self._in_inference), torch.no_grad():
-            self._scatter(start, stop, data)
+    def scatter(
+        self, start: int, stop: int, data: torch.Tensor, *, on_one_thread: bool = False
+    ) -> None:
+        """Copy a range of the data into the live tensors; complete on return.
 
-    def _scatter(self, start: int, stop: int, data: torch.Tensor) -> None:
+        Args:
+            start: First byte of the range.
+            stop: One past the last byte.
+            data: Bytes of the range in host memory, dtype uint8.
+            on_one_thread: As for `gather`.
+        """
+        with torch.inference_mode(self._in_inference), torch.no_grad():
+            self._scatter(start, stop, data, on_one_thread=on_one_thread)
+
+    def _scatter(self, start: int, stop: int, data: torch.Tensor, *, on_one_thread: bool) -> None:
         sent: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for index, first, last, at in self._overlaps(start, stop):
             flat = self._flat(index)
             copies = [(data[at : at + last - first], flat[first:last])]
+            if on_one_thread and not is_on_device(flat):
+                _copy_on_one_thread(*copies.pop())
             if last == flat.numel() and index in self._staged:
                 tensor = self._tensors[index]
                 copies.append((flat.view(tensor.dtype).view(tensor.shape), tensor.detach()))
@@ -248,6 +258,23 @@ class ModelImage:
                 flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
             self._staged[index] = flat.view(torch.uint8)
         return self._staged[index]
+
+
+def _copy_on_one_thread(source: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy host memory on the calling thread alone.
+
+    Torch divides a large copy among its threads. If other work keeps the cores busy, waiting for
+    those threads takes longer than the whole copy.
+
+    Args:
+        source: Contiguous bytes, dtype uint8.
+        into: Contiguous bytes, dtype uint8; as many as those of `source`.
+    """
+    if type(source) is not torch.Tensor or type(into) is not torch.Tensor:
+        into.copy_(source)  # a subclass need not have memory of its own
+        return
+    ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel())
+    into[:0].copy_(source[:0])  # so that torch counts the change of a live tensor
 
 
 def digest_model(image: ModelImage, buffers: BlockBuffers, context: DigestContext) -> list[str]:
@@ -316,7 +343,9 @@ def read_model(
                 leaves = leaf_digests(again.memoryview())
             if known is not None:
                 known.note(index, leaves)
-            image.scatter(start, stop, data)
+            arrived = reads.values()
+            has_caught_up = bool(arrived) and all(read.done() for read in arrived)
+            image.scatter(start, stop, data, on_one_thread=not has_caught_up)
     finally:
         for read in reads.values():
             try:

@@ -80,10 +80,14 @@ class NotedImage(ModelImage):
     """Notes the blocks that are copied into the live tensors."""
 
     events: list[tuple[str, int]]
+    on_one_thread: list[bool]
 
-    def scatter(self, start: int, stop: int, data: torch.Tensor) -> None:
+    def scatter(
+        self, start: int, stop: int, data: torch.Tensor, *, on_one_thread: bool = False
+    ) -> None:
         self.events.append(("copy", start // BLOCK_BYTES))
-        super().scatter(start, stop, data)
+        self.on_one_thread.append(on_one_thread)
+        super().scatter(start, stop, data, on_one_thread=on_one_thread)
 
 
 @pytest.mark.parametrize("num_bytes", [1, BLOCK_BYTES, 3 * BLOCK_BYTES, 7 * BLOCK_BYTES + 5])
@@ -95,7 +99,7 @@ def test_a_restore_reads_two_blocks_ahead_of_the_one_that_it_copies(num_bytes: i
     cut = header.entries["a"].nbytes
     image = NotedImage(header, {"a": live[:cut], "b": live[cut:]})
     file = Journal(inner, header.data_start)
-    image.events = file.events
+    image.events, image.on_one_thread = file.events, []
     read_model(image, file, BlockBuffers(backend, header.file_bytes), CONTEXT, digests)
     assert torch.equal(live, values)
     num_blocks = len(list(plain.blocks()))
@@ -171,6 +175,37 @@ def test_a_copy_on_one_thread_has_the_bytes_of_a_copy_on_all(start: int, stop: i
     image.gather(start, stop, out[1:-1], on_one_thread=True)
     assert torch.equal(out[1:-1], values[start:stop])
     assert (int(out[0]), int(out[-1])) == (99, 99), "bytes beside the range"
+
+
+@pytest.mark.parametrize("on_one_thread", [False, True])
+def test_a_restore_is_counted_as_a_change_of_each_tensor(on_one_thread: bool) -> None:
+    """Autograd relies on this to refuse a backward through a forward before the restore."""
+    first, second = torch.zeros(3000), torch.zeros(8, 500).t()
+    header = build_header([("a", "F32", (3000,)), ("b", "F32", (500, 8))])
+    image = ModelImage(header, {"a": first, "b": second})
+    expected = torch.arange(7000, dtype=torch.float32)
+    versions = first._version, second._version
+    image.scatter(0, 28000, expected.view(torch.uint8), on_one_thread=on_one_thread)
+    assert first._version > versions[0]
+    assert second._version > versions[1]
+    assert torch.equal(first, expected[:3000])
+    assert torch.equal(second, expected[3000:].view(500, 8))
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["the drive is behind", "it has caught up"])
+def test_a_restore_copies_on_all_threads_only_if_the_drive_waits_for_it(late: bool) -> None:
+    backend, values = MemoryBackend(), values_of(5 * BLOCK_BYTES)
+    inner, digests = sealed(backend, values)
+    live = torch.zeros_like(values)
+    header, _ = image_of(live)
+    cut = header.entries["a"].nbytes
+    image = NotedImage(header, {"a": live[:cut], "b": live[cut:]})
+    image.events, image.on_one_thread = [], []
+    file = Journal(inner, header.data_start) if late else inner
+    read_model(image, file, BlockBuffers(backend, header.file_bytes), CONTEXT, digests)
+    # While the last block is copied, no read is in flight.
+    assert image.on_one_thread == ([True] * 5 if late else [False] * 4 + [True])
+    assert torch.equal(live, values)
 
 
 class SlowFile(WrapperFile):
