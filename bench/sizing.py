@@ -3,9 +3,10 @@
     python -m bench.sizing --directory DIR
     python -m bench.sizing --figures docs/figures      # draws the figures, measures nothing
 
-Each round measures the drive with ``gds bench``, a step with all state in memory (the rate of the
-update), and then a streamed step, a seal and a restore. `offload.size` predicts the last three from
-the first two. Predicted bytes are compared with the sizes of the store's files.
+Each round measures what `offload.size` needs: the rates of the drive and the time of a sync with
+``gds bench``, a step with all state in memory (the rate of the update), and the copies and digests
+of parameters on one core. Then it measures what `offload.size` predicts from these: a streamed
+step, a seal and a restore. Predicted bytes are compared with the sizes of the store's files.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import sys
 import time
@@ -21,14 +23,27 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import offload
 from bench._harness import BenchError, Parser, Result, count, require_space, run, say, scratch, size
 from bench._model import make_gradients, make_parameters
 from bench._statistics import median, median_interval, ratios
 from bench._streamed import Streamed, exact_state_bytes
+from gds import PosixBackend
+from offload.format.digests import leaf_digests
+from offload.format.header import build_header
+from offload.model.model_file import BlockBuffers, ModelImage
 from offload.sizing import Machine, Plan, Run, measured_drives
 
 _SLACK_BYTES = 8 << 10
+_STORES_STATE = 7
+"""Space of three stores with two slots each, as a multiple of the FP32 state: a slot also has the
+parameters, which take a sixth of it."""
+
+_SYNC_BYTES = 4096
+"""Bytes that are written before each sync whose time is measured."""
+
 _LIMIT = 1.10
 """Largest ratio of prediction and measurement, whichever of the two is larger."""
 
@@ -45,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     del args.figures
     with scratch(args.directory) as directory, ExitStack() as stack:
         state = exact_state_bytes(args.parameters)
-        require_space(directory, 6 * state + args.file_mib * (1 << 20))
+        require_space(directory, _STORES_STATE * state + args.file_mib * (1 << 20))
         result = Result("sizing", args, directory)
         _measure(args, result, directory, stack)
         result.write()
@@ -61,6 +76,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=3, help="steps in one sample (default: %(default)s)")
     add("--seconds", type=float, default=2.5, help="of each run of gds bench (default: 2.5)")
     add("--file-mib", type=int, default=1024, help="file of gds bench (default: %(default)s)")
+    add("--syncs", type=int, default=100, help="syncs in one sample (default: %(default)s)")
     add("--figures", default="", help="draw the figures of docs/sizing.md into this folder")
     quick = {
         "parameters": "128Ki",
@@ -69,6 +85,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "steps": 1,
         "file_mib": 2,
         "seconds": 0,
+        "syncs": 5,
     }
     args = parser.read(arguments, quick=quick)
     if not args.what:
@@ -99,13 +116,17 @@ def _measure(args: argparse.Namespace, result: Result, directory: str, stack: Ex
             "predicted_step_s": plan.steps[1].seconds,
             "step_s": streamed.sample(args.steps),
             "predicted_seal_s": plan.seal_s,
+            "predicted_writing_s": _seconds(plan.parameter_bytes, machine.write_gbps),
             "seal_s": _seal(streamed),
             "predicted_resume_s": plan.resume_s,
+            "predicted_reading_s": _seconds(plan.parameter_bytes, machine.read_gbps),
             "resume_s": _resume(args, f"{directory}/sealed", settings),
             "drive_read_gbps": machine.read_gbps,
             "drive_write_gbps": machine.write_gbps,
             "drive_mixed_gbps": machine.mixed_gbps,
             "update_gbps": machine.update_gbps,
+            "copy_gbps": machine.copy_gbps,
+            "sync_s": machine.sync_s,
         }
         for name, value in found.items():
             samples.setdefault(name, []).append(float(value or 0))
@@ -116,15 +137,62 @@ def _measure(args: argparse.Namespace, result: Result, directory: str, stack: Ex
 
 
 def _machine(args: argparse.Namespace, directory: str, resident: Streamed) -> Machine:
-    """Measure the drive as a user would, and the update with nothing to read or write."""
+    """Measure the drive as a user would, and update and copies with nothing to read or write."""
+    arguments = ["--sweep", "rw=read,write,mixed"]
+    arguments += ["--size", f"{args.chunk_mib}M", "--threads", str(args.threads)]
+    arguments += ["--file-size", f"{args.file_mib}M"]
+    arguments += ["--seconds", str(args.seconds), "--ramp", str(min(args.seconds, 0.5))]
+    path = _gds_bench(directory, "drive", arguments)
+    moved = 2 * exact_state_bytes(args.parameters)
+    update = moved / resident.sample(args.steps) / 1e9
+    return Machine(
+        **measured_drives(path).rates,
+        update_gbps=update,
+        copy_gbps=_copy_gbps(resident.parameters),
+        sync_s=_sync_s(args, directory),
+    )
+
+
+def _sync_s(args: argparse.Namespace, directory: str) -> float:
+    """Return the seconds of a sync after a small write: ``gds bench`` syncs after each pass."""
+    arguments = ["--rw", "write", "--size", str(_SYNC_BYTES), "--file-size", str(_SYNC_BYTES)]
+    arguments += ["--threads", "1", "--passes", str(args.syncs), "--seconds", "0", "--ramp", "0"]
+    report = json.loads(Path(_gds_bench(directory, "sync", arguments)).read_text())
+    seconds: float = report["results"][0]["median"]["sync_s"] / args.syncs
+    return seconds
+
+
+def _copy_gbps(parameters: Sequence[torch.Tensor]) -> float:
+    """Return the rate in GB/s at which one core copies and digests parameters, as a seal does."""
+    tensors = {f"{number}": parameter for number, parameter in enumerate(parameters)}
+    header = build_header([(name, "BF16", tuple(p.shape)) for name, p in tensors.items()])
+    image = ModelImage(header, tensors)
+    with PosixBackend() as backend:
+        buffers = BlockBuffers(backend, image.data_bytes)
+        seconds = 0.0
+        for _ in range(2):  # the first time also makes the memory of the buffers
+            started = time.perf_counter()
+            for index, start, stop in image.blocks():
+                buffer, data = buffers.get(index, stop - start)
+                image.gather(start, stop, data, on_one_thread=True)
+                leaf_digests(buffer.memoryview())
+            seconds = time.perf_counter() - started
+    rate: float = image.data_bytes / seconds / 1e9
+    return rate
+
+
+def _seconds(nbytes: float, gbps: float | None) -> float | None:
+    """Return the seconds of a transfer if nothing but its bytes counted."""
+    return None if gbps is None else nbytes / 1e9 / gbps
+
+
+def _gds_bench(directory: str, name: str, arguments: Sequence[str]) -> str:
+    """Run ``gds bench`` once for each row, and return the path of its JSON output."""
     from gds.cli import main as gds_main
 
-    path = f"{directory}/drive.json"
-    arguments = ["gds", "bench", directory, "--sweep", "rw=read,write,mixed", "--json"]
-    arguments += ["--size", f"{args.chunk_mib}M", "--threads", str(args.threads)]
-    arguments += ["--file-size", f"{args.file_mib}M", "--allow-small", "--repeat", "1"]
-    arguments += ["--seconds", str(args.seconds), "--ramp", str(min(args.seconds, 0.5))]
-    given, sys.argv = sys.argv, arguments
+    path = f"{directory}/{name}.json"
+    given = sys.argv
+    sys.argv = ["gds", "bench", directory, *arguments, "--allow-small", "--repeat", "1", "--json"]
     try:
         with contextlib.redirect_stdout(io.StringIO()) as text:
             gds_main()
@@ -134,9 +202,7 @@ def _machine(args: argparse.Namespace, directory: str, resident: Streamed) -> Ma
     finally:
         sys.argv = given
     Path(path).write_text(text.getvalue())
-    moved = 2 * exact_state_bytes(args.parameters)
-    update = moved / resident.sample(args.steps) / 1e9
-    return Machine(**measured_drives(path).rates, update_gbps=update)
+    return path
 
 
 def _streamed(args: argparse.Namespace, directory: str, settings: dict[str, Any]) -> Streamed:
@@ -179,7 +245,7 @@ def _claims(result: Result, samples: dict[str, list[float]]) -> None:
         denominator="predicted_step_s",
         limit=_LIMIT,
     )
-    for name in ("seal", "resume"):
+    for name, verb in (("seal", "writing"), ("resume", "reading")):
         low, high = median_interval(samples[f"{name}_s"])
         predicted = median(samples[f"predicted_{name}_s"])
         result.claim(
@@ -190,6 +256,7 @@ def _claims(result: Result, samples: dict[str, list[float]]) -> None:
             limit=None,
             interval90_of_measured_s=[low, high],
             predicted_s=predicted,
+            predicted_bytes_alone_s=median(samples[f"predicted_{verb}_s"]),
             is_within=low <= predicted <= high,
         )
 

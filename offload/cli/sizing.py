@@ -13,7 +13,38 @@ import typer
 from offload.cli.options import Json, print_json
 from offload.cli.sizing_lines import lines
 
-_TIMES = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_TIMES = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_OPTIONS = {
+    "read_gbps": "--read",
+    "write_gbps": "--write",
+    "mixed_gbps": "--mixed",
+    "update_gbps": "--update",
+    "copy_gbps": "--copy",
+    "sync_s": "--sync",
+    "link_gbps": "--link",
+    "network_gbps": "--network",
+    "drive_tbw": "--tbw",
+    "storage_gbps": "--storage",
+    "storage_read_gbps": "--storage-read",
+    "writer_gbps": "--writer",
+    "interval_s": "--every",
+    "mttf_s": "--mttf",
+    "stall_s": "--stall",
+    "iteration_s": "--iteration",
+    "forward_s": "--forward",
+    "backward_s": "--backward",
+    "upload_s": "--upload",
+    "checkpoint_bytes_per_parameter": "--checkpoint-bytes",
+} | {
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        *("optimizer", "dtype", "master", "state_dtype", "gradient_bytes", "shares"),
+        *("gpu_memory", "host_memory", "gpus", "tp", "pp", "efficiency"),
+        *("keep", "budget", "tokens", "tflops"),
+    )
+}
+"""Option for each field of `offload.sizing`, for messages."""
+
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII)
 
 
@@ -88,6 +119,12 @@ def register(app: typer.Typer) -> None:
         update: Annotated[
             float | None, _option("GB/s of the update on the CPU: bytes read and written.")
         ] = None,
+        copy: Annotated[
+            float | None, _option("GB/s at which one core copies and digests parameters.")
+        ] = None,
+        sync: Annotated[
+            Any, _option("Time of one sync of a file, as 0.2ms.", parser=_seconds)
+        ] = None,
         link: Annotated[float | None, _option("GB/s between GPU and host, each way.")] = None,
         network: Annotated[
             float | None, _option("GB/s to a server next to the storage, each way.")
@@ -146,56 +183,63 @@ def register(app: typer.Typer) -> None:
         gds bench DIRECTORY --sweep rw=read,write,mixed --json.
         """
         from offload.sizing import Cluster, Machine, Precision, Run, measured_drives, size
+        from offload.sizing.checks import FieldError
 
         measured = None if drives_from is None else measured_drives(drives_from)
         rates: dict[str, Any] = {} if measured is None else dict(measured.rates)
         doubts = [] if measured is None else measured.doubts
         given = {"read_gbps": read, "write_gbps": write, "mixed_gbps": mixed}
         rates |= {name: rate for name, rate in given.items() if rate is not None}
-        plan = size(
-            model,
-            precision=Precision(
-                optimizer=optimizer,
-                dtype=dtype,
-                master=master,  # type: ignore[arg-type]  # `Precision` checks the name
-                state_dtype=state_dtype,  # type: ignore[arg-type]
-                gradient_bytes=gradient_bytes,
-            ),
-            machine=Machine(
-                **rates,
-                update_gbps=update,
-                link_gbps=link,
-                network_gbps=network,
-                gpu_memory=gpu_memory,
-                host_memory=host_memory,
-                drive_tbw=tbw,
-            ),
-            cluster=Cluster(
-                gpus=gpus,
-                tp=tp,
-                pp=pp,
-                sharded=sharded,
-                storage_gbps=storage,
-                storage_read_gbps=storage_read,
-                writer_gbps=writer,
-                efficiency=efficiency,
-            ),
-            run=Run(
-                keep=keep,
-                interval_s=every,
-                budget=budget,
-                mttf_s=mttf,
-                **({} if stall is None else {"stall_s": stall}),
-                iteration_s=iteration,
-                forward_s=forward,
-                backward_s=backward,
-                tokens=tokens,
-                tflops=tflops,
-                upload_s=upload,
-            ),
-            shares=shares or (1,),
-            checkpoint_bytes_per_parameter=checkpoint_bytes,
-        )
+        try:
+            plan = size(
+                model,
+                precision=Precision(
+                    optimizer=optimizer,
+                    dtype=dtype,
+                    master=master,  # type: ignore[arg-type]  # `Precision` checks the name
+                    state_dtype=state_dtype,  # type: ignore[arg-type]
+                    gradient_bytes=gradient_bytes,
+                ),
+                machine=Machine(
+                    **rates,
+                    update_gbps=update,
+                    copy_gbps=copy,
+                    sync_s=sync,
+                    link_gbps=link,
+                    network_gbps=network,
+                    gpu_memory=gpu_memory,
+                    host_memory=host_memory,
+                    drive_tbw=tbw,
+                ),
+                cluster=Cluster(
+                    gpus=gpus,
+                    tp=tp,
+                    pp=pp,
+                    sharded=sharded,
+                    storage_gbps=storage,
+                    storage_read_gbps=storage_read,
+                    writer_gbps=writer,
+                    efficiency=efficiency,
+                ),
+                run=Run(
+                    keep=keep,
+                    interval_s=every,
+                    budget=budget,
+                    mttf_s=mttf,
+                    **({} if stall is None else {"stall_s": stall}),
+                    iteration_s=iteration,
+                    forward_s=forward,
+                    backward_s=backward,
+                    tokens=tokens,
+                    tflops=tflops,
+                    upload_s=upload,
+                ),
+                shares=shares or (1,),
+                checkpoint_bytes_per_parameter=checkpoint_bytes,
+            )
+        except FieldError as error:
+            unset = {name: f"{name} of --drives-from" for name in rates if given[name] is None}
+            raise error.naming(_OPTIONS | unset) from None
         if as_json:
             print_json(plan.to_json() | {"doubts": doubts})
         else:

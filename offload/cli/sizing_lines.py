@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload.cli.options import one_line
@@ -89,10 +89,10 @@ def _drives(plan: Plan, doubts: Sequence[str]) -> Iterator[str]:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    if plan.seal_s is not None:
-        yield from _note(f"A seal writes for {_time(plan.seal_s)} beside training.")
-    if plan.resume_s is not None:
-        yield from _note(f"A resume reads for {_time(plan.resume_s)}.")
+    if plan.seal_parts_s is not None:
+        yield from _note(_sum("A seal", "writes", plan.seal_parts_s, " beside training"))
+    if plan.resume_parts_s is not None:
+        yield from _note(_sum("A resume", "reads", plan.resume_parts_s))
     if plan.seal_s is None or plan.resume_s is None:
         which = "times" if plan.steps[1].seconds is None else "the times of a resume and a seal"
         yield from _note(f"--read and --write (GB/s of a rank's drives) give {which}.")
@@ -116,6 +116,15 @@ def _notes(plan: Plan) -> Iterator[str]:
             f"Training computes for {plan.training_s / 86400:,.1f} days, "
             f"{plan.training_s * 4 / 3 / 86400:,.1f} with recomputation."
         )
+
+
+def _sum(what: str, verb: str, parts: Mapping[str, float], more: str = "") -> str:
+    """Return a sentence about the time of something, with its parts if there are several."""
+    seconds = _time(sum(parts.values()))
+    if len(parts) == 1:
+        return f"{what} {verb} for {seconds}{more}."
+    listed = ", ".join(f"{name} {_time(part)}" for name, part in parts.items())
+    return f"{what} takes {seconds}{more}: {listed}."
 
 
 def _checkpoints(plan: Plan) -> Iterator[str]:

@@ -302,8 +302,14 @@ class _SourceImage(ModelImage):
         self.data_start = header.data_start
         self.data_bytes = header.file_bytes - header.data_start
 
-    def gather(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Write bytes `start` to `stop` of the file's data to `out`, a flat uint8 tensor."""
+    def gather(
+        self, start: int, stop: int, out: torch.Tensor, *, on_one_thread: bool = False
+    ) -> None:
+        """Write bytes `start` to `stop` of the file's data to `out`, a flat uint8 tensor.
+
+        The source is read for this, so `on_one_thread` would make no difference.
+        """
+        del on_one_thread
         for entry in self._entries:
             first, last = max(start, entry.start), min(stop, entry.stop)
             itemsize = entry.nbytes // max(math.prod(entry.shape), 1)

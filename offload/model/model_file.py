@@ -1,15 +1,19 @@
 """``model.safetensors``: copying between its bytes and live tensors, block by block.
 
-A block is `MODEL_BLOCK_BYTES` of the file's data, and one digest covers it. Sealing or restoring a
-model of any size takes two buffers of one block each, and a third one if a seal reads a slot's
-content back. `model_writing` describes how a seal writes.
+A block is `MODEL_BLOCK_BYTES` of the file's data, and one digest covers it. Sealing a model of any
+size takes two buffers of one block each, and a third one if the seal reads a slot's content back.
+Restoring takes three, so that two reads are in flight while a block is checked and copied.
+`model_writing` describes how a seal writes.
 """
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +34,22 @@ from offload.format.known_leaves import KnownLeaves
 from offload.format.manifest import MODEL_BLOCK_BYTES
 
 
+class _Memory(NamedTuple):
+    """Memory of one block."""
+
+    buffer: Buffer
+
+    tensor: torch.Tensor
+    """The same bytes as a tensor, dtype uint8."""
+
+    locks: Sequence[object] = ()
+    """Objects that keep the memory page-locked, if this entry alone owns the memory."""
+
+
 class BlockBuffers:
     """Two buffers of one block each, shared by seals and restores, and a third if it is needed.
+
+    The third buffer of a seal is kept, that of a restore is freed when the restore ends.
 
     Args:
         backend: Backend that allocates the buffers.
@@ -58,9 +76,29 @@ class BlockBuffers:
                 self._locked[device] = [lock_pages(tensor) for tensor in self._tensors]
         return self
 
+    def for_reading(self, num_blocks: int) -> list[_Memory]:
+        """Return the memory through which blocks are read: the two buffers, and a third one.
+
+        With two buffers the drive would be idle for a while after both blocks have arrived. If
+        there are only two blocks, or no memory for a third buffer, the list has two entries. The
+        third buffer is freed with the list.
+
+        Args:
+            num_blocks: Number of blocks that will be read.
+        """
+        pairs = zip(self._buffers, self._tensors, strict=True)
+        memory = [_Memory(buffer, tensor) for buffer, tensor in pairs]
+        if num_blocks > len(memory):
+            with suppress(MemoryError):
+                buffer = self._backend.allocate(self._buffers[0].nbytes)
+                tensor = torch.frombuffer(buffer.memoryview(), dtype=torch.uint8)
+                locks = [boundary_of(device).lock_pages(tensor) for device in self._locked]
+                memory.append(_Memory(buffer, tensor, locks))
+        return memory
+
     @property
     def nbytes(self) -> int:
-        """Total size of the buffers in bytes."""
+        """Total size of the buffers in bytes, without the third buffer of a restore."""
         spare = 0 if self._spare is None else self._spare.nbytes
         return sum(buffer.nbytes for buffer in self._buffers) + spare
 
@@ -116,13 +154,25 @@ class ModelImage:
         for index, start in enumerate(range(0, self.data_bytes, MODEL_BLOCK_BYTES)):
             yield index, start, min(start + MODEL_BLOCK_BYTES, self.data_bytes)
 
-    def gather(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Copy a range of the data from the live tensors into `out`; complete on return."""
+    def gather(
+        self, start: int, stop: int, out: torch.Tensor, *, on_one_thread: bool = False
+    ) -> None:
+        """Copy a range of the data from the live tensors into `out`; complete on return.
+
+        Args:
+            start: First byte of the range.
+            stop: One past the last byte.
+            out: Host memory of as many bytes, dtype uint8.
+            on_one_thread: Whether host memory is copied on the calling thread alone; see
+                `_copy_on_one_thread`.
+        """
         fetched: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for index, first, last, at in self._overlaps(start, stop):
             flat, into = self._flat(index), out[at : at + last - first]
             if is_on_device(flat):
                 fetched.setdefault(flat.device, []).append((flat[first:last], into))
+            elif on_one_thread:
+                _copy_on_one_thread(flat[first:last], into)
             else:
                 into.copy_(flat[first:last])
             if last == flat.numel():
@@ -130,16 +180,27 @@ class ModelImage:
         if fetched:
             self._fetch(fetched)
 
-    def scatter(self, start: int, stop: int, data: torch.Tensor) -> None:
-        """Copy a range of the data into the live tensors; complete on return."""
-        with torch.inference_mode(self._in_inference), torch.no_grad():
-            self._scatter(start, stop, data)
+    def scatter(
+        self, start: int, stop: int, data: torch.Tensor, *, on_one_thread: bool = False
+    ) -> None:
+        """Copy a range of the data into the live tensors; complete on return.
 
-    def _scatter(self, start: int, stop: int, data: torch.Tensor) -> None:
+        Args:
+            start: First byte of the range.
+            stop: One past the last byte.
+            data: Bytes of the range in host memory, dtype uint8.
+            on_one_thread: As for `gather`.
+        """
+        with torch.inference_mode(self._in_inference), torch.no_grad():
+            self._scatter(start, stop, data, on_one_thread=on_one_thread)
+
+    def _scatter(self, start: int, stop: int, data: torch.Tensor, *, on_one_thread: bool) -> None:
         sent: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for index, first, last, at in self._overlaps(start, stop):
             flat = self._flat(index)
             copies = [(data[at : at + last - first], flat[first:last])]
+            if on_one_thread and not is_on_device(flat):
+                _copy_on_one_thread(*copies.pop())
             if last == flat.numel() and index in self._staged:
                 tensor = self._tensors[index]
                 copies.append((flat.view(tensor.dtype).view(tensor.shape), tensor.detach()))
@@ -199,6 +260,23 @@ class ModelImage:
         return self._staged[index]
 
 
+def _copy_on_one_thread(source: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy host memory on the calling thread alone.
+
+    Torch divides a large copy among its threads. If other work keeps the cores busy, waiting for
+    those threads takes longer than the whole copy.
+
+    Args:
+        source: Contiguous bytes, dtype uint8.
+        into: Contiguous bytes, dtype uint8; as many as those of `source`.
+    """
+    if type(source) is not torch.Tensor or type(into) is not torch.Tensor:
+        into.copy_(source)  # a subclass need not have memory of its own
+        return
+    ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel())
+    into[:0].copy_(source[:0])  # so that torch counts the change of a live tensor
+
+
 def digest_model(image: ModelImage, buffers: BlockBuffers, context: DigestContext) -> list[str]:
     """Return the digests that `write_model` would return, without writing."""
     digests = []
@@ -219,12 +297,13 @@ def read_model(
 ) -> None:
     """Read a model file's data into the live tensors, and check every block's digest.
 
-    A block that is wrong is read a second time before an error is raised: see `second_read`.
+    While a block is checked and copied, the reads of the next two are in flight. A block that is
+    wrong is read a second time before an error is raised: see `second_read`.
 
     Args:
         image: Live tensors; overwritten.
         file: File to read.
-        buffers: Two blocks of memory.
+        buffers: Blocks of memory.
         context: Store and generation of the digests.
         expected: Digest of each block.
         known: Record to which correctly read leaves are added; None to record nothing.
@@ -234,21 +313,24 @@ def read_model(
         gds.StorageError: The file cannot be read.
     """
     blocks = list(image.blocks())
+    memory = buffers.for_reading(len(blocks))
     reads: dict[int, IOFuture] = {}
 
     def start_read(index: int) -> None:
-        """Start the read of a block, if there is such a block."""
+        """Start the read of a block, if there is such a block, into memory that is free by now."""
         if index < len(blocks):
             _, start, stop = blocks[index]
-            buffer, _ = buffers.get(index, stop - start)
+            buffer = memory[index % len(memory)].buffer.slice(0, stop - start)
             reads[index] = file.read(buffer, image.data_start + start)
 
-    start_read(0)
     try:
+        for index in range(len(memory) - 1):
+            start_read(index)
         for index, start, stop in blocks:
-            start_read(index + 1)
+            start_read(index + len(memory) - 1)
             reads.pop(index).result()
-            buffer, data = buffers.get(index, stop - start)
+            whole, tensor, _ = memory[index % len(memory)]
+            buffer, data = whole.slice(0, stop - start), tensor[: stop - start]
             leaves = leaf_digests(buffer.memoryview())
             found = context.digest_leaves(MODEL_ARRAY, index, leaves)
             if found != expected[index]:
@@ -261,7 +343,9 @@ def read_model(
                 leaves = leaf_digests(again.memoryview())
             if known is not None:
                 known.note(index, leaves)
-            image.scatter(start, stop, data)
+            arrived = reads.values()
+            has_caught_up = bool(arrived) and all(read.done() for read in arrived)
+            image.scatter(start, stop, data, on_one_thread=not has_caught_up)
     finally:
         for read in reads.values():
             try:

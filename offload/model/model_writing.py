@@ -113,7 +113,7 @@ def write_model(
         for index, start, stop in image.blocks():
             writer.begin(index, start, stop)
             buffer, data = buffers.get(index, stop - start)
-            image.gather(start, stop, data)
+            image.gather(start, stop, data, on_one_thread=not writer.has_caught_up)
             copied(stop)
             leaves = leaf_digests(buffer.memoryview())
             found.digests.append(context.digest_leaves(MODEL_ARRAY, index, leaves))
@@ -146,6 +146,15 @@ class _Writer:
         self._found = found
         self._writes: dict[int, list[IOFuture]] = {}
         self._reads: list[tuple[int, int, IOFuture]] = []
+
+    @property
+    def has_caught_up(self) -> bool:
+        """Whether blocks have been handed over, and all their writes have ended.
+
+        The rate is then limited by copying, and not by the drive.
+        """
+        handed_over = self._writes.values()
+        return bool(handed_over) and all(write.done() for each in handed_over for write in each)
 
     def begin(self, index: int, start: int, stop: int) -> None:
         """Wait until a block's memory is free, and begin to read back leaves for comparison."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
+from typing import Self
 
 from offload.errors import SizingError
 from offload.format.strict_json import short
@@ -17,6 +19,32 @@ MAX_COUNT = 1 << 30
 _LEAST, _MOST = 1e-30, 1e30
 
 
+class Field(str):
+    """Name of a field in a message, for which a program puts the name of its own option."""
+
+    __slots__ = ()
+
+
+class FieldError(SizingError):
+    """A field has a value that is not possible.
+
+    Args:
+        pieces: Pieces of the message in order. Those that name fields are `Field`.
+    """
+
+    def __init__(self, *pieces: str) -> None:
+        super().__init__("".join(pieces))
+        self._pieces = pieces
+
+    def naming(self, options: Mapping[str, str]) -> Self:
+        """Return the error with the names of options in the message.
+
+        Args:
+            options: Name of the option for each field. A field without one keeps its name.
+        """
+        return type(self)(*(options.get(p, p) if isinstance(p, Field) else p for p in self._pieces))
+
+
 def require_positive(name: str, value: object) -> None:
     """Refuse a value that is neither None nor a positive number, with a `SizingError`."""
     if value is not None and (
@@ -24,16 +52,18 @@ def require_positive(name: str, value: object) -> None:
         or not isinstance(value, int | float)
         or not _LEAST <= value <= _MOST
     ):
-        raise SizingError(
-            f"{name} is {shown(value)}, expected a positive number, from {_LEAST:g} to {_MOST:g}"
+        raise FieldError(
+            Field(name),
+            f" is {shown(value)}, expected a positive number, from {_LEAST:g} to {_MOST:g}",
         )
 
 
 def require_count(name: str, value: object, *, least: int = 1, most: int = MAX_COUNT) -> None:
     """Refuse a value that is not a whole number in a range, with a `SizingError`."""
     if type(value) is not int or not least <= value <= most:
-        raise SizingError(
-            f"{name} is {shown(value)}, expected a whole number of at least {least}, at most {most}"
+        raise FieldError(
+            Field(name),
+            f" is {shown(value)}, expected a whole number of at least {least}, at most {most}",
         )
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from offload.errors import SizingError
-from offload.sizing.checks import require_count, require_positive, shown
+from offload.sizing.checks import Field, FieldError, require_count, require_positive, shown
 from offload.sizing.failures import memory_fills_after
 
 
@@ -18,7 +17,7 @@ class Cluster:
     """GPUs of a run, and the storage that they share.
 
     Raises:
-        SizingError: A value is not possible. The message says why.
+        SizingError: A value is not possible, or has no effect. The message says why.
     """
 
     gpus: int = 1
@@ -58,11 +57,27 @@ class Cluster:
                 require_positive(field.name, getattr(self, field.name))
         require_positive("efficiency", self.efficiency)
         if self.efficiency > 1:
-            raise SizingError(f"efficiency is {shown(self.efficiency)}, expected at most 1")
+            raise FieldError(
+                Field("efficiency"), f" is {shown(self.efficiency)}, expected at most 1"
+            )
+        for name, given in (
+            ("writer_gbps", self.writer_gbps is not None),
+            ("efficiency", self.efficiency < 1),
+        ):
+            if given and self.storage_gbps is None:
+                raise FieldError(
+                    Field(name),
+                    " is about shared storage and needs its rate: give ",
+                    Field("storage_gbps"),
+                    " as well",
+                )
         if self.gpus % (self.tp * self.pp):
-            raise SizingError(
-                f"{self.gpus} GPUs cannot be divided into replicas of {self.tp} x {self.pp} GPUs "
-                "(tp x pp)"
+            raise FieldError(
+                f"{self.gpus} GPUs cannot be divided into replicas of {self.tp} x {self.pp} GPUs (",
+                Field("tp"),
+                " x ",
+                Field("pp"),
+                ")",
             )
 
     @property
@@ -115,6 +130,7 @@ def copies_of(
     *,
     link_gbps: float | None,
     drive_gbps: float | None,
+    seal_s: float | None,
     stall_s: float,
     interval_s: float | None,
     host_memory: float | None,
@@ -129,6 +145,7 @@ def copies_of(
         cluster: GPUs and shared storage.
         link_gbps: Rate in GB/s of the link from one GPU to its host.
         drive_gbps: Rate in GB/s of writes to the drives of one rank.
+        seal_s: Seconds of a seal in place.
         stall_s: Seconds for which a seal in place stops training.
         interval_s: Seconds from one checkpoint to the next.
         host_memory: Bytes of memory for waiting copies of each writer.
@@ -169,7 +186,7 @@ def copies_of(
             parameter_bytes,
             0,
             stall_s,
-            _seconds(parameter_bytes, drive_gbps and drive_gbps * cluster.gpus),
+            seal_s,
         ),
     ]
 

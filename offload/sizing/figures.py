@@ -114,11 +114,19 @@ class Plan:
     disk: Disk
     steps: list[StepTime]
     seal_s: float | None
-    """Seconds in which a seal writes the parameters, beside training."""
+    """Seconds of a seal, beside training: the sum of `seal_parts_s`."""
+
+    seal_parts_s: Mapping[str, float] | None
+    """Seconds of each part of a seal; the parts follow each other. Only writing is counted if
+    neither `Machine.copy_gbps` nor `Machine.sync_s` is given."""
 
     resume_s: float | None
-    """Seconds in which a resume of all replicas reads the parameters from the ranks' drives. Each
-    rank receives the parameters that it holds in forward, sharded or not."""
+    """Seconds of a resume of all replicas from the ranks' drives: the sum of `resume_parts_s`.
+    Each rank receives the parameters that it holds in forward, sharded or not."""
+
+    resume_parts_s: Mapping[str, float] | None
+    """Seconds of each part of a resume; the parts follow each other. Only reading is counted if
+    `Machine.copy_gbps` is not given."""
 
     gathered_bytes: float
     """Bytes of updated parameters that each rank receives in a step: those that it holds in

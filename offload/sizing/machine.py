@@ -18,7 +18,7 @@ _MAX_BENCH_VALUES = 1_000_000
 class Machine:
     """Rates and sizes of the machine that one process (rank) trains on.
 
-    All rates are in gigabytes (1e9 bytes) per second, and are those of one rank. None means that
+    Rates are in gigabytes (1e9 bytes) per second, and are those of one rank. None means that
     the value is not known; what depends on it is then left out.
 
     Raises:
@@ -36,6 +36,12 @@ class Machine:
 
     update_gbps: float | None = None
     """Rate of updates on the CPU: bytes of state read and written, both added up."""
+
+    copy_gbps: float | None = None
+    """Rate at which one core copies and digests parameters in a seal or a resume."""
+
+    sync_s: float | None = None
+    """Seconds of one sync of a file after a small write. A seal makes several."""
 
     link_gbps: float | None = None
     """Rate of the link between GPU and host in each direction."""

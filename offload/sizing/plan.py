@@ -11,10 +11,17 @@ import os
 from collections.abc import Mapping
 
 from gds import ALIGNMENT
-from offload.errors import SizingError
 from offload.format.manifest import MAX_DIRECTORIES
 from offload.options import Options
-from offload.sizing.checks import MAX_COUNT, require_count, require_positive, shown
+from offload.sizing.checkpoint_time import num_seal_syncs, resume_parts, seal_parts
+from offload.sizing.checks import (
+    MAX_COUNT,
+    Field,
+    FieldError,
+    require_count,
+    require_positive,
+    shown,
+)
 from offload.sizing.clusters import Cluster, copies_of, restores_of
 from offload.sizing.failures import interval_for, optimal_interval, overhead, waste
 from offload.sizing.figures import Disk, Interval, Memory, Plan, StepTime
@@ -70,9 +77,10 @@ def size(
         or not all(type(share) is int and share >= 1 for share in shares)
         or sum(shares) > _MAX_SHARES
     ):
-        raise SizingError(
-            f"shares is {shown(shares)}, expected up to {MAX_DIRECTORIES} whole numbers of at "
-            f"least 1, and at most {_MAX_SHARES} together"
+        raise FieldError(
+            Field("shares"),
+            f" is {shown(shares)}, expected up to {MAX_DIRECTORIES} whole numbers of at "
+            f"least 1, and at most {_MAX_SHARES} together",
         )
     require_count("chunk_bytes", chunk_bytes, least=ALIGNMENT)
     require_count("num_groups", num_groups)
@@ -86,18 +94,30 @@ def size(
         saved = number * checkpoint_bytes_per_parameter
     steps = _steps(found, machine, cluster)
     own = next((s.seconds for s in steps if s.place == "host"), None)
+    seal = resume = None
+    if machine.write_gbps is not None:
+        seal = seal_parts(
+            found.parameter_bytes / cluster.gpus,
+            drive_gbps=machine.write_gbps,
+            copy_gbps=machine.copy_gbps,
+            sync_s=machine.sync_s,
+            num_syncs=_num_syncs(found, precision, shares),
+        )
+    held = found.parameter_bytes / (cluster.tp * cluster.pp)
+    if machine.read_gbps is not None:
+        resume = resume_parts(held, drive_gbps=machine.read_gbps, copy_gbps=machine.copy_gbps)
     copies = copies_of(
         saved,
         found.parameter_bytes,
         cluster,
         link_gbps=machine.link_gbps,
         drive_gbps=machine.write_gbps,
+        seal_s=_sum(seal),
         stall_s=run.stall_s,
         interval_s=run.interval_s,
         host_memory=machine.host_memory,
     )
     rate = cluster.write_gbps
-    held = found.parameter_bytes / (cluster.tp * cluster.pp)
     life = None
     if machine.drive_tbw is not None:
         written = found.state_bytes + found.parameter_bytes
@@ -113,8 +133,10 @@ def size(
         memory=_memory(found, precision, machine),
         disk=_disk(found, run, shares, num_groups, train_state_bytes, cluster),
         steps=steps,
-        seal_s=_seconds(found.parameter_bytes / cluster.gpus, machine.write_gbps),
-        resume_s=_seconds(held, machine.read_gbps),
+        seal_s=_sum(seal),
+        seal_parts_s=seal,
+        resume_s=_sum(resume),
+        resume_parts_s=resume,
         gathered_bytes=held * (cluster.replicas - 1) / cluster.replicas,
         hide_s=sum(hidden) if hidden else None,
         steps_of_life=life,
@@ -146,6 +168,16 @@ def size(
     )
 
 
+def _sum(parts: Mapping[str, float] | None) -> float | None:
+    return None if parts is None else sum(parts.values())
+
+
+def _num_syncs(found: ModelSize, precision: Precision, shares: tuple[int, ...]) -> int:
+    if found.layout is None:
+        return num_seal_syncs(len(precision.arrays), len(shares))
+    return num_seal_syncs(len(found.layout.array_names), len(found.layout.shares))
+
+
 def _memory(found: ModelSize, precision: Precision, machine: Machine) -> Memory:
     gradients = precision.gradient_bytes * found.num_parameters or found.gradient_bytes
     everything = found.parameter_bytes + gradients + found.memory_state_bytes
@@ -169,10 +201,20 @@ def _disk(
     slots = run.keep + 1
     if run.upload_s is not None:
         if run.interval_s is None:
-            raise SizingError("upload_s needs interval_s: the seconds between two checkpoints")
+            raise FieldError(
+                Field("upload_s"),
+                " needs ",
+                Field("interval_s"),
+                ": the seconds between two checkpoints",
+            )
         slots += math.ceil(run.upload_s / run.interval_s)
         if slots > MAX_COUNT:
-            raise SizingError("upload_s is too many times interval_s: no disk holds the slots")
+            raise FieldError(
+                Field("upload_s"),
+                " is too many times ",
+                Field("interval_s"),
+                ": no disk holds the slots",
+            )
     exact = found.layout is not None and cluster.gpus == 1
     if found.layout is not None and exact:
         if found.num_groups is not None:
@@ -242,7 +284,3 @@ def _interval(name: str, stall_s: float, run: Run) -> Interval:
         optimal,
         None if optimal is None or run.mttf_s is None else waste(stall_s, optimal, run.mttf_s),
     )
-
-
-def _seconds(nbytes: float, gbps: float | None) -> float | None:
-    return None if gbps is None else nbytes / 1e9 / gbps

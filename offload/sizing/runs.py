@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.errors import SizingError
-from offload.sizing.checks import require_count, require_positive
+from offload.sizing.checks import Field, FieldError, require_count, require_positive
 
 STALL_S = 0.02
 """Seconds for which a seal in place stops training, if nothing else is given. The recorded median
@@ -61,7 +60,9 @@ class Run:
         for name in ("backward_s", "tokens", "tflops", "upload_s"):
             require_positive(name, getattr(self, name))
         if self.backward_s is not None and self.forward_s is None:
-            raise SizingError(
-                "backward_s needs forward_s: a step that runs beside backward runs beside the next "
-                "forward too"
+            raise FieldError(
+                Field("backward_s"),
+                " needs ",
+                Field("forward_s"),
+                ": a step that runs beside backward runs beside the next forward too",
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from offload.errors import SizingError
 from offload.format.arrays import (
     MasterFormat,
     StateDtype,
@@ -14,7 +13,7 @@ from offload.format.arrays import (
     scale_name,
 )
 from offload.format.header import DTYPE_BYTES
-from offload.sizing.checks import shown
+from offload.sizing.checks import Field, FieldError, shown
 
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "Adadelta": ("square_avg", "acc_delta"),
@@ -69,7 +68,7 @@ class Precision:
         ):
             if value not in tuple(known):  # a dictionary would raise for a list
                 listed = ", ".join(map(str, known))
-                raise SizingError(f"{name} is {shown(value)}, known are {listed}")
+                raise FieldError(Field(name), f" is {shown(value)}, known are {listed}")
 
     @property
     def code(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -11,11 +12,15 @@ from pathlib import Path
 import pytest
 
 import offload
+from offload.cli.sizing import _OPTIONS
+from offload.sizing import Cluster, Machine, Precision
+from offload.sizing import Run as OfRun
 from tests.command_line import Run
 from tests.stores.small import make_model, make_optimizer, train
 
 FULL = (
     *("--read", "9.6", "--write", "5", "--mixed", "9", "--update", "20", "--link", "25"),
+    *("--copy", "8", "--sync", "0.5ms"),
     *("--network", "12", "--gpu-memory", "80GB", "--host-memory", "256 GiB", "--tbw", "7000TB"),
     *("--gpus", "1024", "--tp", "8", "--pp", "16", "--storage", "273", "--storage-read", "500"),
     *("--writer", "1", "--efficiency", "0.4", "--keep", "3", "--every", "10min"),
@@ -151,9 +156,14 @@ def test_a_number_of_hundreds_of_digits(run: Run, option: str, number: str) -> N
     ("arguments", "message"),
     [
         (("nothere",), "nothere: neither a number of parameters, such as 7B"),
-        (("7B", "--gpus", "6", "--tp", "4"), "6 GPUs cannot be divided"),
-        (("7B", "--optimizer", "Lion"), "optimizer is 'Lion', known are Adadelta"),
-        (("7B", "--read", "-1"), "read_gbps is -1.0, expected a positive number"),
+        (("7B", "--gpus", "6", "--tp", "4"), "6 GPUs cannot be divided into replicas of 4 x 1"),
+        (("7B", "--optimizer", "Lion"), "--optimizer is 'Lion', known are Adadelta"),
+        (("7B", "--read", "-1"), "--read is -1.0, expected a positive number"),
+        (("7B", "--sync", "0ms"), "--sync is 0.0, expected a positive number"),
+        (("7B", "--backward", "3"), "--backward needs --forward: a step that"),
+        (("7B", "--upload", "3"), "--upload needs --every: the seconds"),
+        (("7B", "--writer", "3"), "--writer is about shared storage and needs its rate: give "),
+        (("7B", "--efficiency", "0.4"), "--efficiency is about shared storage and needs its rate"),
         (("7B", "--drives-from", "nothere"), "nothere: No such file"),
     ],
 )
@@ -173,6 +183,49 @@ def test_wrong_usage_is_status_2(run: Run, arguments: tuple[str, str]) -> None:
     code, _, err = run("size", "7B", *arguments)
     assert code == 2
     assert arguments[0] in err
+
+
+def test_every_field_in_a_message_has_an_option(run: Run) -> None:
+    """The fields are those of the objects that the command fills."""
+    fields = {
+        field.name
+        for kind in (Cluster, Machine, Precision, OfRun)
+        for field in dataclasses.fields(kind)
+    }
+    without_values = {"gpus_per_node", "sharded"}  # not an option, and a switch
+    assert fields - without_values <= set(_OPTIONS)
+    _, out, _ = run("size", "--help")
+    assert [option for option in _OPTIONS.values() if f"{option} " not in out] == []
+
+
+def test_a_rate_from_a_file_is_named_as_such(run: Run, tmp_path: Path) -> None:
+    result = {
+        "workload": {"rw": "read", "path": "direct", "mix": 50},
+        "median": {"bytes_per_s": 0.0},
+    }
+    path = tmp_path / "drive.json"
+    path.write_text(json.dumps({"results": [result]}))
+    code, out, err = run("size", "7B", "--drives-from", path)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: read_gbps of --drives-from is 0.0, expected a positive")
+
+
+def test_the_parts_of_a_seal_and_a_resume_are_printed_if_they_are_known(run: Run) -> None:
+    rates = ("--read", "2", "--write", "2.5")
+    out = " ".join(run("size", "128e6", *rates)[1].split())
+    assert "A seal writes for 0.102 s beside training. A resume reads for 0.128 s." in out
+    out = " ".join(run("size", "128e6", *rates, "--copy", "8", "--sync", "0.5ms")[1].split())
+    assert (
+        "A seal takes 0.111 s beside training: writing 0.102 s, copying the first block "
+        "0.0021 s, beginning 0.002 s, syncs 0.005 s."
+    ) in out
+    assert (
+        "A resume takes 0.134 s: reading 0.128 s, copying the last block 0.0021 s, beginning "
+        "0.004 s."
+    ) in out
+    found = json.loads(run("size", "128e6", *rates, "--sync", "0.5ms", "--json")[1])
+    assert found["seal_parts_s"] == {"writing": 0.1024, "beginning": 0.002, "syncs": 0.005}
+    assert found["resume_parts_s"] == {"reading": 0.128}
 
 
 def test_neither_torch_nor_numpy_is_imported(trained: Path, tmp_path: Path) -> None:

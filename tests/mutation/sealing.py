@@ -367,7 +367,8 @@ SEALING = (
         (
             Edit(
                 _MODEL,
-                "            image.gather(start, stop, data)\n            copied(stop)\n",
+                "            image.gather(start, stop, data, "
+                "on_one_thread=not writer.has_caught_up)\n            copied(stop)\n",
                 "            copied(stop)\n            image.gather(start, stop, data)\n",
             ),
         ),

@@ -196,8 +196,8 @@ class TestInOneProcess:
         run.step()
         gather = ModelImage.gather
 
-        def edited_meanwhile(image, start, stop, out):
-            gather(image, start, stop, out)
+        def edited_meanwhile(image, start, stop, out, **settings):
+            gather(image, start, stop, out, **settings)
             with torch.no_grad():
                 run.model.base.add_(0)  # counts as a change, and is none
 

@@ -13,6 +13,7 @@ from gds import MemoryBackend
 from offload.device.flat_tensors import FlatTensors
 from offload.device.staging import StagedTensors
 from offload.errors import UnsupportedParameterError
+from offload.model.model_file import BlockBuffers
 from tests.fake_gpu.device import Event, OnDevice, on_device, upload, values
 from tests.numerics.models import Mixed, clip, give_gradients, trainable
 from tests.numerics.pairs import CASES, MAX_NORM, Case, Cut, Pair
@@ -119,6 +120,14 @@ def test_training_goes_on_from_a_checkpoint(device):
     assert after.to_host_bytes == before.to_host_bytes
     train(pair, STEPS[2:])
     pair.assert_same_state()
+
+
+def test_the_third_block_of_a_restore_is_page_locked_as_well(device):
+    blocks = BlockBuffers(MemoryBackend(), 1 << 30).page_lock_for([torch.device("meta")])
+    memory = blocks.for_reading(3)
+    locked = {tensor.data_ptr() for tensor in device.locked}
+    assert len(memory) == 3
+    assert {block.tensor.data_ptr() for block in memory} == locked
 
 
 def test_gradients_cross_once_and_parameters_once_each_way(device):

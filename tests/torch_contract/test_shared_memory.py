@@ -120,10 +120,10 @@ def test_a_checkpoint_holds_one_moment_of_a_parameter_and_its_alias(overlap, how
     width = 2048  # so that the parameter is one block of the model file, and its alias the next
     gather = ModelImage.gather
 
-    def late(image, start, stop, out):
+    def late(image, start, stop, out, **settings):
         if start:
             assert eventually(lambda: memory[-1, -1].item() < 0.35), "no step has changed it"
-        gather(image, start, stop, out)
+        gather(image, start, stop, out, **settings)
 
     def make(shared):
         model = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False))
