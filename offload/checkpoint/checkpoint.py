@@ -119,6 +119,11 @@ class Checkpoint:
         return self.manifest.optimizer
 
     @property
+    def update_code(self) -> str:
+        """Code that updated the state last, such as ``kernel (AVX512)``; empty if not known."""
+        return self.manifest.update_code
+
+    @property
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyper-parameters of each parameter group."""
         return [dict(group) for group in self.manifest.groups]

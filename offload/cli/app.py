@@ -196,6 +196,7 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "generation": checkpoint.generation,
         "created": checkpoint.created,
         "optimizer": checkpoint.optimizer,
+        "update_code": checkpoint.update_code,
         "metrics": checkpoint.metrics,
         "parts": checkpoint.parts,
         "num_parameters": checkpoint.num_parameters,
@@ -218,6 +219,8 @@ def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
     table.add_column(overflow="fold")
     for key in ("path", "step", "generation", "created", "optimizer"):
         table.add_row(key, cell(description[key]))
+    if description["update_code"]:
+        table.add_row("updated by", cell(description["update_code"]))
     for index, part in enumerate(description["parts"], 1):
         table.add_row(f"on drive {index}", cell(part))
     for name, value in description["metrics"].items():

@@ -153,7 +153,14 @@ class Engine:
                 step_chunks(state, groups, [None] * len(state.table.trainables))
             slot = state.slots.present
         captured = capture(
-            groups, state.table, stored, slot, state.num_steps, encoded, metrics or {}
+            groups,
+            state.table,
+            stored,
+            slot,
+            state.num_steps,
+            encoded,
+            metrics or {},
+            state.update_code,
         )
         return state.begin_seal(slot, captured)
 
@@ -211,9 +218,12 @@ class Engine:
     def stats(self) -> Stats:
         """Return the totals since construction."""
         state = self.state
-        code = state.kernel.code if state.compute is None else f"kernels ({state.compute.device})"
         return collect_stats(
-            state.meter, state.drives, state.memory.streamer, state.table.layout, code
+            state.meter,
+            state.drives,
+            state.memory.streamer,
+            state.table.layout,
+            state.update_code,
         )
 
     def close(self) -> None:

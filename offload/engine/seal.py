@@ -317,6 +317,7 @@ def capture(
     step: int,
     train_state: EncodedState,
     metrics: Mapping[str, float],
+    update_code: str,
 ) -> Captured:
     """Copy the present content of a checkpoint, except for its parameters.
 
@@ -330,6 +331,7 @@ def capture(
         step: Optimizer steps taken.
         train_state: Encoded train state of the user.
         metrics: Checked metrics of the user.
+        update_code: Code that updates the state, in words.
 
     Raises:
         OffloadError: The hyper-parameters do not fit into the space that the slot reserves.
@@ -349,6 +351,7 @@ def capture(
         scalars=table.scalars,
         order=_parameter_order(groups, stored, slot.layout),
         metrics=metrics,
+        update_code=update_code,
     )
     captured = [item.captured() for item in stored]
     marks = marks_of(item.tensor for item in captured)

@@ -136,6 +136,11 @@ class TrainingState:
         """Lock that is held while torch's own step runs on a chunk; None if no lock is needed."""
 
     @property
+    def update_code(self) -> str:
+        """Code that updates the state, in words."""
+        return f"kernels ({self.compute.device})" if self.compute else self.kernel.code
+
+    @property
     def layout(self) -> Layout:
         """The layout of the present state.
 

@@ -115,6 +115,9 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics from the caller, by name; finite."""
 
+    update_code: str = ""
+    """Code that updated the state last, for people; empty if it is not known."""
+
     @property
     def digest(self) -> str:
         """Digest of all fields. Two manifests with the same digest have the same content."""
@@ -186,6 +189,8 @@ class Manifest:
             body["order"] = [list(group) for group in self.order]
         if self.metrics:
             body["metrics"] = dict(self.metrics)
+        if self.update_code:
+            body["update_code"] = self.update_code
         return body
 
 
@@ -331,6 +336,7 @@ def _decode_body(body: Mapping[str, Any], version: int) -> Manifest:
         parts=parts,
         metrics=check_metrics(body.get("metrics", {})),
         order=order,
+        update_code=fields.label(body.get("update_code", "")),
     )
 
 

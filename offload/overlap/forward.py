@@ -215,7 +215,14 @@ class BesideForward:
         ):
             return None
         return capture(
-            groups, self._state.table, stored, target, self._state.num_steps, encoded, metrics or {}
+            groups,
+            self._state.table,
+            stored,
+            target,
+            self._state.num_steps,
+            encoded,
+            metrics or {},
+            self._state.update_code,
         )
 
     def _seal_after(self, slot: Slot, captured: Captured, failure: BaseException | None) -> None:

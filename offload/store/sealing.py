@@ -68,6 +68,7 @@ def compose(
     scalars: Iterable[tuple[ScalarValue, ...] | None],
     order: Sequence[Sequence[int]] | None,
     metrics: Mapping[str, float] | None = None,
+    update_code: str = "",
 ) -> Composition:
     """Describe the checkpoint that a slot will be.
 
@@ -82,6 +83,7 @@ def compose(
         order: For each group, the positions of its parameters in the layout's model; None if they
             are not known.
         metrics: Metrics of the user, checked.
+        update_code: Code that updated the state last, in words.
 
     Raises:
         OffloadError: The hyper-parameters do not fit into the space that the slot has for them.
@@ -104,6 +106,7 @@ def compose(
         parts=slot.part_references,
         metrics=metrics or {},
         order=None if order is None else tuple(map(tuple, order)),
+        update_code=update_code,
     )
     manifest.encode(slot.manifest.size_bytes)
     packed = pack_train_state(train_state, manifest, slot.train_state.size_bytes)

@@ -27,6 +27,9 @@ from offload.update.rules import Scalars, UpdateRule
 from offload.update.step_inputs import StepInputs
 from offload.update.updater import ChunkUpdater
 
+_MAX_REASON = 300
+"""Most characters of a reason, which is stored with each checkpoint."""
+
 _LENGTHS = (1037, 643, 1000, 77)
 """Elements of the parameters of each group: whole vectors, and rests of several lengths."""
 
@@ -70,9 +73,9 @@ def choose_kernel(optimizer_class: type[torch.optim.Optimizer], state_dtype: str
         optimizer_class: Class of the optimizer.
         state_dtype: Form of the state, as `Options.state_dtype`.
     """
-    found = _trusted(optimizer_class, state_dtype)
+    found = _trusted(optimizer_class, state_dtype)  # type: ignore[arg-type]  # a class has a hash
     if isinstance(found, str):
-        return ChosenCode(None, f"torch ({found})")
+        return ChosenCode(None, f"torch ({' '.join(found.split())[:_MAX_REASON]})")
     library, root = found
     kernel = UpdateKernel(library, root, optimizer_class)
     return ChosenCode(kernel, f"kernel ({library.instructions})")

@@ -35,9 +35,7 @@ def main() -> None:
     digest = sys.argv[1] if sys.argv[1:] else None
     load(package / "update/kernel/lib", digest)
     said = steps(has_kernel=digest is not None)
-    print(
-        f"ssd-offload {importlib.metadata.version('ssd-offload')}, {steps(has_kernel=digest is not None)}"
-    )
+    print(f"ssd-offload {importlib.metadata.version('ssd-offload')}, {said}")
 
 
 def load(folder: Path, digest: str | None) -> None:

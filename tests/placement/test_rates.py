@@ -23,6 +23,7 @@ from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.placement import rates
 from offload.placement.model import Rates, decide
 from offload.placement.rates import MeasurementSetup, find_rates, load_rates, save_rates, step_bytes
+from offload.update.kernel import KernelCall
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 from tests.fake_gpu.device import Event
@@ -88,6 +89,7 @@ class PacedPool(UpdatePool):
         super().__init__(rule)
         self.time = time
         self.passes = 0
+        self.bytes_per_element = 0.0
         self.threads_used: set[int | None] = set()
 
     def run(
@@ -100,6 +102,10 @@ class PacedPool(UpdatePool):
             if hasattr(item, "stored")
             for array in item.stored.values()
         )
+        elements = sum(
+            int(item.runs["num_elements"].sum()) for item in items if isinstance(item, KernelCall)
+        )
+        nbytes += elements * self.bytes_per_element
         if nbytes:
             self.time.now_s += 2 * nbytes / 1e9 / UPDATE * (10 if self.passes == 0 else 1)
             self.passes += 1
@@ -157,6 +163,8 @@ def make_setup(
                 state_dtype=state_format.state_dtype,
             ),
         )
+        forms = setup.layout.formats.values()
+        pool.bytes_per_element = sum(form.nbytes / form.block for form in forms)
         return dataclasses.replace(setup, **changes)
 
     with installed(monkeypatch):

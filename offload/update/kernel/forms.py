@@ -137,8 +137,8 @@ def group_values(
         flags |= (_DECAY if decay else 0) | (_NESTEROV if group["nesterov"] else 0)
         momentum = group["momentum"]
         rule = _SGD_MOMENTUM if momentum else _SGD
-        numbers = (momentum, 1 - group["dampening"], -lr)
-        return (decay, 0, 0, 0, 0, 0, 0, *numbers, flags, rule)
+        rates = (momentum, 1 - group["dampening"], -lr)
+        return (decay, 0, 0, 0, 0, 0, 0, *rates, flags, rule)
     if decay and group["decoupled_weight_decay"]:
         flags |= _DECOUPLED_DECAY
         decay = 1 - lr * decay

@@ -104,7 +104,8 @@ def torchs_root(library: Library) -> int | None:
     bits.random_(-(1 << 31), 1 << 31, generator=generator)
     values = bits.view(torch.float32)
     # Short slices keep torch on this thread.
-    expected = torch.cat([part.sqrt() for part in values.split(_SLICE)]).view(torch.int32)
+    parts = torch.split(values, _SLICE)
+    expected = torch.cat([part.sqrt() for part in parts]).view(torch.int32)
     for kind in ROOTS:
         found = library.roots(kind, values)
         if found is not None and torch.equal(found.view(torch.int32), expected):
