@@ -1,9 +1,10 @@
 """Cost of the state's digests in a step.
 
-Every chunk that a step writes is digested on its way to the drive, by
-`offload.format.digests.ChunkDigests`. This script adds up the CPU time of its methods on all
-threads, including their bookkeeping. The rest of the step is unchanged. A sample is several steps
-back to back, with nothing in flight before and after.
+Every chunk that a step writes is digested while it is updated. This script takes the processor time
+of updates in memory with digests and without, in turns; the difference, for as many elements as the
+step has, is the time of the digests. It stands beside the time of the step on the drive, measured
+in the same rounds. A sample of the step is several steps back to back, with nothing in flight
+before and after.
 
     python -m bench.digests --directory DIR                # digests / step, digests / CPU of it
 """
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
+import torch
+
+from bench._chunk_update import FORMS, ChunkUpdate
 from bench._harness import (
     BenchError,
     Parser,
@@ -36,84 +38,39 @@ from bench._statistics import median, ratios
 from bench._streamed import Streamed, exact_state_bytes
 from gds import PosixBackend
 from offload.format import digests
-from offload.format.digests import ChunkDigests, DigestContext, Run
+from offload.format.digests import ChunkDigests
+from offload.update.kernel_check import choose_kernel
 
 _LIMIT = 0.05
 """Largest ratio of the digests' CPU time to the time of a step on the CPU path."""
 
-
-class DigestClock:
-    """CPU seconds that threads have spent in digests."""
-
-    def __init__(self) -> None:
-        self.cpu_s = 0.0
-        self._lock = threading.Lock()
-        self._inside = threading.local()
-
-    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, with its CPU time on any thread added to `cpu_s`.
-
-        If one timed function calls another, the time is added once.
-        """
-
-        @wraps(function)
-        def wrapper(*args: Any) -> Any:
-            """Call the function, and add its CPU time."""
-            if getattr(self._inside, "is_timed", False):
-                return function(*args)
-            self._inside.is_timed = True
-            started = time.thread_time()
-            try:
-                return function(*args)
-            finally:
-                spent = time.thread_time() - started
-                self._inside.is_timed = False
-                with self._lock:
-                    self.cpu_s += spent
-
-        return wrapper
-
-
-@contextmanager
-def clock_on_digests() -> Iterator[DigestClock]:
-    """Yield a clock that runs while any thread of this process digests state."""
-    clock = DigestClock()
-    original = {name: getattr(ChunkDigests, name) for name in ("__init__", "written", "finish")}
-
-    def finish(self: ChunkDigests, context: DigestContext, chunk: int, run: Run) -> Any:
-        """Replace `ChunkDigests.finish`, with its work on other threads timed."""
-
-        def run_timed(function: Callable[..., Any], items: Sequence[Any]) -> Any:
-            """Run a timed function over items on the caller's threads."""
-            return run(clock.timed(function), items)
-
-        return original["finish"](self, context, chunk, run_timed)
-
-    try:
-        for name, method in {**original, "finish": finish}.items():
-            setattr(ChunkDigests, name, clock.timed(method))
-        yield clock
-    finally:
-        for name, method in original.items():
-            setattr(ChunkDigests, name, method)
+_MOST_IN_MEMORY = 32 << 20
+"""Largest number of elements that are updated in memory; their times are scaled up."""
 
 
 @contextmanager
 def count_of_digested() -> Iterator[Callable[[], int]]:
     """Yield a function that returns the number of bytes digested in the block so far."""
     found: list[int] = []  # one number for each leaf: appending is safe from any thread
-    original = digests.leaf_digest
+    by_python, by_kernel = digests.leaf_digest, ChunkDigests.digested
 
     def counted(leaf: memoryview) -> bytes:
         """Digest a leaf, and record its length."""
         found.append(len(leaf))
-        return original(leaf)
+        return by_python(leaf)
+
+    def reported(self: ChunkDigests, array: str, number: int, digest: bytes) -> None:
+        """Take the digest of a leaf, and record the leaf's length."""
+        found.append(len(self.leaf(array, number)))
+        by_kernel(self, array, number, digest)
 
     digests.leaf_digest = counted
+    ChunkDigests.digested = reported  # type: ignore[method-assign]
     try:
         yield lambda: sum(found)
     finally:
-        digests.leaf_digest = original
+        digests.leaf_digest = by_python
+        ChunkDigests.digested = by_kernel  # type: ignore[method-assign]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -125,8 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result.fact("state_bytes", exact_state_bytes(args.parameters))
         with _streamed(args, directory) as step:
             _require_all_digested(args, result, step)
-            with clock_on_digests() as clock:
-                _measure(args, result, step, clock)
+            num = min(args.parameters, _MOST_IN_MEMORY)
+            with ChunkUpdate(FORMS["exact"], num) as chunk:
+                _measure(args, result, step, chunk)
         result.write()
 
 
@@ -144,14 +102,19 @@ def _require_all_digested(args: argparse.Namespace, result: Result, step: Stream
     result.fact("step_digested_bytes", digested)
 
 
-def _measure(args: argparse.Namespace, result: Result, step: Streamed, clock: DigestClock) -> None:
+def _measure(args: argparse.Namespace, result: Result, step: Streamed, chunk: ChunkUpdate) -> None:
+    kernel = choose_kernel(torch.optim.AdamW, "float32")
+    result.fact("update_code", kernel.code)
+    scale = args.parameters / len(chunk.parameter)
     samples: dict[str, list[float]] = {"digest_cpu_s": [], "step_s": [], "step_cpu_s": []}
     step.sample(args.steps)
     for number in range(args.rounds):
-        cpu_before, digest_before = time.process_time(), clock.cpu_s
+        cpu_before = time.process_time()
         samples["step_s"].append(step.sample(args.steps))
         samples["step_cpu_s"].append((time.process_time() - cpu_before) / args.steps)
-        samples["digest_cpu_s"].append((clock.cpu_s - digest_before) / args.steps)
+        _, without_s = chunk.seconds(kernel.kernel)
+        _, with_s = chunk.seconds(kernel.kernel, digests=True)
+        samples["digest_cpu_s"].append((with_s - without_s) * scale)
         values = ", ".join(f"{name} {found[-1]:.4g}" for name, found in samples.items())
         say(f"  round {number + 1}/{args.rounds}: {values}")
     result.add_samples(samples)

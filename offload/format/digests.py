@@ -119,7 +119,7 @@ class ChunkDigests:
             if not digest
         ]
         if missing:
-            found = run(leaf_digest, [self._leaf(*leaf) for leaf in missing])
+            found = run(leaf_digest, [self.leaf(*leaf) for leaf in missing])
             for (name, number), digest in zip(missing, found, strict=True):
                 self._digests[name][number] = digest
         return {
@@ -127,7 +127,8 @@ class ChunkDigests:
             for name, digests in self._digests.items()
         }
 
-    def _leaf(self, array: str, number: int) -> memoryview:
+    def leaf(self, array: str, number: int) -> memoryview:
+        """Return the bytes of a leaf."""
         return self._arrays[array][number * LEAF_BYTES : (number + 1) * LEAF_BYTES]
 
 

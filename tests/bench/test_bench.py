@@ -31,6 +31,7 @@ from bench import (
     revisions,
     sizing,
     step,
+    update_cpu,
     whole_files,
 )
 from bench._fio import Fio, FioMissingError
@@ -41,6 +42,7 @@ from bench._statistics import MIN_PAIRS, alternate, judge, median_interval
 from bench.replay import Plan, Replay
 from gds import PosixBackend, probe
 from offload.format.digests import ChunkDigests
+from offload.update.kernel_check import choose_kernel
 
 ROOT = Path(__file__).parents[2]
 Measured = Callable[..., dict[str, Any]]
@@ -105,6 +107,7 @@ def test_make_bench_runs_every_script_that_needs_nothing_special(quick: list[str
         if '__name__ == "__main__"' in path.read_text()
     }
     by_hand = {"peers", "finetune", "kernel", "device", "gpu", "crossings", "revisions", "fio_axes"}
+    by_hand.add("update_cpu")
     assert {name for name, _ in commands} == scripts - by_hand
     assert commands[-1][0] == "report"
     assert all(("--quick --output" in rest) == bool(quick) for _, rest in commands[:-1])
@@ -152,16 +155,21 @@ def test_step_on_a_drive_that_is_slowed_down(measured: Measured) -> None:
 
 
 def test_digests(measured: Measured) -> None:
-    patched = [(ChunkDigests, name) for name in ("__init__", "written", "finish")]
-    patched += [(offload.format.digests, "leaf_digest")]
+    patched = [(ChunkDigests, "digested"), (offload.format.digests, "leaf_digest")]
     before = [getattr(*where) for where in patched]
     found = measured(digests.main)
     check(found, rounds=3, claims=2)
     assert [getattr(*where) for where in patched] == before, "a wrapper was left behind"
     assert found["facts"]["step_digested_bytes"] == found["facts"]["state_bytes"]
-    assert all(value > 0 for value in found["samples"]["digest_cpu_s"])
-    samples = zip(found["samples"]["digest_cpu_s"], found["samples"]["step_cpu_s"], strict=True)
-    assert all(part <= whole for part, whole in samples)
+    assert found["facts"]["update_code"].startswith(("kernel", "torch"))
+
+
+def test_update_cpu(measured: Measured) -> None:
+    if choose_kernel(torch.optim.AdamW, "float32").kernel is None:
+        pytest.skip("updates here run torch's code")
+    found = measured(update_cpu.main)
+    check(found, rounds=3, claims=8)
+    assert all(value > 0 for values in found["samples"].values() for value in values)
 
 
 def test_overlap(measured: Measured) -> None:
