@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from offload.update.kernel import UpdateKernel
-from offload.update.kernel_check import choose_kernel
 from offload.update.rules import UpdateRule
-from tests.update_kernel.steps import Problem, by_torch, by_updater, num_different
+from tests.update_kernel.steps import Problem, by_torch, by_updater, kernel_for, num_different
 from tests.update_kernel.values import KINDS
 
 FORMS = [
@@ -45,15 +44,6 @@ GROUPS = [
     *product([torch.optim.AdamW, torch.optim.Adam], ADAMS),
     *product([torch.optim.SGD], SGDS),
 ]
-
-
-def kernel_for(
-    optimizer: type[torch.optim.Optimizer], state_dtype: str = "float32"
-) -> UpdateKernel:
-    chosen = choose_kernel(optimizer, state_dtype)
-    if chosen.kernel is None:
-        pytest.skip(f"updates here run torch's code: {chosen.code}")
-    return chosen.kernel
 
 
 def problem(

@@ -56,8 +56,8 @@ class Leaves {
   void digest() {
     while (start_ < stop_) {
       const size_t number = start_ / LEAF;
-      const size_t end = (number + 1) * LEAF < array_.num_bytes ? (number + 1) * LEAF
-                                                                : array_.num_bytes;
+      const size_t whole = (number + 1) * LEAF;
+      const size_t end = whole < array_.num_bytes ? whole : array_.num_bytes;
       const size_t now = stop_ < end ? stop_ : end;
       if (start_ % LEAF == 0) {
         XXH3_64bits_reset(&state_);

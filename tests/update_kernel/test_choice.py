@@ -1,0 +1,46 @@
+"""The kernel is used wherever it was built, and torch's code where it cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import offload
+from offload.update.kernel import find_library, torchs_root
+from offload.update.kernel_check import choose_kernel
+
+
+class Derived(torch.optim.AdamW):
+    """A class of the user's, which may compute anything."""
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_the_kernel_is_chosen_wherever_it_was_built(
+    optimizer: type[torch.optim.Optimizer], state_dtype: str
+) -> None:
+    library = find_library()
+    if isinstance(library, str):
+        pytest.skip(library)
+    if torchs_root(library) is None and optimizer is not torch.optim.SGD:
+        pytest.skip("this library does not have the square root of this torch")
+    assert choose_kernel(optimizer, state_dtype).code == f"kernel ({library.instructions})"
+
+
+@pytest.mark.parametrize("optimizer", [Derived, torch.optim.NAdam])
+def test_other_classes_run_torchs_code(optimizer: type[torch.optim.Optimizer]) -> None:
+    chosen = choose_kernel(optimizer, "float32")
+    assert chosen.kernel is None
+    assert chosen.code == f"torch ({optimizer.__name__} has no kernel)"
+
+
+def test_stats_and_checkpoints_say_which_code_it_was(tmp_path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(100))
+    with offload.AdamW([parameter], directory=str(tmp_path / "run")) as optimizer:
+        code = choose_kernel(torch.optim.AdamW, "float32").code
+        assert optimizer.stats().update_code == code
+        assert f"updated by: {code}" in optimizer.stats().summary()
+        parameter.grad = torch.ones(100)
+        optimizer.step()
+        sealed = optimizer.checkpoint().result()
+        assert sealed.update_code == code
