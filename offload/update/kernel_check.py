@@ -107,7 +107,7 @@ def _trusted(optimizer_class: Any, state_dtype: str) -> tuple[Library, int] | st
 
 @cache
 def _say_once(reason: str) -> None:
-    logging.getLogger("offload").warning(
+    logging.getLogger("offload").info(
         "updates on the CPU run torch's code, with the same results in several times the processor "
         "time: %s",
         reason,

@@ -231,7 +231,7 @@ class ChunkUpdater:
         keys = {id(key): key for key in self._keys}  # most parameters share theirs
         missing = {k for k in keys.values() if k.has_gradient and k not in self._stepped}
         if missing:  # only empty parameters have these keys: torch counts their steps all the same
-            self._pool.run(self._step_scalars, [Block(key, [], 0, {}, {}) for key in missing])
+            self._pool.run_here(self._step_scalars, [Block(key, [], 0, {}, {}) for key in missing])
         if all(key.scalars is not None for key in keys.values() if key.has_gradient):
             # Otherwise torch has created state and nothing was read: such a pass is not typical.
             self._pool.threads.passed(self._num_updated, self._updating_s, self._waiting_s)
@@ -269,7 +269,7 @@ class ChunkUpdater:
         new = [key for key in keys if key not in self._stepped]
         if not new or self._kernel is None:
             return
-        self._pool.run(self._step_scalars, [Block(key, [], 0, {}, {}) for key in new], 1)
+        self._pool.run_here(self._step_scalars, [Block(key, [], 0, {}, {}) for key in new])
         self._kernel.set_groups(
             [group_values(self._class, self._hyper[key.group], self._stepped[key]) for key in keys]
         )
