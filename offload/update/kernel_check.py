@@ -73,7 +73,8 @@ def choose_kernel(optimizer_class: type[torch.optim.Optimizer], state_dtype: str
         optimizer_class: Class of the optimizer.
         state_dtype: Form of the state, as `Options.state_dtype`.
     """
-    found = _trusted(optimizer_class, state_dtype)  # type: ignore[arg-type]  # a class has a hash
+    step = optimizer_class.step
+    found = _trusted(optimizer_class, state_dtype, step)  # type: ignore[arg-type]  # have a hash
     if isinstance(found, str):
         return ChosenCode(None, f"torch ({' '.join(found.split())[:_MAX_REASON]})")
     library, root = found
@@ -83,8 +84,19 @@ def choose_kernel(optimizer_class: type[torch.optim.Optimizer], state_dtype: str
 
 @cache
 @in_neutral
-def _trusted(optimizer_class: Any, state_dtype: str) -> tuple[Library, int] | str:
-    """Return the library and the kind of square root, or why torch's code must be used."""
+def _trusted(
+    optimizer_class: Any,
+    state_dtype: str,
+    step: Any,  # noqa: ARG001
+) -> tuple[Library, int] | str:
+    """Return the library and the kind of square root, or why torch's code must be used.
+
+    Args:
+        optimizer_class: Class of the optimizer.
+        state_dtype: Form of the state.
+        step: The step function of the class. A program may replace it, and the replacement is
+            checked anew.
+    """
     if optimizer_class not in MOMENTS:
         return f"{optimizer_class.__name__} has no kernel"
     library = find_library()

@@ -24,7 +24,7 @@ import torch
 
 from gds.backends.threads import Transfer, TransferPool
 from gds.waiting import wait
-from offload.ambient import for_thread
+from offload.ambient import flushes_denormals, for_thread
 from offload.update.codecs import Scratch
 from offload.update.rules import UpdateRule
 from offload.update.stepper import Stepper
@@ -197,7 +197,9 @@ class UpdatePool:
                 had not begun are left out, and no call is in progress any more.
         """
         num = min(num_threads or self._num_threads, len(items))
-        if self._num_threads == 1 or len(items) <= 1:
+        # On the calling thread, torch lets other threads help, and they flush no denormal numbers.
+        alone = len(items) == 1 and not flushes_denormals()
+        if self._num_threads == 1 or alone or not items:
             for item in items:
                 function(self._contexts[0], item)
             return

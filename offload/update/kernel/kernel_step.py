@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
+from offload.device.boundary import is_on_device
 from offload.device.flat_tensors import FlatTensors
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 from offload.format.chunk_plan import Piece
@@ -107,6 +108,7 @@ class KernelStep:
         self._live = _Source(live, num)
         self._gradients = _Source(gradients, num)
         self._num_left = np.array([p.num_elements for p in layout.parameters], dtype=np.int64)
+        self._num_elements = self._num_left.astype(np.uint64)
         self._group_of = np.full(num, NOT_HERE, dtype=np.int64)
         self._groups = np.zeros(0, dtype=GROUP)
         self._moments = [n for n in MOMENTS[kernel.optimizer_class] if n in layout.array_names]
@@ -132,11 +134,16 @@ class KernelStep:
 
     def set_groups(self, groups: Sequence[tuple[Any, ...]]) -> None:
         """Set the hyper-parameters of all groups, each as `group_values` returns them."""
-        self._groups = np.array(groups, dtype=GROUP)
+        with np.errstate(over="ignore"):  # FP32 has infinity for such a number, as in torch
+            self._groups = np.array(groups, dtype=GROUP)
 
     def others(self, chunk: int) -> list[int]:
-        """Return the numbers of a chunk's pieces that the kernel does not step."""
+        """Return the numbers of a chunk's pieces that the kernel does not step.
+
+        This is the first call for a chunk, and the first that looks at its tensors.
+        """
         parameters = self._tables.pieces(chunk)
+        self._look(parameters[self._group_of[parameters] != NOT_HERE])
         return np.flatnonzero(self._group_of[parameters] == NOT_HERE).tolist()
 
     def calls(
@@ -160,8 +167,6 @@ class KernelStep:
             table = table.take(is_here)
         if not len(table):
             return []
-        self._live.look(table.parameters)
-        self._gradients.look(table.parameters)
         shares = -(-int(table.lengths.sum()) // (num_threads * PART_ELEMENTS))
         parts = table.parts(shares * PART_ELEMENTS, self._tables.formats)
         return [self._call(part, arrays, digests) for part in parts]
@@ -178,6 +183,33 @@ class KernelStep:
         for index in changed[self._num_left[changed] == 0].tolist():
             if self._gradients.plain[index]:
                 self._gradients.tensors.release(index)
+
+    def _look(self, parameters: Numbers) -> None:
+        """Look at the tensors of parameters, and leave to torch's code what only it can step.
+
+        These are tensors without memory of their own, and parameters that share memory with their
+        gradient: torch reads some elements of such a gradient after it has changed them.
+        """
+        live, gradients = self._live, self._gradients
+        live.look(parameters)
+        gradients.look(parameters)
+        here = live.has_memory[parameters] & gradients.has_memory[parameters]
+        begin, gradient = live.pointers[parameters], gradients.pointers[parameters]
+        num = self._num_elements[parameters]
+        end = begin + num * live.sizes[parameters]
+        gradient_end = gradient + num * gradients.sizes[parameters]
+        here &= (begin >= gradient_end) | (gradient >= end)
+        viewed = ~(live.plain[parameters] & gradients.plain[parameters]) & here
+        for row in np.flatnonzero(viewed).tolist():
+            here[row] = not self._share_storage(int(parameters[row]))
+        self._group_of[parameters[~here]] = NOT_HERE
+
+    def _share_storage(self, index: int) -> bool:
+        """Return whether a parameter and its gradient are views of the same storage."""
+        live, gradient = self._live.tensors.tensor(index), self._gradients.tensors.tensor(index)
+        if live is None or gradient is None or is_on_device(live) or is_on_device(gradient):
+            return False
+        return bool(live.untyped_storage()._cdata == gradient.untyped_storage()._cdata)
 
     def _call(
         self, table: PieceTable, arrays: Mapping[str, torch.Tensor], digests: Digests | None
@@ -251,27 +283,33 @@ class _Source:
         self.tensors = tensors
         self.plain = np.zeros(num, dtype=bool)
         """Whether a tensor is used in place."""
+        self.has_memory = np.zeros(num, dtype=bool)
+        """Whether the values of a tensor are in memory that can be addressed."""
+        self.pointers = np.zeros(num, dtype=np.uint64)
+        """Address of the first value of a tensor that is used in place."""
+        self.sizes = np.zeros(num, dtype=np.uint64)
+        """Bytes of a value of a tensor that is used in place; 0 for all others."""
         self._is_known = np.zeros(num, dtype=bool)
-        self._pointers = np.zeros(num, dtype=np.uint64)
         self._dtypes = np.zeros(num, dtype=np.uint32)
-        self._sizes = np.zeros(num, dtype=np.uint64)
 
     def look(self, parameters: Numbers) -> None:
         """Find out which of these tensors can be used in place, and where they are."""
         for index in parameters[~self._is_known[parameters]].tolist():
             tensor = self.tensors.tensor(index)
             self._is_known[index] = True
+            self.has_memory[index] = tensor is not None and _has_memory(tensor)
             if (
                 tensor is not None
+                and self.has_memory[index]
                 and (number := DTYPES.get(tensor.dtype)) is not None
-                and tensor.device.type == "cpu"
+                and not is_on_device(tensor)
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
             ):
                 self.plain[index] = True
-                self._pointers[index] = tensor.data_ptr()
+                self.pointers[index] = tensor.data_ptr()
                 self._dtypes[index] = number
-                self._sizes[index] = tensor.itemsize
+                self.sizes[index] = tensor.itemsize
 
     def addresses(
         self, table: PieceTable, held: list[torch.Tensor]
@@ -287,9 +325,7 @@ class _Source:
         """
         copies = []
         parameters = table.parameters
-        found = (
-            self._pointers[parameters] + table.starts.astype(np.uint64) * self._sizes[parameters]
-        )
+        found = self.pointers[parameters] + table.starts.astype(np.uint64) * self.sizes[parameters]
         dtypes = self._dtypes[parameters]
         for row in np.flatnonzero(~self.plain[parameters]).tolist():
             (view,) = self.tensors.views([_piece(table, row)])
@@ -306,6 +342,15 @@ class _Source:
         """Report that pieces, given by their rows, are not used any more."""
         viewed = rows[~self.plain[table.parameters[rows]]]
         self.tensors.finish([_piece(table, row) for row in viewed.tolist()])
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if is_on_device(tensor):
+        return True  # its values are staged in host memory
+    # A subclass that handles torch's operations itself may only stand for other tensors.
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    return tensor.data_ptr() != 0  # zero for `torch._efficientzerotensor`
 
 
 def _piece(table: PieceTable, row: int) -> Piece:

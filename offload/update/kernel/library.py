@@ -89,7 +89,7 @@ def find_library() -> Library | str:
         return "the kernel was not built when this package was installed"
     try:
         library = Library(path, instructions)
-    except OSError as error:
+    except (OSError, AttributeError) as error:  # no library, or one without these functions
         return f"{path} cannot be loaded: {error}"
     if (_SOURCES / "update.cpp").exists() and library.source != source_digest(_SOURCES):
         return f"{path} was built from other sources: install the package again"

@@ -44,9 +44,12 @@ struct AdamNumbers {
   uint32_t flags;
 };
 
-template <Root R, bool AMSGRAD>
+template <Root R, bool AMSGRAD, bool FUSED>
 INLINE void step_adam(const AdamNumbers &h, F g, F &p, F &m, F &v, F &v_max) {
-  if (h.flags & DECAY) g = V::fma(p, h.weight_decay, g);
+  if (FUSED && (h.flags & MAXIMIZE) && (h.flags & DECAY))
+    g = V::fms(p, h.weight_decay, V::from_bits(V::bit_xor(V::bits(g), V::of_int(SIGN))));
+  else if (h.flags & DECAY)
+    g = V::fma(p, h.weight_decay, g);
   if (h.flags & DECOUPLED_DECAY) p = V::mul(p, h.weight_decay);
   m = V::fma(h.weight, V::sub(g, m), h.is_small ? m : g);
   v = V::fma(V::mul(h.one_minus_beta2, g), g, V::mul(v, h.beta2));
@@ -82,11 +85,11 @@ template <bool MOMENTUM> INLINE void step_sgd(const SgdNumbers &h, F g, F &p, F 
 }
 
 // A rule of three: its numbers, how many moments it keeps, and one step of one vector.
-template <Root R, bool AMSGRAD> struct Adam {
+template <Root R, bool AMSGRAD, bool FUSED = false> struct Adam {
   using Numbers = AdamNumbers;
   static constexpr int MOMENTS = AMSGRAD ? 3 : 2;
   static INLINE void step(const Numbers &h, F g, F &p, F (&x)[3]) {
-    step_adam<R, AMSGRAD>(h, g, p, x[0], x[1], x[2]);
+    step_adam<R, AMSGRAD, FUSED>(h, g, p, x[0], x[1], x[2]);
   }
 };
 template <bool MOMENTUM> struct Sgd {

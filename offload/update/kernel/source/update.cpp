@@ -183,8 +183,8 @@ template <Root R> Step step_fp32(uint32_t rule) {
 // bytes do not depend on the processor.
 template <State S> Step step_compressed(uint32_t rule) {
   if (rule == SGD_MOMENTUM) return step_run<Sgd<true>, S>;
-  if (rule == ADAM) return step_run<Adam<CORRECTLY_ROUNDED, false>, S>;
-  if (rule == ADAM_AMSGRAD) return step_run<Adam<CORRECTLY_ROUNDED, true>, S>;
+  if (rule == ADAM) return step_run<Adam<CORRECTLY_ROUNDED, false, true>, S>;
+  if (rule == ADAM_AMSGRAD) return step_run<Adam<CORRECTLY_ROUNDED, true, true>, S>;
   return nullptr;
 }
 

@@ -48,6 +48,7 @@ struct V {
   static INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
   static INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }    // a * b + c
+  static INLINE F fms(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }    // a * b - c
   static INLINE F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
   static INLINE F sqrt(F a) { return _mm512_sqrt_ps(a); }
   static INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
@@ -131,6 +132,7 @@ struct V {
   static INLINE F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static INLINE F div(F a, F b) { return _mm256_div_ps(a, b); }
   static INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }    // a * b + c
+  static INLINE F fms(F a, F b, F c) { return _mm256_fmsub_ps(a, b, c); }    // a * b - c
   static INLINE F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
   static INLINE F sqrt(F a) { return _mm256_sqrt_ps(a); }
   static INLINE F max(F a, F b) { return _mm256_max_ps(a, b); }

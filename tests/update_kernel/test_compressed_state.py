@@ -1,0 +1,273 @@
+"""Compressed state has the same bytes after a step by the kernel and after one by torch's code.
+
+NaN are an exception at the ends of torch's vectors: torch's scalar code makes other NaN there than
+its vector code, so that those of torch's own step depend on where it is cut.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from offload.format.arrays import MasterFormat, StateDtype
+from tests.update_kernel.chunk_steps import ChunkStep, Parameter, kernel_for
+
+ADAMS: list[dict[str, Any]] = [
+    {"amsgrad": amsgrad, "maximize": maximize, "weight_decay": decay, "betas": betas}
+    for amsgrad, maximize, decay, betas in product(
+        (False, True), (False, True), (0.0, 0.1), ((0.9, 0.999), (0.4, 0.6))
+    )
+]
+SGDS: list[dict[str, Any]] = [
+    {"lr": 0.1, "maximize": maximize, "weight_decay": decay, **momentum}
+    for maximize, decay, momentum in product(
+        (False, True),
+        (0.0, 0.1),
+        (
+            {},
+            {"momentum": 0.9},
+            {"momentum": 0.8, "dampening": 0.3},
+            {"momentum": 0.9, "nesterov": True},
+        ),
+    )
+]
+OPTIMIZERS = {
+    torch.optim.AdamW: ADAMS,
+    torch.optim.Adam: ADAMS,
+    torch.optim.SGD: SGDS,
+}
+FORMS = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.float16),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float64),
+]
+"""Dtypes of a parameter and of its gradient."""
+
+by_state = pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+by_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda found: found.__name__)
+by_kind = pytest.mark.parametrize("kind", ["ordinary", "wide", "bits"])
+by_flushing = pytest.mark.parametrize("flushes", [False, True], ids=["", "flush-denormals"])
+
+
+@by_flushing
+@by_kind
+@by_optimizer
+@by_state
+def test_whole_vectors_with_every_flag_and_dtype(
+    state_dtype: StateDtype, optimizer: type[torch.optim.Optimizer], kind: str, flushes: bool
+) -> None:
+    kernel = kernel_for(optimizer, state_dtype)
+    for seed, changes in enumerate(OPTIMIZERS[optimizer]):
+        for master in ("float32", "split"):
+            given, gradient = FORMS[seed % len(FORMS)]
+            one = ChunkStep(
+                optimizer,
+                [Parameter(32 * 200, given, gradient)],
+                [changes],
+                master,
+                state_dtype,
+                kind,
+                seed=seed,
+            )
+            found = one.taken(kernel, flushes=flushes)
+            assert found.differences(one.taken(None, flushes=flushes)) == [], (changes, master)
+
+
+@pytest.mark.slow
+@by_flushing
+@by_kind
+@by_optimizer
+@by_state
+def test_every_flag_with_every_dtype(
+    state_dtype: StateDtype, optimizer: type[torch.optim.Optimizer], kind: str, flushes: bool
+) -> None:
+    kernel = kernel_for(optimizer, state_dtype)
+    ways = product(OPTIMIZERS[optimizer], FORMS, ("float32", "split"), (1, 100_000))
+    for seed, (changes, form, master, step) in enumerate(ways):
+        one = ChunkStep(
+            optimizer,
+            [Parameter(32 * 2000, *form)],
+            [changes],
+            master,
+            state_dtype,
+            kind,
+            step=step,
+            factors=(0.3, 3.0, 0.1, 7.0)[: seed % 5],
+            seed=seed,
+        )
+        found = one.taken(kernel, flushes=flushes)
+        assert found.differences(one.taken(None, flushes=flushes)) == [], (changes, form, master)
+
+
+def many_parameters(draw: random.Random, num_groups: int) -> list[Parameter]:
+    """Return parameters of every length to 100 and some longer ones, in random forms.
+
+    Some have no gradient in this step, and some have no state yet.
+    """
+    lengths = [*range(1, 101), 33, 4097, 2048, 7, 8191]
+    draw.shuffle(lengths)
+    found = []
+    for num in lengths:
+        given, gradient = draw.choice(FORMS)
+        chance = draw.random()
+        found.append(
+            Parameter(
+                num,
+                given,
+                None if chance < 0.1 else gradient,
+                group=draw.randrange(num_groups),
+                is_new=0.07 < chance < 0.15,
+            )
+        )
+    return found
+
+
+@by_flushing
+@by_kind
+@by_optimizer
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+def test_many_parameters_in_chunks_on_several_threads(
+    state_dtype: StateDtype, optimizer: type[torch.optim.Optimizer], kind: str, flushes: bool
+) -> None:
+    is_adam = optimizer is not torch.optim.SGD
+    if is_adam and state_dtype == "float32" and kind == "bits" and flushes:
+        pytest.skip("torch.maximum itself flushes in vectors, and not at their ends")
+    kernel = kernel_for(optimizer, state_dtype)
+    ways: list[tuple[int, int, MasterFormat, tuple[float, ...]]] = [
+        (1, 1 << 20, "float32", ()),
+        (2, 4096, "split", (0.5, 0.37)),
+        (3, 1024, "float32", (2.0**-16,)),
+    ]
+    for seed, (threads, chunk_elements, master, factors) in enumerate(ways):
+        groups = OPTIMIZERS[optimizer]
+        one = ChunkStep(
+            optimizer,
+            many_parameters(random.Random(seed), len(groups)),
+            groups,
+            master,
+            state_dtype,
+            kind,
+            chunk_elements,
+            step=(1, 7, 5000)[seed],
+            factors=factors,
+            seed=seed,
+        )
+        found = one.taken(kernel, threads=threads, flushes=flushes)
+        expected = one.taken(None, threads=threads, flushes=flushes)
+        assert found.differences(expected, any_nan=kind == "bits") == [], (threads, master)
+
+
+SCALES = {
+    "zero": 0x0000,
+    "minus zero": 0x8000,
+    "smallest": 0x0001,
+    "denormal": 0x0040,
+    "smallest normal": 0x0080,
+    "2**-100": 0x0D80,
+    "below 2**-100": 0x0D7F,
+    "one": 0x3F80,
+    "negative": 0xBF81,
+    "2**63": 0x5F00,
+    "2**119": 0x7B00,
+    "2**120": 0x7B80,
+    "largest": 0x7F7F,
+    "infinity": 0x7F80,
+    "NaN": 0x7FC0,
+    "negative NaN": 0xFFC1,
+}
+"""Bits of bfloat16 scales."""
+
+
+@by_flushing
+@by_optimizer
+def test_scales_and_codes_of_every_kind(
+    optimizer: type[torch.optim.Optimizer], flushes: bool
+) -> None:
+    kernel = kernel_for(optimizer, "int8")
+    kinds = torch.tensor(list(SCALES.values())).to(torch.uint16).view(torch.bfloat16)
+    for seed, changes in enumerate(OPTIMIZERS[optimizer]):
+        num = 32 * len(SCALES) * 8 + 5
+        parameters = [Parameter(num, *FORMS[seed % len(FORMS)])]
+        one = ChunkStep(optimizer, parameters, [changes], "float32", "int8", "wide", seed=seed)
+        (arrays,) = one.stored
+        for name, values in arrays.items():
+            if name.endswith("_scale"):
+                values.copy_(kinds.repeat(len(values) // len(kinds) + 1)[: len(values)])
+                values[:] = values.roll(3 * ("sq" in name))
+            elif values.dtype == torch.uint8:
+                values[: 256 * 16] = torch.arange(256).to(torch.uint8).repeat(16)
+        found = one.taken(kernel, flushes=flushes)
+        expected = one.taken(None, flushes=flushes)
+        assert found.differences(expected, any_nan=True) == [], changes
+
+
+GRADIENTS = {
+    "zeros": 0.0,
+    "minus zeros": -0.0,
+    "denormal": 1e-42,
+    "of a denormal square": 1e-20,
+    "2**60": 2.0**60,
+    "of an infinite square": 1e30,
+    "infinity": float("inf"),
+    "NaN": float("nan"),
+}
+
+
+@by_flushing
+@pytest.mark.parametrize("whole", [True, False], ids=["whole-blocks", "single-elements"])
+@by_optimizer
+@by_state
+def test_blocks_that_meet_a_special_gradient(
+    state_dtype: StateDtype, optimizer: type[torch.optim.Optimizer], whole: bool, flushes: bool
+) -> None:
+    kernel = kernel_for(optimizer, state_dtype)
+    for seed, changes in enumerate(OPTIMIZERS[optimizer]):
+        parameters = [Parameter(32 * 4 * len(GRADIENTS), torch.float32, torch.float32)]
+        one = ChunkStep(optimizer, parameters, [changes], "float32", state_dtype, seed=seed)
+        (gradient,) = one.gradients
+        for number, value in enumerate(GRADIENTS.values()):
+            block = gradient[128 * number :][:128]
+            if whole:
+                block[:] = value
+            else:
+                block[5::37] = value
+        found = one.taken(kernel, flushes=flushes)
+        assert found.differences(one.taken(None, flushes=flushes)) == [], changes
+
+
+def test_random_numbers_follow_the_place_in_the_parameter_and_not_the_cut() -> None:
+    """A parameter that is cut into chunks is rounded as the same parameter in one chunk."""
+    kernel = kernel_for(torch.optim.AdamW, "bfloat16")
+    parameters = [Parameter(7), Parameter(5000), Parameter(33)]
+    expected: list[torch.Tensor] = []
+    for chunk_elements in (1 << 20, 1024, 2048):
+        one = ChunkStep(
+            torch.optim.AdamW, parameters, [{}], state_dtype="bfloat16", chunk_elements=1 << 20
+        )
+        whole = one.stored[0]
+        cut = ChunkStep(
+            torch.optim.AdamW,
+            parameters,
+            [{}],
+            state_dtype="bfloat16",
+            chunk_elements=chunk_elements,
+        )
+        for plan, arrays in zip(cut.layout.plans, cut.stored, strict=True):
+            for name, values in arrays.items():
+                values.copy_(whole[name][plan.first : plan.last])
+        cut.live, cut.gradients = one.live, one.gradients
+        taken = cut.taken(kernel, threads=2)
+        joined = [
+            torch.cat([chunk[name] for chunk in taken.stored]).view(torch.int16) for name in whole
+        ]
+        expected = expected or joined
+        assert all(torch.equal(a, b) for a, b in zip(joined, expected, strict=True))
