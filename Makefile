@@ -89,6 +89,7 @@ bench: $(VENV)/.bench
 	  echo "fio is missing, and only root can install it: its rows are left out" >&2
 	$(call measure,step,--parameters 64Mi)
 	$(call measure,digests,--parameters 64Mi)
+	$(call measure,small_tensors,--tensors 20000)
 	$(call measure,overlap,--parameters 64Mi --iterations 2)
 	$(call measure,checkpoint,--parameters $(CHECKPOINT_SIZES))
 	$(call measure,frozen,--frozen-mib 256)

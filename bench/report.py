@@ -25,6 +25,7 @@ _TITLES = {
     "step": "The step, beside the drive",
     "revisions": "The step, beside that of an earlier version",
     "digests": "What digests cost in a step",
+    "small_tensors": "A step of many small tensors",
     "update_cpu": "The update on a CPU, beside the bytes that it moves and beside torch's code",
     "overlap": "The step, behind compute",
     "checkpoint": "Checkpoints",

@@ -21,7 +21,7 @@ from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.update.dtypes import DTYPE_CODES, DTYPES
 from offload.update.kernel import UpdateKernel, find_library, torchs_root
 from offload.update.kernel.forms import MOMENTS
-from offload.update.kernel.library import Library
+from offload.update.kernel.library import TURNED_OFF, Library
 from offload.update.pool import UpdatePool
 from offload.update.rules import Scalars, UpdateRule
 from offload.update.step_inputs import StepInputs
@@ -101,7 +101,8 @@ def _trusted(
         return f"{optimizer_class.__name__} has no kernel"
     library = find_library()
     if isinstance(library, str):
-        _say_once(library)
+        if library != TURNED_OFF:
+            _say_once(library)
         return library
     root = 0
     if optimizer_class is not torch.optim.SGD and state_dtype == "float32":
@@ -118,7 +119,7 @@ def _trusted(
 
 @cache
 def _say_once(reason: str) -> None:
-    logging.getLogger("offload").warning(
+    logging.getLogger("offload").info(
         "updates on the CPU run torch's code, with the same results in several times the processor "
         "time: %s",
         reason,

@@ -238,6 +238,16 @@ class UpdatePool:
         for future in futures:
             future.result()
 
+    def run_here(
+        self, function: Callable[[BlockContext, Item], object], items: Sequence[Item]
+    ) -> None:
+        """Call ``function(context, item)`` for every item on the calling thread.
+
+        Nothing else may use the pool meanwhile.
+        """
+        for item in items:
+            function(self._contexts[0], item)
+
     @contextmanager
     def all_threads(self) -> Iterator[None]:
         """Let updates use all threads within the block. Its passes do not affect the choice."""

@@ -1,7 +1,11 @@
-"""The arithmetic of one chunk: torch's own step, run on flat views while they are in cache.
+"""The arithmetic of one chunk, by the kernel or by torch's own step on flat views.
 
-A chunk is cut into runs: neighbouring parameters with the same hyper-parameters, dtype and scalar
-state. A run is cut into blocks of `HOT_ELEMENTS`. For each block:
+The kernel (`offload.update.kernel`) steps the parameters that it can, each thread in one call for
+its part of the chunk. Torch's step does the rest, with the same bits: other classes, parameters
+without state yet, groups with unusual flags.
+
+For torch's step, a chunk is cut into runs: neighbouring parameters with the same hyper-parameters,
+dtype and scalar state. A run is cut into blocks of `HOT_ELEMENTS`. For each block:
 
 1. Take the master, or make it from the live parameter.
 2. Gather the gradient, upcast it, and decode the state.
@@ -25,7 +29,7 @@ import copy
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +41,7 @@ from offload.format.chunk_plan import Piece
 from offload.format.digests import LEAF_BYTES, Digests
 from offload.update import codecs
 from offload.update.coder import StateCoder
+from offload.update.fused_step import step_fused
 from offload.update.kernel import (
     MAX_FACTORS,
     KernelCall,
@@ -45,8 +50,9 @@ from offload.update.kernel import (
     group_values,
     why_not,
 )
+from offload.update.live_values import join, master_of, split_back
 from offload.update.pool import BlockContext, UpdatePool
-from offload.update.rules import FUSED_MULTIPLE, Scalars, UpdateRule, read_scalars, write_scalars
+from offload.update.rules import Scalars, UpdateRule, read_scalars, write_scalars
 from offload.update.step_inputs import StepInputs
 
 HOT_ELEMENTS = 512 << 10
@@ -225,7 +231,7 @@ class ChunkUpdater:
         keys = {id(key): key for key in self._keys}  # most parameters share theirs
         missing = {k for k in keys.values() if k.has_gradient and k not in self._stepped}
         if missing:  # only empty parameters have these keys: torch counts their steps all the same
-            self._pool.run(self._step_scalars, [Block(key, [], 0, {}, {}) for key in missing])
+            self._pool.run_here(self._step_scalars, [Block(key, [], 0, {}, {}) for key in missing])
         if all(key.scalars is not None for key in keys.values() if key.has_gradient):
             # Otherwise torch has created state and nothing was read: such a pass is not typical.
             self._pool.threads.passed(self._num_updated, self._updating_s, self._waiting_s)
@@ -263,7 +269,7 @@ class ChunkUpdater:
         new = [key for key in keys if key not in self._stepped]
         if not new or self._kernel is None:
             return
-        self._pool.run(self._step_scalars, [Block(key, [], 0, {}, {}) for key in new], 1)
+        self._pool.run_here(self._step_scalars, [Block(key, [], 0, {}, {}) for key in new])
         self._kernel.set_groups(
             [group_values(self._class, self._hyper[key.group], self._stepped[key]) for key in keys]
         )
@@ -296,8 +302,8 @@ class ChunkUpdater:
     def _update(self, context: BlockContext, block: Block) -> None:
         key, stored = block.key, block.stored
         views = self._live.views(block.pieces)
-        live = _joined(context, "live", views, key.dtype)
-        master = _master(context, key, live, stored)
+        live = join(context, "live", views, key.dtype)
+        master = master_of(context, live, stored, is_new=key.scalars is None)
         if not key.has_gradient:  # no state yet: begins with the live parameter and zeros
             for name in stored.keys() - {MASTER}:
                 stored[name].zero_()
@@ -310,7 +316,7 @@ class ChunkUpdater:
             block.pieces,
             new=key.scalars is None,
         )
-        gradient = _joined(
+        gradient = join(
             context, "gradient", self._gradients.views(block.pieces), torch.float32, distinct=True
         )
         for factor in self._factors:  # in other memory: an FP32 gradient may be the user's own
@@ -323,7 +329,7 @@ class ChunkUpdater:
         elif master is not live:
             live.copy_(master)
         if len(views) > 1:
-            _split_back(live, views)
+            split_back(live, views)
         self._live.finish(block.pieces)
         self._gradients.finish(block.pieces)
 
@@ -361,55 +367,6 @@ class ChunkUpdater:
             self._stepped[key] = read_scalars(state, self._rules[key.group])
 
 
-def step_fused(
-    context: BlockContext,
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    views: Mapping[str, torch.Tensor],
-    scalars: Scalars,
-    group: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Run torch's fused step in whole vectors, so that the cuts between blocks do not matter.
-
-    Args:
-        context: Memory of the calling thread.
-        parameter: Flat FP32 values, updated in place. The tensor object must be new.
-        gradient: Flat FP32 values of the same length; unchanged.
-        views: State arrays of the same length, FP32, updated in place.
-        scalars: Scalar state.
-        group: Hyper-parameters that `UpdateRule.fused` returned.
-
-    Returns:
-        The state that torch left: the same views, and scalars.
-    """
-    length = len(parameter)
-    rest = length % FUSED_MULTIPLE
-    if not rest and _is_plain(parameter) and _is_plain(gradient):
-        state = {**views, **write_scalars(scalars)}
-        context.stepper.apply(parameter, gradient, state, group)
-        return state
-
-    def padded(name: str, values: torch.Tensor) -> torch.Tensor:
-        out = context.buffer(f"padded {name}", torch.float32, length + FUSED_MULTIPLE - rest)
-        out[:length] = values
-        out[length:] = 0
-        return out
-
-    stepped = padded("parameter", parameter).view(-1)
-    arrays = {name: padded(name, view) for name, view in views.items()}
-    state = {**arrays, **write_scalars(scalars)}
-    context.stepper.apply(stepped, padded("gradient", gradient), state, group)
-    parameter.copy_(stepped[:length])
-    for name, view in views.items():
-        view.copy_(arrays[name][:length])
-    return {**state, **views}
-
-
-def _is_plain(values: torch.Tensor) -> bool:
-    """Return whether values are in memory end to end; torch's fused code supposes it, unchecked."""
-    return values.is_contiguous() and not (values.is_neg() or values._is_zerotensor())
-
-
 def _keys(inputs: StepInputs) -> list[Key]:
     """Return the key of each parameter. Neighbours that have equal keys share one object."""
     keys: list[Key] = []
@@ -425,63 +382,6 @@ def _keys(inputs: StepInputs) -> list[Key]:
     return keys
 
 
-def _split_back(joined: torch.Tensor, views: list[torch.Tensor]) -> None:
-    """Copy a flat tensor that `_joined` has returned back into the views it was made from."""
-    sizes = [view.numel() for view in views]
-    if any(view.is_neg() for view in views):  # torch's list operation does not take them
-        for view, part in zip(views, torch.split(joined, sizes), strict=True):
-            view.copy_(part)
-    else:
-        torch.split_with_sizes_copy(joined, sizes, out=views)
-
-
-def _joined(
-    context: BlockContext,
-    name: str,
-    views: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    distinct: bool = False,
-) -> torch.Tensor:
-    """Return flat views end to end: in a buffer, or the view itself if there is only one.
-
-    Args:
-        context: Memory of the calling thread.
-        name: Name of the buffer.
-        views: Flat views of a block's pieces.
-        dtype: Dtype of the result.
-        distinct: Whether each element of the result must have its own memory.
-    """
-    if len(views) == 1:
-        (view,) = views
-        # An expanded gradient is copied: torch's foreach code changes gradients in place.
-        expanded = distinct and view.stride(0) == 0
-        if view.dtype == dtype and not expanded:
-            return view
-    out = context.buffer(name, dtype, sum([view.numel() for view in views]))
-    return torch.cat(views, out=out)
-
-
-def _master(
-    context: BlockContext, key: Key, live: torch.Tensor, stored: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    """Return the FP32 parameter of a block, to be stepped in place."""
-    if MASTER_LOW in stored:
-        master = context.buffer(MASTER, torch.float32, len(live))
-        if key.scalars is None:
-            return master.copy_(live)
-        codecs.join_master(live, stored[MASTER_LOW], master, scratch=context.scratch)
-        return master
-    if MASTER not in stored:
-        return live  # an FP32 parameter is its own master
-    master = stored[MASTER]
-    if key.scalars is None:
-        return master.copy_(live)
-    rounded = context.buffer("rounded", live.dtype, len(live)).copy_(master)
-    _take_edits(master, live, rounded)
-    return master
-
-
 def _is_updated(key: Key) -> bool:
     return key.scalars is None or key.has_gradient
 
@@ -491,17 +391,3 @@ def _by_value(value: object) -> object:
     if isinstance(value, torch.Tensor) and is_on_device(value):
         return to_host(value)
     return copy.deepcopy(value)
-
-
-def _take_edits(master: torch.Tensor, live: torch.Tensor, rounded: torch.Tensor) -> None:
-    # Bits are compared: NaN equals itself, and 0.0 differs from -0.0. If the alignment allows it,
-    # eight bytes are compared at a time, which takes a third of the time of a cast.
-    if is_on_device(master):  # torch.equal would wait for the device
-        edited = rounded.view(torch.int16) != live.view(torch.int16)
-        master.copy_(torch.where(edited, live.float(), master))
-        return
-    wide = len(live) % 4 == 0 and live.data_ptr() % 8 == 0 and live.storage_offset() % 4 == 0
-    bits = torch.int64 if wide else torch.int16
-    if not torch.equal(rounded.view(bits), live.view(bits)):
-        edited = rounded.view(torch.int16) != live.view(torch.int16)
-        master.copy_(torch.where(edited, live.float(), master))

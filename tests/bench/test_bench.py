@@ -30,6 +30,7 @@ from bench import (
     resume,
     revisions,
     sizing,
+    small_tensors,
     step,
     update_cpu,
     whole_files,
@@ -162,6 +163,10 @@ def test_digests(measured: Measured) -> None:
     assert [getattr(*where) for where in patched] == before, "a wrapper was left behind"
     assert found["facts"]["step_digested_bytes"] == found["facts"]["state_bytes"]
     assert found["facts"]["update_code"].startswith(("kernel", "torch"))
+
+
+def test_small_tensors(measured: Measured) -> None:
+    check(measured(small_tensors.main), rounds=3, claims=1)
 
 
 def test_update_cpu(measured: Measured) -> None:

@@ -27,7 +27,7 @@ from offload.device.kernels.forms import (
 from offload.format import rounding_keys
 from offload.update import codecs
 from offload.update.codecs import Scratch
-from offload.update.updater import _take_edits
+from offload.update.live_values import take_edits
 from tests.device.blocks import (
     BF16,
     BLOCK,
@@ -95,7 +95,7 @@ def decoded(form: Form, block: DeviceBlock) -> DeviceBlock:
         codecs.join_master(block.live, block.arrays["master_low"], master, scratch=scratch)
     elif form.master == "float32" and not block.is_new:
         master.copy_(block.arrays["master"])
-        _take_edits(master, block.live.clone(), master.to(form.live))
+        take_edits(master, block.live.clone(), master.to(form.live))
     else:
         master.copy_(block.live)
     arrays = {}

@@ -99,7 +99,8 @@ class Workplace:
         self.copy.mkdir()
         for part in _COPIED:
             if (ROOT / part).is_dir():
-                ignored = shutil.ignore_patterns("__pycache__", "results")
+                # Without the compiled kernel: the mutants are of torch's code, which runs then.
+                ignored = shutil.ignore_patterns("__pycache__", "results", "*.so")
                 shutil.copytree(ROOT / part, self.copy / part, ignore=ignored)
             else:
                 shutil.copy(ROOT / part, self.copy / part)

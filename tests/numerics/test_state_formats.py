@@ -25,9 +25,9 @@ from gds import MemoryBackend
 from offload.errors import MismatchError, UnsupportedOptimizerError
 from offload.format import rounding_keys
 from offload.update import blocks8, codecs
+from offload.update.fused_step import step_fused
 from offload.update.pool import BlockContext
 from offload.update.rules import UpdateRule
-from offload.update.updater import step_fused
 from tests.numerics.models import Mixed, trainable
 from tests.numerics.pairs import CASES, Case, Cut, Pair
 from tests.numerics.reference import Reference, assert_same_bits, bits, read_state

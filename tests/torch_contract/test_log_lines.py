@@ -34,7 +34,8 @@ Lines = Callable[[str], list[str]]
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Lines]:
     """Lines of the logger that contain a word, oldest first."""
     with caplog.at_level(logging.INFO, "offload"):
-        yield lambda word: [m for m in caplog.messages if word in m]
+        # A process says once if it has no kernel for updates, whichever test comes first.
+        yield lambda word: [m for m in caplog.messages if word in m and "torch's code" not in m]
 
 
 def test_each_event_of_a_run_is_one_line(lines: Lines, tmp_path: Path) -> None:

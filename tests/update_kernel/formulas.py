@@ -78,8 +78,14 @@ CHANGES = [
     Change(
         "decay-not-fused",
         "rules.h",
-        "if (h.flags & DECAY) g = V::fma(p, h.weight_decay, g);\n  if (h.flags & DECOUPLED",
-        "if (h.flags & DECAY) g = V::add(V::mul(p, h.weight_decay), g);\n  if (h.flags & DECOUPLED",
+        "else if (h.flags & DECAY)\n    g = V::fma(p, h.weight_decay, g);",
+        "else if (h.flags & DECAY)\n    g = V::add(V::mul(p, h.weight_decay), g);",
+    ),
+    Change(
+        "fused-decay-of-a-negated-gradient",
+        "rules.h",
+        "if (FUSED && (h.flags & MAXIMIZE) && (h.flags & DECAY))",
+        "if (false)",
     ),
     Change(
         "no-decoupled-decay",

@@ -18,8 +18,8 @@ _SOURCES: Final = _FOLDER / "source"
 _LIBRARIES: Final = {"AVX2": "update_avx2.so", "AVX512": "update_avx512.so"}
 """Names of the libraries by torch's name of the processor's instructions."""
 
-_SWITCH: Final = "OFFLOAD_UPDATE"
-"""Environment variable: ``torch`` turns the kernel off."""
+TURNED_OFF: Final = "OFFLOAD_UPDATE=torch"
+"""Setting of an environment variable that turns the kernel off."""
 
 ROOTS: Final = {0: "correctly rounded", 1: "MKL, SSE", 2: "MKL, AVX2", 3: "MKL, AVX-512"}
 """Kinds of square roots that the kernel has, by their numbers."""
@@ -54,10 +54,13 @@ class Library:
         """Step all runs of a job.
 
         Raises:
-            RuntimeError: The kernel does not know a form of the job. Nothing has changed.
+            RuntimeError: The kernel does not know a form of the job, or an array is missing.
+                Nothing has changed.
         """
         if self._update(ctypes.addressof(job)):
-            raise RuntimeError("the update kernel was given a form that it does not have")
+            raise RuntimeError(
+                "the update kernel was given a form that it does not have, or lacks an array of it"
+            )
 
     def roots(self, kind: int, values: torch.Tensor) -> torch.Tensor | None:
         """Return square roots of one kind; None if this library does not have the kind.
@@ -75,8 +78,9 @@ class Library:
 @cache
 def find_library() -> Library | str:
     """Return the library for the instructions that torch uses here, or why there is none."""
-    if os.environ.get(_SWITCH) == "torch":
-        return f"{_SWITCH}=torch"
+    name, _, value = TURNED_OFF.partition("=")
+    if os.environ.get(name) == value:
+        return TURNED_OFF
     instructions = torch.backends.cpu.get_cpu_capability()
     if instructions not in _LIBRARIES:
         return f"torch runs its {instructions} code, and the kernel needs AVX2 or AVX-512"

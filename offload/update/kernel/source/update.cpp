@@ -203,6 +203,17 @@ Step step_for(uint32_t rule, uint32_t state, uint32_t root) {
   return nullptr;
 }
 
+int num_moments(uint32_t rule) {
+  return rule == SGD ? 0 : rule == SGD_MOMENTUM ? 1 : rule == ADAM ? 2 : 3;
+}
+
+bool has_all(const Run &run, uint32_t rule, uint32_t state) {
+  if (!run.gradient || !run.live || (run.master_form != OWN && !run.master)) return false;
+  for (int n = 0; n < num_moments(rule); n++)
+    if (!run.moments[n] || (state == STATE_INT8 && !run.scales[n])) return false;
+  return true;
+}
+
 bool is_possible(const Job &job) {
   if (job.num_factors > MAX_FACTORS) return false;
   for (uint64_t n = 0; n < job.num_runs; n++) {
@@ -213,7 +224,9 @@ bool is_possible(const Job &job) {
                       : run.master_form == FULL  ? run.live_dtype != FP32
                       : run.master_form == SPLIT ? run.live_dtype == BF16
                                                  : false;
-    if (!fits || !step_for(job.groups[run.group].rule, job.state, job.root)) return false;
+    const uint32_t rule = job.groups[run.group].rule;
+    if (!fits || !step_for(rule, job.state, job.root) || !has_all(run, rule, job.state))
+      return false;
   }
   return true;
 }
@@ -222,7 +235,8 @@ bool is_possible(const Job &job) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Step all runs of a job. Returns 1, and changes nothing, if a form is not known here.
+// Step all runs of a job. Returns 1, and changes nothing, if a form is not known here, or if a run
+// lacks an array that its rule needs.
 EXPORT int offload_kernel_update(const Job *job) {
   if (!is_possible(*job)) return 1;
   Digests digests;
