@@ -34,7 +34,7 @@ def step_fused(
     """
     length = len(parameter)
     rest = length % FUSED_MULTIPLE
-    if not rest:
+    if not rest and _is_plain(parameter) and _is_plain(gradient):
         state = {**views, **write_scalars(scalars)}
         context.stepper.apply(parameter, gradient, state, group)
         return state
@@ -53,3 +53,8 @@ def step_fused(
     for name, view in views.items():
         view.copy_(arrays[name][:length])
     return {**state, **views}
+
+
+def _is_plain(values: torch.Tensor) -> bool:
+    """Return whether values are in memory end to end; torch's fused code supposes it, unchecked."""
+    return values.is_contiguous() and not (values.is_neg() or values._is_zerotensor())

@@ -6,13 +6,15 @@ how either computes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
+import offload.engine.training_state
 import offload.update.pool
 from offload.ambient import on_thread
 from offload.format.arrays import MASTER, MasterFormat, StateDtype, StateFormat
@@ -20,7 +22,7 @@ from offload.format.digests import ChunkDigests
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.update.dtypes import DTYPE_CODES, DTYPES
 from offload.update.kernel import UpdateKernel
-from offload.update.kernel_check import choose_kernel
+from offload.update.kernel_check import ChosenCode, choose_kernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import Scalars, UpdateRule
 from offload.update.step_inputs import StepInputs
@@ -34,6 +36,16 @@ def kernel_for(optimizer: type[torch.optim.Optimizer], state_dtype: str) -> Upda
     if chosen.kernel is None:
         pytest.skip(f"updates here run torch's code: {chosen.code}")
     return chosen.kernel
+
+
+@contextlib.contextmanager
+def may_use_kernel(*, allowed: bool) -> Iterator[None]:
+    """Let optimizers that are made in the block use the kernel, or none."""
+    module = offload.engine.training_state
+    with pytest.MonkeyPatch.context() as patch:
+        if not allowed:
+            patch.setattr(module, "choose_kernel", lambda *_: ChosenCode(None, "torch (a test)"))
+        yield
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,9 @@ class ChunkStep:
             self.live.append(self._values(parameter.num).to(parameter.dtype))
             given = parameter.gradient
             self.gradients.append(None if given is None else self._values(parameter.num).to(given))
-            scalars = tuple((n, k, float(self.step)) for n, k in zip(rule.scalars, rule.kinds))
+            scalars = tuple(
+                (n, k, float(self.step)) for n, k in zip(rule.scalars, rule.kinds, strict=True)
+            )
             self.scalars.append(None if parameter.is_new else scalars)
         model = tuple(ModelTensor(spec.name, spec.dtype, spec.shape) for spec in specs)
         self.layout = Layout(tuple(specs), model, self.chunk_elements, self.state_dtype)
@@ -162,7 +176,7 @@ class ChunkStep:
                 bits[bits == 128] = 7  # no code of int8 state
             return bits.view(dtype)
         values = self._values(num)
-        if self.kind != "bits" and (name.endswith("_sq") or name.endswith("_scale")):
+        if self.kind != "bits" and name.endswith(("_sq", "_scale")):
             values = values.abs()
         return values.to(dtype)
 
@@ -197,7 +211,10 @@ class Taken:
             any_nan: Whether any NaN equals any other.
         """
         found = [] if self.scalars == expected.scalars else ["scalars"]
-        pairs = {f"parameter {n}": (a, b) for n, (a, b) in enumerate(zip(self.live, expected.live))}
+        pairs = {
+            f"parameter {n}": (a, b)
+            for n, (a, b) in enumerate(zip(self.live, expected.live, strict=True))
+        }
         for chunk, (mine, its) in enumerate(zip(self.stored, expected.stored, strict=True)):
             pairs |= {f"{name} of chunk {chunk}": (mine[name], its[name]) for name in its}
         for name, (a, b) in pairs.items():

@@ -1,0 +1,356 @@
+"""What surrounds a step by the kernel: autograd, torch's modes, unusual tensors, loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+import offload
+from gds import MemoryBackend
+from tests.numerics.reference import assert_same_bits
+from tests.update_kernel.chunk_steps import kernel_for, may_use_kernel
+
+NUM_STEPS = 4
+
+Tensors = list[torch.Tensor]
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def offloaded(
+    parameters: Any,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    model: torch.nn.Module | None = None,
+    hyper: dict[str, Any] | None = None,
+    **options: Any,
+) -> offload.OffloadedOptimizer:
+    return offload.OffloadedOptimizer(
+        optimizer_class,
+        parameters,
+        directory="/store",
+        model=model,
+        options=offload.Options(
+            backend=MemoryBackend(), allow_volatile=True, chunk_bytes=4096, **options
+        ),
+        **{"lr": 0.1, **(hyper or {})},
+    )
+
+
+def by_both(run: Callable[[], Tensors], optimizer_class: type = torch.optim.AdamW) -> None:
+    """Run something with torch's code and with the kernel, and compare the bits of its results."""
+    kernel_for(optimizer_class, "float32")
+    found = []
+    for allowed in (False, True):
+        with may_use_kernel(allowed=allowed):
+            found.append(run())
+    for number, (expected, tensor) in enumerate(zip(*found, strict=True)):
+        assert_same_bits(tensor.resolve_neg(), expected.resolve_neg(), f"tensor {number}")
+
+
+FORMS: dict[str, Callable[[], torch.Tensor]] = {
+    "float32": lambda: numbers(9, 5),
+    "bfloat16": lambda: numbers(9, 5, dtype=torch.bfloat16),
+    "float16": lambda: numbers(9, 5, dtype=torch.float16),
+    "transposed": lambda: numbers(9, 5).t(),
+    "transposed-bfloat16": lambda: numbers(9, 5, dtype=torch.bfloat16).t(),
+    "channels-last": lambda: numbers(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "negated": lambda: torch._neg_view(numbers(45)),
+    "of-several-chunks": lambda: numbers(5000),
+}
+
+
+@pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
+def test_a_graph_that_saved_a_parameter_before_the_step_raises(
+    make: Callable[[], torch.Tensor],
+) -> None:
+    kernel_for(torch.optim.AdamW, "float32")
+    parameter = torch.nn.Parameter(make())
+    optimizer = offloaded([parameter])
+    assert optimizer.stats().update_code.startswith("kernel")
+    for _ in range(2):  # the second step is the kernel's
+        saved = parameter.square().sum()
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.backward()
+
+
+def test_a_graph_of_what_the_step_leaves_alone_stays_good() -> None:
+    kernel_for(torch.optim.AdamW, "float32")
+    stepped, other = (torch.nn.Parameter(numbers(50, seed=n)) for n in range(2))
+    optimizer = offloaded([stepped, other])
+    for step in range(3):
+        stepped.grad = gradient = numbers(50, seed=step).requires_grad_()
+        other.grad = numbers(50, seed=9) if step == 0 else None
+        versions = other._version, gradient._version
+        of_other, of_gradient = other.square().sum(), gradient.square().sum()
+        optimizer.step()
+        if step:
+            assert (other._version, gradient._version) == versions
+            of_other.backward()
+            of_gradient.backward()
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that only stands for another tensor, which operations then see."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def inner(value: Any) -> Any:
+            return value.inner if isinstance(value, Wrapper) else value
+
+        out = func(*tree_map(inner, args), **tree_map(inner, kwargs or {}))
+        is_view = func.__name__ in ("detach.default", "view.default", "slice.Tensor")
+        return Wrapper(out) if is_view else out
+
+
+GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "zeros-without-memory": lambda g: torch._efficientzerotensor(tuple(g.shape)),
+    "stand-in": Wrapper,
+    "negated": torch._neg_view,
+    "conjugate": lambda g: torch.complex(g, g).conj().imag,
+    "expanded": lambda g: g[:1].expand(g.shape),
+    "every-second": lambda g: torch.stack([g, g], 1)[:, 1],
+    "lazily-cloned": torch._lazy_clone,
+    "at-an-odd-address": lambda g: torch.frombuffer(
+        bytearray(b"x" + g.numpy().tobytes()), dtype=torch.float32, offset=1
+    ),
+}
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("make", GRADIENTS.values(), ids=GRADIENTS)
+def test_unusual_gradients(make: Callable[[torch.Tensor], torch.Tensor], state_dtype: str) -> None:
+    def run() -> Tensors:
+        parameters = [torch.nn.Parameter(numbers(num, seed=num)) for num in (40, 3000, 7)]
+        optimizer = offloaded(parameters, state_dtype=state_dtype)
+        for step in range(NUM_STEPS):
+            for number, parameter in enumerate(parameters):
+                gradient = numbers(len(parameter), seed=100 * step + number)
+                parameter.grad = make(gradient) if number != 2 else gradient
+            optimizer.step()
+        return [p.detach() for p in parameters]
+
+    by_both(run)
+
+
+ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the-parameter-itself": lambda p: p.detach(),
+    "its-elements-shifted": lambda p: torch.as_strided(p.detach(), p.shape, (1,), 1),
+    "its-elements-negated": lambda p: torch._neg_view(p.detach()),
+    "its-elements-reversed-in-pairs": lambda p: p.detach().view(-1, 2).t().reshape(-1),
+    "one-of-its-elements": lambda p: p.detach()[5].expand(p.shape),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+def test_a_gradient_in_the_memory_of_its_parameter(
+    alias: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    def run() -> Tensors:
+        memory = numbers(101, dtype=dtype)
+        parameter = torch.nn.Parameter(memory[:100])
+        optimizer = offloaded([parameter], hyper={"weight_decay": 0.5})
+        for _ in range(NUM_STEPS):
+            parameter.grad = alias(parameter)
+            optimizer.step()
+        return [parameter.detach()]
+
+    by_both(run)
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("layout", ["plain", "strided", "negated", "zeros"])
+def test_torchs_code_reads_a_gradient_of_whole_vectors_by_its_values(
+    layout: str, state_dtype: str
+) -> None:
+    """A group that the kernel leaves to torch's fused code, which reads memory as it lies."""
+    found = []
+    for unusual in (False, True):
+        values = torch.nn.Parameter(torch._neg_view(-numbers(64)) if unusual else numbers(64))
+        with may_use_kernel(allowed=False):
+            optimizer = offloaded([values], state_dtype=state_dtype)
+        for step in range(NUM_STEPS):
+            g = numbers(64, seed=step) * (layout != "zeros")
+            if unusual and layout == "strided":
+                g = torch.stack([g, -g], 1)[:, 0]
+            elif unusual and layout == "negated":
+                g = torch._neg_view(-g)
+            elif unusual and layout == "zeros":
+                g = torch._efficientzerotensor((64,))
+            values.grad = g
+            optimizer.step()
+        found.append(values.detach().resolve_neg())
+    assert_same_bits(found[1], found[0], "parameter")
+
+
+def test_parameters_that_share_one_gradient() -> None:
+    def run() -> Tensors:
+        parameters = [torch.nn.Parameter(numbers(n, seed=n)) for n in (64, 64, 31)]
+        optimizer = offloaded(parameters)
+        for step in range(NUM_STEPS):
+            shared = numbers(64, seed=step)
+            for parameter in parameters:
+                parameter.grad = shared[: len(parameter)]
+            optimizer.step()
+            assert torch.equal(shared, numbers(64, seed=step))
+        return [p.detach() for p in parameters]
+
+    by_both(run)
+
+
+class Counting(TorchFunctionMode):
+    """A mode of the user's that sees functions of torch."""
+
+    num_seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_within_the_users_modes() -> None:
+    """They change nothing, and see as much of the kernel as of torch's code."""
+    kernel_for(torch.optim.AdamW, "float32")
+
+    def run() -> Tensors:
+        parameter = torch.nn.Parameter(numbers(2000, dtype=torch.bfloat16))
+        optimizer = offloaded([parameter])
+        seen = []
+        for step in range(NUM_STEPS):
+            parameter.grad = numbers(2000, seed=step, dtype=torch.bfloat16)
+            with (
+                torch.device("meta"),
+                torch.autocast("cpu"),
+                torch.inference_mode(step == 2),
+                Counting() as mode,
+            ):
+                optimizer.step()
+            seen.append(mode.num_seen)
+        return [parameter.detach(), torch.tensor(seen)]
+
+    by_both(run)
+
+
+class Own(torch.optim.AdamW):
+    """A class of the user's without changes."""
+
+
+def test_a_subclass_steps_by_torchs_code_with_the_same_bits() -> None:
+    kernel_for(torch.optim.AdamW, "float32")
+
+    def run(optimizer_class: type[torch.optim.Optimizer], code: str) -> torch.Tensor:
+        parameter = torch.nn.Parameter(numbers(3000))
+        optimizer = offloaded([parameter], optimizer_class)
+        assert optimizer.stats().update_code.startswith(code)
+        for step in range(NUM_STEPS):
+            parameter.grad = numbers(3000, seed=step)
+            optimizer.step()
+        return parameter.detach()
+
+    expected = run(Own, "torch (Own has no kernel)")
+    assert_same_bits(run(torch.optim.AdamW, "kernel"), expected, "parameter")
+
+
+class Layers(torch.nn.Module):
+    """A small model of mixed dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first = torch.nn.Linear(19, 67).bfloat16()
+            self.second = torch.nn.Linear(67, 21)
+            self.third = torch.nn.Linear(21, 9).half()
+
+    def forward(self, step: int) -> torch.Tensor:
+        inputs = numbers(8, 19, seed=step, dtype=torch.bfloat16)
+        hidden = self.second(self.first(inputs).relu().float())
+        return self.third(hidden.half()).float().square().mean()
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_steps_beside_the_model(overlap: str, state_dtype: str) -> None:
+    def run() -> Tensors:
+        model = Layers()
+        optimizer = offloaded(
+            model.parameters(), model=model, overlap=overlap, state_dtype=state_dtype
+        )
+        for step in range(6):
+            model(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.checkpoint().result()
+        return [p.detach() for p in model.parameters()]
+
+    by_both(run)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.01], ids=["", "clipped"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+def test_scaled_losses(state_dtype: str, max_norm: float | None) -> None:
+    def run() -> Tensors:
+        model = Layers()
+        optimizer = offloaded(model.parameters(), model=model, state_dtype=state_dtype)
+        scaler = offload.GradScaler("cpu", init_scale=2.0**7, growth_interval=2)
+        scales = []
+        for step in range(8):
+            factor = float("inf") if step == 3 else 1.0
+            scaler.scale(model(step) * factor).backward()
+            if max_norm is not None:
+                scaler.clip_grad_norm_(optimizer, max_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        assert scales[3] < scales[2]
+        return [p.detach() for p in model.parameters()]
+
+    by_both(run)
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+@pytest.mark.parametrize("value", [0.0, 1e-46, 1e-300, 3e38, 1e39, float("inf")])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_hyperparameters_that_fp32_cannot_hold(
+    optimizer_class: type[torch.optim.Optimizer], value: float, name: str
+) -> None:
+    """The result is that of torch's code, or its error."""
+    if name == "eps" and optimizer_class is torch.optim.SGD:
+        pytest.skip("SGD has no eps")
+    outcomes: list[str] = []
+
+    def run() -> Tensors:
+        parameter = torch.nn.Parameter(numbers(50))
+        optimizer = offloaded([parameter], optimizer_class)
+        for step in range(NUM_STEPS):
+            if step == 2:
+                optimizer.param_groups[0][name] = value
+            parameter.grad = numbers(50, seed=step)
+            try:
+                optimizer.step()
+            except (RuntimeError, offload.OffloadError) as error:
+                outcomes.append(str(error).splitlines()[0])
+                return []  # torch's own code has begun to change the parameter, or has not
+        return [torch.nan_to_num(parameter.detach())]
+
+    by_both(run, optimizer_class)
+    assert outcomes[::2] == outcomes[1::2]
