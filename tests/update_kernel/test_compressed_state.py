@@ -271,3 +271,24 @@ def test_random_numbers_follow_the_place_in_the_parameter_and_not_the_cut() -> N
         ]
         expected = expected or joined
         assert all(torch.equal(a, b) for a, b in zip(joined, expected, strict=True))
+
+
+@by_optimizer
+@by_state
+def test_torchs_code_flushes_denormal_numbers_however_many_threads_torch_uses(
+    state_dtype: StateDtype, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    """One block is updated on one thread, or torch would let others help that flush nothing."""
+    changes = OPTIMIZERS[optimizer][-1]
+    form = (torch.float32, torch.float32)
+    one = ChunkStep(
+        optimizer, [Parameter(1 << 16, *form)], [changes], "float32", state_dtype, "bits"
+    )
+    expected = one.taken(None, threads=2, flushes=True)
+    assert one.taken(None, threads=2).differences(expected)
+    torch.set_num_threads(2)
+    try:
+        found = one.taken(None, threads=2, flushes=True)
+    finally:
+        torch.set_num_threads(1)
+    assert found.differences(expected) == []

@@ -141,8 +141,11 @@ def test_a_library_that_cannot_be_used(
 def test_the_environment_turns_the_kernel_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked_again: None
 ) -> None:
+    """Nobody needs to be told what they have asked for."""
     monkeypatch.setenv("OFFLOAD_UPDATE", "torch")
-    assert steps_as_torch_in_memory() == "torch (OFFLOAD_UPDATE=torch)"
+    with caplog.at_level(logging.INFO, "offload"):
+        assert steps_as_torch_in_memory() == "torch (OFFLOAD_UPDATE=torch)"
+    assert lines_of(caplog) == []
 
 
 def changed_step(

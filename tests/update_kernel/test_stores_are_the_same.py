@@ -6,7 +6,11 @@ missing or late. The tests of `tests/numerics` compare its FP32 state with torch
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,13 +178,65 @@ def test_a_run_leaves_the_same_bytes(name: str, form: dict[str, Any]) -> None:
     assert differences(trained(name, "in-turns", resumed=True, **form), expected) == []
 
 
-@pytest.mark.parametrize("flushes", [False, True], ids=["", "flush-denormals"])
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_a_run_that_resumes_at_every_step(form: dict[str, Any], flushes: bool) -> None:
+def test_a_run_that_resumes_and_flushes_denormal_numbers(form: dict[str, Any]) -> None:
     kernel_for(torch.optim.AdamW, form.get("state_dtype", "float32"))
-    torch.set_flush_denormal(flushes)
+    torch.set_flush_denormal(True)
     try:
         expected = trained("adamw", "torch", resumed=True, **form)
         assert differences(trained("adamw", "in-turns", resumed=True, **form), expected) == []
     finally:
         torch.set_flush_denormal(False)
+
+
+ONE_STEP = """
+import sys, torch, offload
+from tests.numerics.models import give_gradients
+from tests.update_kernel.test_stores_are_the_same import FORMATS, Model
+directory, form, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
+torch.set_num_threads(2)
+model = Model(seed=step)
+options = offload.Options(allow_volatile=True, chunk_bytes=20480, **FORMATS[form])
+with offload.AdamW(
+    model.parameters(), lr=1e-2, directory=directory, model=model, options=options
+) as optimizer:
+    if step:
+        optimizer.restore()
+    give_gradients(7 * step, model)
+    optimizer.step()
+    print(optimizer.stats().update_code)
+    print(optimizer.checkpoint().result().path)
+"""
+
+
+def steps_in_processes(directory: Path, form: str, codes: list[str]) -> dict[str, bytes]:
+    """Take each step in a process of its own, and return the files of the last checkpoint.
+
+    Args:
+        directory: Where the store is.
+        form: Key of `FORMATS`.
+        codes: For each step, ``"torch"`` or ``"kernel"``.
+    """
+    path = ""
+    for step, code in enumerate(codes):
+        environment = {**os.environ, "OFFLOAD_UPDATE": "torch" if code == "torch" else ""}
+        command = [sys.executable, "-c", ONE_STEP, str(directory), form, str(step)]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            command, cwd=root, env=environment, check=True, capture_output=True, text=True
+        )
+        used, path = done.stdout.splitlines()
+        assert used.startswith(code)
+    files = sorted(Path(path).glob("*.safetensors"))
+    return {f.name: f.read_bytes() for f in files if f.name != "train_state.safetensors"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["float32", "split-bfloat16", "int8"])
+def test_processes_that_take_turns_leave_the_same_files(form: str, tmp_path: Path) -> None:
+    kernel_for(torch.optim.AdamW, FORMATS[form].get("state_dtype", "float32"))
+    expected = steps_in_processes(tmp_path / "torch", form, ["torch"] * 3)
+    found = steps_in_processes(tmp_path / "both", form, ["kernel", "torch", "kernel"])
+    assert found.keys() == expected.keys()
+    assert {"exp_avg.safetensors", "master.safetensors", "model.safetensors"} <= found.keys()
+    assert [name for name, data in expected.items() if found[name] != data] == []
