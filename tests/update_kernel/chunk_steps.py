@@ -22,20 +22,12 @@ from offload.format.digests import ChunkDigests
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.update.dtypes import DTYPE_CODES, DTYPES
 from offload.update.kernel import UpdateKernel
-from offload.update.kernel_check import ChosenCode, choose_kernel
+from offload.update.kernel_check import ChosenCode
 from offload.update.pool import UpdatePool
 from offload.update.rules import Scalars, UpdateRule
 from offload.update.step_inputs import StepInputs
 from offload.update.updater import ChunkUpdater
 from tests.update_kernel.values import KINDS
-
-
-def kernel_for(optimizer: type[torch.optim.Optimizer], state_dtype: str) -> UpdateKernel:
-    """Return the kernel that steps use here; the test is skipped where torch's code is used."""
-    chosen = choose_kernel(optimizer, state_dtype)
-    if chosen.kernel is None:
-        pytest.skip(f"updates here run torch's code: {chosen.code}")
-    return chosen.kernel
 
 
 @contextlib.contextmanager

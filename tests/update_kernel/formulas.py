@@ -289,9 +289,13 @@ def main() -> int:
     """Try the changes; return how many were not noticed."""
     parser = argparse.ArgumentParser(prog="python -m tests.update_kernel.formulas")
     parser.add_argument("--only", default="", help="changes with this in their name")
+    parser.add_argument("--new", action="store_true", help="changes that are not recorded")
     parser.add_argument("--check", action="store_true", help="only whether every change fits")
     args = parser.parse_args()
     chosen = [change for change in CHANGES if args.only in change.name]
+    known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if args.new:
+        chosen = [change for change in chosen if not known.get(change.name)]
     if args.check:
         return sum(not _fits(change, ROOT) for change in chosen)
     found = {}
@@ -301,7 +305,6 @@ def main() -> int:
         for change in chosen:
             found[change.name] = _noticed_by(change, copy)
             print(f"{change.name}: {found[change.name] or 'NOT NOTICED'}", flush=True)
-    known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     names = [change.name for change in CHANGES]
     kept = {name: (known | found)[name] for name in names if name in known | found}
     RECORD.write_text(json.dumps(kept, indent=2) + "\n")

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map
 import offload
 from gds import MemoryBackend
 from tests.numerics.reference import assert_same_bits
-from tests.update_kernel.chunk_steps import kernel_for, may_use_kernel
+from tests.update_kernel.chunk_steps import may_use_kernel
+from tests.update_kernel.steps import kernel_for
 
 NUM_STEPS = 4
 

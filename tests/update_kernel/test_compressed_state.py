@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from offload.format.arrays import MasterFormat, StateDtype
-from tests.update_kernel.chunk_steps import ChunkStep, Parameter, kernel_for
+from tests.update_kernel.chunk_steps import ChunkStep, Parameter
+from tests.update_kernel.steps import kernel_for
 
 ADAMS: list[dict[str, Any]] = [
     {"amsgrad": amsgrad, "maximize": maximize, "weight_decay": decay, "betas": betas}

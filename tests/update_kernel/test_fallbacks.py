@@ -16,7 +16,7 @@ import offload
 from gds import MemoryBackend
 from offload.update import kernel_check
 from offload.update.kernel import library
-from tests.update_kernel.chunk_steps import kernel_for
+from tests.update_kernel.steps import kernel_for
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ import torch
 
 from offload.format.arrays import MasterFormat, StateDtype
 from offload.format.digests import LEAF_BYTES, DigestContext
-from tests.update_kernel.chunk_steps import ChunkStep, Parameter, Taken, kernel_for
+from tests.update_kernel.chunk_steps import ChunkStep, Parameter, Taken
+from tests.update_kernel.steps import kernel_for
 
 CONTEXT = DigestContext("a store", 3)
 

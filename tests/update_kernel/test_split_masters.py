@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from offload.format.arrays import MASTER_LOW, StateDtype
-from tests.update_kernel.chunk_steps import ChunkStep, Parameter, kernel_for
+from tests.update_kernel.chunk_steps import ChunkStep, Parameter
+from tests.update_kernel.steps import kernel_for
 
 SPECIAL = [math.inf, -math.inf, 0.0, -0.0, math.nan, 3.3e38, -3.3e38, 1e-40]
 

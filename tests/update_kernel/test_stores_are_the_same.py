@@ -20,7 +20,8 @@ import offload
 from gds import MemoryBackend
 from tests.numerics.models import Mixed, give_gradients
 from tests.numerics.reference import bits
-from tests.update_kernel.chunk_steps import kernel_for, may_use_kernel
+from tests.update_kernel.chunk_steps import may_use_kernel
+from tests.update_kernel.steps import kernel_for
 
 NUM_STEPS = 9
 ADDED_STEP = 5

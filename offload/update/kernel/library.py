@@ -100,12 +100,15 @@ def find_library() -> Library | str:
 def torchs_root(library: Library) -> int | None:
     """Return the kind of torch's FP32 square root here; None if the library does not have it.
 
-    torch itself is asked, with random bits. The first square root of a process must not run on
-    several threads at once (pytorch issue 188792), and this one runs on one.
+    torch itself is asked, with random bits and with the smallest and the largest numbers. The first
+    square root of a process must not run on several threads at once (pytorch issue 188792), and
+    this one runs on one.
     """
     generator = torch.Generator("cpu").manual_seed(20260101)
     bits = torch.empty(_NUM_ROOTS, dtype=torch.int32, device="cpu")
     bits.random_(-(1 << 31), 1 << 31, generator=generator)
+    for number, first in enumerate(_EDGES):  # kinds differ in where they treat numbers as special
+        torch.arange(first, first + _SLICE, out=bits[number * _SLICE : (number + 1) * _SLICE])
     values = bits.view(torch.float32)
     # Short slices keep torch on this thread.
     parts = torch.split(values, _SLICE)
@@ -118,3 +121,6 @@ def torchs_root(library: Library) -> int | None:
 
 
 _NUM_ROOTS, _SLICE = 1 << 17, 1 << 14
+
+_EDGES: Final = (0, 0x00800000 - _SLICE // 2, 0x7F800000 - _SLICE // 2)
+"""First bits of slices around zero, the smallest normal number and infinity."""
