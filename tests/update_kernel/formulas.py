@@ -287,7 +287,7 @@ CHANGES = [
 
 REDUNDANT = {
     "signed-zero-scale": "0 / 0 is NaN, whose lowest byte is the code 0 as well",
-    "unsigned-tiny-scale": "it is 0 only if all roots are, and inf / inf is NaN, whose lowest byte is 0",
+    "unsigned-tiny-scale": "it is 0 only if all roots are; inf / inf has the lowest byte 0, too",
     "unsigned-negative": "a second moment is a sum of squares, and never negative",
     "unsigned-minus-zero": "a sum of squares is never -0.0",
 }
