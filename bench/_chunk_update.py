@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -28,7 +25,7 @@ FORMS = {
 """Stored forms of the state of a bf16 parameter, by the name used in results."""
 
 
-class ChunkUpdate(AbstractContextManager["ChunkUpdate"]):
+class ChunkUpdate:
     """AdamW on one bf16 parameter that fills one chunk, with a bf16 gradient.
 
     Args:
@@ -62,15 +59,8 @@ class ChunkUpdate(AbstractContextManager["ChunkUpdate"]):
         for _ in range(2):  # the first step makes the state
             self.seconds(None)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End the update threads."""
         self._pool.close()
 
     def seconds(

@@ -15,7 +15,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with _streamed(args, directory) as step:
             _require_all_digested(args, result, step)
             num = min(args.parameters, _MOST_IN_MEMORY)
-            with ChunkUpdate(FORMS["exact"], num) as chunk:
+            with closing(ChunkUpdate(FORMS["exact"], num)) as chunk:
                 _measure(args, result, step, chunk)
         result.write()
 

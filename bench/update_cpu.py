@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch
 
 from bench._chunk_update import FORMS, ChunkUpdate
 from bench._harness import BenchError, Parser, Result, count, mebi, run
-from bench._statistics import alternate, ratios
+from bench._statistics import alternate, median, ratios
 from offload.update.kernel import UpdateKernel
 from offload.update.kernel_check import choose_kernel
 
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result.fact("instructions", torch.backends.cpu.get_cpu_capability())
     for name, form in FORMS.items():
         kernel = _kernel(form.state_dtype)
-        with ChunkUpdate(form, args.parameters) as chunk:
+        with closing(ChunkUpdate(form, args.parameters)) as chunk:
             if name == "exact":
                 _beside_bytes(args, result, chunk, kernel)
             _beside_torch(args, result, name, chunk, kernel)
@@ -137,6 +138,8 @@ def _beside_torch(
     )
     result.add_samples(samples)
     numerator, denominator = samples
+    bytes_per_element = 2 * chunk.layout.state_bytes / num
+    result.fact(f"{name}_gbps_of_one_core", bytes_per_element / median(samples[numerator]))
     result.claim(
         f"{name}: the update with digests, by the kernel beside torch's code",
         ratios(samples[numerator], samples[denominator]),

@@ -129,8 +129,9 @@ class Stats:
     """Size in bytes of the file systems that hold the state; 0 if it is not known."""
 
     update_code: str
-    """Code that updates state on the CPU: the kernel, with the processor's instructions that it
-    uses, or torch's own, with the reason. Both give the same bits."""
+    """Code that updates state: the kernel, with the processor's instructions that it uses, or
+    torch's own, with the reason. Both give the same bits. With state in device memory, the
+    kernels of the device."""
 
     @property
     def read_gbps(self) -> float:

@@ -303,13 +303,14 @@ class _SourceImage(ModelImage):
         self.data_bytes = header.file_bytes - header.data_start
 
     def gather(
-        self, start: int, stop: int, out: torch.Tensor, *, on_one_thread: bool = False
+        self,
+        start: int,
+        stop: int,
+        out: torch.Tensor,
+        *,
+        on_one_thread: bool = False,  # noqa: ARG002  (the source is read for this)
     ) -> None:
-        """Write bytes `start` to `stop` of the file's data to `out`, a flat uint8 tensor.
-
-        The source is read for this, so `on_one_thread` would make no difference.
-        """
-        del on_one_thread
+        """Write bytes `start` to `stop` of the file's data to `out`, a flat uint8 tensor."""
         for entry in self._entries:
             first, last = max(start, entry.start), min(stop, entry.stop)
             itemsize = entry.nbytes // max(math.prod(entry.shape), 1)

@@ -40,6 +40,7 @@ def step_fused(
         return state
 
     def padded(name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return a copy of values that is a multiple of a vector long, with zeros at the end."""
         out = context.buffer(f"padded {name}", torch.float32, length + FUSED_MULTIPLE - rest)
         out[:length] = values
         out[length:] = 0

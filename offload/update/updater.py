@@ -173,6 +173,7 @@ class ChunkUpdater:
         """
 
         def update(context: BlockContext, work: Block | KernelCall) -> None:
+            """Step what one call takes, and report the bytes that are final."""
             if isinstance(work, KernelCall):
                 work.run()
                 return

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from offload.format.arrays import BLOCK_ELEMENTS, MASTER, MASTER_LOW
-from offload.format.layout import Layout
+from offload.format.layout import Layout, ParameterSpec
 from offload.format.rounding_keys import WINDOW_BITS
 from offload.update.kernel.forms import MASTERS
 
@@ -110,15 +110,7 @@ class LayoutTables:
         self.layout = layout
         self.formats = {name: (f.nbytes, f.block) for name, f in layout.formats.items()}
         """Bytes of a stored value, and elements that it stands for, by array."""
-        masters = [
-            "own"
-            if MASTER not in p.arrays and MASTER_LOW not in p.arrays
-            else "split"
-            if MASTER_LOW in p.arrays
-            else "float32"
-            for p in layout.parameters
-        ]
-        self.master_forms = np.array([MASTERS[m] for m in masters], dtype=np.uint32)
+        self.master_forms = np.array([_master_form(p) for p in layout.parameters], dtype=np.uint32)
         """Number of each parameter's form of the master."""
         self._pieces: dict[int, Numbers] = {}
         self._chunks: dict[int, PieceTable] = {}
@@ -150,3 +142,9 @@ class LayoutTables:
             offsets[name] = np.where(lacks, ABSENT, starts)
         whole = PieceTable(columns[0], columns[1], columns[2] - columns[1], offsets)
         return whole.within_windows(self.formats)
+
+
+def _master_form(spec: ParameterSpec) -> int:
+    if MASTER_LOW in spec.arrays:
+        return MASTERS["split"]
+    return MASTERS["float32" if MASTER in spec.arrays else "own"]

@@ -1,4 +1,4 @@
-"""Which sources a library of the update kernel was compiled from.
+"""Digest of the C++ sources, by which a library of the update kernel is known to be of these.
 
 The build hook loads this file by its path, while nothing is installed: it imports neither torch nor
 anything of this package.

@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t LEAF = size_t{1} << 20;
 
-// One stored array of the chunk, as the caller passes it; `ARRAY` in `forms.py`.
+// One stored array of the chunk, as the caller passes it; `Array` in `forms.py`.
 struct Array {
   const uint8_t *bytes;  // of the chunk; null if there is no such array
   uint64_t num_bytes;

@@ -17,7 +17,7 @@ enum Flags : uint32_t {
   NESTEROV = 8,
 };
 
-// Hyper-parameters of a group of parameters, as the caller passes them; `Group` in `forms.py`.
+// Hyper-parameters of a group of parameters, as the caller passes them; `GROUP` in `forms.py`.
 struct Group {
   float weight_decay;  // DECAY: the number itself; DECOUPLED_DECAY: 1 - lr * weight_decay
   float one_minus_beta1, beta2, one_minus_beta2, root_of_bias_correction2, eps, minus_step_size;
@@ -84,7 +84,7 @@ template <bool MOMENTUM> INLINE void step_sgd(const SgdNumbers &h, F g, F &p, F 
   p = V::fma(g, h.minus_lr, p);
 }
 
-// A rule of three: its numbers, how many moments it keeps, and one step of one vector.
+// One of the rules: its numbers, how many moments it keeps, and one step of one vector.
 template <Root R, bool AMSGRAD, bool FUSED = false> struct Adam {
   using Numbers = AdamNumbers;
   static constexpr int MOMENTS = AMSGRAD ? 3 : 2;

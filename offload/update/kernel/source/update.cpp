@@ -31,7 +31,7 @@ struct Run {
   uint32_t master_form;
 };
 
-// One call, as the caller passes it; `JOB` in `forms.py`.
+// One call, as the caller passes it; `Job` in `forms.py`.
 struct Job {
   const Run *runs;
   uint64_t num_runs;
