@@ -64,10 +64,12 @@ def begin_pass(
     if state.compute is None:
         kernel = state.kernel.kernel
         updater = ChunkUpdater(state.rule, state.pool, inputs, kernel=kernel, traffic=traffic)
+        state.update_code = updater.code(state.kernel.code)
     else:
         updater = DeviceUpdater(
             state.rule, state.pool, inputs, compute=state.compute, traffic=traffic
         )
+        state.update_code = f"kernels ({state.compute.device})"
     chunks = state.chunks()
     if state.slots.is_working:
         chunks = [c for c in chunks if updater.touched(c)]

@@ -94,6 +94,8 @@ class TrainingState:
         self.pool = UpdatePool(rule, slow=options.state_dtype != "float32")
         self.kernel = choose_kernel(rule.optimizer_class, options.state_dtype)
         """Code that updates the state on a CPU."""
+        self.update_code = self.kernel.code
+        """Code of the newest step, in words."""
         self.options = options
         self.table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
         self.meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
@@ -134,11 +136,6 @@ class TrainingState:
         self.order = ChunkOrder()
         self.update_lock: AbstractContextManager[object] | None = None
         """Lock that is held while torch's own step runs on a chunk; None if no lock is needed."""
-
-    @property
-    def update_code(self) -> str:
-        """Code that updates the state, in words."""
-        return f"kernels ({self.compute.device})" if self.compute else self.kernel.code
 
     @property
     def layout(self) -> Layout:

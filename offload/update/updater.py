@@ -140,10 +140,14 @@ class ChunkUpdater:
         self._coder = StateCoder(layout, inputs.seed, inputs.step)
         self._factors = inputs.factors
         self._kernel: KernelStep | None = None
+        self._reasons: list[str] = []
+        """Why torch's code steps a group, for each group that the kernel cannot step."""
         self._kernel_keys: dict[Key, int] = {}
         """Number of each key's hyper-parameters in the calls of the kernel."""
-        if kernel is not None and self._is_known_to_kernels(inputs):
+        if kernel is not None and not (reason := self._why_no_kernel(inputs)):
             self._use(kernel, inputs)
+        elif kernel is not None:
+            self._reasons = [reason] * len(self._hyper)
         self._prepared_at_s: dict[int, float] = {}
         self._waiting_s = self._updating_s = 0.0
         self._num_updated = 0
@@ -244,14 +248,31 @@ class ChunkUpdater:
             for key, before in zip(self._keys, self._scalars_before, strict=True)
         ]
 
-    def _is_known_to_kernels(self, inputs: StepInputs) -> bool:
-        """Return whether kernels know the form of the state, and the factors of gradients."""
-        return self._layout.counts_from == "parameter" and len(inputs.factors) <= MAX_FACTORS
+    def code(self, chosen: str) -> str:
+        """Return which code takes this step, in words.
+
+        Args:
+            chosen: Code that was chosen for the class, as `ChosenCode.code`.
+        """
+        if not self._reasons:
+            return chosen
+        torchs = f"torch ({'; '.join(dict.fromkeys(self._reasons))})"
+        return torchs if len(self._reasons) == len(self._hyper) else f"{chosen}, {torchs}"
+
+    def _why_no_kernel(self, inputs: StepInputs) -> str:
+        """Return why the kernel can step no group; empty if it may step some."""
+        if self._layout.counts_from != "parameter":
+            return "the state has the form of version 2 of the format"
+        if len(inputs.factors) > MAX_FACTORS:
+            return f"gradients are multiplied {len(inputs.factors)} times"
+        return ""
 
     def _use(self, kernel: UpdateKernel, inputs: StepInputs) -> None:
         """Let the kernel step all parameters that it can."""
         self._kernel = KernelStep(kernel, inputs, self._live, self._gradients)
-        self._kernel_groups = [not why_not(kernel.optimizer_class, group) for group in self._hyper]
+        reasons = [why_not(kernel.optimizer_class, group) for group in self._hyper]
+        self._kernel_groups = [not reason for reason in reasons]
+        self._reasons = [reason for reason in reasons if reason]
         for index, gradient in enumerate(inputs.gradients):
             if gradient is not None:
                 self._give_to_kernel(index)

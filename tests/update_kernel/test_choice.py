@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import offload
+from offload.cli import main
 from offload.update.kernel import find_library, torchs_root
 from offload.update.kernel_check import choose_kernel
+from tests.command_line import runner
 
 
 class Derived(torch.optim.AdamW):
@@ -44,3 +48,22 @@ def test_stats_and_checkpoints_say_which_code_it_was(tmp_path) -> None:
         optimizer.step()
         sealed = optimizer.checkpoint().result()
         assert sealed.update_code == code
+
+
+def test_groups_that_run_torchs_code_are_named_with_the_reason(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    first, second = (torch.nn.Parameter(torch.ones(100)) for _ in range(2))
+    groups = [{"params": [first]}, {"params": [second], "foreach": True}]
+    code = choose_kernel(torch.optim.AdamW, "float32").code
+    with offload.AdamW(groups, directory=str(tmp_path / "run")) as optimizer:
+        for _ in range(2):
+            first.grad = second.grad = torch.ones(100)
+            optimizer.step()
+        found = optimizer.stats().update_code
+        optimizer.checkpoint().result()
+    torchs = "torch (foreach=True asks for another step of torch)"
+    assert found == (f"{code}, {torchs}" if code.startswith("kernel") else code)
+    code, told, _ = runner("offload", main, monkeypatch, capsys)("show", tmp_path / "run", "--json")
+    assert code == 0
+    assert json.loads(told)["update_code"] == found
