@@ -21,7 +21,7 @@ from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.update.dtypes import DTYPE_CODES, DTYPES
 from offload.update.kernel import UpdateKernel, find_library, torchs_root
 from offload.update.kernel.forms import MOMENTS
-from offload.update.kernel.library import TURNED_OFF, Library
+from offload.update.kernel.loading import TURNED_OFF, Library
 from offload.update.pool import UpdatePool
 from offload.update.rules import Scalars, UpdateRule
 from offload.update.step_inputs import StepInputs

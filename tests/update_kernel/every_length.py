@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from offload.update.kernel import UpdateKernel
-from offload.update.kernel.library import Library
+from offload.update.kernel.loading import Library
 from tests.update_kernel.chunk_steps import ChunkStep, Parameter
 
 FORMS = [

@@ -15,7 +15,7 @@ import torch
 import offload
 from gds import MemoryBackend
 from offload.update import kernel_check
-from offload.update.kernel import library
+from offload.update.kernel import loading
 from tests.update_kernel.steps import kernel_for
 
 
@@ -30,8 +30,8 @@ def asked_again() -> Iterator[None]:
 
     def forget() -> None:
         for cached in (
-            library.find_library,
-            library.torchs_root,
+            loading.find_library,
+            loading.torchs_root,
             kernel_check._trusted,
             kernel_check._say_once,
         ):
@@ -123,10 +123,10 @@ def test_a_library_that_cannot_be_used(
     asked_again: None,
 ) -> None:
     kernel_for(torch.optim.AdamW, "float32")
-    asked_anew = library.find_library.cache_clear, kernel_check._trusted.cache_clear
+    asked_anew = loading.find_library.cache_clear, kernel_check._trusted.cache_clear
     (tmp_path / "lib").mkdir()
     spoil(tmp_path / "lib")
-    monkeypatch.setattr(library, "_FOLDER", tmp_path)
+    monkeypatch.setattr(loading, "_FOLDER", tmp_path)
     for forget in asked_anew:
         forget()
     with caplog.at_level(logging.INFO, "offload"):
@@ -206,7 +206,7 @@ def test_an_unknown_square_root_is_refused(
 ) -> None:
     kernel_for(torch.optim.AdamW, "float32")
     kernel_check._trusted.cache_clear()
-    library.torchs_root.cache_clear()
+    loading.torchs_root.cache_clear()
     root = torch.Tensor.sqrt
 
     def other(values: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.update.kernel.library import _SOURCES
+from offload.update.kernel.loading import _SOURCES
 
 ROOT = Path(__file__).parents[2]
 SANITIZED = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offload.update.kernel import find_library, torchs_root
-from offload.update.kernel.library import Library
+from offload.update.kernel.loading import Library
 
 _BLOCK = 1 << 24
 

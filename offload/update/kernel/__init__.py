@@ -6,7 +6,7 @@ it: where it was not built, or where it does not give torch's own bits, torch's 
 
 from offload.update.kernel.forms import MAX_FACTORS, group_values, why_not
 from offload.update.kernel.kernel_step import KernelCall, KernelStep, UpdateKernel
-from offload.update.kernel.library import find_library, torchs_root
+from offload.update.kernel.loading import find_library, torchs_root
 
 __all__ = [
     "MAX_FACTORS",

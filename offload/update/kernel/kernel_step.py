@@ -18,7 +18,7 @@ from offload.format.digests import LEAF_BYTES, Digests
 from offload.format.layout import Layout
 from offload.format.rounding_keys import ParameterKeys, name_numbers
 from offload.update.kernel.forms import DTYPES, GROUP, MOMENTS, RUN, STATES, Job
-from offload.update.kernel.library import Library
+from offload.update.kernel.loading import Library
 from offload.update.kernel.piece_table import LayoutTables, Numbers, PieceTable
 from offload.update.step_inputs import StepInputs
 
@@ -35,7 +35,7 @@ class UpdateKernel:
 
     Args:
         library: The compiled kernel.
-        root: Kind of square root for FP32 state; a key of `offload.update.kernel.library.ROOTS`.
+        root: Kind of square root for FP32 state; a key of `offload.update.kernel.loading.ROOTS`.
         optimizer_class: Class of the optimizer.
     """
 

@@ -11,7 +11,7 @@
 
 namespace {
 
-// Numbers that `offload.update.kernel.library` passes.
+// Numbers that `offload.update.kernel.loading` passes.
 enum Root : uint32_t {
   CORRECTLY_ROUNDED,  // the processor's own instruction; torch's fused steps, and torch without MKL
   MKL_SSE,            // MKL on processors of other makers than Intel

@@ -1,6 +1,6 @@
 // One step of the elements of a chunk: every value is read once and written once.
 //
-// The interface is plain C, for ctypes: `offload.update.kernel.library`. Nothing here allocates,
+// The interface is plain C, for ctypes: `offload.update.kernel.loading`. Nothing here allocates,
 // locks or fails once a call has checked its arguments.
 
 #include "leaves.h"

@@ -108,7 +108,8 @@ def torchs_root(library: Library) -> int | None:
     bits = torch.empty(_NUM_ROOTS, dtype=torch.int32, device="cpu")
     bits.random_(-(1 << 31), 1 << 31, generator=generator)
     for number, first in enumerate(_EDGES):  # kinds differ in where they treat numbers as special
-        torch.arange(first, first + _SLICE, out=bits[number * _SLICE : (number + 1) * _SLICE])
+        run = torch.arange(first, first + _SLICE, dtype=torch.int32, device="cpu")
+        bits[number * _SLICE : (number + 1) * _SLICE] = run
     values = bits.view(torch.float32)
     # Short slices keep torch on this thread.
     parts = torch.split(values, _SLICE)
