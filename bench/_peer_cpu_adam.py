@@ -22,13 +22,14 @@ def make(settings: Reply) -> tuple[Callable[[int], None], Callable[[], None]]:
     parameter = torch.randn(settings["parameters"], generator=generator).bfloat16()
     gradient = torch.randn(settings["parameters"], generator=generator).bfloat16()
     master = torch.nn.Parameter(parameter.float())
-    master.grad = torch.empty_like(master)
+    upcast = torch.empty_like(master)
+    master.grad = upcast
     optimizer = DeepSpeedCPUAdam([master], **settings["hyper"])
 
     def step(steps: int) -> None:
         """Take steps."""
         for _ in range(steps):
-            master.grad.copy_(gradient)
+            upcast.copy_(gradient)
             optimizer.step()
             parameter.copy_(master.detach())
 

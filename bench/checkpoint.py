@@ -339,7 +339,7 @@ def _back_to_back(
     are measured in short turns, and a pair is the means of as many turns as last long enough.
     """
     raw = RawSeal(directory, ours.num_parameters)
-    ways = {
+    ways: dict[str, Callable[[], float]] = {
         "step_s": partial(ours.steps, args.steps, checkpoints=False),
         "step_and_checkpoint_s": partial(ours.steps, args.steps, checkpoints=True),
         "raw_seal_s": raw.sample,
