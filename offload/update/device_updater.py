@@ -8,8 +8,7 @@ the codecs are exact on a CPU only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch.autograd.graph import increment_version
@@ -22,23 +21,20 @@ from offload.device.kernels.forms import (
     DeviceBlock,
     DeviceScalars,
     form_for,
-    why_no_kernel,
 )
 from offload.device.staging import Traffic
-from offload.errors import UnsupportedOptimizerError, UnsupportedParameterError
+from offload.errors import UnsupportedParameterError
 from offload.format.arrays import MASTER_LOW
 from offload.format.digests import Digests
 from offload.update.dtypes import DTYPES
 from offload.update.pool import BlockContext, UpdatePool
 from offload.update.rules import UpdateRule
 from offload.update.step_inputs import StepInputs
+from offload.update.steppable import MAX_FACTORS, require_steppable, why_not_by_kernel
 from offload.update.updater import Block, ChunkUpdater
 
 _RUN_ELEMENTS = 16 << 20
 """Elements of one call of torch's own step: few calls, and bounded temporary memory."""
-
-_MAX_FACTORS = 2
-"""Number of factors by which the kernels can multiply a gradient."""
 
 
 class DeviceUpdater(ChunkUpdater):
@@ -193,91 +189,11 @@ class DeviceUpdater(ChunkUpdater):
             factors = [self._compute.number(factor) for factor in self._factors]
             self._scalars = DeviceScalars(
                 inverse_scale=factors[0] if factors else None,
-                clip=factors[1] if len(factors) == _MAX_FACTORS else None,
+                clip=factors[1] if len(factors) == MAX_FACTORS else None,
             )
         return self._scalars
-
-
-def require_steppable(
-    rule: UpdateRule, groups: Sequence[Mapping[str, Any]], state_dtype: str, *, split: bool
-) -> None:
-    """Check that every parameter group can be stepped on a device.
-
-    Args:
-        rule: Update rule of the optimizer.
-        groups: ``param_groups``.
-        state_dtype: Stored form of the state, as `Options.state_dtype`.
-        split: Whether masters are split.
-
-    Raises:
-        UnsupportedOptimizerError: A group cannot be stepped; says why, and names the remedy.
-    """
-    if reason := why_not_steppable(rule, groups, state_dtype, split=split):
-        raise UnsupportedOptimizerError(
-            f'placement="device" is not possible: {reason}. Use placement="host"'
-        )
-
-
-def why_not_steppable(
-    rule: UpdateRule, groups: Sequence[Mapping[str, Any]], state_dtype: str, *, split: bool
-) -> str:
-    """Return why a parameter group cannot be stepped on a device; empty if all can be.
-
-    The arguments are those of `require_steppable`.
-    """
-    for given in groups:
-        # The updater, too, copies tensor hyper-parameters into host memory.
-        group = {k: _host_like(v) for k, v in given.items()}
-        reason = why_not_by_kernel(rule, group)
-        refusal = why_not_by_torch(rule, group, state_dtype, split=split) if reason else ""
-        if refusal:
-            return f"{reason}, and {refusal}"
-    return ""
-
-
-def why_not_by_kernel(
-    rule: UpdateRule, group: Mapping[str, Any], factors: Sequence[float] = ()
-) -> str:
-    """Return why no kernel can step a parameter group; empty if one can.
-
-    Args:
-        rule: Update rule of the optimizer.
-        group: Hyper-parameters.
-        factors: Factors that gradients are multiplied by.
-    """
-    if len(factors) > _MAX_FACTORS:
-        return f"gradients are multiplied {len(factors)} times"
-    return why_no_kernel(rule.optimizer_class, group)
-
-
-def why_not_by_torch(
-    rule: UpdateRule, group: Mapping[str, Any], state_dtype: str, *, split: bool
-) -> str:
-    """Return why torch's own step cannot update a group's state on a device; empty if it can.
-
-    Args:
-        rule: Update rule of the optimizer.
-        group: Hyper-parameters.
-        state_dtype: Stored form of the state, as `Options.state_dtype`.
-        split: Whether masters are split.
-    """
-    if issubclass(rule.optimizer_class, torch.optim.ASGD):
-        return "torch's own step keeps its scalar state on the device"
-    if state_dtype != "float32":
-        return f"torch's own step needs FP32 state, and it is stored as {state_dtype}"
-    if split:
-        return "torch's own step needs FP32 masters, and they are split"
-    if group.get("fused"):
-        return "torch's own fused step keeps its count on the device"
-    return ""
 
 
 def _kernel_dtype(gradient: torch.Tensor) -> torch.dtype:
     """Return the dtype to which a gradient is converted for the kernels."""
     return gradient.dtype if gradient.dtype in KERNEL_DTYPES else torch.float32
-
-
-def _host_like(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return torch.empty((), dtype=torch.float32, device="cpu")
-    return value
