@@ -20,7 +20,7 @@ from offload.update.kernel import UpdateKernel, find_library, torchs_root
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 from offload.update.step_inputs import StepInputs
-from offload.update.updater import ChunkUpdater
+from offload.update.updaters import host_updater
 
 
 @dataclass
@@ -73,7 +73,7 @@ def by_torch(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, dict[str, to
 def by_updater(
     problem: Problem, kernel: UpdateKernel | None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the same from `ChunkUpdater`, with a kernel or with torch's code."""
+    """Return the same from `host_updater`, with a kernel or with torch's code."""
     rule = UpdateRule(problem.optimizer, {})
     live = problem.live.clone()
     code = DTYPE_CODES[live.dtype]
@@ -100,7 +100,7 @@ def by_updater(
         stored[MASTER] = problem.master.clone()
     pool = UpdatePool(rule)
     try:
-        updater = ChunkUpdater(rule, pool, inputs, kernel=kernel)
+        updater = host_updater(rule, pool, inputs, kernel=kernel)
         updater.update(0, stored)
         updater.finish()
     finally:
