@@ -137,9 +137,10 @@ def serve(make: Callable[[Reply], tuple[Callable[[int], None], Callable[[], None
         if request["do"] == "make":
             iterate, close = make(request)
         elif request["do"] == "iterate" and iterate is not None:
-            before, started = _io_bytes(), time.perf_counter()
+            before, started, cpu = _io_bytes(), time.perf_counter(), time.process_time()
             iterate(request["iterations"])
             reply["seconds"] = (time.perf_counter() - started) / request["iterations"]
+            reply["cpu_seconds"] = (time.process_time() - cpu) / request["iterations"]
             moved = [b - a for a, b in zip(before, _io_bytes(), strict=True)]
             reply["read_bytes"], reply["written_bytes"] = moved
         elif request["do"] == "reset_peak":

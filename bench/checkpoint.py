@@ -12,6 +12,7 @@ followed by fsync.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -236,17 +237,19 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--chunk-mib", type=float, default=32, help="of one FP32 array (default: %(default)s)")
     add("--ring", type=int, default=6, help="chunks in memory (default: %(default)s)")
     add("--every", type=int, default=4, help="steps between checkpoints, besides 1")
-    add("--steps", type=int, default=3, help="back to back, in the sample of a checkpoint's cost")
+    add("--steps", type=int, default=3, help="back to back, in one turn of a checkpoint's cost")
+    add("--pair-s", type=float, default=30, help="least seconds of a pair of a checkpoint's cost")
     add("--peers", default=",".join(_TITLES), help="which to measure, with commas")
     add("--limit", type=float, default=0.01, help="of stall / torch.save without CRC-32")
     add("--size-limit", type=float, default=1.25, help="of the stalls at the two sizes")
-    add("--write-limit", type=float, default=1.0, help="of a checkpoint's cost / raw writes, syncs")
+    add("--write-limit", type=float, default=1.1, help="of a checkpoint's cost / raw writes, syncs")
     quick = {
         "parameters": "128Ki,256Ki",
         "tensors": 3,
         "chunk_mib": 0.25,
         "every": 2,
         "steps": 2,
+        "pair_s": 0,
     }
     args = parser.read(arguments, quick=quick)
     if len(args.parameters) != 2 or args.parameters[0] >= args.parameters[1]:
@@ -330,18 +333,24 @@ def _bytes_and_memory(
 def _back_to_back(
     args: argparse.Namespace, result: Result, ours: Checkpointed, directory: str, label: str
 ) -> None:
-    """Measure the time that a checkpoint after every step adds if nothing else is computed."""
+    """Measure the time that a checkpoint after every step adds if nothing else is computed.
+
+    The added time is a small difference of two long ones, and the drive's speed changes. So they
+    are measured in short turns, and a pair is the means of as many turns as last long enough.
+    """
     raw = RawSeal(directory, ours.num_parameters)
-    samples = alternate(
-        {
-            "step_s": partial(ours.steps, args.steps, checkpoints=False),
-            "step_and_checkpoint_s": partial(ours.steps, args.steps, checkpoints=True),
-            "raw_seal_s": raw.sample,
-        },
-        args.rounds,
-        report=say,
-    )
+    ways: dict[str, Callable[[], float]] = {
+        "step_s": partial(ours.steps, args.steps, checkpoints=False),
+        "step_and_checkpoint_s": partial(ours.steps, args.steps, checkpoints=True),
+        "raw_seal_s": raw.sample,
+    }
+    first = {name: way() for name, way in ways.items()}
+    turn_s = args.steps * (first["step_s"] + first["step_and_checkpoint_s"])
+    turns = max(1, math.ceil(args.pair_s / turn_s))
+    say(f"pairs of {turns} turns")
+    found = alternate(ways, args.rounds * turns)
     raw.close()
+    samples = {name: _means(values, turns) for name, values in found.items()}
     result.add_samples({f"back_to_back_{label}_{name}": v for name, v in samples.items()})
     both, alone = samples["step_and_checkpoint_s"], samples["step_s"]
     added = [b - a for b, a in zip(both, alone, strict=True)]
@@ -352,7 +361,13 @@ def _back_to_back(
         denominator=f"back_to_back_{label}_raw_seal_s",
         limit=args.write_limit,
         step_ratio=median(ratios(both, alone)),
+        turns_in_a_pair=turns,
     )
+
+
+def _means(values: Sequence[float], num: int) -> list[float]:
+    """Return the mean of each run of `num` values."""
+    return [sum(values[start : start + num]) / num for start in range(0, len(values), num)]
 
 
 if __name__ == "__main__":

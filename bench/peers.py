@@ -26,13 +26,13 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from bench._deepspeed import add_deepspeed_arguments, deepspeed_peer, deepspeed_version
 from bench._harness import (
     BenchError,
     Parser,
@@ -50,10 +50,10 @@ from bench._peer_protocol import Peer, PeerError
 from bench._statistics import alternate, median, ratios
 
 _VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
-    "exact": ({}, 0.80),
-    "split": ({"master": "split"}, 0.70),
-    "int8": ({"state_dtype": "int8"}, 0.45),
-    "split+int8": ({"master": "split", "state_dtype": "int8"}, 0.35),
+    "exact": ({}, 0.31),
+    "split": ({"master": "split"}, 0.28),
+    "int8": ({"state_dtype": "int8"}, 0.19),
+    "split+int8": ({"master": "split", "state_dtype": "int8"}, 0.14),
 }
 """Options of each variant of this project, and the limit of the ratio of added times."""
 
@@ -122,8 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("peers", __doc__ or "")
     add = parser.add_argument
-    add("--deepspeed-python", default="", help="python of the environment that has DeepSpeed")
-    add("--deepspeed-extensions", default="", help="where its compiled extensions are kept")
+    add_deepspeed_arguments(parser)
     add("--parameters", type=count, default="128Mi", help="bf16 parameters (default: %(default)s)")
     add("--layers", type=int, default=8, help="of equal size; one is DeepSpeed's sub-group")
     add("--variants", type=words, default=",".join(_VARIANTS), help="which of ours, with commas")
@@ -154,25 +153,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--variants: no {', '.join(unknown)}; there are {', '.join(_VARIANTS)}")
     args.what = args.what or f"deepspeed-{mebi(args.parameters)}"
     return args
-
-
-def deepspeed_version(python: str) -> str:
-    """Return the version of DeepSpeed in another environment, without importing it.
-
-    Raises:
-        BenchError: There is no DeepSpeed. The message says how to set up the environment.
-    """
-    remedy = "python -m bench.peers --help says how to set up its environment"
-    if not python:
-        raise BenchError(f"--deepspeed-python is not given: {remedy}")
-    code = "from importlib.metadata import version; print(version('deepspeed'))"
-    try:
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
-    except OSError as error:
-        raise BenchError(f"--deepspeed-python {python}: {error.strerror}; {remedy}") from None
-    if done.returncode != 0:
-        raise BenchError(f"--deepspeed-python {python} has no DeepSpeed; {remedy}")
-    return done.stdout.strip()
 
 
 def _measure(args: argparse.Namespace, result: Result, directory: str, stack: ExitStack) -> None:
@@ -258,17 +238,12 @@ def _start(args: argparse.Namespace, stack: ExitStack, directory: str, kind: str
     """Start a process of a kind: ``compute``, ``offload`` or ``deepspeed``."""
     # Threads that spin while they wait would take cores from the system that is measured.
     environment = {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    python, module = sys.executable, "bench._peer_offload"
-    if kind == "deepspeed":
-        python, module = os.path.abspath(args.deepspeed_python), "bench._peer_deepspeed"
-        # Its compiler driver is looked up beside its python.
-        environment["PATH"] = os.path.dirname(python) + os.pathsep + os.environ.get("PATH", "")
-        environment["DS_ACCELERATOR"] = "cpu"
-        extensions = args.deepspeed_extensions or os.environ.get("TORCH_EXTENSIONS_DIR", "")
-        if extensions:
-            environment["TORCH_EXTENSIONS_DIR"] = os.path.abspath(extensions)
     log = os.path.join(directory, f"{kind}.log")
-    peer = Peer(kind, [python, "-m", module], log=log, environment=environment)
+    if kind == "deepspeed":
+        peer = deepspeed_peer("bench._peer_deepspeed", args, log=log, environment=environment)
+    else:
+        command = [sys.executable, "-m", "bench._peer_offload"]
+        peer = Peer(kind, command, log=log, environment=environment)
     return System(stack.enter_context(peer), args.iterations)
 
 

@@ -27,6 +27,7 @@ _TITLES = {
     "digests": "What digests cost in a step",
     "small_tensors": "A step of many small tensors",
     "update_cpu": "The update on a CPU, beside the bytes that it moves and beside torch's code",
+    "same_bits": "Values of the update on a CPU, beside torch's, bit by bit",
     "overlap": "The step, behind compute",
     "checkpoint": "Checkpoints",
     "frozen": "Checkpoints of a model of which little is trained",
@@ -40,6 +41,7 @@ _TITLES = {
     "kernel": "The kernels of a device, beside copies within its memory",
     "device": "State in device memory, beside the raw path",
 }
+_TAILS = "differences between torch's own codes, for last elements and for others"
 _INTRODUCTION = """\
 # Performance
 
@@ -118,6 +120,9 @@ def render(runs: list[Run], folder: Path, figures: dict[str, Path]) -> str:
             parts.append(f"![{title}]({_link(figure, folder)})\n")
         if bench == "finetune":
             parts.extend(_finetune_table(r, folder) for r in own)
+            continue
+        if bench == "same_bits":
+            parts.extend(_same_bits_table(r, folder) for r in own)
             continue
         parts.append(_claims_table(own, folder))
         parts.extend(_remarks(r) for r in own)
@@ -273,6 +278,21 @@ def _finetune_table(one: Run, folder: Path) -> str:
         "FP32 state and another learning rate, as a measure for the other differences.\n\n"
     )
     return text + _table(head, rows)
+
+
+def _same_bits_table(one: Run, folder: Path) -> str:
+    """Return a table of the values that were compared, for each set of instructions."""
+    facts, rows = one["facts"], []
+    for key, num in facts.items():
+        if not key.endswith("_num_values"):
+            continue
+        name = key.removesuffix("_num_values")
+        wrong = sum(facts[f"{name}_differences"].values())
+        tails = ", ".join(f"{kind}: {n}" for kind, n in facts[f"{name}_tails"].items())
+        cells = (name, f"{num:,}", str(facts[f"{name}_num_cases"]), str(wrong), tails or "none")
+        rows.append((*cells, f"[{one['what']}]({_link(one['path'], folder)})"))
+    head = ("instructions", "values", "cases", "with other bits than torch's", _TAILS, "run")
+    return _table(head, rows) + "\n" + _remarks(one)
 
 
 def _machines_table(runs: list[Run], folder: Path) -> str:

@@ -87,7 +87,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=3, help="steps in one sample (default: %(default)s)")
     add("--fio-depth", type=int, default=4, help="transfers in flight each way, in fio")
     add("--drive-gbps", type=float, help="slow the drive down to so many GB/s, of both directions")
-    add("--limit", type=float, default=1.10, help="of each ratio (default: %(default)s)")
+    add("--limit", type=float, default=1.10, help="of step / fio (default: %(default)s)")
+    add("--replay-limit", type=float, default=1.05, help="of step / replay (default: %(default)s)")
     add("--sweep", choices=sorted(_SWEEPS), help="measure other values of one setting")
     add("--values", default="", help="values to sweep over, with commas")
     add("--resident", default="", help="fractions of the state kept in memory, with commas")
@@ -218,7 +219,7 @@ def _against_the_drive(
         ratios(samples["step_s"], samples["replay_s"]),
         numerator="step_s",
         denominator="replay_s",
-        limit=args.limit,
+        limit=args.replay_limit,
     )
 
 

@@ -5,6 +5,9 @@ that moves the same bytes without arithmetic. Ratios are of processor time, whic
 machine changes less than it changes wall time; with two threads, of wall time as well.
 
     python -m bench.update_cpu            # kernel / bytes only, kernel / torch, 2 threads / 1
+    python -m bench.update_cpu --deepspeed-python PYTHON          # beside DeepSpeed's CPUAdam, too
+
+`python -m bench.peers --help` says how to set up DeepSpeed's environment.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from pathlib import Path
 import torch
 
 from bench._chunk_update import FORMS, ChunkUpdate
+from bench._deepspeed import add_deepspeed_arguments, deepspeed_peer, deepspeed_version
 from bench._harness import BenchError, Parser, Result, count, mebi, run
+from bench._peer_protocol import PeerError
 from bench._statistics import alternate, median, ratios
 from offload.update.kernel import UpdateKernel
 from offload.update.kernel_check import choose_kernel
@@ -37,6 +42,7 @@ _LIMITS = {"AVX512": (1.3, 1.6), "AVX2": (2.1, None)}
 _BESIDE_TORCH = {"exact": 0.5, "split": None, "int8": 0.3, "split-int8": None}
 """Largest ratios of the kernel to torch's code, both with digests, by form of the state."""
 
+_BESIDE_DEEPSPEED = 1.0
 _TWO_THREADS = 1.1
 _OPTIONS = ("-O3", "-march=native", "-shared", "-fPIC")
 
@@ -51,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with closing(ChunkUpdate(form, args.parameters)) as chunk:
             if name == "exact":
                 _beside_bytes(args, result, chunk, kernel)
+                if args.deepspeed_python:
+                    _beside_deepspeed(args, result, chunk, kernel)
             _beside_torch(args, result, name, chunk, kernel)
     result.write()
 
@@ -116,6 +124,42 @@ def _beside_bytes(
             denominator=denominator,
             limit=limit,
         )
+
+
+def _beside_deepspeed(
+    args: argparse.Namespace, result: Result, chunk: ChunkUpdate, kernel: UpdateKernel
+) -> None:
+    num: int = args.parameters
+    result.versions["deepspeed"] = deepspeed_version(args.deepspeed_python)
+    threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    with tempfile.TemporaryDirectory() as folder:
+        log = os.path.join(folder, "deepspeed.log")
+        try:
+            with deepspeed_peer("bench._peer_cpu_adam", args, log=log, environment=threads) as peer:
+                hyper = {"lr": 1e-4, "weight_decay": 0.1}
+                peer.ask("make", timeout_s=1800, parameters=num, hyper=hyper)
+                samples = alternate(
+                    {
+                        "exact_kernel_beside_deepspeed_cpu_ns": lambda: (
+                            chunk.seconds(kernel)[1] / num * 1e9
+                        ),
+                        "deepspeed_cpu_ns": lambda: (
+                            peer.ask("iterate", iterations=1)["cpu_seconds"] / num * 1e9
+                        ),
+                    },
+                    args.rounds,
+                )
+        except PeerError as error:
+            raise BenchError(str(error)) from None
+    result.add_samples(samples)
+    numerator, denominator = samples
+    result.claim(
+        "the update beside DeepSpeed's CPUAdam with the casts that it needs",
+        ratios(samples[numerator], samples[denominator]),
+        numerator=numerator,
+        denominator=denominator,
+        limit=_BESIDE_DEEPSPEED,
+    )
 
 
 def _beside_torch(
@@ -202,6 +246,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("update_cpu", __doc__ or "")
     add = parser.add_argument
     add("--parameters", type=count, default=count("32Mi"), help="in bf16 (default: 32Mi)")
+    add_deepspeed_arguments(parser)
     args = parser.read(arguments, quick={"parameters": count("256Ki")})
     args.what = args.what or mebi(args.parameters)
     return args

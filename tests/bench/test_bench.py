@@ -29,6 +29,7 @@ from bench import (
     report,
     resume,
     revisions,
+    same_bits,
     sizing,
     small_tensors,
     step,
@@ -108,7 +109,7 @@ def test_make_bench_runs_every_script_that_needs_nothing_special(quick: list[str
         if '__name__ == "__main__"' in path.read_text()
     }
     by_hand = {"peers", "finetune", "kernel", "device", "gpu", "crossings", "revisions", "fio_axes"}
-    by_hand.add("update_cpu")
+    by_hand |= {"update_cpu", "same_bits"}
     assert {name for name, _ in commands} == scripts - by_hand
     assert commands[-1][0] == "report"
     assert all(("--quick --output" in rest) == bool(quick) for _, rest in commands[:-1])
@@ -175,6 +176,23 @@ def test_update_cpu(measured: Measured) -> None:
     found = measured(update_cpu.main)
     check(found, rounds=3, claims=8)
     assert all(value > 0 for values in found["samples"].values() for value in values)
+
+
+def test_same_bits(measured: Measured) -> None:
+    if choose_kernel(torch.optim.AdamW, "float32").kernel is None:
+        pytest.skip("updates here run torch's code")
+    found = measured(same_bits.main)
+    facts, compared = found["facts"], []
+    for name in ("AVX2", "AVX512"):
+        if f"{name}_num_values" not in facts:
+            assert any(reason.startswith(f"{name}: ") for reason in found["skipped"])
+            continue
+        compared.append(name)
+        assert facts[f"{name}_num_values"] >= 1 << 19
+        assert facts[f"{name}_update_code"] == f"kernel ({name})"
+        assert facts[f"{name}_differences"] == {}
+        assert "value" not in facts[f"{name}_tails"]
+    assert compared
 
 
 def test_overlap(measured: Measured) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -28,7 +29,9 @@ def interrupted(at: int, *more_places: str) -> Iterator[list[int]]:
 
     The moments are those at which Python runs the handlers of signals: where a function begins, and
     where one that is written in C has returned. Code of torch is left alone, whose own context
-    managers do not stand an interrupt. The list that is yielded gets an item when it has come.
+    managers do not stand an interrupt. So are finalizers, because Python lets no exception out of
+    them; the interrupt then comes after the finalizer. The list that is yielded gets an item when
+    the interrupt has come.
     """
     left, fired = at, list[int]()
     places = (*PLACES, *more_places)
@@ -39,7 +42,7 @@ def interrupted(at: int, *more_places: str) -> Iterator[list[int]]:
         if event not in ("call", "c_return") or not code.co_filename.startswith(places):
             return
         left -= 1
-        if left == 0:
+        if left <= 0 and not _is_in_finalizer(frame):
             sys.setprofile(None)
             fired.append(1)
             raise KeyboardInterrupt
@@ -49,3 +52,12 @@ def interrupted(at: int, *more_places: str) -> Iterator[list[int]]:
         yield fired
     finally:
         sys.setprofile(None)
+
+
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    """Return whether a frame is called by ``__del__`` or by a callback of `weakref`."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_code.co_filename == weakref.__file__:
+            return True
+        frame = frame.f_back
+    return False

@@ -16,6 +16,7 @@ import torch
 
 import offload.engine.training_state
 import offload.update.pool
+from bench._one_step import KINDS
 from offload.ambient import on_thread
 from offload.format.arrays import MASTER, MasterFormat, StateDtype, StateFormat
 from offload.format.digests import ChunkDigests
@@ -27,7 +28,6 @@ from offload.update.pool import UpdatePool
 from offload.update.rules import Scalars, UpdateRule
 from offload.update.step_inputs import StepInputs
 from offload.update.updaters import host_updater
-from tests.update_kernel.values import KINDS
 
 
 @contextlib.contextmanager

@@ -82,6 +82,13 @@ def unreadable(folder: Path) -> None:
         (folder / path).write_bytes(b"\x7fELF, and nothing more")
 
 
+def truncated(folder: Path) -> None:
+    """Leave half of each library; the loader alone would end the process with a bus error."""
+    for path in (Path(loading.__file__).parent / "lib").glob("*.so"):
+        whole = path.read_bytes()
+        (folder / path.name).write_bytes(whole[: len(whole) // 2])
+
+
 def _compiled(folder: Path, source: str) -> None:
     if shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler")
@@ -109,6 +116,7 @@ def of_other_sources(folder: Path) -> None:
     [
         (missing, "the kernel was not built when this package was installed"),
         (unreadable, "cannot be loaded"),
+        (truncated, "bytes: install the package again"),
         (without_functions, "cannot be loaded"),
         (of_other_sources, "was built from other sources: install the package again"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -36,11 +37,12 @@ class Library:
         instructions: Name of the instructions that it uses.
 
     Raises:
-        OSError: It cannot be loaded.
+        OSError: It cannot be loaded, or its file is not complete.
     """
 
     def __init__(self, path: Path, instructions: str) -> None:
         self.instructions = instructions
+        _require_whole(path)
         library = ctypes.CDLL(os.fspath(path))
         self._update = library.offload_kernel_update
         self._update.argtypes, self._update.restype = [ctypes.c_void_p], ctypes.c_int
@@ -73,6 +75,29 @@ class Library:
         if self._roots(kind, values.data_ptr(), out.data_ptr(), len(values)):
             return None
         return out
+
+
+def _require_whole(path: Path) -> None:
+    """Check that an ELF file reaches to the end of its section table, which linkers write last.
+
+    The loader does not check it, and reading a page that a truncated file lacks would end this
+    process with a bus error.
+
+    Raises:
+        OSError: The file is truncated, or cannot be read.
+    """
+    with path.open("rb") as file:
+        header = file.read(_ELF_HEADER_BYTES)
+        num_bytes = file.seek(0, os.SEEK_END)
+    if len(header) < _ELF_HEADER_BYTES or not header.startswith(b"\x7fELF"):
+        return  # the loader refuses such a file
+    (table,) = struct.unpack_from("<Q", header, 0x28)
+    entry_bytes, num_entries = struct.unpack_from("<HH", header, 0x3A)
+    if num_bytes < (expected := table + entry_bytes * num_entries):
+        raise OSError(f"the file has {num_bytes} of {expected} bytes: install the package again")
+
+
+_ELF_HEADER_BYTES = 64
 
 
 @cache

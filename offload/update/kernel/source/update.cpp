@@ -13,6 +13,10 @@ constexpr int MAX_MOMENTS = 3;
 constexpr int MAX_FACTORS = 4;
 constexpr size_t TILE = 4096;  // elements between two looks at the digests
 
+// Distance, in elements, at which memory is requested before it is used. A processor requests
+// memory by itself only up to the end of a page, and up to six arrays reach theirs together.
+constexpr size_t AHEAD = 512;
+
 enum Rule : uint32_t { SGD, SGD_MOMENTUM, ADAM, ADAM_AMSGRAD };
 
 // Neighbouring elements of one parameter, as the caller passes them; `RUN` in `forms.py`.
@@ -144,6 +148,13 @@ INLINE void step_rest(const Job &job, const Run &run, const typename R::Numbers 
     memcpy(at.moments[n] + i * BYTES, moments[n], count * BYTES);
 }
 
+// Request the memory of 32 values, which may be past the end of an array.
+INLINE void request(const uint8_t *values, size_t first, size_t bytes_of_value) {
+  const uint8_t *begin = values + first * bytes_of_value;
+  for (size_t offset = 0; offset < GROUP * bytes_of_value; offset += 64)
+    __builtin_prefetch(begin + offset);
+}
+
 template <class R, State S> void step_run(const Job &job, const Run &run, Digests &digests) {
   const typename R::Numbers h(job.groups[run.group]);
   Place at{run.gradient, run.live, run.master, {}, {}};
@@ -151,12 +162,18 @@ template <class R, State S> void step_run(const Job &job, const Run &run, Digest
     at.moments[n] = run.moments[n];
     at.scales[n] = run.scales[n];
   }
+  const size_t g_bytes = size_of(run.gradient_dtype), l_bytes = size_of(run.live_dtype);
   const size_t m_bytes = run.master_form == FULL ? 4 : run.master_form == SPLIT ? 2 : 0;
   for (size_t begin = 0; begin < run.num_elements; begin += TILE) {
     const size_t end = begin + TILE < run.num_elements ? begin + TILE : run.num_elements;
     size_t i = begin;
-    for (; i + GROUP <= end; i += GROUP)
+    for (; i + GROUP <= end; i += GROUP) {
+      request(at.gradient, i + AHEAD, g_bytes);
+      request(at.live, i + AHEAD, l_bytes);
+      request(at.master, i + AHEAD, m_bytes);
+      for (int n = 0; n < R::MOMENTS; n++) request(at.moments[n], i + AHEAD, moment_bytes(S));
       step_group<R, S, true>(job, run, h, at, i, run.first_element + i, GROUP);
+    }
     if (i < end) step_rest<R, S>(job, run, h, at, i, end - i);
     if (m_bytes)
       digests.masters[run.master_form - FULL].written(run.master + begin * m_bytes,
