@@ -1,4 +1,4 @@
-"""Update of one chunk in memory by `ChunkUpdater`, ready to be timed: no drive, no ring."""
+"""Update of one chunk in memory by `host_updater`, ready to be timed: no drive, no ring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.update.kernel import UpdateKernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import Scalars, UpdateRule
 from offload.update.step_inputs import StepInputs
-from offload.update.updater import ChunkUpdater
+from offload.update.updaters import host_updater
 
 FORMS = {
     "exact": StateFormat(),
@@ -85,7 +85,7 @@ class ChunkUpdate:
         self._pool.threads.num_threads = threads
         found = ChunkDigests(self._views) if digests else None
         wall_s, cpu_s = time.perf_counter(), time.process_time()
-        updater = ChunkUpdater(self.rule, self._pool, inputs, kernel=kernel)
+        updater = host_updater(self.rule, self._pool, inputs, kernel=kernel)
         updater.update(0, self.arrays, found)
         (self._scalars,) = updater.finish()
         if found is not None:

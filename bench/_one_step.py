@@ -21,7 +21,7 @@ from offload.update.kernel import UpdateKernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 from offload.update.step_inputs import StepInputs
-from offload.update.updater import ChunkUpdater
+from offload.update.updaters import host_updater
 
 
 def wide(num: int, generator: torch.Generator) -> torch.Tensor:
@@ -132,7 +132,7 @@ def by_torch(problem: Problem) -> Stepped:
 
 
 def by_updater(problem: Problem, kernel: UpdateKernel | None) -> Stepped:
-    """Return the same from `ChunkUpdater`, with a kernel or with torch's code."""
+    """Return the same from `host_updater`, with a kernel or with torch's code."""
     rule = UpdateRule(problem.optimizer, {})
     live = problem.live.clone()
     code = DTYPE_CODES[live.dtype]
@@ -159,7 +159,7 @@ def by_updater(problem: Problem, kernel: UpdateKernel | None) -> Stepped:
         stored[MASTER] = problem.master.clone()
     pool = UpdatePool(rule)
     try:
-        updater = ChunkUpdater(rule, pool, inputs, kernel=kernel)
+        updater = host_updater(rule, pool, inputs, kernel=kernel)
         updater.update(0, stored)
         updater.finish()
     finally:

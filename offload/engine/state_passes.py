@@ -13,10 +13,9 @@ from offload.errors import DamagedError
 from offload.model.watch import announce_uses
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slot import Slot
-from offload.update.device_updater import DeviceUpdater
 from offload.update.rules import Scalars
 from offload.update.step_inputs import StepInputs
-from offload.update.updater import ChunkUpdater
+from offload.update.updaters import device_updater, host_updater
 
 
 def step_chunks(
@@ -63,12 +62,10 @@ def begin_pass(
     )
     if state.compute is None:
         kernel = state.kernel.kernel
-        updater = ChunkUpdater(state.rule, state.pool, inputs, kernel=kernel, traffic=traffic)
+        updater = host_updater(state.rule, state.pool, inputs, kernel=kernel, traffic=traffic)
         state.update_code = updater.code(state.kernel.code)
     else:
-        updater = DeviceUpdater(
-            state.rule, state.pool, inputs, compute=state.compute, traffic=traffic
-        )
+        updater = device_updater(state.rule, state.pool, inputs, compute=state.compute)
         state.update_code = f"kernels ({state.compute.device})"
     chunks = state.chunks()
     if state.slots.is_working:

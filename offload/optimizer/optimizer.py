@@ -35,8 +35,8 @@ from offload.overlap.ddp_refusal import require_no_ddp
 from offload.placement.choose import device_of
 from offload.retention.policy import Retention, as_retention
 from offload.stream.drives import Directory, as_directories
-from offload.update.device_updater import require_steppable
 from offload.update.rules import UpdateRule
+from offload.update.steppable import require_steppable
 
 
 class OffloadedOptimizer(CheckpointingOptimizer):

@@ -34,7 +34,7 @@ from offload.update.kernel_check import choose_kernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 from offload.update.step_inputs import StepInputs
-from offload.update.updater import ChunkUpdater
+from offload.update.updaters import host_updater
 
 _FORMAT_VERSION = 1
 _TRIAL_ELEMENTS = 8 << 20
@@ -243,7 +243,7 @@ def update_gbps(
     with torch.no_grad(), pool.all_threads():
         # The first pass creates the state, and touches memory and threads. It is not counted.
         for number in range(1 + _MAX_TRIALS):
-            updater = ChunkUpdater(
+            updater = host_updater(
                 rule,
                 pool,
                 StepInputs(

@@ -25,7 +25,7 @@ from offload.update.kernel.loading import TURNED_OFF, Library
 from offload.update.pool import UpdatePool
 from offload.update.rules import Scalars, UpdateRule
 from offload.update.step_inputs import StepInputs
-from offload.update.updater import ChunkUpdater
+from offload.update.updaters import host_updater
 
 _MAX_REASON = 300
 """Most characters of a reason, which is stored with each checkpoint."""
@@ -163,7 +163,7 @@ def _stepped(
     }
     pool = UpdatePool(rule)
     try:
-        updater = ChunkUpdater(rule, pool, inputs, kernel=kernel)
+        updater = host_updater(rule, pool, inputs, kernel=kernel)
         updater.update(0, stored)
         updater.finish()
     finally:

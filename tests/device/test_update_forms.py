@@ -1,6 +1,6 @@
 """Stored forms: the kernel's bytes are those of the codecs that a CPU uses.
 
-What is stored is decoded with `offload.update.codecs` and `offload.update.updater`, stepped as
+What is stored is decoded with `offload.update.codecs` and `offload.update.live_values`, stepped as
 plain FP32 arrays (`test_update_arithmetic.py` shows that that is torch's step), and encoded with
 the codecs again.
 """

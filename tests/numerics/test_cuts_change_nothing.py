@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import offload
-import offload.update.updater
+import offload.update.host_place
 from gds import MemoryBackend
 from offload.format.chunk_plan import Piece
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
@@ -119,7 +119,7 @@ class Result:
 
 
 def train(seed: int, form: dict[str, Any], way: Way, monkeypatch: pytest.MonkeyPatch) -> Result:
-    monkeypatch.setattr(offload.update.updater, "HOT_ELEMENTS", way.hot_elements or 512 << 10)
+    monkeypatch.setattr(offload.update.host_place, "HOT_ELEMENTS", way.hot_elements or 512 << 10)
     backend = MemoryBackend()
     model = Model(seed)
 

@@ -20,7 +20,7 @@ import torch
 
 import offload
 import offload.model.table
-import offload.update.updater
+import offload.update.host_place
 from gds import MemoryBackend
 from offload.errors import MismatchError, UnsupportedOptimizerError
 from offload.format import rounding_keys
@@ -192,7 +192,7 @@ def old_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def blocks(monkeypatch: pytest.MonkeyPatch, cut: tuple[int, int, int | None]) -> None:
     if cut[2] is not None:
-        monkeypatch.setattr(offload.update.updater, "HOT_ELEMENTS", cut[2])
+        monkeypatch.setattr(offload.update.host_place, "HOT_ELEMENTS", cut[2])
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"chunk-{cut[0]}-blocks-of-{cut[2]}")

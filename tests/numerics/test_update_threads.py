@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import offload
+import offload.update.host_place
 import offload.update.pool
-import offload.update.updater
 from gds import MemoryBackend
 from offload.stream.streamer import Streamer
 from offload.update.pool import UpdatePool, UpdateThreads
@@ -131,7 +131,9 @@ def test_a_step_tells_what_it_updated_and_how_long_it_waited(
 
     monkeypatch.setattr(Streamer, "take", slow_take)
     monkeypatch.setattr(UpdatePool, "run", slow_run)
-    monkeypatch.setattr(offload.update.updater, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(
+        offload.update.host_place, "time", SimpleNamespace(perf_counter=lambda: now)
+    )
     weight = torch.nn.Parameter(torch.zeros(5 * 1024))
     with_gradient = torch.ones_like(weight)
     optimizer = offload.SGD(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import offload
-import offload.update.updater
+import offload.update.host_place
 from gds import MemoryBackend
 from offload.device.flat_tensors import FlatTensors
 from offload.device.staging import StagedTensors
@@ -402,11 +402,11 @@ def test_the_fake_finds_what_is_not_ordered_after_the_training_stream(device, mo
 
 def test_the_fake_finds_what_the_library_computes_on_the_device(device, monkeypatch):
     monkeypatch.setattr(
-        offload.update.updater, "flat_tensors", lambda t, **_: FlatTensors(t, writable=True)
+        offload.update.host_place, "flat_tensors", lambda t, **_: FlatTensors(t, writable=True)
     )
     pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2))
     with pytest.raises(
-        AssertionError, match=r"the library calls .* in (device/flat_tensors|update/updater).py"
+        AssertionError, match=r"the library calls .* in (device/flat_tensors|update/torch_step).py"
     ):
         pair.step(0)
 

@@ -26,6 +26,7 @@ from offload.placement.rates import MeasurementSetup, find_rates, load_rates, sa
 from offload.update.kernel import KernelCall
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
+from offload.update.torch_step import TorchCall
 from tests.fake_gpu.device import Event
 from tests.fake_gpu.machine import installed
 
@@ -99,8 +100,8 @@ class PacedPool(UpdatePool):
         nbytes = sum(
             array.nbytes
             for item in items
-            if hasattr(item, "stored")
-            for array in item.stored.values()
+            if isinstance(item, TorchCall)
+            for array in item.block.stored.values()
         )
         elements = sum(
             int(item.runs["num_elements"].sum()) for item in items if isinstance(item, KernelCall)

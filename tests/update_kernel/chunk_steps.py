@@ -1,4 +1,4 @@
-"""Steps of whole layouts by `ChunkUpdater`: many parameters, in chunks, on one thread or several.
+"""Steps of whole layouts by `host_updater`: many parameters, in chunks, on one thread or several.
 
 A layout steps twice from the same bytes, with the kernel and with torch's code. Nothing here knows
 how either computes.
@@ -27,7 +27,7 @@ from offload.update.kernel_check import ChosenCode
 from offload.update.pool import UpdatePool
 from offload.update.rules import Scalars, UpdateRule
 from offload.update.step_inputs import StepInputs
-from offload.update.updater import ChunkUpdater
+from offload.update.updaters import host_updater
 
 
 @contextlib.contextmanager
@@ -127,16 +127,7 @@ class ChunkStep:
         """
         live = [tensor.clone() for tensor in self.live]
         stored = [{n: values.clone() for n, values in chunk.items()} for chunk in self.stored]
-        inputs = StepInputs(
-            layout=self.layout,
-            groups=self.groups,
-            parameters=live,
-            gradients=list(self.gradients),
-            scalars=self.scalars,
-            step=self.step + 1,
-            seed=self.seed,
-            factors=self.factors,
-        )
+        inputs = self.inputs(live)
         before, name = offload.update.pool.default_num_threads, "default_num_threads"
         setattr(offload.update.pool, name, lambda: threads)
         pool = UpdatePool(self.rule, slow=True)
@@ -144,7 +135,7 @@ class ChunkStep:
         digests = []
         try:
             with on_thread(flushes=flushes):
-                updater = ChunkUpdater(self.rule, pool, inputs, kernel=kernel)
+                updater = host_updater(self.rule, pool, inputs, kernel=kernel)
                 for chunk, arrays in enumerate(stored):
                     views = {n: memoryview(_as_bytes(a).numpy()) for n, a in arrays.items()}
                     told = ChunkDigests(views)
@@ -155,6 +146,19 @@ class ChunkStep:
             torch.set_flush_denormal(False)
             pool.close()
         return Taken(live, stored, scalars, digests)
+
+    def inputs(self, live: Sequence[torch.Tensor]) -> StepInputs:
+        """Return what the step computes with; `live` is updated in place."""
+        return StepInputs(
+            layout=self.layout,
+            groups=self.groups,
+            parameters=live,
+            gradients=list(self.gradients),
+            scalars=self.scalars,
+            step=self.step + 1,
+            seed=self.seed,
+            factors=self.factors,
+        )
 
     def _values(self, num: int) -> torch.Tensor:
         return KINDS[self.kind](num + 16, self._generator)[:num]

@@ -114,7 +114,7 @@ class Form:
 class DeviceBlock:
     """Elements that are stepped in one call: flat, contiguous tensors on one device.
 
-    They share hyper-parameters and scalar state, like a block of `offload.update.updater`.
+    They share hyper-parameters and scalar state, like a block of `offload.update.blocks`.
     """
 
     live: torch.Tensor

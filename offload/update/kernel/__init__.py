@@ -4,17 +4,13 @@ The source is C++ (`source/`), and is compiled when the package is installed. No
 it: where it was not built, or where it does not give torch's own bits, torch's code runs instead.
 """
 
-from offload.update.kernel.forms import MAX_FACTORS, group_values, why_not
 from offload.update.kernel.kernel_step import KernelCall, KernelStep, UpdateKernel
 from offload.update.kernel.loading import find_library, torchs_root
 
 __all__ = [
-    "MAX_FACTORS",
     "KernelCall",
     "KernelStep",
     "UpdateKernel",
     "find_library",
-    "group_values",
     "torchs_root",
-    "why_not",
 ]

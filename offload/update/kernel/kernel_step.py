@@ -13,14 +13,26 @@ from torch.autograd.graph import increment_version
 from offload.device.boundary import is_on_device
 from offload.device.flat_tensors import FlatTensors
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
-from offload.format.chunk_plan import Piece
 from offload.format.digests import LEAF_BYTES, Digests
 from offload.format.layout import Layout
 from offload.format.rounding_keys import ParameterKeys, name_numbers
-from offload.update.kernel.forms import DTYPES, GROUP, MOMENTS, RUN, STATES, Job
+from offload.update.kernel.addresses import Addresses
+from offload.update.kernel.forms import (
+    GROUP,
+    MAX_FACTORS,
+    MOMENTS,
+    RUN,
+    STATES,
+    Job,
+    group_values,
+    why_not,
+)
 from offload.update.kernel.loading import Library
 from offload.update.kernel.piece_table import LayoutTables, Numbers, PieceTable
+from offload.update.pool import BlockContext
+from offload.update.step_code import Call, LoadedChunk, PieceNumbers
 from offload.update.step_inputs import StepInputs
+from offload.update.step_keys import Key, StepKeys
 
 NOT_HERE = -1
 """Group of a parameter that the kernel does not step."""
@@ -76,7 +88,7 @@ class KernelCall:
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Views of parameters that the kernel cannot write to, and the copies that it steps instead."""
 
-    def run(self) -> None:
+    def run(self, _: BlockContext) -> None:
         """Step the runs, and pass on the digests of the leaves that have been completed."""
         self.library.update(self.job)
         for view, copy in self.copies:
@@ -88,92 +100,94 @@ class KernelCall:
 
 
 class KernelStep:
-    """The part of one step that the kernel takes.
+    """The part of one step that the kernel takes; a `StepCode`.
 
     Args:
         kernel: The kernel.
+        keys: Keys of the parameters.
         inputs: Everything that the step computes with.
         live: Live parameters.
         gradients: Gradients.
     """
 
     def __init__(
-        self, kernel: UpdateKernel, inputs: StepInputs, live: FlatTensors, gradients: FlatTensors
+        self,
+        kernel: UpdateKernel,
+        keys: StepKeys,
+        inputs: StepInputs,
+        live: FlatTensors,
+        gradients: FlatTensors,
     ) -> None:
         layout = inputs.layout
         num = len(layout.parameters)
         self._kernel = kernel
+        self._keys = keys
+        refusal = _why_not_step(inputs)
+        self._reasons = [refusal or why_not(kernel.optimizer_class, group) for group in keys.groups]
         self._tables = kernel.tables(layout)
         self._parameters = inputs.parameters
-        self._live = _Source(live, num)
-        self._gradients = _Source(gradients, num)
+        self._live = Addresses(live, num)
+        self._gradients = Addresses(gradients, num)
         self._num_left = np.array([p.num_elements for p in layout.parameters], dtype=np.int64)
         self._num_elements = self._num_left.astype(np.uint64)
         self._group_of = np.full(num, NOT_HERE, dtype=np.int64)
         self._groups = np.zeros(0, dtype=GROUP)
+        self._group_numbers: dict[Key, int] = {}
+        """Group of each key of a parameter that the kernel steps, as an index into `_groups`."""
         self._moments = [n for n in MOMENTS[kernel.optimizer_class] if n in layout.array_names]
-        self._keys: list[ParameterKeys] = []
-        if layout.state_dtype == "bfloat16":
+        self._rounding_keys: list[ParameterKeys] = []
+        if layout.state_dtype == "bfloat16" and not refusal:
             names = name_numbers([p.name for p in layout.parameters])
-            self._keys = [
+            self._rounding_keys = [
                 ParameterKeys(names, inputs.seed, name, inputs.step) for name in self._moments
             ]
         self._state = STATES[layout.state_dtype]
         self._factors = list(inputs.factors)
+        for index, gradient in enumerate(inputs.gradients):
+            if gradient is not None:
+                self.add_gradient(index)
 
-    def add(self, index: int, group: int) -> None:
-        """Let the kernel step a parameter that has a gradient.
+    def why_not(self, group: int) -> str:
+        """Return why the kernel cannot step a group; empty if it can."""
+        return self._reasons[group]
 
-        This looks at no tensor: a backward pass may be in progress, and may be watched.
-
-        Args:
-            index: Index of the parameter.
-            group: Its group, as an index into the groups of `set_groups`.
-        """
-        self._group_of[index] = group
-
-    def set_groups(self, groups: Sequence[tuple[Any, ...]]) -> None:
-        """Set the hyper-parameters of all groups, each as `group_values` returns them."""
-        with np.errstate(over="ignore"):  # FP32 has infinity for such a number, as in torch
-            self._groups = np.array(groups, dtype=GROUP)
-
-    def others(self, chunk: int) -> list[int]:
-        """Return the numbers of a chunk's pieces that the kernel does not step.
-
-        This is the first call for a chunk, and the first that looks at its tensors.
-        """
-        parameters = self._tables.pieces(chunk)
-        self._look(parameters[self._group_of[parameters] != NOT_HERE])
-        return np.flatnonzero(self._group_of[parameters] == NOT_HERE).tolist()
+    def add_gradient(self, index: int) -> None:
+        """Let the kernel step a parameter, if it can and if there is state."""
+        key = self._keys.of[index]
+        if not (key.is_new or self._reasons[key.group]):
+            self._group_of[index] = self._group_numbers.setdefault(key, len(self._group_numbers))
 
     def calls(
-        self,
-        chunk: int,
-        arrays: Mapping[str, torch.Tensor],
-        digests: Digests | None,
-        num_threads: int,
-    ) -> list[KernelCall]:
-        """Return the calls that step a chunk, for any threads, in any order.
+        self, chunk: LoadedChunk, numbers: PieceNumbers
+    ) -> tuple[Sequence[Call], PieceNumbers]:
+        """Take the pieces that the kernel steps, and divide their elements among the threads.
 
-        Args:
-            chunk: Index of the chunk.
-            arrays: The chunk's range of each state array, flat, in the stored dtype.
-            digests: Digests that are told of leaves that have been completed.
-            num_threads: Number of threads among which the elements are divided.
+        This is the first time that the step looks at the tensors of the chunk.
         """
-        table = self._tables.chunk(chunk)
+        if not self._group_numbers:
+            return [], numbers
+        every = self._tables.pieces(chunk.number)
+        parameters = every[numbers]
+        if len(parameters) < len(every):  # other code has taken the rest
+            self._group_of[np.delete(every, numbers)] = NOT_HERE
+        self._look(parameters[self._group_of[parameters] != NOT_HERE])
+        others = numbers[self._group_of[parameters] == NOT_HERE]
+        self._set_groups()
+        table = self._tables.chunk(chunk.number)
         is_here = self._group_of[table.parameters] != NOT_HERE
         if not is_here.all():
             table = table.take(is_here)
         if not len(table):
-            return []
-        shares = -(-int(table.lengths.sum()) // (num_threads * PART_ELEMENTS))
+            return [], others
+        shares = -(-int(table.lengths.sum()) // (chunk.num_threads * PART_ELEMENTS))
         parts = table.parts(shares * PART_ELEMENTS, self._tables.formats)
-        return [self._call(part, arrays, digests) for part in parts]
+        return [self._call(part, chunk.arrays, chunk.digests) for part in parts], others
 
-    def done(self, chunk: int) -> None:
-        """Record that all calls of a chunk have returned."""
-        table = self._tables.chunk(chunk)
+    def done(self, chunk: LoadedChunk) -> None:
+        """Report that parameters have changed, and which tensors are not used any more."""
+        if not self._group_numbers:
+            return
+        table = self._tables.chunk(chunk.number)
         rows = np.flatnonzero(self._group_of[table.parameters] != NOT_HERE)
         changed = table.parameters[rows]
         np.subtract.at(self._num_left, changed, table.lengths[rows])
@@ -183,6 +197,19 @@ class KernelStep:
         for index in changed[self._num_left[changed] == 0].tolist():
             if self._gradients.plain[index]:
                 self._gradients.tensors.release(index)
+
+    def _set_groups(self) -> None:
+        """Compute the hyper-parameters of all groups, unless those of each group are known."""
+        keys = list(self._group_numbers)  # backward passes may add others at the same time
+        if len(keys) == len(self._groups):
+            return
+        optimizer_class, groups = self._kernel.optimizer_class, self._keys.groups
+        values = [
+            group_values(optimizer_class, groups[key.group], self._keys.scalars_after(key))
+            for key in keys
+        ]
+        with np.errstate(over="ignore"):  # FP32 has infinity for such a number, as in torch
+            self._groups = np.array(values, dtype=GROUP)
 
     def _look(self, parameters: Numbers) -> None:
         """Look at the tensors of parameters, and leave to torch's code what only it can step.
@@ -233,10 +260,10 @@ class KernelStep:
             if (scale := scale_name(name)) in arrays:
                 array = job.scales[number]
                 self._point(call, array, runs["scales"][:, number], scale, table, arrays[scale])
-        if self._keys:
+        if self._rounding_keys:
             ends = table.starts + table.lengths
             pieces = np.stack([parameters, table.starts, ends], axis=1)
-            for number, keys in enumerate(self._keys):
+            for number, keys in enumerate(self._rounding_keys):
                 runs["keys"][:, number] = keys.of_runs(pieces)
         job.runs, job.num_runs = runs.ctypes.data, len(runs)
         job.groups, job.num_groups = self._groups.ctypes.data, len(self._groups)
@@ -268,91 +295,10 @@ class KernelStep:
         array.digests, array.is_known = (column.ctypes.data for column in leaves)
 
 
-class _Source:
-    """Addresses of the values of parameters, or of gradients.
-
-    Values are used in place if a tensor is contiguous and in host memory. Flat views of all others
-    are taken piece by piece.
-
-    Args:
-        tensors: Flat views of the tensors.
-        num: Number of parameters.
-    """
-
-    def __init__(self, tensors: FlatTensors, num: int) -> None:
-        self.tensors = tensors
-        self.plain = np.zeros(num, dtype=bool)
-        """Whether a tensor is used in place."""
-        self.has_memory = np.zeros(num, dtype=bool)
-        """Whether the values of a tensor are in memory that can be addressed."""
-        self.pointers = np.zeros(num, dtype=np.uint64)
-        """Address of the first value of a tensor that is used in place."""
-        self.sizes = np.zeros(num, dtype=np.uint64)
-        """Bytes of a value of a tensor that is used in place; 0 for all others."""
-        self._is_known = np.zeros(num, dtype=bool)
-        self._dtypes = np.zeros(num, dtype=np.uint32)
-
-    def look(self, parameters: Numbers) -> None:
-        """Find out which of these tensors can be used in place, and where they are."""
-        for index in parameters[~self._is_known[parameters]].tolist():
-            tensor = self.tensors.tensor(index)
-            self._is_known[index] = True
-            self.has_memory[index] = tensor is not None and _has_memory(tensor)
-            if (
-                tensor is not None
-                and self.has_memory[index]
-                and (number := DTYPES.get(tensor.dtype)) is not None
-                and not is_on_device(tensor)
-                and tensor.is_contiguous()
-                and not tensor.is_neg()
-            ):
-                self.plain[index] = True
-                self.pointers[index] = tensor.data_ptr()
-                self._dtypes[index] = number
-                self.sizes[index] = tensor.itemsize
-
-    def addresses(
-        self, table: PieceTable, held: list[torch.Tensor]
-    ) -> tuple[Numbers, Numbers, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return the address of each piece, uint64, and the number of its dtype, uint32.
-
-        The third result has views that the kernel cannot read, such as those of negated or expanded
-        tensors, and the copies at the address instead.
-
-        Args:
-            table: The pieces.
-            held: Receives tensors that must live as long as the addresses are used.
-        """
-        copies = []
-        parameters = table.parameters
-        found = self.pointers[parameters] + table.starts.astype(np.uint64) * self.sizes[parameters]
-        dtypes = self._dtypes[parameters]
-        for row in np.flatnonzero(~self.plain[parameters]).tolist():
-            (view,) = self.tensors.views([_piece(table, row)])
-            if not (view.is_contiguous() and view.dtype in DTYPES and not view.is_neg()):
-                dtype = view.dtype if view.dtype in DTYPES else torch.float32
-                copy = view.to(dtype).resolve_neg().contiguous()
-                copies.append((view, copy))
-                view = copy
-            held.append(view)
-            found[row], dtypes[row] = view.data_ptr(), DTYPES[view.dtype]
-        return found, dtypes, copies
-
-    def finish(self, table: PieceTable, rows: Numbers) -> None:
-        """Report that pieces, given by their rows, are not used any more."""
-        viewed = rows[~self.plain[table.parameters[rows]]]
-        self.tensors.finish([_piece(table, row) for row in viewed.tolist()])
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    if is_on_device(tensor):
-        return True  # its values are staged in host memory
-    # A subclass that handles torch's operations itself may only stand for other tensors.
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return False
-    return tensor.data_ptr() != 0  # zero for `torch._efficientzerotensor`
-
-
-def _piece(table: PieceTable, row: int) -> Piece:
-    start = int(table.starts[row])
-    return Piece(int(table.parameters[row]), start, start + int(table.lengths[row]), 0)
+def _why_not_step(inputs: StepInputs) -> str:
+    """Return why the kernel can step no group in this step; empty if it may step some."""
+    if inputs.layout.counts_from != "parameter":
+        return "the state has the form of version 2 of the format"
+    if len(inputs.factors) > MAX_FACTORS:
+        return f"gradients are multiplied {len(inputs.factors)} times"
+    return ""

@@ -1,0 +1,169 @@
+"""Keys of a step's parameters, and torch's count of the step, once for each key.
+
+Parameters with the same hyper-parameters, dtype and scalar state have the same key. Torch's own
+step computes their scalar state, such as the number of the step, which is then the same for all of
+them. A kernel computes no scalar state. If a kernel steps all elements of a key, torch steps an
+empty tensor instead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.device.boundary import is_on_device, to_host
+from offload.update.fused_step import step_fused
+from offload.update.pool import BlockContext, UpdatePool
+from offload.update.rules import Scalars, UpdateRule, read_scalars, write_scalars
+from offload.update.step_inputs import StepInputs
+
+
+class Key(NamedTuple):
+    """Properties that neighbouring parameters must share to be stepped in one call."""
+
+    group: int
+    dtype: torch.dtype
+    scalars: Scalars | None
+    """Scalar state before the step; None without state."""
+
+    has_gradient: bool
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there is no state yet."""
+        return self.scalars is None
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether the step changes the state. State without a gradient is left as it is."""
+        return self.scalars is None or self.has_gradient
+
+
+class StepKeys:
+    """Keys and hyper-parameters of one step, and the scalar state of each key after it.
+
+    Args:
+        rule: Update rule of the optimizer, which says which state torch's step keeps.
+        pool: Pool whose stepper counts the steps of keys that torch steps no element of.
+        inputs: Everything that the step computes with.
+        may_fuse: Whether torch's fused step may be used for the groups that have one.
+    """
+
+    def __init__(
+        self, rule: UpdateRule, pool: UpdatePool, inputs: StepInputs, *, may_fuse: bool
+    ) -> None:
+        # Copied by value: a scheduler may change a tensor in place while the step is in progress.
+        self.groups: list[dict[str, Any]] = [
+            {k: _by_value(v) for k, v in g.items() if k not in ("params", "param_names")}
+            for g in inputs.groups
+        ]
+        """Hyper-parameters of each group."""
+        self.rules = [rule.rule(group) for group in self.groups]
+        """State that torch keeps for each group."""
+        self.of = _keys(inputs)
+        """Key of each parameter. Neighbours that have equal keys share one object."""
+        self._fused = [rule.fused(group) if may_fuse else None for group in self.groups]
+        self._pool = pool
+        self._before = list(inputs.scalars)
+        self._after: dict[Key, Scalars] = {}
+
+    def add_gradient(self, index: int) -> None:
+        """Note that a parameter that had no gradient has received one."""
+        self.of[index] = self.of[index]._replace(has_gradient=True)
+
+    def step(
+        self,
+        context: BlockContext,
+        key: Key,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        views: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Run torch's own step on some elements of a key, and record the key's scalar state.
+
+        Args:
+            context: Memory and stepper of the calling thread.
+            key: Key of the elements.
+            parameter: FP32, shape (n,); updated in place.
+            gradient: FP32, shape (n,).
+            views: State arrays, FP32, shape (n,), by name; updated in place.
+        """
+        group, fused = self.groups[key.group], self._fused[key.group]
+        # A new object for every block: otherwise torch's step would find the last block's .grad.
+        parameter = parameter.view(-1)
+        if key.scalars is None:
+            state = context.stepper.create(parameter, gradient, group)
+        elif fused is not None:
+            state = step_fused(context, parameter, gradient, views, key.scalars, fused)
+        else:
+            state = {**views, **write_scalars(key.scalars)}
+            context.stepper.apply(parameter, gradient, state, group)
+        for name, view in views.items():
+            value = state.get(name)
+            if value is None:
+                view.zero_()
+            elif value is not view:
+                view.copy_(value)
+        if key not in self._after:  # every block of a key ends with the same scalars
+            self._after[key] = read_scalars(state, self.rules[key.group])
+
+    def scalars_after(self, key: Key) -> Scalars:
+        """Return the scalar state of a key after the step.
+
+        If torch has stepped no element of the key yet, it counts the step now, on the calling
+        thread. Nothing else may use the pool meanwhile.
+        """
+        if key not in self._after:
+            self._count([key])
+        return self._after[key]
+
+    def finish(self) -> list[Scalars | None]:
+        """Return the scalar state of each parameter after the step.
+
+        Nothing else may use the pool meanwhile.
+        """
+        keys = {id(key): key for key in self.of}  # most parameters share theirs
+        missing = {k for k in keys.values() if k.has_gradient and k not in self._after}
+        if missing:  # only empty parameters have these keys: torch counts their steps all the same
+            self._count(missing)
+        after = {number: self._after[key] for number, key in keys.items() if key in self._after}
+        return [
+            after.get(id(key), before) for key, before in zip(self.of, self._before, strict=True)
+        ]
+
+    @property
+    def has_created_state(self) -> bool:
+        """Whether torch has created state in this step; known after `finish`."""
+        return any(key.is_new for key in self._after)
+
+    def _count(self, keys: Iterable[Key]) -> None:
+        self._pool.run_here(self._step_nothing, list(keys))
+
+    def _step_nothing(self, context: BlockContext, key: Key) -> None:
+        empty = torch.empty(0, dtype=torch.float32, device="cpu")
+        arrays = self.rules[key.group].arrays
+        self.step(context, key, empty, empty.clone(), {name: empty.clone() for name in arrays})
+
+
+def _keys(inputs: StepInputs) -> list[Key]:
+    keys: list[Key] = []
+    last: Key | None = None
+    given = zip(
+        inputs.layout.parameters, inputs.parameters, inputs.gradients, inputs.scalars, strict=True
+    )
+    for spec, parameter, gradient, scalars in given:
+        key = (spec.group, parameter.dtype, scalars, gradient is not None)
+        if key != last:
+            last = Key(*key)
+        keys.append(last)
+    return keys
+
+
+def _by_value(value: object) -> object:
+    # Every block reads the hyper-parameters. A read from a device would wait for the device's work.
+    if isinstance(value, torch.Tensor) and is_on_device(value):
+        return to_host(value)
+    return copy.deepcopy(value)

@@ -1,0 +1,128 @@
+"""One step of an optimizer by torch's own code, block by block. It can step every parameter.
+
+For each block:
+
+1. Take the master, or make it from the live parameter.
+2. Gather the gradient, upcast it, and decode the state.
+3. Run torch's step.
+4. Encode the state, and cast the master back into the live parameter.
+5. Digest the values to be stored.
+
+There is one call of torch's step per block, never one per parameter. Blocks are independent, and
+may run on several threads. The tensors are in host memory, or all on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.device.flat_tensors import FlatTensors
+from offload.format.arrays import MASTER, MASTER_LOW
+from offload.format.digests import Digests
+from offload.update import codecs
+from offload.update.blocks import Block, blocks, runs
+from offload.update.coder import StateCoder
+from offload.update.live_values import join, master_of, split_back
+from offload.update.pool import BlockContext
+from offload.update.step_code import Call, LoadedChunk, PieceNumbers
+from offload.update.step_inputs import StepInputs
+from offload.update.step_keys import StepKeys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchCall:
+    """One call of torch's step, for one block."""
+
+    step: TorchStep
+    block: Block
+    digests: Digests | None
+
+    def run(self, context: BlockContext) -> None:
+        """Step the block, and report the bytes that are final."""
+        self.step.update(context, self.block)
+        if self.digests is not None:
+            for name, stored in self.block.stored.items():
+                start = self.block.starts[name] * stored.itemsize
+                self.digests.written(name, start, start + stored.nbytes)
+
+
+class TorchStep:
+    """The part of one step that torch's own code takes; a `StepCode`.
+
+    Args:
+        keys: Keys of the parameters.
+        inputs: Everything that the step computes with.
+        live: Live parameters.
+        gradients: Gradients.
+    """
+
+    def __init__(
+        self, keys: StepKeys, inputs: StepInputs, live: FlatTensors, gradients: FlatTensors
+    ) -> None:
+        self._keys = keys
+        self._layout = inputs.layout
+        self._live = live
+        self._gradients = gradients
+        self._coder = StateCoder(inputs.layout, inputs.seed, inputs.step)
+        self._factors = inputs.factors
+
+    def why_not(self, group: int) -> str:  # noqa: ARG002
+        """Return an empty text: torch's code steps every group."""
+        return ""
+
+    def add_gradient(self, index: int) -> None:
+        """Do nothing: the parameter's key says that it has a gradient."""
+
+    def calls(
+        self, chunk: LoadedChunk, numbers: PieceNumbers
+    ) -> tuple[Sequence[Call], PieceNumbers]:
+        """Take all pieces. Those whose state does not change need no call."""
+        calls = [
+            TorchCall(self, block, chunk.digests)
+            for key, run in runs(self._layout, chunk.number, self._keys.of, numbers)
+            if key.is_updated  # otherwise, state that has been read is written back unchanged
+            for block in blocks(self._layout, chunk, key, run)
+        ]
+        return calls, numbers[:0]
+
+    def done(self, chunk: LoadedChunk) -> None:
+        """Do nothing: each call has already reported what it does not use any more."""
+
+    def update(self, context: BlockContext, block: Block) -> None:
+        """Step one block, or create its state if it has no gradient.
+
+        Args:
+            context: Memory and stepper of the calling thread.
+            block: The block, whose key must be updated.
+        """
+        key, stored = block.key, block.stored
+        views = self._live.views(block.pieces)
+        live = join(context, "live", views, key.dtype)
+        master = master_of(context, live, stored, is_new=key.is_new)
+        if not key.has_gradient:  # no state yet: begins with the live parameter and zeros
+            for name in stored.keys() - {MASTER}:
+                stored[name].zero_()
+            self._live.finish(block.pieces)
+            return
+        state = self._coder.load(
+            context, self._keys.rules[key.group].arrays, stored, block.pieces, new=key.is_new
+        )
+        gradient = join(
+            context, "gradient", self._gradients.views(block.pieces), torch.float32, distinct=True
+        )
+        for factor in self._factors:  # in other memory: an FP32 gradient may be the user's own
+            scaled = context.buffer("scaled", torch.float32, len(gradient))
+            gradient = torch.mul(gradient, factor, out=scaled)
+        self._keys.step(context, key, master, gradient, state)
+        self._coder.store(context, state, stored, block.pieces, block.first)
+        if MASTER_LOW in stored:
+            codecs.split_master(master, live, stored[MASTER_LOW], scratch=context.scratch)
+        elif master is not live:
+            live.copy_(master)
+        if len(views) > 1:
+            split_back(live, views)
+        self._live.finish(block.pieces)
+        self._gradients.finish(block.pieces)
