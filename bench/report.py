@@ -317,7 +317,8 @@ def _draw(runs: list[Run], folder: Path) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for bench, title in _TITLES.items():
         own = [r for r in runs if r["bench"] == bench]
-        if not own or bench == "frozen":  # of bytes that nearly do not vary a table says more
+        # A table says more of bytes that nearly do not vary, and of counts.
+        if not own or bench in ("frozen", "same_bits"):
             continue
         out[bench] = folder / f"performance-{bench}.svg"
         if bench == "finetune":

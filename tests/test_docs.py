@@ -79,7 +79,7 @@ def test_a_torch_without_cuda_is_installed_before_the_package_that_would_bring_a
 
 
 def test_the_figures_beside_deepspeed_are_those_of_the_recorded_run() -> None:
-    (file,) = (ROOT / "bench/results").glob("*-peers-deepspeed-64Mi.json")
+    (file,) = (ROOT / "bench/results").glob("*-peers-deepspeed-128Mi.json")
     run = json.loads(file.read_text())
     samples = run["samples"]
     added = {
