@@ -25,6 +25,7 @@ from offload.format.arrays import (
     CountsFrom,
     array_format,
 )
+from offload.format.boxes import Cut
 from offload.format.chunk_plan import ArrayShare, ChunkPlan, Piece
 from offload.format.header import DTYPE_BYTES, Header, build_header
 
@@ -46,6 +47,15 @@ class ParameterSpec:
 
     arrays: tuple[str, ...]
     """State arrays of the parameter on storage. There is a master only if `dtype` is not F32."""
+
+    cut: Cut | None = None
+    """Box of the parameter that is stepped here, if other ranks step the rest; None for a whole
+    parameter. `shape` is the shape of the box then."""
+
+    @property
+    def stored_name(self) -> str:
+        """Name of the parameter or of its box in state files: ``weight``, ``weight[2:4, 0:16]``."""
+        return self.name if self.cut is None else self.name + self.cut.box.notation()
 
     @property
     def num_elements(self) -> int:
@@ -184,9 +194,11 @@ class Layout:
             p = self.parameters[index]
             num_values = self._num_values_of(array, Piece(index, start, stop, 0))
             if stop - start < p.num_elements:
-                entries.append((f"{p.name}[{start}:{stop}]", form.dtype, (num_values,)))
+                entries.append((f"{p.stored_name}[{start}:{stop}]", form.dtype, (num_values,)))
             else:
-                entries.append((p.name, form.dtype, p.shape if form.block == 1 else (num_values,)))
+                entries.append(
+                    (p.stored_name, form.dtype, p.shape if form.block == 1 else (num_values,))
+                )
         return entries
 
     @cached_property

@@ -1,0 +1,117 @@
+"""Boxes of parameters: the unit in which many ranks divide a model and its state. Pure arithmetic.
+
+A box is a rectangular range of a parameter: an offset and a size in each dimension. A rank of DDP
+steps whole parameters or rows of them, and a rank of FSDP2 steps its local shards; both are boxes.
+torch.distributed.checkpoint and the sharded files of Hugging Face describe shards in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """A rectangular range of elements of a tensor.
+
+    Boxes are ordered by their offsets, then by their sizes.
+
+    Args:
+        offsets: First element in each dimension.
+        sizes: Number of elements in each dimension. A box with a size of 0 is empty.
+
+    Raises:
+        ValueError: Offsets and sizes have different lengths, or a number is negative.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.sizes) or min((*self.offsets, *self.sizes), default=0) < 0:
+            raise ValueError(
+                f"offsets {self.offsets} and sizes {self.sizes} are no box: expected one "
+                "non-negative offset and one non-negative size for each dimension"
+            )
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Return the box of all elements of a tensor with a shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """One past the last element in each dimension."""
+        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements; 1 for the box of a 0-d tensor."""
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index that selects the box in a tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return whether the box lies within a tensor with a shape."""
+        return len(shape) == len(self.sizes) and all(
+            stop <= n for stop, n in zip(self.stops, shape, strict=True)
+        )
+
+    def intersection(self, other: Box) -> Box | None:
+        """Return the elements that both boxes have; None if there are none."""
+        if len(self.sizes) != len(other.sizes):
+            return None
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        stops = tuple(map(min, self.stops, other.stops))
+        if any(stop <= offset for offset, stop in zip(offsets, stops, strict=True)):
+            return None
+        return Box(offsets, tuple(s - o for o, s in zip(offsets, stops, strict=True)))
+
+    def contiguous_range(self, shape: Sequence[int]) -> tuple[int, int] | None:
+        """Return the range of the box in a contiguous tensor of a shape, in elements.
+
+        Returns:
+            The first element, and one past the last; None if the elements are not adjacent. The
+            range of an empty box is (0, 0).
+        """
+        if self.num_elements == 0:
+            return 0, 0
+        # Dimensions behind the first one that is cut must be whole, or have one element in front.
+        cut = [d for d, (size, n) in enumerate(zip(self.sizes, shape, strict=True)) if size < n]
+        if cut and any(size != 1 for size in self.sizes[: cut[-1]]):
+            return None
+        start = 0
+        for offset, n in zip(self.offsets, shape, strict=True):
+            start = start * n + offset
+        return start, start + self.num_elements
+
+    def notation(self) -> str:
+        """Return the box as an index: ``[2:4, 0:16]``, and ``[2:4,]`` for a vector.
+
+        The comma of a vector's box tells it apart from a flat range of elements, ``[2:4]``.
+        """
+        parts = [f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True)]
+        return f"[{parts[0]},]" if len(parts) == 1 else f"[{', '.join(parts)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A box together with the shape of the parameter that it was cut from.
+
+    Raises:
+        ValueError: The box does not lie within the shape.
+    """
+
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+
+    box: Box
+
+    def __post_init__(self) -> None:
+        if not self.box.fits(self.shape):
+            raise ValueError(f"the box {self.box.notation()} is not within the shape {self.shape}")
