@@ -35,6 +35,7 @@ from offload.format.header import TensorEntry
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import part_sizes
+from offload.format.rank_states import split_ranks
 from offload.format.train_state import (
     EncodedState,
     TrainStateFormatError,
@@ -72,11 +73,14 @@ class Checkpoint:
         *,
         lock: Lock | None = None,
         resources: ExitStack | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         self._backend = backend
         self._lock = lock
         self._resources = resources or ExitStack()
         """Resources that `close` closes: the backend, unless the caller has passed it in."""
+        self._rank, self._num_ranks = rank, num_ranks
         self._train_state: object = _UNREAD
         self._part_directories = parts
         self.manifest = manifest
@@ -183,6 +187,10 @@ class Checkpoint:
     def train_state(self) -> Any:
         """The value that was passed to `checkpoint(train_state=...)`; read once, then kept.
 
+        If several ranks made the checkpoint, each of them has passed a value of its own. The
+        checkpoint that `OffloadedOptimizer.restore` returns has the value of the calling rank, if
+        as many ranks run now. All other checkpoints have the value of rank 0; see `train_states`.
+
         Raises:
             offload.errors.DamagedError: The train state is damaged or belongs to another
                 checkpoint.
@@ -192,14 +200,25 @@ class Checkpoint:
             TrainStateTagError: A later version of this package wrote the train state.
         """
         if self._train_state is _UNREAD:
-            self._train_state = self._decode_train_state()
+            states = self._decode_train_states()
+            is_own = len(states) == self._num_ranks
+            self._train_state = states[self._rank if is_own else 0]
         return self._train_state
 
-    def _decode_train_state(self) -> object:
+    @property
+    def train_states(self) -> list[Any]:
+        """The value that each rank passed to `checkpoint(train_state=...)`, in their order.
+
+        A checkpoint of one process has one value. The file is read at each use, with the errors of
+        `train_state`.
+        """
+        return self._decode_train_states()
+
+    def _decode_train_states(self) -> list[Any]:
         stored = self.read_train_state()
         path = f"{self.path}/{TRAIN_STATE_NAME}"
         try:
-            return decode(stored)
+            return [decode(state) for state in split_ranks(stored)]
         except TrainStateTagError as error:  # written by a later version, not damaged
             raise TrainStateTagError(f"{path}: {error}") from error
         except TrainStateFormatError as error:
@@ -257,7 +276,7 @@ class Checkpoint:
                 if replace(found, metrics={}).digest != replace(self.manifest, metrics={}).digest:
                     path = f"{self.path}/{MANIFEST_NAME}"
                     findings.problems.append(f"{path}: replaced since it was opened")
-                self._decode_train_state()
+                self._decode_train_states()
             except (CheckpointError, StorageError) as error:
                 findings.add(error)
             try:
