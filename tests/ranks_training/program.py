@@ -1,0 +1,179 @@
+"""One rank of a training whose bits are compared with the same training in memory.
+
+python -m tests.ranks_training.program DIRECTORY CASE    # on every rank; CASE is a JSON object
+
+The plain training steps FP32 masters in memory, from the first step to the last. It prepares a
+model in the same way, so that reductions over the ranks are the same. The offloaded training may be
+stopped and resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import offload
+from offload import DriveTuning, Options
+from tests.numerics.reference import bits
+
+
+@dataclass
+class Case:
+    """What a run does."""
+
+    kind: str = "ddp"
+    """``ddp``, ``fsdp2``, or ``fsdp2-mixed`` with FP32 shards and a mixed-precision policy."""
+
+    optimizer: str = "AdamW"
+    hyper: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
+    first: int = 1
+    """First step of this run; if it is not 1, the run continues from the checkpoint before it."""
+
+    last: int = 6
+    seals: list[int] = field(default_factory=lambda: [3, 6])
+    options: dict[str, Any] = field(default_factory=dict)
+    clip: float | None = None
+    accumulate: int = 1
+    """Backwards for one step; all but the last without reduction."""
+
+
+class Model(torch.nn.Module):
+    """Small layers of uneven sizes, a frozen parameter, an unused one, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(12, 17)
+        self.norm = torch.nn.LayerNorm(17)
+        self.second = torch.nn.Linear(17, 3, bias=False)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.frozen = torch.nn.Parameter(torch.randn(5), requires_grad=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output, and count the calls."""
+        self.seen += 1
+        return self.second(torch.nn.functional.gelu(self.norm(self.first(x)))) * self.scale
+
+
+class Masters:
+    """The optimizer in memory: FP32 masters of the local memory of each parameter."""
+
+    def __init__(self, model: torch.nn.Module, case: Case) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._masters = [local(p).detach().float() for p in self._parameters]
+        optimizer = getattr(torch.optim, case.optimizer)
+        self.inner = optimizer(
+            [m for m in self._masters if m.numel()] or [torch.zeros(1)], **case.hyper
+        )
+
+    def step(self) -> None:
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            gradient = parameter.grad
+            master.grad = None if gradient is None else local(gradient).detach().float()
+        self.inner.step()
+        with torch.no_grad():
+            for parameter, master in zip(self._parameters, self._masters, strict=True):
+                if master.grad is not None:
+                    local(parameter).copy_(master)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def prepare(case: Case) -> torch.nn.Module:
+    """Return a model with the same values on all ranks, ready for several ranks."""
+    torch.manual_seed(7)
+    model = Model()
+    if case.kind == "ddp":
+        return DistributedDataParallel(model.bfloat16())
+    if case.kind == "fsdp2":
+        model.bfloat16()
+        policy = MixedPrecisionPolicy()
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in (model.first, model.second):
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def backward(model: torch.nn.Module, case: Case, step: int, rank: int) -> None:
+    """Compute the gradients of a step from data that differ between the ranks."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    dtype = torch.bfloat16 if case.kind != "fsdp2-mixed" else torch.float32
+    for number in range(case.accumulate):
+        is_last = number == case.accumulate - 1
+        x = torch.randn(4, 12, generator=generator).to(dtype)
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = is_last
+        else:
+            model.set_requires_gradient_sync(is_last)
+        model(x).float().square().mean().backward()
+    if case.clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+
+
+def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the bits of this rank's memory, by name."""
+    return {name: bits(local(p)).clone() for name, p in model.named_parameters()}
+
+
+def main(directory: Path, case: Case) -> dict[str, Any]:
+    """Train; return what the test looks at."""
+    rank = dist.get_rank()
+    plain, expected = prepare(case), {}
+    masters = Masters(plain, case)
+    for step in range(1, case.last + 1):
+        plain.zero_grad()
+        backward(plain, case, step, rank)
+        masters.step()
+        expected[step] = values(plain)
+
+    model = prepare(case)
+    optimizer = getattr(offload, case.optimizer)(
+        model.parameters(),
+        directory=directory,
+        model=model,
+        options=Options(
+            allow_volatile=True,
+            chunk_bytes=4096,
+            drives=DriveTuning(calibrate=False),
+            **case.options,
+        ),
+        **case.hyper,
+    )
+    found: dict[str, Any] = {"different": []}
+    if case.first > 1:
+        checkpoint = optimizer.restore()
+        found["resumed"] = [checkpoint.step, checkpoint.train_state]
+        if any(not torch.equal(v, expected[case.first - 1][n]) for n, v in values(model).items()):
+            found["different"].append("restored")
+    for step in range(case.first, case.last + 1):
+        optimizer.zero_grad()
+        backward(model, case, step, rank)
+        optimizer.step()
+        for name, value in values(model).items():
+            if not torch.equal(value, expected[step][name]):
+                found["different"].append([step, name])
+        if step in case.seals:
+            handle = optimizer.checkpoint(train_state={"step": step, "rank": rank})
+    found["sealed"] = handle.result().step if case.seals else None
+    optimizer.close()
+    return found
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.use_deterministic_algorithms(mode=True)
+    print(json.dumps(main(Path(sys.argv[1]), Case(**json.loads(sys.argv[2])))), flush=True)
+    dist.destroy_process_group()
