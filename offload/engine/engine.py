@@ -21,7 +21,7 @@ from offload.format.train_state import encode
 from offload.format.unreadable import as_unreadable
 from offload.store.directories import NOTHING_CHANGED
 from offload.store.frozen_space import FrozenSpace
-from offload.store.store import Store
+from offload.store.state_store import StateStore
 from offload.units import size
 
 
@@ -39,7 +39,7 @@ class Engine:
     def __init__(self, state: TrainingState, strategy: StepStrategy) -> None:
         self.state = state
         self.strategy = strategy
-        self.store: Store = state.store
+        self.store: StateStore = state.store
         self.frozen_space = FrozenSpace(state.store)
 
     @property
@@ -60,7 +60,7 @@ class Engine:
             sealed=slot is not None and (sealing or state.slots.sealed is not None),
         )
 
-    def open_store(self) -> Store:
+    def open_store(self) -> StateStore:
         """Return the store, which this process has open.
 
         Raises:

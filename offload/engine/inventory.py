@@ -6,21 +6,21 @@ from offload.checkpoint.listing import CheckpointInfo, info_of
 from offload.engine.reference import Position, find_sealed
 from offload.retention.pins import FoundPins
 from offload.store.opening import StoredCheckpoint
-from offload.store.store import Store
+from offload.store.state_store import StateStore
 
 
-def describe_checkpoints(store: Store) -> list[CheckpointInfo]:
+def describe_checkpoints(store: StateStore) -> list[CheckpointInfo]:
     """Return the usable checkpoints of a store; see `OffloadedOptimizer.checkpoints`."""
     pins = store.keeping.pins()
     return [_info(store, checkpoint, pins) for checkpoint in store.keeping.current]
 
 
-def pinned_paths(store: Store) -> dict[str, str]:
+def pinned_paths(store: StateStore) -> dict[str, str]:
     """Return the path of the checkpoint of each pin, by name; see `OffloadedOptimizer.pins`."""
     return {pin.name: f"{store.directory}/{pin.checkpoint}" for pin in store.keeping.pins().pins}
 
 
-def find_checkpoint(store: Store, wanted: Position, present: Position) -> CheckpointInfo:
+def find_checkpoint(store: StateStore, wanted: Position, present: Position) -> CheckpointInfo:
     """Return the checkpoint that a reference names; see `OffloadedOptimizer.find`.
 
     Args:
@@ -35,6 +35,6 @@ def find_checkpoint(store: Store, wanted: Position, present: Position) -> Checkp
     return _info(store, find_sealed(store, wanted, present), store.keeping.pins())
 
 
-def _info(store: Store, checkpoint: StoredCheckpoint, pins: FoundPins) -> CheckpointInfo:
+def _info(store: StateStore, checkpoint: StoredCheckpoint, pins: FoundPins) -> CheckpointInfo:
     parts = store.directories[1:]
     return info_of(store.backend, checkpoint.path, checkpoint.manifest, parts, pins)

@@ -7,7 +7,7 @@ import os
 
 from offload.engine.caller_hints import how_to_resume
 from offload.errors import BrokenOptimizerError, NotRestoredError, OffloadError, reason_of
-from offload.store.store import Store
+from offload.store.state_store import StateStore
 from offload.stream.memory import WorkingMemory
 
 _log = logging.getLogger("offload")
@@ -23,7 +23,7 @@ class Lifecycle:
             the store has no checkpoints.
     """
 
-    def __init__(self, store: Store, memory: WorkingMemory, *, decided: bool) -> None:
+    def __init__(self, store: StateStore, memory: WorkingMemory, *, decided: bool) -> None:
         self.store = store
         self._memory = memory
         self.decided = decided

@@ -17,7 +17,7 @@ import torch
 
 from offload.errors import MismatchError
 from offload.store.opening import StoredCheckpoint
-from offload.store.store import Store
+from offload.store.state_store import StateStore
 
 REFERENCE_FORMAT = "offload-reference-2"
 _PREFIX = "offload-reference"
@@ -130,7 +130,7 @@ def read_reference(
     return Position(**{key: state_dict[key] for key in kinds}), groups
 
 
-def find_referenced(store: Store, wanted: Position, present: Position) -> StoredCheckpoint:
+def find_referenced(store: StateStore, wanted: Position, present: Position) -> StoredCheckpoint:
     """Return the sealed checkpoint that a reference names, if it is the store's newest.
 
     Args:
@@ -150,7 +150,7 @@ def find_referenced(store: Store, wanted: Position, present: Position) -> Stored
     return checkpoint
 
 
-def find_sealed(store: Store, wanted: Position, present: Position) -> StoredCheckpoint:
+def find_sealed(store: StateStore, wanted: Position, present: Position) -> StoredCheckpoint:
     """Return the sealed checkpoint that a reference names, whether or not there are newer ones.
 
     Args:
@@ -197,7 +197,7 @@ def find_sealed(store: Store, wanted: Position, present: Position) -> StoredChec
 
 
 def _never_sealed(
-    store: Store, wanted: Position, present: Position, usable: Sequence[StoredCheckpoint]
+    store: StateStore, wanted: Position, present: Position, usable: Sequence[StoredCheckpoint]
 ) -> str:
     """Return the message about a state that was not sealed when a reference to it was made."""
     named = (wanted.store, wanted.step, wanted.generation)

@@ -14,7 +14,7 @@ from offload.model.model_file import BlockBuffers, ModelImage, digest_model
 from offload.model.parameters import Stored
 from offload.model.table import ParameterTable
 from offload.store.opening import StoredCheckpoint
-from offload.store.store import Store
+from offload.store.state_store import StateStore
 
 
 def is_unchanged(
@@ -47,7 +47,7 @@ def is_unchanged(
 
 
 def replace_train_state(
-    store: Store,
+    store: StateStore,
     sealed: StoredCheckpoint,
     encoded: EncodedState,
     metrics: Mapping[str, float] | None,

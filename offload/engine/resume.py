@@ -22,7 +22,7 @@ from offload.model.parameters import Stored
 from offload.store.opening import StoredCheckpoint
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slot import Slot
-from offload.store.store import Store
+from offload.store.state_store import StateStore
 from offload.stream.state_check import check_state
 from offload.units import duration, said_once, seen_from, size
 
@@ -140,7 +140,7 @@ def resume(
 
 
 def _choose(
-    store: Store, which: int | str | None, *, discard_newer: bool
+    store: StateStore, which: int | str | None, *, discard_newer: bool
 ) -> StoredCheckpoint | None:
     """Return the checkpoint to restore; None if there is none and none was asked for.
 
@@ -177,7 +177,7 @@ def _choose(
 
 
 def _give_up_damaged(
-    store: Store, damaged: StoredCheckpoint, error: DamagedError, which: int | str | None
+    store: StateStore, damaged: StoredCheckpoint, error: DamagedError, which: int | str | None
 ) -> StoredCheckpoint | None:
     """Quarantine a damaged checkpoint, and choose the newest one left, with a warning.
 

@@ -35,7 +35,7 @@ from offload.model.parameters import Stored
 from offload.model.table import ParameterTable
 from offload.store.sealing import Composition, compose
 from offload.store.slot import Slot
-from offload.store.store import Store
+from offload.store.state_store import StateStore
 from offload.stream.meter import Meter
 from offload.stream.streamer import Flush
 from offload.units import duration, size
@@ -134,7 +134,7 @@ class Seal:
 
     def __init__(
         self,
-        store: Store,
+        store: StateStore,
         slot: Slot,
         captured: Captured,
         buffers: BlockBuffers,
@@ -264,8 +264,7 @@ class Seal:
         )
         self._model_bytes = written.written_bytes
         self._flush.wait()
-        with self._store.sealing.prepare(slot, self._composition, written.digests) as prepared:
-            stored = self._store.sealing.publish(prepared)
+        stored = self._store.sealing.seal(slot, self._composition, written.digests)
         parts = self._store.directories[1:]
         return Checkpoint(self._store.backend, stored.path, stored.manifest, parts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.format.layout import Layout
 from offload.store.opening import StoredCheckpoint
 from offload.store.slot import Slot
-from offload.store.store import Store
+from offload.store.state_store import StateStore
 
 
 class StateSlots:
@@ -23,7 +23,7 @@ class StateSlots:
         store: Store that has the slots.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: StateStore) -> None:
         self._store = store
         self.present: Slot | None = None
         self.is_working = False

@@ -167,8 +167,7 @@ def import_checkpoint(
             )
             model_digests = _write_model(drives, slot, foreign, parameters)
             store.sealing.begin(composition.manifest)
-            with store.sealing.prepare(slot, composition, model_digests) as prepared:
-                stored = store.sealing.publish(prepared)
+            stored = store.sealing.seal(slot, composition, model_digests)
         except BaseException:
             store.sealing.end()
             store.release(slot)

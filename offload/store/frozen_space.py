@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from offload.format.layout import Layout
-from offload.store.store import Store
+from offload.store.state_store import StateStore
 
 _LEAST_BYTES = 1 << 30
 """Smallest number of frozen bytes in a checkpoint that is worth a warning."""
@@ -22,7 +22,7 @@ class FrozenSpace:
         store: Store that will hold the checkpoints.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: StateStore) -> None:
         self._store = store
         self._has_looked = False
 

@@ -21,11 +21,11 @@ from offload.errors import CheckpointError, DamagedError
 from offload.format.unreadable import reading
 from offload.store.opening import StoredCheckpoint
 from offload.store.quarantine import verify_and_mark
-from offload.store.store import Store
+from offload.store.state_store import StateStore
 from offload.units import part_options
 
 
-def try_to_quarantine(store: Store, damaged: StoredCheckpoint, error: DamagedError) -> str:
+def try_to_quarantine(store: StateStore, damaged: StoredCheckpoint, error: DamagedError) -> str:
     """Quarantine a damaged checkpoint, unless a newer one is quarantined already.
 
     Args:

@@ -223,6 +223,16 @@ class Sealing:
             self.incoming = None
             self._changed.notify_all()
 
+    def seal(
+        self, slot: Slot, composition: Composition, model_digests: Sequence[str]
+    ) -> StoredCheckpoint:
+        """Make a written slot the newest checkpoint; durable on return.
+
+        This is `prepare` and `publish`, with their arguments and errors.
+        """
+        with self.prepare(slot, composition, model_digests) as prepared:
+            return self.publish(prepared)
+
     def prepare(
         self, slot: Slot, composition: Composition, model_digests: Sequence[str]
     ) -> Prepared:

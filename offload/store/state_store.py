@@ -1,0 +1,202 @@
+"""The store as the training state uses it: what a store of one process and one of ranks offer.
+
+`offload.store.store.Store` is the store of one process. `offload.distributed` has the store of a
+rank, in which these calls are agreed with all other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from gds import Backend
+from offload.format.layout import Layout
+from offload.format.manifest import Manifest
+from offload.format.train_state import EncodedState
+from offload.journal import Journal
+from offload.retention.pins import FoundPins
+from offload.store.opening import StoredCheckpoint
+from offload.store.sealing import Composition
+from offload.store.slot import Slot
+
+
+class Keeper(Protocol):
+    """Retention policy and pins of a store; see `offload.store.expiry.Keeping`."""
+
+    @property
+    def current(self) -> list[StoredCheckpoint]:
+        """Usable checkpoints that no fresh start has given up."""
+        ...
+
+    def pins(self) -> FoundPins:
+        """Read the pins from the drive."""
+        ...
+
+    def num_slots(self) -> int:
+        """Return the number of slots that retention is sure to need."""
+        ...
+
+    def warn(self, refused: Sequence[str]) -> None:
+        """Warn about pins of checkpoints that do not exist."""
+        ...
+
+    def warn_unranked(self, step: int, metrics: Collection[str]) -> None:
+        """Warn if a checkpoint lacks a metric that the policy ranks by."""
+        ...
+
+    def pin(self, name: str, which: int | str | None = None) -> None:
+        """Pin a checkpoint, durably."""
+        ...
+
+    def unpin(self, name: str) -> None:
+        """Remove a pin, durably."""
+        ...
+
+    def require_no_newer_pins(self, checkpoint: StoredCheckpoint) -> None:
+        """Raise `PinError` if a checkpoint newer than the given one is pinned."""
+        ...
+
+    def require_replaceable(self, path: str) -> None:
+        """Raise an error if a checkpoint is at a path and may not be replaced."""
+        ...
+
+
+class Sealer(Protocol):
+    """What turns a written slot into a checkpoint; see `offload.store.sealing.Sealing`."""
+
+    def path_of(self, step: int) -> str:
+        """Return the path that the checkpoint of a step has."""
+        ...
+
+    def begin(self, manifest: Manifest) -> None:
+        """Record that a seal is in flight."""
+        ...
+
+    def end(self) -> None:
+        """Record that no seal is in flight."""
+        ...
+
+    def seal(
+        self, slot: Slot, composition: Composition, model_digests: Sequence[str]
+    ) -> StoredCheckpoint:
+        """Make a slot the newest checkpoint; durable on return."""
+        ...
+
+
+class StateStore(Protocol):
+    """Checkpoints, slots and locks of a training; see `offload.store.store.Store`."""
+
+    @property
+    def backend(self) -> Backend:
+        """Backend of the first directory."""
+        ...
+
+    @property
+    def directory(self) -> str:
+        """Absolute path of the first directory."""
+        ...
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """Absolute paths of all directories, one on each drive."""
+        ...
+
+    @property
+    def store_id(self) -> str:
+        """Identity of the store."""
+        ...
+
+    @property
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """All usable checkpoints, oldest first."""
+        ...
+
+    @property
+    def refused(self) -> list[tuple[str, str]]:
+        """Paths that look like checkpoints but are not usable, each with the reason."""
+        ...
+
+    @property
+    def newest(self) -> StoredCheckpoint | None:
+        """Usable checkpoint of the highest generation, or None; superseded ones do not count."""
+        ...
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether a rename or sync has failed in this process."""
+        ...
+
+    @property
+    def journal(self) -> Journal:
+        """Events that are logged when this process holds none of the store's locks."""
+        ...
+
+    @property
+    def keeping(self) -> Keeper:
+        """Retention policy and pins."""
+        ...
+
+    @property
+    def sealing(self) -> Sealer:
+        """What turns written slots into checkpoints."""
+        ...
+
+    def find(self, which: int | str) -> StoredCheckpoint:
+        """Return the checkpoint with a step number, or with a path or directory name."""
+        ...
+
+    def warn_of_lost(self) -> None:
+        """Warn of checkpoints that were found unusable because of other programs."""
+        ...
+
+    def refresh(self, *, warn_of_refused: bool = True) -> None:
+        """Compare `checkpoints` with the drives."""
+        ...
+
+    def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
+        """Return whether a checkpoint with open files is unchanged and not quarantined."""
+        ...
+
+    def is_in_place(self, slot: Slot) -> bool:
+        """Return whether a slot's open files are under its name."""
+        ...
+
+    def require_space(self, layout: Layout, num_groups: int) -> None:
+        """Check that the drives have room for all slots that retention is sure to need."""
+        ...
+
+    def acquire(self, layout: Layout, num_groups: int) -> Slot:
+        """Return a slot to write the next generation into."""
+        ...
+
+    def release(self, slot: Slot) -> None:
+        """Take back a slot that was acquired and will not be sealed."""
+        ...
+
+    def expire(self) -> None:
+        """Free a slot for the next step if none is free."""
+        ...
+
+    def replace_train_state(self, checkpoint: StoredCheckpoint, train_state: EncodedState) -> None:
+        """Replace a checkpoint's train state atomically; durable on return."""
+        ...
+
+    def replace_manifest(self, checkpoint: StoredCheckpoint, manifest: Manifest) -> None:
+        """Replace a checkpoint's manifest atomically; durable on return."""
+        ...
+
+    def slot_of(self, checkpoint: StoredCheckpoint) -> Slot:
+        """Return a checkpoint's open files."""
+        ...
+
+    def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
+        """Exclude a damaged checkpoint from use, durably."""
+        ...
+
+    def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
+        """Withdraw, durably, every checkpoint that is newer than the given one."""
+        ...
+
+    def close(self) -> None:
+        """Close all files and release the locks. Idempotent."""
+        ...
