@@ -20,6 +20,7 @@ from offload.ambient import in_neutral
 from offload.device.boundary import HOST
 from offload.device.compute import Compute
 from offload.engine.lifecycle import Lifecycle
+from offload.engine.ranks import Alone, Ranks
 from offload.engine.seal import Captured, Seal, SealHandle
 from offload.engine.working_slot import StateSlots
 from offload.errors import OffloadError
@@ -30,7 +31,6 @@ from offload.options import Options
 from offload.placement.choose import PlacementChooser
 from offload.retention.policy import Retention
 from offload.store.slot import Slot
-from offload.store.store import Store
 from offload.stream.drives import Drives
 from offload.stream.memory import WorkingMemory
 from offload.stream.meter import Meter
@@ -73,6 +73,7 @@ class TrainingState:
         fresh: Whether to start over although the store has checkpoints.
         options: Settings of the machine.
         device: Device that the parameters are on now; None for host memory.
+        ranks: Ranks that train together; None if this process trains alone.
 
     Raises:
         StoreError: The directories cannot be used; says why.
@@ -89,8 +90,10 @@ class TrainingState:
         fresh: bool,
         options: Options,
         device: torch.device | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.rule = rule
+        self.ranks = Alone() if ranks is None else ranks
         self.pool = UpdatePool(rule, slow=options.state_dtype != "float32")
         self.kernel = choose_kernel(rule.optimizer_class, options.state_dtype)
         """Code that updates the state on a CPU."""
@@ -103,18 +106,8 @@ class TrainingState:
         self.memory = WorkingMemory(self.drives, options, self.meter)
         self._placement = PlacementChooser(options, rule, self.pool, self.drives)
         try:
-            backends = self.drives.backends
-            self.store = store = Store(
-                backends[0],
-                directories[0],
-                list(zip(backends, directories, strict=True))[1:],
-                keep=keep,
-                fresh=fresh,
-                train_state_bytes=options.train_state_bytes,
-                reader_timeout_s=options.reader_timeout_s,
-                allow_volatile=options.allow_volatile,
-                allow_remote=options.allow_remote,
-            )
+            drives = list(zip(self.drives.backends, directories, strict=True))
+            self.store = store = self.ranks.open_store(drives, keep, options, fresh=fresh)
             newest = store.newest
             self.table.shares = newest.manifest.layout.shares if newest else self.drives.shares()
         except BaseException:
@@ -231,6 +224,8 @@ class TrainingState:
         seal = self.seal
         if seal is None or not (wait or seal.handle.done()):
             return
+        if not wait and self.ranks.size > 1:
+            return  # ranks would learn of it at different steps
         with self.meter.timed("wait_seal_s"):
             seal.handle.wait()  # an interrupt leaves `seal` set, with the seal in flight
         self.seal = None
@@ -280,6 +275,7 @@ class TrainingState:
                     releases.callback(self.meter.trace.write)
                 releases.callback(self.drives.close)
                 releases.callback(self.store.close)
+                releases.callback(self.ranks.close)
                 releases.callback(self.pool.close)
                 releases.callback(self.slots.close)
             self.lifecycle.released = True
