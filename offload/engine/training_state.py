@@ -25,6 +25,7 @@ from offload.engine.working_slot import StateSlots
 from offload.errors import OffloadError
 from offload.format.layout import Layout
 from offload.model.model_file import BlockBuffers
+from offload.model.shards import Shards
 from offload.model.table import ParameterTable
 from offload.options import Options
 from offload.placement.choose import PlacementChooser
@@ -73,6 +74,8 @@ class TrainingState:
         fresh: Whether to start over although the store has checkpoints.
         options: Settings of the machine.
         device: Device that the parameters are on now; None for host memory.
+        shards: Function that returns this rank's part of a tensor of the model; None if this
+            process trains alone.
 
     Raises:
         StoreError: The directories cannot be used; says why.
@@ -89,6 +92,7 @@ class TrainingState:
         fresh: bool,
         options: Options,
         device: torch.device | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.rule = rule
         self.pool = UpdatePool(rule, slow=options.state_dtype != "float32")
@@ -97,7 +101,9 @@ class TrainingState:
         self.update_code = self.kernel.code
         """Code of the newest step, in words."""
         self.options = options
-        self.table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
+        self.table = ParameterTable(
+            rule, model, options.chunk_elements, options.state_format, shards=shards
+        )
         self.meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
         self.drives = Drives(directories, options, self.meter.trace, device)
         self.memory = WorkingMemory(self.drives, options, self.meter)
@@ -159,7 +165,7 @@ class TrainingState:
     def block_buffers(self) -> BlockBuffers:
         """Return the buffers of ``model.safetensors``, ready for the parameters' devices."""
         blocks = self.memory.blocks(self.layout)
-        return blocks.page_lock_for({t.tensor.device for t in self.table.trainables} - {HOST})
+        return blocks.page_lock_for({t.parameter.device for t in self.table.trainables} - {HOST})
 
     def choose_device(
         self, groups: Groups, layout: Layout, trainables: Sequence[Any]

@@ -173,7 +173,7 @@ class BesideForward:
     def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
         pass_ended(self._state, state_pass, scalars)
         # This comes before any thread that waits for the pass can edit a parameter.
-        self._versions = {t.spec.name: t.tensor._version for t in self._state.table.trainables}
+        self._versions = {t.spec.name: t.memory._version for t in self._state.table.trainables}
 
     def _move(self, gradients: Sequence[torch.Tensor | None], num_copied: int) -> None:
         """Remove the gradients from their parameters, and count their bytes.
@@ -185,7 +185,7 @@ class BesideForward:
         num_bytes = 0
         for trainable, gradient in zip(self._state.table.trainables, gradients, strict=True):
             if gradient is not None:
-                trainable.tensor.grad = None
+                trainable.parameter.grad = None
                 num_bytes += gradient.nbytes
         meter = self._state.meter
         meter.moved_gradient_bytes = max(meter.moved_gradient_bytes, num_bytes)
@@ -211,7 +211,8 @@ class BesideForward:
         model = self._state.table.model
         buffers = set(map(id, model.buffers())) if model is not None else set()
         if any(
-            item.is_alias or (item.by_value and id(item.tensor) not in buffers) for item in stored
+            item.is_alias or (item.by_value and id(item.parameter) not in buffers)
+            for item in stored
         ):
             return None
         return capture(
