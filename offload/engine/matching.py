@@ -103,6 +103,13 @@ def match_checkpoint(
     for name in live.keys() & held - saved_specs.keys():
         del live[name]  # it was frozen in the checkpoint, and joins with the next step
     live |= _not_given(manifest, restored, model, rule, state_format, live.keys(), path, shards)
+    for name, spec in saved_specs.items():
+        if name in live and live[name].spec.cut != spec.cut:
+            raise MismatchError(
+                f"{path} has the state of {spec.stored_name!r}, this rank steps "
+                f"{live[name].spec.stored_name!r}: resume with as many ranks as it was made with, "
+                "and the same sharding"
+            )
     check_same(
         {n: (s.dtype, s.shape) for n, s in saved_specs.items()},
         {n: (t.spec.dtype, t.spec.shape) for n, t in live.items()},
@@ -110,12 +117,6 @@ def match_checkpoint(
         **_ADVICE,
     )
     for name, spec in saved_specs.items():
-        if live[name].spec.cut != spec.cut:
-            raise MismatchError(
-                f"{path} has the state of {spec.stored_name!r}, this rank steps "
-                f"{live[name].spec.stored_name!r}: resume with as many ranks as it was made with, "
-                "and the same sharding"
-            )
         if live[name].spec != spec:
             raise MismatchError(
                 f"{path}: parameter {name!r} was in group {spec.group} and kept "

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -238,7 +238,7 @@ def _local_part_of(owner: DTensor, name: str) -> Callable[[torch.Tensor], torch.
                     f"{owner.placements}. Redistribute it before step(): p.grad = "
                     "p.grad.redistribute(placements=p.placements)"
                 )
-        part = tensor.to_local()  # type: ignore[attr-defined]
+        part = tensor.to_local()
         if isinstance(part, AsyncCollectiveTensor):
             part = part.wait()
         found: torch.Tensor = part.detach()
@@ -254,7 +254,8 @@ def _is_range(tensor: DTensor, dim: int, box: Box) -> bool:
     indices = torch.arange(tensor.shape[dim], device="cpu")
     for number, placement in enumerate(tensor.placements):
         if getattr(placement, "dim", None) == dim:
-            parts, _ = placement._split_tensor(
+            split: Any = placement
+            parts, _ = split._split_tensor(
                 indices, mesh.size(number), with_padding=False, contiguous=True
             )
             indices = parts[coordinate[number]]

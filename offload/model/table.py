@@ -21,7 +21,6 @@ from offload.model.parameters import (
     describe_parameters,
     is_stepped,
     memories,
-    stepped,
 )
 from offload.model.replacing import describing
 from offload.model.shards import Shards
@@ -161,13 +160,8 @@ class ParameterTable:
         if any(stored(dtype, kept[group]) != arrays for dtype, group, arrays in self._kinds):
             return False
         memory = memories(self.trainables)
-        live = memory
-        if self.shards is None:
-            live = stepped(memory)
-        else:
-            pairs = zip(self.trainables, memory, strict=True)
-            live = [m for t, m in pairs if is_stepped(t.parameter)]
-        if not self._memory.is_current(live):
+        pairs = zip(self.trainables, memory, strict=True)
+        if not self._memory.is_current([m for t, m in pairs if is_stepped(t.parameter)]):
             return False  # a parameter has other memory, or is trained only from now on
         return all(
             DTYPE_CODES.get(m.dtype) == t.spec.dtype and m.shape == t.spec.shape

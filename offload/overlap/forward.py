@@ -98,6 +98,7 @@ class BesideForward:
                 self.laid_out()
             gradients = table.gradients(groups)
             if all(gradient is None for gradient in gradients):
+                self._clear_elsewhere(groups)
                 state.num_steps += 1
                 return
             must_wait = self._hooks.plan(state.layout, table.trainables, gradients)
@@ -108,6 +109,7 @@ class BesideForward:
             running = RunningPass(state_pass, self._pass_ended, failed, state.meter)
             try:
                 self._move(gradients, num_copied)
+                self._clear_elsewhere(groups)
                 del gradients  # so that the pass frees each gradient when it has been applied
                 state.meter.steps += 1
                 state.num_steps += 1
@@ -190,6 +192,11 @@ class BesideForward:
         meter = self._state.meter
         meter.moved_gradient_bytes = max(meter.moved_gradient_bytes, num_bytes)
         meter.copied_gradient_bytes = max(meter.copied_gradient_bytes, num_copied)
+
+    def _clear_elsewhere(self, groups: Groups) -> None:
+        """Set the gradients of parameters that only other ranks step to None, as those ranks do."""
+        for parameter in self._state.table.stepped_elsewhere(groups):
+            parameter.grad = None
 
     def _capture_early(
         self, target: Slot, groups: Groups, train_state: object, metrics: Metrics
