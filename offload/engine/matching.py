@@ -9,7 +9,6 @@ import torch
 
 from offload.errors import MismatchError
 from offload.format.arrays import StateFormat
-from offload.format.layout import ParameterSpec
 from offload.format.manifest import Manifest
 from offload.model.loading import check_same
 from offload.model.parameters import (
@@ -18,8 +17,11 @@ from offload.model.parameters import (
     check_parameter,
     describe_model,
     describe_parameters,
+    make_trainable,
+    names_of,
 )
 from offload.model.replacing import replacing
+from offload.model.shards import Shards
 from offload.store.opening import StoredCheckpoint
 from offload.units import many
 from offload.update.dtypes import DTYPE_CODES
@@ -41,6 +43,7 @@ def match_checkpoint(
     model: torch.nn.Module | None,
     rule: UpdateRule,
     state_format: StateFormat,
+    shards: Shards | None = None,
 ) -> tuple[list[Trainable], list[Stored]]:
     """Find, by name, the live tensor for every tensor of a checkpoint.
 
@@ -55,6 +58,8 @@ def match_checkpoint(
         model: Model of the optimizer, or None.
         rule: Update rule of the optimizer.
         state_format: Form in which the optimizer stores its state.
+        shards: Function that returns this rank's part of a tensor; None if this process trains
+            alone.
 
     Returns:
         The trainable parameters in the checkpoint's order, and the tensors of its model file.
@@ -85,13 +90,26 @@ def match_checkpoint(
     live = {
         t.spec.name: t
         for t in describe_parameters(
-            restored, model, rule, state_format, also=saved_specs, constructed=True
+            restored,
+            model,
+            rule,
+            state_format,
+            also=saved_specs,
+            constructed=True,
+            shards=shards,
         )
     }
     held = {tensor.name for tensor in manifest.layout.model}
     for name in live.keys() & held - saved_specs.keys():
         del live[name]  # it was frozen in the checkpoint, and joins with the next step
-    live |= _not_given(manifest, restored, model, rule, state_format, live.keys(), path)
+    live |= _not_given(manifest, restored, model, rule, state_format, live.keys(), path, shards)
+    for name, spec in saved_specs.items():
+        if name in live and live[name].spec.cut != spec.cut:
+            raise MismatchError(
+                f"{path} has the state of {spec.stored_name!r}, this rank steps "
+                f"{live[name].spec.stored_name!r}: resume with as many ranks as it was made with, "
+                "and the same sharding"
+            )
     check_same(
         {n: (s.dtype, s.shape) for n, s in saved_specs.items()},
         {n: (t.spec.dtype, t.spec.shape) for n, t in live.items()},
@@ -114,7 +132,7 @@ def match_checkpoint(
         )
     trainables = [live[spec.name] for spec in manifest.layout.parameters]
     with replacing():
-        stored = describe_model(model, groups, trainables)
+        stored = describe_model(model, groups, trainables, shards)
     check_same(
         {t.name: (t.dtype, t.shape) for t in manifest.layout.model},
         {item.spec.name: (item.spec.dtype, item.spec.shape) for item in stored},
@@ -132,6 +150,7 @@ def _not_given(
     state_format: StateFormat,
     given: Container[str],
     path: str,
+    shards: Shards | None,
 ) -> dict[str, Trainable]:
     """Find parameters of the model that have state but are in no group; their state is kept.
 
@@ -141,7 +160,10 @@ def _not_given(
         MismatchError: A parameter requires gradients, and may have been in a group of the
             checkpoint.
     """
-    parameters = {} if model is None else dict(model.named_parameters())
+    parameters: dict[str, torch.Tensor] = {}
+    if model is not None:
+        named = names_of(model, shards)
+        parameters = {named(name): parameter for name, parameter in model.named_parameters()}
     names = [tensor.name for tensor in manifest.layout.model]
     were_given = {names[i] for group in manifest.order or () for i in group}
     found = {}
@@ -156,10 +178,10 @@ def _not_given(
                 "that parameter, too, or freeze the parameter (requires_grad_(False)): then its "
                 "state is kept for later"
             )
-        check_parameter(spec.name, parameter)
+        check_parameter(spec.name, parameter, sharded=shards is not None)
         dtype = DTYPE_CODES[parameter.dtype]
         arrays = state_format.stored_arrays(dtype, rule.rule(groups[spec.group]).arrays)
-        shape = tuple(parameter.shape)
-        now = ParameterSpec(spec.name, dtype, shape, spec.group, arrays)
-        found[spec.name] = Trainable(now, parameter)
+        trainable = make_trainable(spec.name, parameter, spec.group, arrays, shards)
+        if trainable is not None:
+            found[spec.name] = trainable
     return found

@@ -108,7 +108,12 @@ def resume(
     """
     store, lifecycle = state.store, state.lifecycle
     trainables, stored = match_checkpoint(
-        found, groups, state.table.model, state.rule, state.table.state_format
+        found,
+        groups,
+        state.table.model,
+        state.rule,
+        state.table.state_format,
+        state.table.shards,
     )
     compute = state.choose_device(groups, found.manifest.layout, trainables)
     started = time.perf_counter()

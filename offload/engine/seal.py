@@ -166,7 +166,7 @@ class Seal:
         """Bytes written to the model file."""
         header = manifest.layout.model_header
         trained = {spec.name for spec in manifest.layout.parameters}
-        changing = {s.spec.name for s in captured.stored if s.tensor.requires_grad} & trained
+        changing = {s.spec.name for s in captured.stored if s.parameter.requires_grad} & trained
         self._trained = TensorRanges(header, trained)
         self._changing = TensorRanges(header, changing)
         self._image = ModelImage(header, tensors, captured.marks, buffers.traffic)
@@ -376,7 +376,7 @@ def _parameter_order(
     groups: Sequence[Mapping[str, Any]], stored: Sequence[Stored], layout: Layout
 ) -> tuple[tuple[int, ...], ...] | None:
     positions = {tensor.name: position for position, tensor in enumerate(layout.model)}
-    known = {item.tensor: positions[item.spec.name] for item in stored}
+    known = {item.parameter: positions[item.spec.name] for item in stored}
     if any(p not in known for group in groups for p in group["params"]):
         return None  # a frozen parameter that does not belong to the model
     return tuple(tuple(known[p] for p in group["params"]) for group in groups)

@@ -22,6 +22,7 @@ from offload.exchange.torch_dicts import (
     read_state_dict,
     stated_steps,
 )
+from offload.model.parameters import memories
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.stream.passes import RingPass
 from offload.update.decoder import StateDecoder, kept_arrays
@@ -92,9 +93,7 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
         [state.rule.initial_state(group) for group in groups],
     )
     streamer, chunks = state.ring(), range(layout.num_chunks)
-    live = flat_tensors(
-        [t.tensor for t in table.trainables], writable=False, traffic=state.meter.traffic
-    )
+    live = flat_tensors(memories(table.trainables), writable=False, traffic=state.meter.traffic)
     decoder = StateDecoder(layout, table.scalars, live)
     reading = RingPass(streamer, source=state.slots.present)
     reading.announce(chunks)
@@ -134,9 +133,9 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
     layout, trainables = state.table.describe(merged)
     state.collect_seal(wait=True)
     engine.relayout(merged)
-    found = [states.get(t.tensor, ParameterState()) for t in trainables]
+    found = [states.get(t.parameter, ParameterState()) for t in trainables]
     steps = num_steps([given.scalars for given in found]) if said is None else said
-    live = flat_tensors([t.tensor for t in trainables], writable=True, traffic=state.meter.traffic)
+    live = flat_tensors(memories(trainables), writable=True, traffic=state.meter.traffic)
     work = StateFiller(
         layout,
         found,

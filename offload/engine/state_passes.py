@@ -10,6 +10,7 @@ import torch
 from offload.engine.chunk_pass import ChunkWork, StatePass
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError
+from offload.model.parameters import memories
 from offload.model.watch import announce_uses
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slot import Slot
@@ -49,11 +50,11 @@ def begin_pass(
 ) -> StatePass:
     """Prepare a step over every chunk that needs it, or over all chunks if the state moves."""
     table, traffic = state.table, state.meter.traffic
-    announce_uses(t.tensor for t in table.trainables)
+    announce_uses(t.parameter for t in table.trainables)
     inputs = StepInputs(
         layout=state.layout,
         groups=groups,
-        parameters=[t.tensor for t in table.trainables],
+        parameters=memories(table.trainables),
         gradients=gradients,
         scalars=table.scalars,
         step=state.num_steps + 1,

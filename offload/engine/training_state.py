@@ -26,6 +26,7 @@ from offload.engine.working_slot import StateSlots
 from offload.errors import OffloadError
 from offload.format.layout import Layout
 from offload.model.model_file import BlockBuffers
+from offload.model.shards import Shards
 from offload.model.table import ParameterTable
 from offload.options import Options
 from offload.placement.choose import PlacementChooser
@@ -74,6 +75,8 @@ class TrainingState:
         options: Settings of the machine.
         device: Device that the parameters are on now; None for host memory.
         ranks: Ranks that train together; None if this process trains alone.
+        shards: Function that returns this rank's part of a tensor of the model; None if this
+            process trains alone.
 
     Raises:
         StoreError: The directories cannot be used; says why.
@@ -91,6 +94,7 @@ class TrainingState:
         options: Options,
         device: torch.device | None = None,
         ranks: Ranks | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.rule = rule
         self.ranks = Alone() if ranks is None else ranks
@@ -100,7 +104,9 @@ class TrainingState:
         self.update_code = self.kernel.code
         """Code of the newest step, in words."""
         self.options = options
-        self.table = ParameterTable(rule, model, options.chunk_elements, options.state_format)
+        self.table = ParameterTable(
+            rule, model, options.chunk_elements, options.state_format, shards=shards
+        )
         self.meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
         self.drives = Drives(directories, options, self.meter.trace, device)
         self.memory = WorkingMemory(self.drives, options, self.meter)
@@ -152,7 +158,7 @@ class TrainingState:
     def block_buffers(self) -> BlockBuffers:
         """Return the buffers of ``model.safetensors``, ready for the parameters' devices."""
         blocks = self.memory.blocks(self.layout)
-        return blocks.page_lock_for({t.tensor.device for t in self.table.trainables} - {HOST})
+        return blocks.page_lock_for({t.parameter.device for t in self.table.trainables} - {HOST})
 
     def choose_device(
         self, groups: Groups, layout: Layout, trainables: Sequence[Any]

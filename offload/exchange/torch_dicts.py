@@ -94,7 +94,7 @@ class MaterializedState:
         self.masters: dict[torch.Tensor, torch.Tensor] = {}
         self._trainables = trainables
         for trainable, values, names in zip(trainables, scalars, arrays, strict=True):
-            parameter, shape = trainable.tensor, trainable.spec.shape
+            parameter, shape = trainable.parameter, trainable.spec.shape
             if values is None:
                 state = unstepped_state(initial[trainable.spec.group], shape)
             else:
@@ -113,7 +113,7 @@ class MaterializedState:
             start: First element of the block.
             values: Flat FP32 values by the name of the array.
         """
-        parameter = self._trainables[index].tensor
+        parameter = self._trainables[index].parameter
         for name, block in values.items():
             whole = self.masters if name == MASTER else self.state[parameter]
             tensor = whole[parameter] if name == MASTER else whole[name]  # type: ignore[index]

@@ -62,6 +62,19 @@ class ParameterSpec:
         """Product of the shape; 1 for a 0-d parameter."""
         return math.prod(self.shape)
 
+    @property
+    def rounding_origin(self) -> tuple[str, int]:
+        """Name that the keys of stochastic rounding follow from, and index of the first element.
+
+        If the elements of a box are neighbours in the whole parameter, they get the random numbers
+        that one process would give them. The elements of other boxes are counted from the first
+        element of the box, under the name of the box.
+        """
+        if self.cut is None:
+            return self.name, 0
+        found = self.cut.box.contiguous_range(self.cut.shape)
+        return (self.stored_name, 0) if found is None else (self.name, found[0])
+
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
@@ -128,6 +141,16 @@ class Layout:
         # If the start of the last chunk has moved to the end of element space, that chunk does not
         # exist.
         return num - 1 if num > 1 and self._chunk_start(num - 1) == self.num_elements else num
+
+    @cached_property
+    def rounding_names(self) -> tuple[str, ...]:
+        """Name that the keys of stochastic rounding follow from, for each parameter."""
+        return tuple(p.rounding_origin[0] for p in self.parameters)
+
+    @cached_property
+    def rounding_starts(self) -> tuple[int, ...]:
+        """Index of each parameter's first element in stochastic rounding; 0 if it is whole."""
+        return tuple(p.rounding_origin[1] for p in self.parameters)
 
     @cached_property
     def array_names(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
 from gds import ALIGNMENT
@@ -185,6 +185,8 @@ class Manifest:
             # The digest covers the body, but not the version. With this key a body is valid for one
             # version only.
             body["counts_from"] = layout.counts_from
+        if any(p.cut for p in layout.parameters):
+            body["cuts"] = [fields.encode_cut(p.cut) for p in layout.parameters]
         if self.order is not None:
             body["order"] = [list(group) for group in self.order]
         if self.metrics:
@@ -201,6 +203,7 @@ def reserved_bytes(layout: Layout, num_groups: int) -> int:
         OffloadError: The manifest could be larger than readers accept.
     """
     names = sum(3 * len(json.dumps(p.name)) + 160 for p in layout.parameters)
+    names += sum(48 * len(p.shape) + 16 for p in layout.parameters if p.cut is not None)
     names += sum(
         2 * len(json.dumps(t.name)) + 100 + sum(len(json.dumps(a)) for a in t.aliases)
         for t in layout.model
@@ -373,6 +376,9 @@ def _decode_layout(body: Mapping[str, Any], version: int) -> Layout:
         )
         for name, dtype, shape, group, arrays in map(fields.items, fields.items(body["parameters"]))
     )
+    if "cuts" in body:
+        cuts = fields.cuts(body["cuts"], [p.shape for p in parameters])
+        parameters = tuple(replace(p, cut=cut) for p, cut in zip(parameters, cuts, strict=True))
     model = tuple(
         ModelTensor(
             fields.text(name), fields.dtype(dtype), fields.shape(shape), fields.names(aliases)

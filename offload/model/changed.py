@@ -34,6 +34,8 @@ def changed_error(
         found.append(f"is {now.dtype} and was {before.dtype}")
     if now.shape != before.shape:
         found.append(f"has the shape {list(now.shape)} and had {list(before.shape)}")
+    if now.cut != before.cut:
+        found.append(f"is stepped as {now.stored_name} here and was as {before.stored_name}")
     if now.group != before.group:
         found.append(f"is in parameter group {now.group} and was in {before.group}")
     elif now.arrays != before.arrays and now.dtype == before.dtype:

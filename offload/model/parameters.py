@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,9 @@ from offload.errors import MismatchError, UnsupportedParameterError
 from offload.format.arrays import StateFormat
 from offload.format.layout import ModelTensor, ParameterSpec
 from offload.model.memory_overlap import Spans, has_memory
+from offload.model.names import unwrapped_names
 from offload.model.process_groups import require_whole
+from offload.model.shards import Shard, Shards, cut_of
 from offload.update.dtypes import DTYPE_CODES
 from offload.update.rules import UpdateRule
 
@@ -39,7 +41,22 @@ class Trainable:
     """A parameter that the optimizer updates, with its description in files."""
 
     spec: ParameterSpec
-    tensor: torch.Tensor
+
+    parameter: torch.Tensor
+    """Parameter of the model. It gives the name, the group and the identity."""
+
+    shard: Shard | None = None
+    """Part of the parameter that is stepped; None if the memory is the parameter itself."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Live memory that is stepped, of the shape in `spec`."""
+        return self.parameter if self.shard is None else self.shard.tensor()
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """Gradient of the memory; None if there is none."""
+        return self.parameter.grad if self.shard is None else self.shard.gradient()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +64,14 @@ class Stored:
     """A tensor of ``model.safetensors``, with the live tensor that it is copied from and to."""
 
     spec: ModelTensor
+
+    parameter: torch.Tensor
+    """Tensor of the model's state dict: a parameter or a buffer."""
+
     tensor: torch.Tensor
+    """Memory that is copied from and to: the parameter itself, this rank's part of it, or a
+    copy."""
+
     by_value: bool
     """Whether a checkpoint copies the tensor at once, because a forward or a step may change it."""
 
@@ -72,6 +96,11 @@ def stepped(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter for parameter in parameters if is_stepped(parameter)]
 
 
+def memories(trainables: Iterable[Trainable]) -> list[torch.Tensor]:
+    """Return the live memory of each parameter, in their order; see `Trainable.memory`."""
+    return [t.parameter if t.shard is None else t.shard.tensor() for t in trainables]
+
+
 def describe_parameters(
     param_groups: Sequence[Mapping[str, Any]],
     model: torch.nn.Module | None,
@@ -80,8 +109,11 @@ def describe_parameters(
     *,
     also: Container[str] = (),
     constructed: bool = False,
+    shards: Shards | None = None,
 ) -> list[Trainable]:
     """Name and check every parameter of the groups that `is_stepped`, in the groups' order.
+
+    Parameters that only other ranks step are checked, but are not in the result.
 
     Args:
         param_groups: Parameter groups of the optimizer.
@@ -91,6 +123,8 @@ def describe_parameters(
         also: Names of parameters that are described even if they are frozen.
         constructed: Whether the optimizer exists already. The model then had its parameters once,
             and the error for a model without them says that they were replaced.
+        shards: Function that returns this rank's part of a parameter; None if this process steps
+            all parameters as a whole.
 
     Raises:
         UnsupportedParameterError: A parameter cannot be updated; names it and says why.
@@ -99,7 +133,8 @@ def describe_parameters(
     """
     names: dict[torch.Tensor, str] = {}
     if model is not None:
-        names.update({parameter: name for name, parameter in model.named_parameters()})
+        named = names_of(model, shards)
+        names.update({parameter: named(name) for name, parameter in model.named_parameters()})
         given = [p for group in param_groups for p in group["params"]]
         if given and not any(parameter in names for parameter in given):
             raise MismatchError(_REPLACED if constructed else _COPY)
@@ -111,18 +146,59 @@ def describe_parameters(
         for position, (name, parameter) in enumerate(_named(index, group, names)):
             if not (is_stepped(parameter) or name in also):
                 continue
-            check_parameter(name, parameter)
+            check_parameter(name, parameter, sharded=shards is not None)
             if name in owners:
                 raise MismatchError(
                     f"two parameters are called {name!r} (in parameter groups {owners[name]} and "
                     f"{index}, position {position}); give them different names"
                 )
             owners[name] = index
-            dtype = DTYPE_CODES[parameter.dtype]
-            arrays = state_format.stored_arrays(dtype, kept.arrays)
-            spec = ParameterSpec(name, dtype, tuple(parameter.shape), index, arrays)
-            found.append(Trainable(spec, parameter))
+            arrays = state_format.stored_arrays(DTYPE_CODES[parameter.dtype], kept.arrays)
+            trainable = make_trainable(name, parameter, index, arrays, shards)
+            if trainable is not None:
+                found.append(trainable)
     return found
+
+
+def make_trainable(
+    name: str,
+    parameter: torch.Tensor,
+    group: int,
+    arrays: tuple[str, ...],
+    shards: Shards | None = None,
+) -> Trainable | None:
+    """Return a parameter with its description in files; None if only other ranks step it.
+
+    Args:
+        name: Name of the parameter.
+        parameter: Parameter that `check_parameter` has accepted.
+        group: Index of its group.
+        arrays: State arrays of the parameter on storage.
+        shards: As for `describe_parameters`.
+
+    Raises:
+        UnsupportedParameterError: This rank's part of the parameter is no box of it.
+    """
+    dtype = DTYPE_CODES[parameter.dtype]
+    if shards is None:
+        return Trainable(
+            ParameterSpec(name, dtype, tuple(parameter.shape), group, arrays), parameter
+        )
+    shard = shards(name, parameter)
+    if shard is None or shard.is_empty:
+        return None
+    shape = cut_of(shard).box.sizes
+    spec = ParameterSpec(name, dtype, shape, group, arrays, shard.cut)
+    return Trainable(spec, parameter, None if shard.tensor() is parameter else shard)
+
+
+def names_of(model: torch.nn.Module, shards: Shards | None) -> Callable[[str], str]:
+    """Return the function that makes names in files from the names of a model's tensors.
+
+    The names are the same. If the model is trained by several ranks, they lack the prefixes of
+    wrappers.
+    """
+    return str if shards is None else unwrapped_names(model)
 
 
 def check_iterable(params: object) -> None:
@@ -170,14 +246,20 @@ def check_given_once(
                 )
 
 
-def check_parameter(name: str, parameter: torch.Tensor) -> None:
+def check_parameter(name: str, parameter: torch.Tensor, *, sharded: bool = False) -> None:
     """Refuse a parameter that cannot be updated on flat FP32 views.
+
+    Args:
+        name: Name of the parameter, for messages.
+        parameter: Parameter.
+        sharded: Whether DTensors are accepted, of which this rank steps its part.
 
     Raises:
         UnsupportedParameterError: The parameter has an unsupported kind, dtype, layout or device;
             names it, and says what it is and what to do.
     """
-    require_whole(name, parameter)
+    if not sharded:
+        require_whole(name, parameter)
     if parameter.dtype not in _TRAINABLE_DTYPES or parameter.layout != torch.strided:
         raise UnsupportedParameterError(
             f"parameter {name!r} is a {parameter.layout} tensor of {parameter.dtype}; only dense "
@@ -227,21 +309,25 @@ def describe_model(
     model: torch.nn.Module | None,
     param_groups: Sequence[Mapping[str, Any]],
     trainable: Sequence[Trainable],
+    shards: Shards | None = None,
 ) -> list[Stored]:
     """Return the tensors of ``model.safetensors``: trainable parameters first, then all others.
 
     With a model, the tensors are its complete state dict; a tied tensor is listed once, with its
-    aliases. Without a model, they are the parameters of the groups.
+    aliases. Without a model, they are the parameters of the groups. What only other ranks store is
+    not in the result.
 
     Args:
         model: Module that is trained; None if it was not given.
         param_groups: Parameter groups of the optimizer.
         trainable: Trainable parameters, in the order of the result.
+        shards: Function that returns this rank's part of a tensor; None if this process stores all
+            tensors as a whole.
 
     Raises:
         UnsupportedParameterError: A tensor cannot be part of a checkpoint.
     """
-    entries: dict[torch.Tensor, list[str]] = {t.tensor: [t.spec.name] for t in trainable}
+    entries: dict[torch.Tensor, list[str]] = {t.parameter: [t.spec.name] for t in trainable}
     if model is None:
         for index, group in enumerate(param_groups):
             for name, parameter in _named(index, group, {}):
@@ -250,7 +336,9 @@ def describe_model(
         # keep_vars returns the tensors themselves, so that tied ones are recognised by identity
         with as_user():  # the model may have the user's hooks
             live = model.state_dict(keep_vars=True)
-        for name, value in live.items():
+        named = names_of(model, shards)
+        for given, value in live.items():
+            name = named(given)
             if not isinstance(value, torch.Tensor):
                 warnings.warn(
                     f"{name!r} in the model's state dict is a {type(value).__name__}, not a "
@@ -263,18 +351,31 @@ def describe_model(
     parameters = {p for g in param_groups for p in g["params"]}
     if model is not None:
         parameters.update(model.parameters())
-    stepped = {t.tensor for t in trainable}
-    spans = Spans(stepped)
+    memory = {t.parameter: tensor for t, tensor in zip(trainable, memories(trainable), strict=True)}
+    spans = Spans(memory.values())
     stored = []
-    for tensor, (name, *aliases) in entries.items():
+    for parameter, (name, *aliases) in entries.items():
+        tensor = memory.get(parameter)
+        if tensor is None:
+            tensor = _part(name, parameter, shards)
+            if tensor is None:
+                continue
         _check_stored(name, tensor)
         spec = ModelTensor(name, DTYPE_CODES[tensor.dtype], tuple(tensor.shape), tuple(aliases))
         # While a seal is in progress, the next step may change trained memory as soon as the seal
         # has copied the trained tensor. Aliases of that memory are therefore copied at once.
-        is_alias = tensor not in stepped and spans.touch(tensor)
-        by_value = is_alias or tensor not in parameters
-        stored.append(Stored(spec, tensor, by_value, is_alias))
+        is_alias = parameter not in memory and spans.touch(tensor)
+        by_value = is_alias or parameter not in parameters
+        stored.append(Stored(spec, parameter, tensor, by_value, is_alias))
     return stored
+
+
+def _part(name: str, tensor: torch.Tensor, shards: Shards | None) -> torch.Tensor | None:
+    """Return this rank's part of a tensor that is not stepped; None if other ranks store it all."""
+    if shards is None:
+        return tensor
+    shard = shards(name, tensor)
+    return None if shard is None or shard.is_empty else shard.tensor()
 
 
 def _check_stored(name: str, tensor: torch.Tensor) -> None:

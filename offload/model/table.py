@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from offload.model.parameters import (
     describe_model,
     describe_parameters,
     is_stepped,
-    stepped,
+    memories,
 )
 from offload.model.replacing import describing
+from offload.model.shards import Shards
 from offload.update.dtypes import DTYPE_CODES
 from offload.update.rules import Scalars, UpdateRule
 
@@ -40,6 +41,8 @@ class ParameterTable:
             parameters only.
         chunk_elements: Elements per chunk of a new store. An adopted checkpoint has its own number.
         state_format: Stored form of the state.
+        shards: Function that returns this rank's part of a tensor; None if this process steps and
+            stores all tensors as a whole.
     """
 
     def __init__(
@@ -48,11 +51,14 @@ class ParameterTable:
         model: torch.nn.Module | None,
         chunk_elements: int,
         state_format: StateFormat,
+        *,
+        shards: Shards | None = None,
     ) -> None:
         self.rule = rule
         self._chunk_elements = chunk_elements
         self.state_format = state_format
         self.model = model
+        self.shards = shards
         self.shares: tuple[int, ...] = (1,)
         """Share of a new store's state on each drive."""
         self.layout: Layout | None = None
@@ -65,6 +71,8 @@ class ParameterTable:
         self._kinds: set[tuple[str, int, tuple[str, ...]]] = set()
         """Dtype, group and state arrays of the trainable parameters, each combination once."""
         self._memory = MemoryCheck()
+        self._elsewhere: dict[int, torch.Tensor] = {}
+        """Parameters of the groups that only other ranks step, by id."""
         self._frozen: set[str] | None = None
         """Names of the model's parameters that were frozen and in no group at the first `describe`.
         A name is removed once a warning has covered it."""
@@ -83,14 +91,21 @@ class ParameterTable:
         if self._frozen is None:
             self._frozen = {n for n, p in self._not_given(groups) if not p.requires_grad}
         described = describe_parameters(
-            groups, self.model, self.rule, self.state_format, constructed=True
+            groups,
+            self.model,
+            self.rule,
+            self.state_format,
+            constructed=True,
+            shards=self.shards,
         )
-        found = {t.tensor: t for t in described}
+        found = {t.parameter: t for t in described}
+        self._note_elsewhere(groups, found)
         trainables = []
         for trainable in self.trainables:
-            now = found.pop(trainable.tensor, trainable)  # a parameter frozen later keeps its state
+            parameter = trainable.parameter
+            now = found.pop(parameter, trainable)  # a parameter frozen later keeps its state
             if now.spec != trainable.spec:
-                raise changed_error(trainable.spec, now.spec, trainable.tensor, self.model)
+                raise changed_error(trainable.spec, now.spec, parameter, self.model)
             trainables.append(trainable)
         new = {t.spec.name: t for t in found.values()}
         names = {t.spec.name for t in trainables}
@@ -111,9 +126,11 @@ class ParameterTable:
         # Added parameters go to the end, so that parameters that are on disk keep their place.
         order = specs if trainables else element_space_order(specs)
         trainables += [new[spec.name] for spec in order]
-        self._memory.check([(t.spec.name, t.tensor) for t in trainables if is_stepped(t.tensor)])
+        now_stepped = [t for t in trainables if is_stepped(t.parameter)]
+        self._memory.check([(t.spec.name, t.memory) for t in now_stepped])
         with describing():
-            stored = [item.spec for item in describe_model(self.model, groups, trainables)]
+            items = describe_model(self.model, groups, trainables, self.shards)
+            stored = [item.spec for item in items]
         model = model_order(stored[: len(trainables)], stored[len(trainables) :])
         chunk_elements = self.layout.chunk_elements if self.layout else self._chunk_elements
         shares = self.layout.shares if self.layout else self.shares
@@ -127,12 +144,12 @@ class ParameterTable:
         """Return whether the layout still fits the groups; fast enough for every step."""
         if self.layout is None:
             return False
-        known = {id(t.tensor): t.spec.group for t in self.trainables}
+        known = {id(t.parameter): t.spec.group for t in self.trainables}
         for index, group in enumerate(groups):
             for p in group["params"]:
                 place = known.get(id(p))
                 if place is None:
-                    if is_stepped(p):
+                    if is_stepped(p) and id(p) not in self._elsewhere:
                         return False  # the parameter is new
                 elif place != index:
                     return False  # the parameter is in another group now
@@ -142,12 +159,13 @@ class ParameterTable:
         stored = self.state_format.stored_arrays
         if any(stored(dtype, kept[group]) != arrays for dtype, group, arrays in self._kinds):
             return False
-        parameters = [t.tensor for t in self.trainables]
-        if not self._memory.is_current(stepped(parameters)):
+        memory = memories(self.trainables)
+        pairs = zip(self.trainables, memory, strict=True)
+        if not self._memory.is_current([m for t, m in pairs if is_stepped(t.parameter)]):
             return False  # a parameter has other memory, or is trained only from now on
         return all(
-            DTYPE_CODES.get(t.tensor.dtype) == t.spec.dtype and t.tensor.shape == t.spec.shape
-            for t in self.trainables
+            DTYPE_CODES.get(m.dtype) == t.spec.dtype and m.shape == t.spec.shape
+            for t, m in zip(self.trainables, memory, strict=True)
         )
 
     def adopt(
@@ -194,7 +212,25 @@ class ParameterTable:
                 unfrozen[0],
                 f" (and {len(unfrozen) - 1} more)" if unfrozen[1:] else "",
             )
-        return describe_model(self.model, groups, self.trainables)
+        return describe_model(self.model, groups, self.trainables, self.shards)
+
+    def _note_elsewhere(self, groups: Groups, here: Container[torch.Tensor]) -> None:
+        """Note which parameters of the groups only other ranks step."""
+        if self.shards is None:
+            return
+        known = {id(t.parameter) for t in self.trainables}
+        self._elsewhere = {
+            id(p): p
+            for group in groups
+            for p in group["params"]
+            if is_stepped(p) and p not in here and id(p) not in known
+        }
+
+    def stepped_elsewhere(self, groups: Groups) -> list[torch.Tensor]:
+        """Return the parameters of the groups that only other ranks step, in the groups' order."""
+        if not self._elsewhere:
+            return []
+        return [p for group in groups for p in group["params"] if id(p) in self._elsewhere]
 
     def _not_given(self, groups: Groups) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters of the model that are in no group, with their names."""
@@ -212,10 +248,16 @@ class ParameterTable:
             UnsupportedParameterError: A gradient is sparse or complex.
         """
         present = {id(p) for group in groups for p in group["params"]}
-        gradients = [t.tensor.grad if id(t.tensor) in present else None for t in self.trainables]
+        gradients = [
+            (t.parameter.grad if t.shard is None else t.shard.gradient())
+            if id(t.parameter) in present
+            else None
+            for t in self.trainables
+        ]
         check_gradients(self.trainables, gradients)
         return gradients
 
     def clear(self) -> None:
         """Forget everything but the model, for a restore."""
         self.layout, self.trainables, self.scalars, self._kinds = None, [], [], set()
+        self._elsewhere = {}

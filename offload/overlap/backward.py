@@ -121,7 +121,7 @@ class DuringBackward:
             return
         with self._state.meter.timed("step_s"):
             for number, gradient in self._taken.items():
-                parameter = self._state.table.trainables[number].tensor
+                parameter = self._state.table.trainables[number].parameter
                 if parameter.grad is not gradient or gradient.cleared:
                     raise self._abandon_because(
                         f"the gradient of {gradient.parameter_name!r} was cleared or replaced "
@@ -302,7 +302,7 @@ class DuringBackward:
             running = RunningPass(state_pass, self._pass_ended, failed, state.meter)
             present = {id(p) for group in groups for p in group["params"]}
             self._numbers = {
-                id(t.tensor): n for n, t in enumerate(trainables) if id(t.tensor) in present
+                id(t.parameter): n for n, t in enumerate(trainables) if id(t.parameter) in present
             }
             self._taken = {}
             self._opened_by = self._hooks.backward_ids
@@ -351,7 +351,7 @@ class DuringBackward:
         trainable = self._state.table.trainables[number]
         check_gradients([trainable], [gradient])
         stand_in = AppliedGradient(gradient, trainable.spec.name, self._abandon_because)
-        self._taken[number] = trainable.tensor.grad = stand_in
+        self._taken[number] = trainable.parameter.grad = stand_in
         schedule.give(number, gradient)
 
     def _drop_gradients(self, groups: Groups) -> None:
@@ -362,8 +362,8 @@ class DuringBackward:
 
     def _drop_applied(self) -> None:
         for trainable in self._state.table.trainables:
-            if isinstance(trainable.tensor.grad, AppliedGradient):
-                trainable.tensor.grad = None
+            if isinstance(trainable.parameter.grad, AppliedGradient):
+                trainable.parameter.grad = None
 
     def _hook_parameters(self, groups: Groups) -> None:
         """Put a hook on each parameter that has none, and move hooks behind those of the user."""

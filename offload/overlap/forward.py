@@ -98,6 +98,7 @@ class BesideForward:
                 self.laid_out()
             gradients = table.gradients(groups)
             if all(gradient is None for gradient in gradients):
+                self._clear_elsewhere(groups)
                 state.num_steps += 1
                 return
             must_wait = self._hooks.plan(state.layout, table.trainables, gradients)
@@ -108,6 +109,7 @@ class BesideForward:
             running = RunningPass(state_pass, self._pass_ended, failed, state.meter)
             try:
                 self._move(gradients, num_copied)
+                self._clear_elsewhere(groups)
                 del gradients  # so that the pass frees each gradient when it has been applied
                 state.meter.steps += 1
                 state.num_steps += 1
@@ -173,7 +175,7 @@ class BesideForward:
     def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
         pass_ended(self._state, state_pass, scalars)
         # This comes before any thread that waits for the pass can edit a parameter.
-        self._versions = {t.spec.name: t.tensor._version for t in self._state.table.trainables}
+        self._versions = {t.spec.name: t.memory._version for t in self._state.table.trainables}
 
     def _move(self, gradients: Sequence[torch.Tensor | None], num_copied: int) -> None:
         """Remove the gradients from their parameters, and count their bytes.
@@ -185,11 +187,16 @@ class BesideForward:
         num_bytes = 0
         for trainable, gradient in zip(self._state.table.trainables, gradients, strict=True):
             if gradient is not None:
-                trainable.tensor.grad = None
+                trainable.parameter.grad = None
                 num_bytes += gradient.nbytes
         meter = self._state.meter
         meter.moved_gradient_bytes = max(meter.moved_gradient_bytes, num_bytes)
         meter.copied_gradient_bytes = max(meter.copied_gradient_bytes, num_copied)
+
+    def _clear_elsewhere(self, groups: Groups) -> None:
+        """Set the gradients of parameters that only other ranks step to None, as those ranks do."""
+        for parameter in self._state.table.stepped_elsewhere(groups):
+            parameter.grad = None
 
     def _capture_early(
         self, target: Slot, groups: Groups, train_state: object, metrics: Metrics
@@ -211,7 +218,8 @@ class BesideForward:
         model = self._state.table.model
         buffers = set(map(id, model.buffers())) if model is not None else set()
         if any(
-            item.is_alias or (item.by_value and id(item.tensor) not in buffers) for item in stored
+            item.is_alias or (item.by_value and id(item.parameter) not in buffers)
+            for item in stored
         ):
             return None
         return capture(

@@ -56,7 +56,7 @@ def make_plan(
         record: Record of the forwards that were observed.
     """
     spans = [layout.chunks_of(number) for number in range(len(layout.parameters))]
-    tensors = [trainable.tensor for trainable in trainables]
+    tensors = [trainable.parameter for trainable in trainables]
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     readers = record.readers(numbers)
     needs = [

@@ -73,10 +73,10 @@ class PlacementChooser:
         elif (
             why_not_on_one_device(trainables)
             or why_not_steppable(self._rule, groups, layout.state_dtype, split=split)
-            or self._choose(groups, layout, trainables[0].tensor.device) == "host"
+            or self._choose(groups, layout, trainables[0].parameter.device) == "host"
         ):
             return None
-        return compute_on(trainables[0].tensor.device)
+        return compute_on(trainables[0].parameter.device)
 
     def _choose(self, groups: Groups, layout: Layout, device: torch.device) -> str:
         if self._chosen is None:
@@ -112,11 +112,11 @@ def why_not_on_one_device(trainables: Sequence[Trainable]) -> str:
     """Return why the parameters are not all on one device that has kernels; empty if they are."""
     first = trainables[0]
     for trainable in trainables:
-        name, device = trainable.spec.name, trainable.tensor.device
-        if not is_on_device(trainable.tensor):
+        name, device = trainable.spec.name, trainable.parameter.device
+        if not is_on_device(trainable.parameter):
             return f"parameter {name!r} is in host memory"
-        if device != first.tensor.device:
-            return f"{name!r} is on {device}, but {first.spec.name!r} on {first.tensor.device}"
+        if device != first.parameter.device:
+            return f"{name!r} is on {device}, but {first.spec.name!r} on {first.parameter.device}"
         if device.type not in COMPUTES:
             return f"parameter {name!r} is on {device}, which has no kernels"
     return ""

@@ -7,6 +7,7 @@ memory that stays in cache, and are encoded again after torch's step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -40,7 +41,11 @@ class StateCoder:
 
     @cached_property
     def _names(self) -> np.ndarray[Any, Any]:
-        return rounding_keys.name_numbers([p.name for p in self._layout.parameters])
+        return rounding_keys.name_numbers(self._layout.rounding_names)
+
+    @cached_property
+    def _has_cuts(self) -> bool:
+        return any(self._layout.rounding_starts)
 
     @property
     def is_exact(self) -> bool:
@@ -147,7 +152,14 @@ class StateCoder:
         if keys is None:
             keys = rounding_keys.ParameterKeys(self._names, self._seed, name, self._step)
             self._keys[name] = keys
+        if self._has_cuts:
+            pieces = [self._in_parameter(piece) for piece in pieces]
         codecs.round_runs(values, out, pieces, keys=keys, scratch=context.scratch)
+
+    def _in_parameter(self, piece: Piece) -> Piece:
+        """Return a piece of a box, counted from the first element of the whole parameter."""
+        start = self._layout.rounding_starts[piece.parameter]
+        return replace(piece, start=piece.start + start, stop=piece.stop + start)
 
 
 def _spans(pieces: Sequence[Piece]) -> Iterator[tuple[slice, slice]]:

@@ -146,8 +146,12 @@ class DeviceStep:
                 live=live,
                 gradient=gradient.to(_kernel_dtype(gradient)).contiguous(),
                 arrays=arrays,
-                first_element=first if in_element_space else piece.start,
-                parameter=None if in_element_space else layout.parameters[piece.parameter].name,
+                first_element=(
+                    first
+                    if in_element_space
+                    else layout.rounding_starts[piece.parameter] + piece.start
+                ),
+                parameter=None if in_element_space else layout.rounding_names[piece.parameter],
                 is_new=block.key.is_new,
             )
 

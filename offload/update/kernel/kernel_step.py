@@ -137,7 +137,7 @@ class KernelStep:
         self._moments = [n for n in MOMENTS[kernel.optimizer_class] if n in layout.array_names]
         self._rounding_keys: list[ParameterKeys] = []
         if layout.state_dtype == "bfloat16" and not refusal:
-            names = name_numbers([p.name for p in layout.parameters])
+            names = name_numbers(layout.rounding_names)
             self._rounding_keys = [
                 ParameterKeys(names, inputs.seed, name, inputs.step) for name in self._moments
             ]
@@ -247,7 +247,8 @@ class KernelStep:
         runs["live"], runs["live_dtype"], call.copies = self._live.addresses(table, call.held)
         addresses = self._gradients.addresses(table, call.held)
         runs["gradient"], runs["gradient_dtype"], _ = addresses
-        runs["num_elements"], runs["first_element"] = table.lengths, table.starts
+        firsts = table.starts + self._tables.rounding_starts[parameters]
+        runs["num_elements"], runs["first_element"] = table.lengths, firsts
         runs["group"] = self._group_of[parameters]
         runs["master_form"] = self._tables.master_forms[parameters]
         for number, name in enumerate((MASTER, MASTER_LOW)):
@@ -261,8 +262,7 @@ class KernelStep:
                 array = job.scales[number]
                 self._point(call, array, runs["scales"][:, number], scale, table, arrays[scale])
         if self._rounding_keys:
-            ends = table.starts + table.lengths
-            pieces = np.stack([parameters, table.starts, ends], axis=1)
+            pieces = np.stack([parameters, firsts, firsts + table.lengths], axis=1)
             for number, keys in enumerate(self._rounding_keys):
                 runs["keys"][:, number] = keys.of_runs(pieces)
         job.runs, job.num_runs = runs.ctypes.data, len(runs)

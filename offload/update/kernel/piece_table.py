@@ -71,15 +71,21 @@ class PieceTable:
                 room -= taken
         return [self._part(np.array(part, dtype=np.int64), formats) for part in rows]
 
-    def within_windows(self, formats: dict[str, tuple[int, int]]) -> PieceTable:
-        """Return the table with pieces cut at windows, whose random numbers have other keys."""
-        if not (
-            (self.starts >> WINDOW_BITS) != (self.starts + self.lengths - 1 >> WINDOW_BITS)
-        ).any():
+    def within_windows(
+        self, formats: dict[str, tuple[int, int]], rounding_starts: Numbers
+    ) -> PieceTable:
+        """Return the table with pieces cut at windows, whose random numbers have other keys.
+
+        Args:
+            formats: Bytes of a value and elements that it stands for, by array.
+            rounding_starts: Index of each parameter's first element in stochastic rounding.
+        """
+        firsts = self.starts + rounding_starts[self.parameters]
+        if not ((firsts >> WINDOW_BITS) != (firsts + self.lengths - 1 >> WINDOW_BITS)).any():
             return self
         rows = []
         for row, (start, length) in enumerate(
-            zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+            zip(firsts.tolist(), self.lengths.tolist(), strict=True)
         ):
             begin = 0
             while begin < length:
@@ -112,6 +118,8 @@ class LayoutTables:
         """Bytes of a stored value, and elements that it stands for, by array."""
         self.master_forms = np.array([_master_form(p) for p in layout.parameters], dtype=np.uint32)
         """Number of each parameter's form of the master."""
+        self.rounding_starts = np.array(layout.rounding_starts, dtype=np.int64)
+        """Index of each parameter's first element in stochastic rounding."""
         self._pieces: dict[int, Numbers] = {}
         self._chunks: dict[int, PieceTable] = {}
 
@@ -141,7 +149,7 @@ class LayoutTables:
             lacks = np.array([name not in kept for kept in plan.kept], dtype=bool)
             offsets[name] = np.where(lacks, ABSENT, starts)
         whole = PieceTable(columns[0], columns[1], columns[2] - columns[1], offsets)
-        return whole.within_windows(self.formats)
+        return whole.within_windows(self.formats, self.rounding_starts)
 
 
 def _master_form(spec: ParameterSpec) -> int:
