@@ -102,7 +102,7 @@ class Driver:
                 quiet_s[rank] = quiet_s[rank] + passed_s if signs.get(rank) == sign else 0.0
                 signs[rank] = sign
             self._signs.give()
-            if error := self._announced(effect.scope, missing):
+            if effect.heeds_errors and (error := self._announced(effect.scope, missing)):
                 return Arrived(values, error)
             if any(quiet_s[rank] >= self._timeout_s for rank in missing):
                 return Arrived(values)

@@ -52,6 +52,9 @@ class Await:
     scope: str
     """Name of the exchange or seal. A sign of progress counts only if it was given for it."""
 
+    heeds_errors: bool = True
+    """Whether an announced error of an awaited rank ends the wait."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arrived:

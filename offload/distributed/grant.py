@@ -107,7 +107,7 @@ def accept(
                 "has not taken part in it" if outcome is None else f"knows it as {outcome.value}"
             )
             raise RanksError(
-                f"{peers.name(peers.leader)} goes on in the slot of seal {offer.in_place_of}, which "
-                f"was aborted; this rank {known}: restart the job"
+                f"{peers.name(peers.leader)} goes on in the slot of seal {offer.in_place_of}, "
+                f"which was aborted; this rank {known}: restart the job"
             )
     return ready(offer)

@@ -67,7 +67,7 @@ class Decision:
 
 
 def report(
-    peers: Peers, number: int, own: Report, hold: Callable[[int, str], None]
+    peers: Peers, number: int, own: Report, hold: Callable[[int, str], object]
 ) -> Program[None]:
     """Report this rank's part.
 
@@ -90,9 +90,9 @@ def decide(
     peers: Peers,
     number: int,
     own: Report,
-    complete: Callable[[Mapping[int, Report]], None],
-    rename: Callable[[], None],
-    settle: Callable[[int, Outcome], None],
+    complete: Callable[[Mapping[int, Report]], object],
+    rename: Callable[[], object],
+    settle: Callable[[int, Outcome], object],
 ) -> Program[Decision]:
     """Decide on a seal, on the writer, and announce the outcome.
 
@@ -140,7 +140,7 @@ def decide(
 
 
 def await_decision(
-    peers: Peers, number: int, own: Report, settle: Callable[[int, Outcome], None]
+    peers: Peers, number: int, own: Report, settle: Callable[[int, Outcome], object]
 ) -> Program[Decision]:
     """Wait for the writer's decision on a seal, on a rank that has reported.
 
@@ -201,7 +201,7 @@ def _gather(peers: Peers, number: int, own: Report) -> Program[tuple[dict[int, R
     return reports, disagreement(peers, reports, refused, begun)
 
 
-def _rename(rename: Callable[[], None]) -> Program[Decision]:
+def _rename(rename: Callable[[], object]) -> Program[Decision]:
     """Publish; from here on nothing is aborted."""
     try:
         yield Act(rename)

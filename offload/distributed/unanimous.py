@@ -13,7 +13,7 @@ therefore be harmless if the others cannot.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from offload.distributed.channel import ChannelLostError
 from offload.distributed.effects import Act, Arrived, Await, Delete, Program, Put
@@ -59,7 +59,10 @@ class Exchange:
     ready: Callable[[Json], Json]
     """Gets this rank ready for the offer. It returns a note for all ranks."""
 
-    stale: Sequence[str] = field(default=())
+    heeds_errors: bool = True
+    """Whether an error that a rank has announced ends the exchange, if that rank is not there."""
+
+    stale: Sequence[str] = ()
     """Scopes of earlier exchanges whose keys are not deleted yet."""
 
 
@@ -119,7 +122,7 @@ def _lead(exchange: Exchange) -> Program[Agreed]:
     except INTERRUPTS:
         yield Put(verdict_key, _verdict(_interrupted(peers), restart=True, notes={}))
         raise
-    arrived: Arrived = yield Await(_wanted(exchange, "answer"), scope)
+    arrived: Arrived = yield _await(exchange, _wanted(exchange, "answer"))
     texts.update(arrived.values)
     failed, restart = _missing(exchange, arrived, "answer")
     notes: dict[int, Json] = {}
@@ -143,7 +146,7 @@ def _gather_asked(exchange: Exchange) -> Program[tuple[dict[int, Json], str, boo
     if not exchange.asks:
         return {}, "", False
     peers = exchange.peers
-    arrived: Arrived = yield Await(_wanted(exchange, "ask"), exchange.scope)
+    arrived: Arrived = yield _await(exchange, _wanted(exchange, "ask"))
     failed, restart = _missing(exchange, arrived, "ask")
     asked = {peers.rank: exchange.ask}
     refusals: list[str] = []
@@ -198,10 +201,14 @@ def _from_leader(exchange: Exchange, what: str) -> Program[str]:
     """Wait for a message of the leader and return it."""
     peers = exchange.peers
     wanted = ((peers.leader, key(exchange.scope, what)),)
-    arrived: Arrived = yield Await(wanted, exchange.scope)
+    arrived: Arrived = yield _await(exchange, wanted)
     if peers.leader not in arrived.values:
         raise _error(exchange.what, *_missing(exchange, arrived, what, (peers.leader,)))
     return arrived.values[peers.leader]
+
+
+def _await(exchange: Exchange, wanted: tuple[tuple[int, str], ...]) -> Await:
+    return Await(wanted, exchange.scope, exchange.heeds_errors)
 
 
 def _wanted(exchange: Exchange, what: str) -> tuple[tuple[int, str], ...]:
