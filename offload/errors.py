@@ -131,6 +131,14 @@ class SealError(OffloadError, RuntimeError):
     """Sealing a checkpoint failed; the checkpoints made before it are untouched."""
 
 
+class InDoubtError(SealError):
+    """It is not known whether the state of a step is a checkpoint; the next opening finds out."""
+
+
+class RanksError(OffloadError, RuntimeError):
+    """The ranks that train into one store do not agree, or one of them failed or gives no sign."""
+
+
 class SizingError(OffloadError, ValueError):
     """The sizes that were asked for cannot be computed from the input. The message says why."""
 

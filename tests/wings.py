@@ -38,6 +38,8 @@ MAY_KNOW = {
     "exchange": _ARITHMETIC
     | _READERS
     | {"update", "model", "options", "checkpoint", "store", "stream"},
+    "distributed": {"torch", "gds", "errors", "units", "format", "model", "checkpoint", "store"}
+    | {"stream"},
 }
 """Every wing may import itself and these; from the ground up."""
 

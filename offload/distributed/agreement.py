@@ -1,0 +1,360 @@
+"""The agreement of all ranks on one store, as one rank's optimizer uses it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from gds.waiting import Monitor
+from offload.distributed import seal
+from offload.distributed.channel import Channel, ChannelLostError
+from offload.distributed.driver import Driver, announcement
+from offload.distributed.grant import NO_SEAL, Offer, accept
+from offload.distributed.ledger import EMPTY, Outcome
+from offload.distributed.messages import Json
+from offload.distributed.opening import Plan, decide
+from offload.distributed.peers import Peers, error_key, exchange_scope, seal_scope
+from offload.distributed.reports import Report
+from offload.distributed.sights import Sight
+from offload.distributed.signs import Signs
+from offload.distributed.unanimous import (
+    INTERRUPTS,
+    Agreed,
+    Exchange,
+    OutOfStepError,
+    unanimous,
+)
+from offload.errors import InDoubtError, RanksError, SealError, reason_of
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A working slot for which every rank is ready."""
+
+    offer: Offer
+    """What the writer has offered."""
+
+    notes: Mapping[int, Json]
+    """What each rank has answered."""
+
+
+class Agreement:
+    """Lets the ranks of one optimizer agree. There is one for each optimizer on each rank.
+
+    `open`, `agree` and `grant` are collective: every rank makes the same calls in the same order.
+    The same holds for `begin_seal`. The three calls that follow it, `report`, then `decide` on the
+    writer or `decision` on another rank, may be made by another thread beside training.
+
+    No call waits much longer than the limit after the last sign of progress of the rank that it
+    waits for. After a rank was lost, or a seal is in doubt, every further call raises the same
+    error: the job has to be restarted.
+
+    Args:
+        channel: Connection to the key-value store. Clones of it are used, so the caller may go on
+            using it.
+        rank: This rank, from 0.
+        size: Number of ranks.
+        timeout_s: The limit: seconds without a sign of progress after which a rank counts as lost.
+
+    Raises:
+        ChannelLostError: The key-value store does not answer.
+        ValueError: The limit is not positive, or there is no such rank.
+    """
+
+    def __init__(self, channel: Channel, rank: int, size: int, *, timeout_s: float) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be from 0 to {size - 1}, got {rank}")
+        if timeout_s <= 0:
+            raise ValueError(f"agreement_timeout_s must be positive, got {timeout_s:g}")
+        self._peers = Peers(rank, size, timeout_s)
+        # A connection for each thread: a wait on one holds up every other call on the same one.
+        self._signs = Signs(channel.clone(), rank, timeout_s)
+        self._exchanges = Driver(channel.clone(), self._signs, timeout_s)
+        self._seals = Driver(channel.clone(), self._signs, timeout_s)
+        self._announcements = channel.clone()
+        self._announcing = threading.Lock()
+        self._changed = Monitor()
+        self._ledger = EMPTY
+        self._reports: dict[int, Report] = {}
+        self._decided = NO_SEAL
+        self._num_exchanges = 0
+        self._num_seals = 0
+        self._stale: list[str] = []
+        self._lost: str = ""
+
+    @property
+    def peers(self) -> Peers:
+        """The ranks, and who leads them."""
+        return self._peers
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank is the store's writer; known once the store is open."""
+        return self._peers.is_leader
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Parts that this rank has reported and must not write to."""
+        with self._changed:
+            return self._ledger.held
+
+    def open(self, sight: Sight, enter: Callable[[Plan], object]) -> Plan:
+        """Decide with all ranks how the store is opened, and open it. Collective.
+
+        Args:
+            sight: What this rank sees. It has taken the locks of what it sees.
+            enter: Opens this rank's share according to the plan. An error in it is raised on all
+                ranks; nothing that it has done may matter then.
+
+        Raises:
+            RanksError: The store cannot be opened, or not by all ranks. Every rank raises the same
+                error.
+        """
+
+        def make(asked: Mapping[int, Json]) -> Json:
+            sights = [Sight.from_json(asked[r], self._peers.name(r)) for r in sorted(asked)]
+            return decide(sights).as_json()
+
+        def ready(value: Json) -> None:
+            enter(Plan.from_json(value))
+
+        agreed = self.agree("open()", make, ready, ask=sight.as_json(), asks=True)
+        plan = Plan.from_json(agreed.offer)
+        self._peers = replace(self._peers, leader=plan.writer, hosts=plan.hosts)
+        return plan
+
+    def agree(
+        self,
+        what: str,
+        make: Callable[[Mapping[int, Json]], Json],
+        ready: Callable[[Json], Json],
+        *,
+        ask: Json = None,
+        asks: bool = False,
+        heeds_errors: bool = True,
+    ) -> Agreed:
+        """Accept an offer of the writer on all ranks, or raise the same error on all. Collective.
+
+        Args:
+            what: Call of the user, for messages: ``restore()``. Ranks that make another call at
+                this point make all ranks fail.
+            make: Makes the offer; called on the writer, before the store is open on rank 0. It is
+                given what each rank says first.
+            ready: Gets this rank ready for the offer. It returns a note for all ranks.
+            ask: What this rank says first.
+            asks: Whether every rank says something first; the same on all ranks.
+            heeds_errors: Whether an error announced with `broadcast_error` ends the exchange.
+                False for a call with which ranks go on after an error.
+
+        Raises:
+            RanksError: The writer cannot make an offer, or a rank cannot get ready. Every rank
+                raises the same error, except that a rank that was lost, or that lost the others,
+                may have another one.
+        """
+        self._require_whole()
+        with self._changed:
+            scope = exchange_scope(self._num_exchanges)
+            self._num_exchanges += 1
+        exchange = Exchange(
+            peers=self._peers,
+            scope=scope,
+            what=what,
+            ask=ask,
+            asks=asks,
+            make=make,
+            ready=ready,
+            heeds_errors=heeds_errors,
+            stale=tuple(self._stale),
+        )
+        try:
+            with self._signs.during(scope):
+                agreed = self._exchanges.run(unanimous(exchange))
+        except (OutOfStepError, ChannelLostError) as error:
+            self._lose(str(error))
+            raise
+        except INTERRUPTS:
+            self._lose(f"{what} was interrupted on this rank. Restart the job")
+            raise
+        finally:
+            self._stale.append(scope)
+        self._stale = [scope]
+        return agreed
+
+    def grant(
+        self,
+        offer: Callable[[], Offer],
+        ready: Callable[[Offer, frozenset[str]], Json],
+        what: str = "step()",
+    ) -> Granted:
+        """Get ready with all ranks for writing into a working slot. Collective.
+
+        Called at the first step after a seal or a restore. No rank changes a parameter or writes a
+        chunk before this has returned.
+
+        Args:
+            offer: Makes the offer; called on the writer only. `Offer.decided` is filled in.
+            ready: Gets this rank's part ready, so that it is durably invalid. It is given the offer
+                and the parts that this rank must not use besides those that the offer names. With
+                ``offer.is_in_place`` it has nothing to choose. Its result is sent to all ranks.
+            what: Call of the user, for messages.
+
+        Raises:
+            InDoubtError: It is not known on this rank whether its last seal was published.
+            RanksError: A rank cannot get ready, and nothing has changed; or a rank was lost.
+        """
+
+        def make(_: Mapping[int, Json]) -> Json:
+            with self._changed:
+                decided = self._decided  # read first: what is published later is not named
+            return replace(offer(), decided=decided).as_json()
+
+        def get_ready(value: Json) -> Json:
+            found = Offer.from_json(value)
+            return accept(self._peers, found, self._outcome_of, self._choosing(ready))
+
+        agreed = self.agree(what, make, get_ready)
+        return Granted(Offer.from_json(agreed.offer), agreed.notes)
+
+    def begin_seal(self) -> int:
+        """Announce that this rank seals, and return the seal's number. Collective; never waits.
+
+        `report` must follow, and then `decide` or `decision`, even if this rank fails.
+
+        Raises:
+            InDoubtError: It is not known what became of an earlier seal.
+            RanksError: A rank was lost before.
+        """
+        self._require_whole()
+        with self._changed:
+            number = self._num_seals
+            self._num_seals += 1
+        self._signs.begin(seal_scope(number))
+        return number
+
+    def progress(self) -> None:
+        """Give a sign of progress: something was written or read. Any thread; cheap, never raises.
+
+        Without it, a rank that writes for longer than the limit counts as lost.
+        """
+        self._signs.give()
+
+    def report(self, number: int, report: Report) -> None:
+        """Report this rank's part of a seal: it is durable, or the report says why not.
+
+        From this call on the part must not be written to, until the seal is known to be aborted.
+        """
+        self._reports[number] = report
+        with suppress(ChannelLostError):  # the wait for the decision finds out as well
+            self._seals.run(seal.report(self._peers, number, report, self._hold))
+
+    def decide(
+        self,
+        number: int,
+        complete: Callable[[Mapping[int, Report]], object],
+        rename: Callable[[], object],
+    ) -> None:
+        """Decide on a seal and tell all ranks; on the writer, once, after its own `report`.
+
+        Returns when all ranks have read that the checkpoint exists, or the limit has passed.
+
+        Args:
+            number: Number of the seal.
+            complete: Does all that is left before the rename, with the report of each rank: it
+                writes the manifest and makes it durable. After an error in it the checkpoint does
+                not exist.
+            rename: Renames the checkpoint into place and makes the name durable. After an error in
+                it nobody knows whether the checkpoint exists.
+
+        Raises:
+            SealError: The checkpoint does not exist. Every rank raises the same error.
+            InDoubtError: The rename, or the sync after it, failed.
+        """
+        own = self._reports.pop(number)
+        program = seal.decide(self._peers, number, own, complete, rename, self._settle)
+        self._conclude(number, own, self._seals.run(program))
+
+    def decision(self, number: int) -> None:
+        """Wait for the writer's decision on a seal; on every other rank, after `report`.
+
+        Raises:
+            SealError: The checkpoint does not exist. Every rank raises the same error.
+            InDoubtError: No decision came in time, or the writer does not know either. This rank
+                never writes to the part again, and the job has to be restarted.
+        """
+        own = self._reports.pop(number)
+        program = seal.await_decision(self._peers, number, own, self._settle)
+        self._conclude(number, own, self._seals.run(program))
+
+    def broadcast_error(self, error: BaseException) -> None:
+        """Tell all ranks that this one has failed and will not take part in the next exchange.
+
+        They raise the error there at once, instead of waiting for the limit. Any thread; never
+        waits, never raises.
+        """
+        peers = self._peers
+        text = f"{peers.name(peers.rank)} failed: {reason_of(error)}"
+        with self._announcing, suppress(ChannelLostError):
+            scope = exchange_scope(self._num_exchanges)
+            self._announcements.put(error_key(scope), announcement(peers.rank, text))
+
+    def close(self) -> None:
+        """Give no more signs. No exchange, no wait: other ranks may have ended already."""
+        self._lose("the optimizer of this rank is closed")
+
+    def _choosing(self, ready: Callable[[Offer, frozenset[str]], Json]) -> Callable[[Offer], Json]:
+        def choose(offer: Offer) -> Json:
+            with self._changed:
+                self._ledger = self._ledger.covered(offer.decided)
+                held = self._ledger.held
+            return ready(offer, held)
+
+        return choose
+
+    def _outcome_of(self, number: int) -> Outcome | None:
+        """Wait until a seal has ended on this rank and return what became of it."""
+        with self._changed:
+            if number >= self._num_seals:
+                return None
+        return self._changed.wait_until(lambda: self._ledger.outcomes.get(number))
+
+    def _hold(self, number: int, part: str) -> None:
+        with self._changed:
+            self._ledger = self._ledger.reported(number, part)
+
+    def _settle(self, number: int, outcome: Outcome) -> None:
+        with self._changed:
+            self._ledger = self._ledger.settled(number, outcome)
+            self._decided = max(self._decided, number)
+            self._changed.notify_all()
+
+    def _conclude(self, number: int, own: Report, decision: seal.Decision) -> None:
+        self._signs.end(seal_scope(number))
+        match decision.outcome:
+            case Outcome.PUBLISHED:
+                return
+            case Outcome.ABORTED:
+                raise SealError(
+                    f"sealing step {own.step} failed, so it is not a checkpoint on any rank; "
+                    f"earlier checkpoints are untouched: {decision.reason}"
+                ) from decision.error
+            case Outcome.IN_DOUBT:
+                text = (
+                    f"it is not known whether step {own.step} is a checkpoint: {decision.reason}. "
+                    "What was written for it stays as it is. Restart the job: opening the store "
+                    "finds out"
+                )
+                self._lose(text)
+                raise InDoubtError(text) from decision.error
+
+    def _lose(self, text: str) -> None:
+        with self._changed:
+            self._lost = self._lost or text
+
+    def _require_whole(self) -> None:
+        """Raise the error after which only a restart helps, if there was one."""
+        with self._changed:
+            if self._ledger.in_doubt:
+                raise InDoubtError(self._lost or "it is not known what became of the last seal")
+            if self._lost:
+                raise RanksError(self._lost)

@@ -1,0 +1,138 @@
+"""Runs programs of the protocol over a channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from offload.distributed.channel import Channel
+from offload.distributed.effects import Act, Arrived, Await, Delete, Effect, Get, Program, Put
+from offload.distributed.messages import MessageError, decode, encode
+from offload.distributed.peers import error_key, sign_key
+
+T = TypeVar("T")
+
+_LOOKS_PER_LIMIT = 16
+"""Times that a waiting rank looks for signs of progress within the limit."""
+
+_LONGEST_LOOK_S = 1.0
+"""Most seconds between two looks. An interrupt (Ctrl-C) is noticed at the next one at the latest,
+and an error that another rank announces as well."""
+
+_ANNOUNCED = {"rank": int, "error": str}
+
+
+class GivesSigns(Protocol):
+    """What the driver tells that this rank is alive, whenever it has looked at the others."""
+
+    def give(self) -> None:
+        """Give a sign of progress."""
+        ...
+
+
+class Driver:
+    """Runs programs over one channel, on one thread at a time.
+
+    Args:
+        channel: A channel that nothing else uses.
+        signs: Receives signs of progress while this rank waits.
+        timeout_s: Seconds without a sign of progress after which a rank counts as lost.
+    """
+
+    def __init__(self, channel: Channel, signs: GivesSigns, timeout_s: float) -> None:
+        self._channel = channel
+        self._signs = signs
+        self._timeout_s = timeout_s
+        self._look_s = min(timeout_s / _LOOKS_PER_LIMIT, _LONGEST_LOOK_S)
+
+    def run(self, program: Program[T]) -> T:
+        """Perform the effects of a program in order, and return its result.
+
+        What an effect raises is raised within the program.
+        """
+        step: Callable[[Any], Effect] = program.send
+        value: Any = None
+        while True:
+            try:
+                effect = step(value)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            try:
+                value = self._perform(effect)
+                step = program.send
+            except BaseException as error:  # noqa: BLE001  (the program decides what to do)
+                value = error
+                step = program.throw
+
+    def _perform(self, effect: Effect) -> Any:
+        match effect:
+            case Put():
+                self._channel.put(effect.key, effect.value)
+                return None
+            case Get():
+                return self._channel.get(effect.key)
+            case Delete():
+                for key in effect.keys:
+                    self._channel.delete(key)
+                return None
+            case Await():
+                return self._await(effect)
+            case Act():
+                return effect.call(*effect.args)
+
+    def _await(self, effect: Await) -> Arrived:
+        missing = dict(effect.wanted)
+        values: dict[int, str] = {}
+        signs: dict[int, str | None] = {}
+        quiet_s = dict.fromkeys(missing, 0.0)
+        while missing:
+            started_s = self._channel.now()
+            first = min(missing)
+            self._take(missing, values, first, self._channel.wait(missing[first], self._look_s))
+            if first in values:
+                continue
+            # Time in which this process itself was stopped says nothing of the others.
+            passed_s = min(self._channel.now() - started_s, 2 * self._look_s)
+            for rank in [*missing]:
+                self._take(missing, values, rank, self._channel.get(missing[rank]))
+                if rank in values:
+                    continue
+                sign = self._channel.get(sign_key(effect.scope, rank))
+                quiet_s[rank] = quiet_s[rank] + passed_s if signs.get(rank) == sign else 0.0
+                signs[rank] = sign
+            self._signs.give()
+            if effect.heeds_errors and (error := self._announced(effect.scope, missing)):
+                return Arrived(values, error)
+            if any(quiet_s[rank] >= self._timeout_s for rank in missing):
+                return Arrived(values)
+        return Arrived(values)
+
+    @staticmethod
+    def _take(
+        missing: dict[int, str], values: dict[int, str], rank: int, value: str | None
+    ) -> None:
+        if value is not None:
+            values[rank] = value
+            del missing[rank]
+
+    def _announced(self, scope: str, missing: dict[int, str]) -> str:
+        """Return the error that one of the missing ranks has announced, if any."""
+        text = self._channel.get(error_key(scope))
+        if text is None:
+            return ""
+        try:
+            found = decode(text, "error", _ANNOUNCED, "another rank")
+        except MessageError as error:
+            return str(error)
+        return str(found["error"]) if found["rank"] in missing else ""
+
+
+def announcement(rank: int, error: str) -> str:
+    """Return the message in which a rank announces that it failed and will not take part.
+
+    Args:
+        rank: The rank.
+        error: The error in words, with the name of the rank.
+    """
+    return encode("error", {"rank": rank, "error": error})

@@ -1,0 +1,81 @@
+"""Effects: the steps of a protocol as values, so that a protocol is separate from what runs it.
+
+A *program* is a generator. It yields one effect, is sent the effect's result, and returns the
+program's result. `offload.distributed.driver` runs programs over a channel. The tests run the same
+programs in a model checker, which tries every order of the effects of all ranks, and lets ranks
+die, stop and lose power between any two of them. So a program has no other means to act: it reads
+no clock, opens no file and keeps nothing that is not in its own variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Set the value of a key. The result is None."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """Read a key. The result is its value, or None."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove keys that every rank has read. The result is None."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Wait until each of some ranks has put its key. The result is an `Arrived`.
+
+    The wait ends early if one of the ranks that are awaited gives no sign of progress for the
+    agreed limit, or if a rank has announced an error.
+    """
+
+    wanted: tuple[tuple[int, str], ...]
+    """Ranks that are awaited, each with the key that it puts."""
+
+    scope: str
+    """Name of the exchange or seal. A sign of progress counts only if it was given for it."""
+
+    heeds_errors: bool = True
+    """Whether an announced error of an awaited rank ends the wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Values that have arrived by the end of an `Await`."""
+
+    values: Mapping[int, str]
+    """Value of each rank that has put its key; ranks that gave no sign are missing."""
+
+    error: str = ""
+    """Error that a rank has announced, in words, if the wait ended because of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """Call something on this rank. The result is what it returns; what it raises is raised."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+
+Effect: TypeAlias = Put | Get | Delete | Await | Act
+
+Program: TypeAlias = Generator[Effect, Any, T]
+"""A protocol of one rank, which yields effects and returns a value of type `T`."""

@@ -1,0 +1,229 @@
+"""The decision on a seal: the writer takes it once, and every other rank waits for it.
+
+Each rank makes its part durable and reports it. The writer gathers the reports. If all are well and
+agree, it completes the checkpoint and renames it into place; the rename is the commit. Then it
+announces one of three outcomes, and nothing else ever, for the seal's number:
+
+- *published*: the checkpoint exists, durably.
+- *aborted*: it does not exist, and never will. This is announced only if the rename was not begun.
+- *in doubt*: the rename, or the sync after it, failed.
+
+A rank that has reported knows nothing until it reads the outcome. The writer may be stopped between
+the last report and the rename, for longer than any limit, and go on then. So a rank that waits in
+vain holds its part for ever, and says that it is in doubt. It also says so to the writer, which
+aborts if it reads that before the rename.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from offload.distributed.channel import ChannelLostError
+from offload.distributed.effects import Act, Arrived, Await, Delete, Get, Program, Put
+from offload.distributed.ledger import Outcome
+from offload.distributed.messages import MessageError, decode, encode
+from offload.distributed.peers import Peers, key, seal_scope, sign_key
+from offload.distributed.reports import Report, disagreement
+from offload.distributed.unanimous import INTERRUPTS
+from offload.errors import reason_of
+
+_FIELDS = {"outcome": str, "reason": str}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What became of a seal, and why."""
+
+    outcome: Outcome
+    """What became of it."""
+
+    reason: str = ""
+    """Why it was not published, in words."""
+
+    error: BaseException | None = None
+    """Error behind it, if it was raised on this rank."""
+
+    def encode(self) -> str:
+        """Return the decision as a message, without the error."""
+        return encode("decision", {"outcome": self.outcome.value, "reason": self.reason})
+
+    @classmethod
+    def decode(cls, text: str, sender: str) -> Decision:
+        """Return the decision of a message.
+
+        Args:
+            text: The message.
+            sender: Rank that wrote it, in words.
+
+        Raises:
+            MessageError: It is not such a message.
+        """
+        found = decode(text, "decision", _FIELDS, sender)
+        if found["outcome"] not in {outcome.value for outcome in Outcome}:
+            raise MessageError(f"{sender}: a decision is {found['outcome']!r}")
+        return cls(Outcome(found["outcome"]), found["reason"])
+
+
+def report(
+    peers: Peers, number: int, own: Report, hold: Callable[[int, str], object]
+) -> Program[None]:
+    """Report this rank's part.
+
+    Args:
+        peers: All ranks.
+        number: Number of the seal.
+        own: The report.
+        hold: Notes that the part may become part of a checkpoint from now on.
+
+    Raises:
+        ChannelLostError: The key-value store does not answer. The report may have been sent.
+    """
+    if not own.error:
+        yield Act(hold, (number, own.part))
+    if not peers.is_leader:  # the writer has its own report
+        yield Put(key(seal_scope(number), "report", peers.rank), own.encode())
+
+
+def decide(
+    peers: Peers,
+    number: int,
+    own: Report,
+    complete: Callable[[Mapping[int, Report]], object],
+    rename: Callable[[], object],
+    settle: Callable[[int, Outcome], object],
+) -> Program[Decision]:
+    """Decide on a seal, on the writer, and announce the outcome.
+
+    Args:
+        peers: All ranks.
+        number: Number of the seal. Each number is decided once.
+        own: Report of the writer.
+        complete: Does all that is left before the rename, with the reports of all ranks: it writes
+            the manifest and makes it durable. An error aborts the seal.
+        rename: Renames the checkpoint into place and makes the name durable. After an error the
+            seal is in doubt.
+        settle: Notes the outcome on this rank.
+
+    Returns:
+        The decision. All ranks have read it, or the limit has passed.
+    """
+    scope = seal_scope(number)
+    reports, problem = yield from _gather(peers, number, own)
+    decision = Decision(Outcome.ABORTED, problem)
+    interrupt: BaseException | None = None
+    if not problem:
+        try:
+            yield Act(complete, (reports,))
+            left = yield Get(key(scope, "left"))
+            if left is not None:
+                decision = Decision(
+                    Outcome.ABORTED,
+                    f"{left} waited for the decision for {peers.timeout_s:g} s, and gave up",
+                )
+            else:
+                decision = yield from _rename(rename)
+        except Exception as error:  # noqa: BLE001  (the decision carries it to all ranks)
+            reason = f"{peers.name(peers.rank)}: {reason_of(error)}"
+            decision = Decision(Outcome.ABORTED, reason, error)
+        except INTERRUPTS as error:
+            decision = Decision(Outcome.ABORTED, f"{peers.name(peers.rank)} was interrupted", error)
+            interrupt = error
+    if isinstance(decision.error, INTERRUPTS):
+        interrupt = decision.error
+    yield Act(settle, (number, decision.outcome))
+    yield from _announce(peers, scope, decision, reports.keys() - {peers.rank})
+    if interrupt is not None:
+        raise interrupt
+    return decision
+
+
+def await_decision(
+    peers: Peers, number: int, own: Report, settle: Callable[[int, Outcome], object]
+) -> Program[Decision]:
+    """Wait for the writer's decision on a seal, on a rank that has reported.
+
+    Args:
+        peers: All ranks.
+        number: Number of the seal.
+        own: Report of this rank.
+        settle: Notes the outcome on this rank.
+
+    Returns:
+        The decision. It is in doubt if none came in time.
+    """
+    scope, leader = seal_scope(number), peers.name(peers.leader)
+    error: BaseException | None = None
+    try:
+        arrived: Arrived = yield Await(((peers.leader, key(scope, "decision")),), scope)
+        if peers.leader in arrived.values:
+            decision = Decision.decode(arrived.values[peers.leader], leader)
+            yield Act(settle, (number, decision.outcome))
+            with suppress(ChannelLostError):  # the writer then stays until the limit has passed
+                yield Put(key(scope, "read", peers.rank), "read")
+            return decision
+        begun = yield Get(sign_key(scope, peers.leader))
+        what = (
+            f"{leader}, which decides, has not called checkpoint() or hangs: call it on every rank"
+            if begun is None
+            else f"{leader}, which decides, gave no sign of progress for {peers.timeout_s:g} s"
+        )
+        yield Put(key(scope, "left"), peers.name(peers.rank))
+    except (ChannelLostError, MessageError) as failure:
+        what, error = str(failure), failure
+    if own.error:  # nothing can be published without this rank's part
+        decision = Decision(Outcome.ABORTED, f"{peers.name(peers.rank)}: {own.error}", error)
+    else:
+        decision = Decision(Outcome.IN_DOUBT, what, error)
+    yield Act(settle, (number, decision.outcome))
+    return decision
+
+
+def _gather(peers: Peers, number: int, own: Report) -> Program[tuple[dict[int, Report], str]]:
+    """Return the reports, and why no checkpoint can be made of them, in words."""
+    scope = seal_scope(number)
+    reports, refused = {peers.rank: own}, dict[int, str]()
+    wanted = tuple((rank, key(scope, "report", rank)) for rank in peers.others)
+    try:
+        arrived: Arrived = yield Await(wanted, scope)
+        begun = {peers.rank}
+        for rank in peers.others:
+            if rank not in arrived.values and (yield Get(sign_key(scope, rank))) is not None:
+                begun.add(rank)
+    except ChannelLostError as error:
+        return reports, str(error)
+    for rank, text in arrived.values.items():
+        try:
+            reports[rank] = Report.decode(text, peers.name(rank))
+        except MessageError as error:
+            refused[rank] = str(error)
+    return reports, disagreement(peers, reports, refused, begun)
+
+
+def _rename(rename: Callable[[], object]) -> Program[Decision]:
+    """Publish; from here on nothing is aborted."""
+    try:
+        yield Act(rename)
+    except (Exception, *INTERRUPTS) as error:  # noqa: BLE001  (the decision carries it)
+        return Decision(Outcome.IN_DOUBT, reason_of(error), error)
+    return Decision(Outcome.PUBLISHED)
+
+
+def _announce(
+    peers: Peers, scope: str, decision: Decision, reported: Collection[int]
+) -> Program[None]:
+    """Announce a decision, and stay until all that reported have read it or the limit has passed.
+
+    The keys are deleted only if every rank has read it: a slow rank may still come.
+    """
+    try:
+        yield Put(key(scope, "decision"), decision.encode())
+        wanted = tuple((rank, key(scope, "read", rank)) for rank in sorted(reported))
+        arrived: Arrived = yield Await(wanted, scope)
+        if arrived.values.keys() == {*peers.others}:
+            per_rank = ("report", "read", "sign")
+            keys = [key(scope, what, rank) for what in per_rank for rank in range(peers.size)]
+            yield Delete((key(scope, "decision"), key(scope, "left"), *keys))
+    except ChannelLostError:
+        return  # the others will find themselves in doubt, which is true of them

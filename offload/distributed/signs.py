@@ -1,0 +1,73 @@
+"""Signs of progress: how the other ranks tell a slow rank from one that has ended or hangs.
+
+A rank counts, under a key of its own for each exchange or seal, how often it had something to show:
+bytes written, or a wait for other ranks that goes on within its limit. The others never compare
+times of different hosts; they only look whether the number has changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from offload.distributed.channel import Channel, ChannelLostError
+from offload.distributed.peers import sign_key
+
+SIGNS_PER_LIMIT = 10
+"""Most signs that a rank gives within the limit; more would only burden the key-value store."""
+
+
+class Signs:
+    """Signs of progress of one rank. All methods may be called from any thread.
+
+    Args:
+        channel: A channel that nothing else uses.
+        rank: This rank.
+        timeout_s: Seconds without a sign after which a rank counts as lost.
+    """
+
+    def __init__(self, channel: Channel, rank: int, timeout_s: float) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._pause_s = timeout_s / SIGNS_PER_LIMIT
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._last_s: float | None = None
+
+    def begin(self, scope: str) -> None:
+        """Give the first sign for an exchange or a seal. Calling it again is another sign."""
+        with self._lock:
+            self._counts[scope] = self._counts.get(scope, -1) + 1
+            self._put(scope)
+
+    def end(self, scope: str) -> None:
+        """Give no further sign for an exchange or a seal."""
+        with self._lock:
+            self._counts.pop(scope, None)
+
+    def give(self) -> None:
+        """Give a sign for each exchange and seal in progress, unless the last was just now."""
+        with self._lock:
+            now = self._channel.now()
+            if self._last_s is not None and now - self._last_s < self._pause_s:
+                return
+            self._last_s = now
+            for scope in self._counts:
+                self._counts[scope] += 1
+                self._put(scope)
+
+    @contextmanager
+    def during(self, scope: str) -> Iterator[None]:
+        """Begin and end the signs for an exchange."""
+        self.begin(scope)
+        try:
+            yield
+        finally:
+            self.end(scope)
+
+    def _put(self, scope: str) -> None:
+        try:
+            self._channel.put(sign_key(scope, self._rank), str(self._counts[scope]))
+        except ChannelLostError:
+            return  # what waits for this rank, or what this rank waits for, reports it

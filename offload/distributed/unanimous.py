@@ -1,0 +1,307 @@
+"""An exchange in which the leader offers something, and all ranks accept it or none goes on.
+
+1. If the exchange asks, each rank first says what it knows, and the leader bases its offer on that.
+2. The leader makes the offer, or says why it cannot.
+3. Each rank gets ready for the offer, and answers that it is ready, or why it cannot be.
+4. The leader gathers the answers of all ranks and announces the verdict.
+
+A rank goes on only after it has read the verdict that all ranks are ready. Otherwise every rank
+raises the same error, which names the ranks that cannot and why. What a rank does to get ready must
+therefore be harmless if the others cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from offload.distributed.channel import ChannelLostError
+from offload.distributed.effects import Act, Arrived, Await, Delete, Program, Put
+from offload.distributed.messages import Json, MessageError, decode, encode
+from offload.distributed.peers import Peers, error_key, key, names
+from offload.errors import RanksError, reason_of
+
+_ASK = {"what": str, "body": object}
+_OFFER = {"what": str, "body": object, "failed": str, "restart": bool}
+_ANSWER = {"what": str, "note": object, "error": str}
+_VERDICT = {"failed": str, "restart": bool, "notes": object}
+
+INTERRUPTS = (KeyboardInterrupt, SystemExit)
+"""What ends a rank in the middle of an exchange without being an error of it."""
+
+
+class OutOfStepError(RanksError):
+    """Ranks are not at the same point of the protocol any more; only a restart brings them back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """One exchange, as one rank takes part in it."""
+
+    peers: Peers
+    """All ranks."""
+
+    scope: str
+    """Name of the exchange, which begins its keys."""
+
+    what: str
+    """Call of the user that leads to the exchange; it must be the same on all ranks."""
+
+    ask: Json = None
+    """What this rank says first; used only if `asks`."""
+
+    asks: bool = False
+    """Whether every rank says something first; the same on all ranks."""
+
+    make: Callable[[Mapping[int, Json]], Json]
+    """Makes the offer out of what each rank has said; called on the leader only."""
+
+    ready: Callable[[Json], Json]
+    """Gets this rank ready for the offer. It returns a note for all ranks."""
+
+    heeds_errors: bool = True
+    """Whether an error that a rank has announced ends the exchange, if that rank is not there."""
+
+    stale: Sequence[str] = ()
+    """Scopes of earlier exchanges whose keys are not deleted yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks have agreed on."""
+
+    offer: Json
+    """The leader's offer."""
+
+    notes: Mapping[int, Json]
+    """Note of each rank."""
+
+
+def unanimous(exchange: Exchange) -> Program[Agreed]:
+    """Take part in an exchange.
+
+    Returns:
+        The offer, for which all ranks are ready.
+
+    Raises:
+        OutOfStepError: A rank gave no sign of progress, so it may be anywhere. Other ranks may have
+            another result.
+        RanksError: The ranks do not all accept. Every rank raises the same error, unless it raises
+            `OutOfStepError`.
+    """
+    if exchange.peers.is_leader:
+        return (yield from _lead(exchange))
+    return (yield from _follow(exchange))
+
+
+def _lead(exchange: Exchange) -> Program[Agreed]:
+    peers, scope, what = exchange.peers, exchange.scope, exchange.what
+    offer_key, verdict_key = key(scope, "offer"), key(scope, "verdict")
+    asked, failed, restart = yield from _gather_asked(exchange)
+    offer: Json = None
+    offer_text = ""
+    if not failed:
+        try:
+            offer = yield Act(exchange.make, (asked,))
+            offer_text = _offer(what, offer)
+        except Exception as error:  # noqa: BLE001  (all ranks raise it)
+            failed = _failure(peers, peers.rank, error)
+        except INTERRUPTS:
+            yield Put(offer_key, _offer(what, None, _interrupted(peers), restart=True))
+            raise
+    if failed:
+        yield Put(offer_key, _offer(what, None, failed, restart=restart))
+        raise _error(what, failed, restart)
+    yield Put(offer_key, offer_text)
+    texts: dict[int, str] = {}
+    try:
+        note = yield Act(exchange.ready, (offer,))
+        texts[peers.rank] = _answer(what, note, "")
+    except Exception as error:  # noqa: BLE001  (all ranks raise it)
+        texts[peers.rank] = _answer(what, None, reason_of(error))
+    except INTERRUPTS:
+        yield Put(verdict_key, _verdict(_interrupted(peers), restart=True, notes={}))
+        raise
+    arrived: Arrived = yield _await(exchange, _wanted(exchange, "answer"))
+    texts.update(arrived.values)
+    failed, restart = _missing(exchange, arrived, "answer")
+    notes: dict[int, Json] = {}
+    refusals: list[str] = []
+    for rank, text in sorted(texts.items()):
+        try:
+            notes[rank] = _note(exchange, rank, text)
+        except RanksError as error:
+            refusals.append(str(error))
+    failed = "; ".join([*refusals, failed] if failed else refusals)
+    yield Put(verdict_key, _verdict(failed, restart=restart, notes=notes))
+    if len(texts) == peers.size:  # so every rank has read all there was in earlier exchanges
+        yield from _delete(exchange)
+    if failed:
+        raise _error(what, failed, restart)
+    return Agreed(offer, notes)
+
+
+def _gather_asked(exchange: Exchange) -> Program[tuple[dict[int, Json], str, bool]]:
+    """Return what each rank says first, what failed in words, and whether a rank is lost."""
+    if not exchange.asks:
+        return {}, "", False
+    peers = exchange.peers
+    arrived: Arrived = yield _await(exchange, _wanted(exchange, "ask"))
+    failed, restart = _missing(exchange, arrived, "ask")
+    asked = {peers.rank: exchange.ask}
+    refusals: list[str] = []
+    for rank, text in sorted(arrived.values.items()):
+        try:
+            found = decode(text, "ask", _ASK, peers.name(rank))
+            _require_same_call(exchange, rank, found["what"])
+            asked[rank] = found["body"]
+        except RanksError as error:
+            refusals.append(str(error))
+    return asked, "; ".join([*refusals, failed] if failed else refusals), restart
+
+
+def _follow(exchange: Exchange) -> Program[Agreed]:
+    peers, scope, what = exchange.peers, exchange.scope, exchange.what
+    answer_key = key(scope, "answer", peers.rank)
+    if exchange.asks:
+        asked = encode("ask", {"what": what, "body": exchange.ask})
+        yield Put(key(scope, "ask", peers.rank), asked)
+    text = yield from _from_leader(exchange, "offer")
+    leader = peers.name(peers.leader)
+    own: BaseException | None = None
+    body: Json = None
+    try:
+        found = decode(text, "offer", _OFFER, leader)
+        body = found["body"]
+        if found["failed"]:
+            raise _error(found["what"], found["failed"], found["restart"])
+        _require_same_call(exchange, peers.leader, found["what"])
+    except MessageError as error:
+        own = error
+        yield Put(answer_key, _answer(what, None, reason_of(error)))
+    else:
+        try:
+            note = yield Act(exchange.ready, (body,))
+            answer = _answer(what, note, "")
+        except Exception as error:  # noqa: BLE001  (all ranks raise it)
+            own = error
+            answer = _answer(what, None, reason_of(error))
+        except INTERRUPTS:
+            yield Put(answer_key, _answer(what, None, "interrupted"))
+            raise
+        yield Put(answer_key, answer)
+    text = yield from _from_leader(exchange, "verdict")
+    verdict = decode(text, "verdict", _VERDICT, leader)
+    if verdict["failed"]:
+        raise _error(what, verdict["failed"], verdict["restart"]) from own
+    return Agreed(body, _notes(verdict["notes"], leader))
+
+
+def _from_leader(exchange: Exchange, what: str) -> Program[str]:
+    """Wait for a message of the leader and return it."""
+    peers = exchange.peers
+    wanted = ((peers.leader, key(exchange.scope, what)),)
+    arrived: Arrived = yield _await(exchange, wanted)
+    if peers.leader not in arrived.values:
+        raise _error(exchange.what, *_missing(exchange, arrived, what, (peers.leader,)))
+    return arrived.values[peers.leader]
+
+
+def _await(exchange: Exchange, wanted: tuple[tuple[int, str], ...]) -> Await:
+    return Await(wanted, exchange.scope, exchange.heeds_errors)
+
+
+def _wanted(exchange: Exchange, what: str) -> tuple[tuple[int, str], ...]:
+    return tuple((rank, key(exchange.scope, what, rank)) for rank in exchange.peers.others)
+
+
+def _missing(
+    exchange: Exchange, arrived: Arrived, what: str, wanted: Sequence[int] | None = None
+) -> tuple[str, bool]:
+    """Return what is missing of a wait in words, and whether the ranks are out of step by it."""
+    peers = exchange.peers
+    missing = {*(peers.others if wanted is None else wanted)} - arrived.values.keys()
+    if not missing:
+        return "", False
+    if arrived.error:
+        return arrived.error, True
+    text = (
+        f"no {what} of {names(missing)} came within {peers.timeout_s:g} s of the last sign of "
+        f"progress. A process may have ended or hang, or may not have called {exchange.what} as "
+        "the other ranks did"
+    )
+    return text, True
+
+
+def _note(exchange: Exchange, rank: int, text: str) -> Json:
+    """Return a rank's note; raises `RanksError` if the rank is not ready."""
+    found = decode(text, "answer", _ANSWER, exchange.peers.name(rank))
+    _require_same_call(exchange, rank, found["what"])
+    if found["error"]:
+        raise RanksError(f"{exchange.peers.name(rank)}: {found['error']}")
+    return found["note"]
+
+
+def _notes(value: Json, leader: str) -> dict[int, Json]:
+    if not isinstance(value, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in value
+    ):
+        raise MessageError(f"{leader}: the message 'verdict' has no list of notes")
+    return dict(value)
+
+
+def _require_same_call(exchange: Exchange, rank: int, what: str) -> None:
+    if what != exchange.what:
+        peers = exchange.peers
+        raise MessageError(
+            f"{peers.name(rank)} called {what} while {peers.name(peers.rank)} called "
+            f"{exchange.what}: make the same calls in the same order on all ranks"
+        )
+
+
+def _delete(exchange: Exchange) -> Program[None]:
+    """Delete the keys of exchanges that every rank has left."""
+    per_rank = ("ask", "answer", "sign")
+    keys = [
+        name
+        for scope in exchange.stale
+        for name in (
+            key(scope, "offer"),
+            key(scope, "verdict"),
+            error_key(scope),
+            *(key(scope, what, rank) for what in per_rank for rank in range(exchange.peers.size)),
+        )
+    ]
+    if keys:
+        yield Delete(tuple(keys))
+
+
+def _offer(what: str, body: Json, failed: str = "", *, restart: bool = False) -> str:
+    fields = {"what": what, "body": body, "failed": failed, "restart": restart}
+    return encode("offer", fields)
+
+
+def _answer(what: str, note: Json, error: str) -> str:
+    return encode("answer", {"what": what, "note": note, "error": error})
+
+
+def _verdict(failed: str, *, restart: bool, notes: Mapping[int, Json]) -> str:
+    fields = {"failed": failed, "restart": restart, "notes": [[r, n] for r, n in notes.items()]}
+    return encode("verdict", fields)
+
+
+def _failure(peers: Peers, rank: int, error: BaseException) -> str:
+    """Return an error of a rank in words; an error of the ranks names its rank already."""
+    if isinstance(error, RanksError) and not isinstance(error, ChannelLostError):
+        return str(error)
+    return f"{peers.name(rank)}: {reason_of(error)}"
+
+
+def _interrupted(peers: Peers) -> str:
+    return f"{peers.name(peers.rank)} was interrupted"
+
+
+def _error(what: str, failed: str, restart: bool) -> RanksError:
+    if restart:
+        return OutOfStepError(f"{what}: {failed}. Restart the job")
+    return RanksError(f"{what}: {failed}")
