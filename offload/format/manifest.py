@@ -28,6 +28,8 @@ from offload.format._manifest_fields import ScalarValue
 from offload.format._manifest_fields import decode_group as decode_group
 from offload.format._manifest_fields import encode_group as encode_group
 from offload.format.arrays import CountsFrom
+from offload.format.boxes import Box
+from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor
 from offload.format.metrics import check_metrics
 from offload.format.owners import (
@@ -38,6 +40,7 @@ from offload.format.owners import (
     encode_model_boxes,
     encode_references,
     model_box_bytes,
+    parameter_boxes,
     reference_bytes,
 )
 from offload.format.part_file import PartReference, SealedPart, content_digest
@@ -244,7 +247,7 @@ def reserved_bytes(layout: Layout, num_groups: int, owners: Sequence[str] = ()) 
     digests += 20 * num_model_blocks(layout)
     parts = _PART_RESERVE_BYTES * (len(layout.shares) - 1)
     if owners:
-        parts += reference_bytes(owners) + model_box_bytes(layout.model, layout.parameters)
+        parts += reference_bytes(owners) + _model_box_bytes(layout)
         parts += sum(70 * (len(p.shape) + 1) for p in layout.parameters if p.cut is not None)
     total = names + scalars + digests + parts + _GROUP_RESERVE_BYTES * (num_groups + 1)
     values = _least_values(layout)
@@ -268,6 +271,14 @@ def _least_values(layout: Layout) -> int:
     parameters = sum(10 + len(p.shape) + len(p.arrays) for p in layout.parameters)
     model = sum(7 + len(t.shape) + len(t.aliases) for t in layout.model)
     return parameters + model + layout.num_chunks * len(layout.array_names)
+
+
+def _model_box_bytes(layout: Layout) -> int:
+    """Return the bytes to reserve for boxes of any tensors that owner 0 may write."""
+    boxes = [(t.name, Box.whole(t.shape), DTYPE_BYTES[t.dtype]) for t in layout.model]
+    dtypes = {p.name: DTYPE_BYTES[p.dtype] for p in layout.parameters}
+    boxes += [(name, box, dtypes[name]) for name, box in parameter_boxes(layout)]
+    return model_box_bytes(boxes)
 
 
 def num_model_blocks(layout: Layout) -> int:

@@ -19,7 +19,7 @@ from offload.format._layout_fields import box, encode_box
 from offload.format.boxes import Box
 from offload.format.digests import MODEL_ARRAY
 from offload.format.header import DTYPE_BYTES
-from offload.format.layout import ModelTensor, ParameterSpec
+from offload.format.layout import Layout, ModelTensor
 from offload.format.names import owner_name
 from offload.format.strict_json import short
 
@@ -184,24 +184,22 @@ def _decode_model_box(value: Sequence[Any], tensors: Mapping[str, ModelTensor]) 
     return found
 
 
-def model_box_bytes(tensors: Iterable[ModelTensor], parameters: Sequence[ParameterSpec]) -> int:
+def parameter_boxes(layout: Layout) -> list[tuple[str, Box]]:
+    """Return name and box of each parameter of a layout; the box of a whole parameter is whole."""
+    return [(p.name, Box.whole(p.shape) if p.cut is None else p.cut.box) for p in layout.parameters]
+
+
+def model_box_bytes(boxes: Iterable[tuple[str, Box, int]]) -> int:
     """Return the bytes to reserve for the boxes of the model that one owner writes.
 
     Args:
-        tensors: Tensors that the owner may write whole.
-        parameters: Parameters, or boxes of them, that the owner may write.
+        boxes: For each box, the name of its tensor, the box, and the size of an element in bytes.
     """
     total = 0
-    for tensor in tensors:
-        total += _box_bytes(tensor.name, len(tensor.shape), tensor.nbytes)
-    for p in parameters:
-        total += _box_bytes(p.name, len(p.shape), p.num_elements * DTYPE_BYTES[p.dtype])
+    for name, one, size in boxes:
+        digests = _DIGEST_RESERVE_BYTES * num_pieces(one.num_elements * size)
+        total += 6 * len(name.encode(errors="replace")) + 42 * len(one.sizes) + 16 + digests
     return total
-
-
-def _box_bytes(name: str, num_dims: int, nbytes: int) -> int:
-    digests = _DIGEST_RESERVE_BYTES * num_pieces(nbytes)
-    return 6 * len(name.encode(errors="replace")) + 42 * num_dims + 16 + digests
 
 
 def require_exact_cover(

@@ -9,7 +9,7 @@ and is not trusted: every field is validated before anything is allocated from i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from offload.format._layout_fields import (
     encode_scalars,
 )
 from offload.format._manifest_fields import ScalarValue
+from offload.format.boxes import Box
+from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor, array_file_name
 from offload.format.names import TABLE_NAME
 from offload.format.owners import (
@@ -33,6 +35,7 @@ from offload.format.owners import (
     decode_model_boxes,
     encode_model_boxes,
     model_box_bytes,
+    parameter_boxes,
 )
 from offload.format.strict_json import MAX_VALUES, num_marks, short
 
@@ -129,8 +132,13 @@ class OwnerTable:
         }
 
 
-def table_bytes(layout: Layout) -> int:
+def table_bytes(layout: Layout, written: Iterable[tuple[str, Box]] | None = None) -> int:
     """Return the size to reserve for the table of a layout, in bytes; a multiple of 4096.
+
+    Args:
+        layout: Layout of the part.
+        written: Tensors of the model, with the box of each that the owner writes; None for the
+            parameters of the layout.
 
     Raises:
         OffloadError: The table could be larger than readers accept.
@@ -140,10 +148,9 @@ def table_bytes(layout: Layout) -> int:
         arrays = sum(len(name) + 3 for name in p.arrays)
         total += len(json.dumps(p.name)) + 70 * (len(p.shape) + 1) + arrays + 4 * 64
     total += 20 * (layout.num_chunks + 8) * max(1, len(layout.array_names))
-    # Besides its own boxes, an owner may write tensors that no owner trains.
-    trained = {p.name for p in layout.parameters}
-    others = [tensor for tensor in layout.model if tensor.name not in trained]
-    total += model_box_bytes(others, layout.parameters)
+    dtypes = {tensor.name: tensor.dtype for tensor in layout.model}
+    boxes = parameter_boxes(layout) if written is None else written
+    total += model_box_bytes((name, box, DTYPE_BYTES[dtypes[name]]) for name, box in boxes)
     if total > MAX_TABLE_BYTES:
         raise OffloadError(
             f"the table of {len(layout.parameters)} parameters in {layout.num_chunks} chunks could "
@@ -263,8 +270,8 @@ def _decode_body(
     )
 
 
-def owner_sizes(layout: Layout) -> dict[str, int]:
-    """Return the size in bytes of every file of an owner's part, by name."""
+def owner_sizes(layout: Layout, written: Iterable[tuple[str, Box]] | None = None) -> dict[str, int]:
+    """Return the size in bytes of every file of an owner's part, by name; see `table_bytes`."""
     headers = layout.array_headers[0].items()
     sizes = {array_file_name(name): header.file_bytes for name, header in headers}
-    return {**sizes, TABLE_NAME: table_bytes(layout)}
+    return {**sizes, TABLE_NAME: table_bytes(layout, written)}
