@@ -101,26 +101,44 @@ def parts_of_owner(backend: Backend, directory: str) -> list[PartFound]:
         UnreadableError: A table could not be read, so it is not known what the part is.
     """
     owner = owner_number(os.path.basename(directory)) or 0
+    return [
+        look_at_part(backend, f"{directory}/{name}", owner)
+        for name in part_names(backend, directory)
+    ]
+
+
+def part_names(backend: Backend, directory: str) -> list[str]:
+    """Return the names of the parts in an owner's directory, by rising number.
+
+    Raises:
+        UnreadableError: The directory could not be read.
+    """
     with reading():
         numbers = {name: part_number(name) for name in backend.list_dir(directory)}
-        found = []
-        for name in sorted((n for n in numbers if numbers[n]), key=lambda n: numbers[n] or 0):
-            path = f"{directory}/{name}"
-            stat = backend.stat(path)
-            if stat is not None and stat.kind == "directory":
-                found.append(_look_at(backend, path, owner))
-    return found
+        found = sorted((number, name) for name, number in numbers.items() if number is not None)
+        stats = {name: backend.stat(f"{directory}/{name}") for _, name in found}
+    return [name for name, stat in stats.items() if stat and stat.kind == "directory"]
 
 
-def _look_at(backend: Backend, path: str, owner: int) -> PartFound:
+def look_at_part(backend: Backend, path: str, owner: int) -> PartFound:
+    """Describe a directory of an owner that is named like a part.
+
+    Args:
+        backend: Backend of the part.
+        path: Path of the directory.
+        owner: Number of the owner in whose directory it is.
+
+    Raises:
+        UnreadableError: Its table could not be read, so it is not known what the part is.
+    """
     try:
         header = read_table_header(backend, path)
+        mark = read_quarantine(backend, path)
     except CheckpointError as error:
         return PartFound(owner, path, None, str(error))
     if header.owner != owner:
         reason = f"{path}: sealed as a part of owner {header.owner}, expected owner {owner}"
         return PartFound(owner, path, header, reason)
-    mark = read_quarantine(backend, path)
     return PartFound(owner, path, header, "" if mark is None else _quarantined(path, mark))
 
 
