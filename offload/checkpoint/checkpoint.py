@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gds import Backend, StorageError
+from offload.checkpoint.file_check import PartDirectories
+from offload.checkpoint.owner_parts import OwnerPart, find_owner_part, find_owner_parts
 from offload.checkpoint.quarantine_mark import read_quarantine
 from offload.checkpoint.reader_lock import held, recycled, was_recycled
 from offload.checkpoint.reading import (
-    PartDirectories,
     are_only_recorded,
     check_name,
     check_parts,
     part_paths,
     read_manifest,
 )
-from offload.checkpoint.sealed_slot import SealedSlot
+from offload.checkpoint.sealed_slot import SealedOwner, SealedSlot
 from offload.checkpoint.train_state_reading import read_train_state_file
 from offload.checkpoint.verify import Findings, verify_tensors
 from offload.checkpoint.verify import VerifyReport as VerifyReport
@@ -32,9 +33,11 @@ from offload.errors import (
     DamagedError,
 )
 from offload.format.header import TensorEntry
+from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import Manifest
-from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
+from offload.format.names import MANIFEST_NAME, TABLE_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import part_sizes
+from offload.format.part_table import OwnerTable
 from offload.format.rank_states import split_ranks
 from offload.format.train_state import (
     EncodedState,
@@ -53,6 +56,21 @@ _POSITION = re.compile(r"group[0-9]+\.param[0-9]+")
 """Name of a parameter whose name in the model is not known."""
 
 _UNREAD = object()
+
+
+def require_one_owner(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose state has several owners, for a caller that reads only owner 0.
+
+    Raises:
+        CheckpointError: Several ranks made the checkpoint.
+    """
+    num = len(checkpoint.manifest.owners)
+    if num:
+        raise CheckpointError(
+            f"{checkpoint.path}: its state has {num + 1} owners, because several ranks made it, "
+            "and this can only read checkpoints of one process so far. `offload ls`, `offload "
+            "show` and `offload verify` read it"
+        )
 
 
 class Checkpoint:
@@ -134,14 +152,22 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable elements."""
-        return self.manifest.layout.num_elements
+        """Number of trainable elements; those of owners that are not seen here are left out."""
+        return sum(layout.num_elements for layout in self._layouts())
 
     @property
     def state_arrays(self) -> dict[str, int]:
-        """Size in bytes of each state array, by name."""
-        layout = self.manifest.layout
-        return {name: layout.array_bytes(name) for name in layout.array_names}
+        """Size in bytes of each state array, by name; owners not seen here are left out."""
+        sizes: dict[str, int] = {}
+        for layout in self._layouts():
+            for name in layout.array_names:
+                sizes[name] = sizes.get(name, 0) + layout.array_bytes(name)
+        return sizes
+
+    def _layouts(self) -> list[Layout]:
+        """Return the layout of each owner that is seen here, owner 0 first."""
+        found = self.owners if self.manifest.owners else []
+        return [self.manifest.layout, *(o.table.layout for o in found if o.table is not None)]
 
     @property
     def has_model_names(self) -> bool:
@@ -157,6 +183,23 @@ class Checkpoint:
     def parts(self) -> list[str]:
         """Directories on the store's other drives, which hold the rest of the state, in order."""
         return part_paths(self.manifest, self._part_directories, self.path)
+
+    @property
+    def owners(self) -> list[OwnerPart]:
+        """Parts of the other owners of state, if several ranks made the checkpoint.
+
+        Raises:
+            offload.errors.CheckpointError: A part is not the one that was sealed with the
+                checkpoint.
+            offload.errors.UnreadableError: A part could not be read.
+        """
+        return find_owner_parts(
+            self._backend,
+            self.path,
+            self.manifest,
+            self._part_directories,
+            even_quarantined=True,
+        )
 
     @property
     def parts_are_only_recorded(self) -> bool:
@@ -176,6 +219,11 @@ class Checkpoint:
         for drive, part in enumerate(self.parts, 1):
             found = part_sizes(self.manifest.layout, drive)
             sizes |= {f"{part}/{name}": nbytes for name, nbytes in found.items()}
+        for owner in self.owners if self.manifest.owners else ():
+            if owner.table is not None:
+                names = [*map(array_file_name, owner.table.layout.array_names), TABLE_NAME]
+                stats = {name: self._backend.stat(f"{owner.path}/{name}") for name in names}
+                sizes |= {f"{owner.path}/{n}": s.size_bytes for n, s in stats.items() if s}
         return sizes
 
     @property
@@ -235,9 +283,13 @@ class Checkpoint:
                 raise recycled(self.path) from error
             raise
 
-    def open_slot(self) -> SealedSlot:
-        """Return the tensor files, to be read in a ``with`` block; opened when they are needed."""
-        return SealedSlot(self._backend, self.path, self.parts, self.manifest)
+    def open_slot(self, tables: Sequence[OwnerTable] = ()) -> SealedSlot:
+        """Return the tensor files, to be read in a ``with`` block; opened when they are needed.
+
+        Args:
+            tables: Tables of other owners whose boxes of the model `SealedSlot.ranges` yields.
+        """
+        return SealedSlot(self._backend, self.path, self.parts, self.manifest, tables)
 
     def held(self) -> AbstractContextManager[None]:
         """Keep the checkpoint from being recycled within a block, even if it was opened unlocked.
@@ -289,17 +341,46 @@ class Checkpoint:
                 check_parts(self._backend, self.path, self.manifest, self._part_directories)
             except (CheckpointError, StorageError) as error:
                 findings.add(error, marks=marks_parts)
-            with self.open_slot() as slot:
+            found_owners = self._find_each_owner(findings)
+            tables = [owner.table for owner in found_owners if owner.table is not None]
+            with ExitStack() as opened:
+                slot = opened.enter_context(self.open_slot(tables))
+                owners = [
+                    opened.enter_context(SealedOwner(self._backend, owner.path, owner.table))
+                    for owner in found_owners
+                    if owner.table is not None
+                ]
                 checked = verify_tensors(
-                    self._backend, slot, progress, findings, marks_parts=marks_parts
-                )
+                    self._backend, slot, progress, findings,
+                    marks_parts=marks_parts, owners=owners,
+                )  # fmt: skip
             return VerifyReport(
                 tuple(findings.problems),
                 checked,
                 tuple(findings.unreadable),
                 self.quarantined,
                 tuple(findings.not_marked),
+                tuple(owner.path for owner in found_owners if owner.table is None),
             )
+
+    def _find_each_owner(self, findings: Findings) -> list[OwnerPart]:
+        """Return the parts of other owners, and record a fault for each that does not fit."""
+        found = []
+        for reference in self.manifest.owners:
+            try:
+                found.append(
+                    find_owner_part(
+                        self._backend,
+                        self.path,
+                        self.manifest,
+                        reference,
+                        self._part_directories,
+                        even_quarantined=True,
+                    )
+                )
+            except (CheckpointError, StorageError) as error:
+                findings.add(error, marks=False)  # the part has a mark of its own
+        return found
 
     def close(self) -> None:
         """Release the lock, so that a training process may recycle the checkpoint. Idempotent."""

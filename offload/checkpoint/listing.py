@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from gds import Backend
 from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.file_check import PartDirectories, kind_of
 from offload.checkpoint.nearby import stores_below
 from offload.checkpoint.reading import (
-    PartDirectories,
     checkpoint_paths,
-    kind_of,
     read_in_store,
     stat_given_path,
 )

@@ -13,15 +13,15 @@ from gds import Backend, StorageError
 from gds.contract import Lock
 from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.file_check import PartDirectories, kind_of
 from offload.checkpoint.nearby import other_checkpoints, stores_below
+from offload.checkpoint.owner_parts import find_owner_parts, lock_owner_parts
 from offload.checkpoint.reader_lock import lock_for_reading, recycled
 from offload.checkpoint.reading import (
-    PartDirectories,
     check_files,
     check_name,
     checkpoint_paths,
     decode_manifest,
-    kind_of,
     read_in_store,
     read_manifest,
     refuse_link,
@@ -105,9 +105,11 @@ def _open(
 ) -> Checkpoint:
     with ExitStack() as resources:
         storage = resources.enter_context(given_or_local(backend))
-        found, manifest, lock, passed_over = _find_and_lock(
+        found, manifest, (lock, *locks), passed_over = _find_and_lock(
             storage, path, parts, need_parts=need_parts, even_quarantined=even_quarantined
         )
+        for one in locks:
+            resources.callback(one.release)
         opened = Checkpoint(
             storage, found, manifest, parts, lock=lock, resources=resources.pop_all()
         )
@@ -126,12 +128,12 @@ def _find_and_lock(
     *,
     need_parts: bool,
     even_quarantined: bool,
-) -> tuple[str, Manifest, Lock, tuple[_PassedOver, ...]]:
+) -> tuple[str, Manifest, list[Lock], tuple[_PassedOver, ...]]:
     """Find, lock and read the checkpoint that a path means; search again if it is recycled.
 
     Returns:
-        Directory, manifest and lock of the checkpoint, and the checkpoints that may be newer and
-        are not usable.
+        Directory, manifest and locks of the checkpoint, its own lock first, and the checkpoints
+        that may be newer and are not usable.
     """
     attempts_left = _MAX_ATTEMPTS
     while True:
@@ -202,7 +204,7 @@ def _find_and_lock_once(
     *,
     need_parts: bool,
     even_quarantined: bool,
-) -> tuple[str, Manifest, Lock, tuple[_PassedOver, ...]]:
+) -> tuple[str, Manifest, list[Lock], tuple[_PassedOver, ...]]:
     """Find, lock and read the checkpoint that a path means; fail if it is recycled meanwhile."""
     with reading():
         found, passed_over = _find(backend, path, parts, need_parts=need_parts)
@@ -213,10 +215,19 @@ def _find_and_lock_once(
         )
         if not even_quarantined:
             check_name(found, manifest)
+        locks = _lock_owners(backend, found, manifest, parts) if need_parts else []
     except BaseException:
         lock.release()
         raise
-    return found, manifest, lock, passed_over
+    return found, manifest, [lock, *locks], passed_over
+
+
+def _lock_owners(
+    backend: Backend, path: str, manifest: Manifest, parts: PartDirectories
+) -> list[Lock]:
+    """Keep the parts of owners that are seen here from being rewritten; return the locks."""
+    found = find_owner_parts(backend, path, manifest, parts, even_quarantined=True)
+    return lock_owner_parts(backend, found)
 
 
 def _find(

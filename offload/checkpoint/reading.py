@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TypeAlias
 
 from gds import Backend
 from gds.contract import Stat
+from offload.checkpoint.file_check import PartDirectories, check_header, kind_of
+from offload.checkpoint.owner_parts import find_owner_parts
 from offload.checkpoint.quarantine_mark import read_quarantine
 from offload.checkpoint.second_read import read_document
 from offload.errors import (
@@ -15,7 +15,6 @@ from offload.errors import (
     DamagedError,
     ManifestError,
 )
-from offload.format.header import Header, TensorFileError, header_length, parse_header
 from offload.format.layout import array_file_name
 from offload.format.manifest import MAX_CONTENT_BYTES, MAX_MANIFEST_BYTES, Manifest, decode
 from offload.format.names import (
@@ -30,10 +29,6 @@ from offload.format.names import (
 from offload.format.part_file import PART_FILE_BYTES, SealedPart, decode_part
 from offload.format.unreadable import reading
 from offload.units import seen_from
-
-PartDirectories: TypeAlias = Sequence[str | os.PathLike[str]] | None
-"""Directories of a store on all drives but the first, in the store's order; None for the
-directories that the manifest names."""
 
 _FIRST_BYTES = 4096
 """Number of bytes that are read and checked before the rest. A hole at the start of the file, which
@@ -52,14 +47,15 @@ def read_manifest(
 
     The manifest itself is checked. Every tensor file must exist, be a regular file of the right
     size, and have exactly the header that the layout asks for. The parts on other drives must be
-    those that were sealed with the manifest. The train state must be a regular file. Tensor data
+    those that were sealed with the manifest. The same holds for the parts of owners that are seen
+    here; see `offload.checkpoint.owner_parts`. The train state must be a regular file. Tensor data
     and the content of the train state are not checked.
 
     Args:
         backend: Storage backend of the checkpoint.
         path: Directory of the checkpoint.
-        parts: Directories of the parts on other drives.
-        need_parts: Whether the parts on other drives are checked.
+        parts: Directories of the parts on other drives, or directories to search for owners.
+        need_parts: Whether the parts on other drives, and those of owners, are checked.
         even_quarantined: Whether a checkpoint that is marked as damaged is read like any other.
 
     Raises:
@@ -175,12 +171,6 @@ def refuse_link(backend: Backend, path: str) -> None:
         )
 
 
-def kind_of(stat: Stat) -> str:
-    """Return the kind of file that a name refers to, in words for a message."""
-    other = "something else (a symbolic link, a pipe or a device)"
-    return other if stat.kind == "other" else f"a {stat.kind}"
-
-
 def check_files(
     backend: Backend,
     path: str,
@@ -194,7 +184,10 @@ def check_files(
     with reading(path):
         if not even_quarantined:
             _refuse_quarantined(backend, path)
-        _check_files(backend, path, manifest, parts, need_parts=need_parts)
+        _check_files(
+            backend, path, manifest, parts,
+            need_parts=need_parts, even_quarantined=even_quarantined,
+        )  # fmt: skip
 
 
 def _refuse_quarantined(backend: Backend, path: str) -> None:
@@ -207,7 +200,13 @@ def _refuse_quarantined(backend: Backend, path: str) -> None:
 
 
 def _check_files(
-    backend: Backend, path: str, manifest: Manifest, parts: PartDirectories, *, need_parts: bool
+    backend: Backend,
+    path: str,
+    manifest: Manifest,
+    parts: PartDirectories,
+    *,
+    need_parts: bool,
+    even_quarantined: bool,
 ) -> None:
     layout = manifest.layout
     check_header(backend, f"{path}/{MODEL_NAME}", layout.model_header)
@@ -219,6 +218,7 @@ def _check_files(
         raise CheckpointError(f"{path}/{TRAIN_STATE_NAME}: {found}")
     if need_parts:
         check_parts(backend, path, manifest, parts)
+        find_owner_parts(backend, path, manifest, parts, even_quarantined=even_quarantined)
 
 
 def check_parts(backend: Backend, path: str, manifest: Manifest, parts: PartDirectories) -> None:
@@ -252,6 +252,8 @@ def part_paths(manifest: Manifest, parts: PartDirectories, path: str) -> list[st
     Raises:
         CheckpointError: The number of directories is not that of the drives.
     """
+    if manifest.owners:  # the given directories are searched for the parts of owners
+        return []
     recorded = [part.directory for part in manifest.parts]
     given = recorded if parts is None else [os.path.abspath(directory) for directory in parts]
     if len(given) != len(recorded):
@@ -317,52 +319,6 @@ def _check_part(
         )
     for name, header in manifest.layout.array_headers[drive].items():
         check_header(backend, f"{path}/{array_file_name(name)}", header)
-
-
-def check_header(backend: Backend, path: str, expected: Header) -> None:
-    """Check that a tensor file has the size and the header that a layout asks for.
-
-    Raises:
-        CheckpointError: The file is missing, is not a regular file, or differs. The message says
-            how.
-    """
-    stat = backend.stat(path)
-    if stat is None:
-        raise CheckpointError(f"{path}: missing")
-    if stat.kind != "file" or stat.size_bytes != expected.file_bytes:
-        raise CheckpointError(
-            f"{path}: {kind_of(stat)} of {stat.size_bytes} bytes, expected a file of "
-            f"{expected.file_bytes}"
-        )
-    with backend.open(path) as file:
-        read_document(
-            file,
-            expected.data_start,
-            lambda found: _compare_header(found, file.size_bytes, expected, path),
-            CheckpointError,
-        )
-
-
-def _compare_header(found: bytes, file_bytes: int, expected: Header, path: str) -> None:
-    """Raise a `CheckpointError` that says what differs, unless a header is the expected one."""
-    if found == expected.encoded:
-        return
-    try:
-        length = header_length(found, file_bytes, path)
-        if length > expected.data_start:  # a small manifest must not cause a long parse
-            raise CheckpointError(
-                f"{path}: its header takes {length} bytes, the manifest says {expected.data_start}"
-            )
-        header = parse_header(found, file_bytes, path)
-    except TensorFileError as error:
-        reason = seen_from(path, str(error))
-        raise CheckpointError(f"{path}: damaged header: {reason}") from error
-    if (dict(header.entries), dict(header.metadata)) != (
-        dict(expected.entries),
-        dict(expected.metadata),
-    ):
-        raise CheckpointError(f"{path}: its header lists other tensors than the manifest")
-    raise CheckpointError(f"{path}: its header is not laid out as the manifest says")
 
 
 def stat_given_path(backend: Backend, path: str) -> Stat | None:

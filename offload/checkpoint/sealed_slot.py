@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -15,6 +15,8 @@ from offload.format.digests import MODEL_ARRAY, DigestContext
 from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
 from offload.format.names import MODEL_NAME
+from offload.format.owners import MODEL_PIECE_BYTES, ModelBox
+from offload.format.part_table import OwnerTable
 
 
 class SlotFiles:
@@ -73,10 +75,23 @@ class SlotFiles:
         """Return the files on the drive of a chunk, by name; see `ArrayShare.file_name`."""
         return self._files_by_drive[self.layout.plans[chunk].drive]
 
-    def _take_digests(self, manifest: Manifest) -> None:
-        """Use the digests of a manifest, and require that state is compared with them when read."""
-        self._context = DigestContext(manifest.store_id, manifest.generation)
-        self._digests = {name: list(digests) for name, digests in manifest.digests.items()}
+    def _state_ranges(self) -> Iterator[SealedRange]:
+        """Yield the chunks of each state array that have a digest."""
+        for name, digests in self._digests.items():
+            for chunk, digest in enumerate(digests):
+                offset, nbytes = self.layout.byte_range(name, chunk)
+                if digest is not None and nbytes:
+                    drive = self.layout.drives[chunk]
+                    yield SealedRange(name, chunk, offset, nbytes, digest, drive)
+
+    def _take_digests(self, sealed: Manifest | OwnerTable) -> None:
+        """Use the digests of a checkpoint, and require that state is compared with them when read.
+
+        Args:
+            sealed: Manifest of the checkpoint, or the table of an owner's part of it.
+        """
+        self._context = DigestContext(sealed.store_id, sealed.generation)
+        self._digests = {name: list(digests) for name, digests in sealed.digests.items()}
         self.distrust()
 
 
@@ -114,10 +129,16 @@ class SealedSlot(SlotFiles):
         path: Directory of the checkpoint.
         parts: Paths of the checkpoint's parts on other drives, in order.
         manifest: Manifest of the checkpoint.
+        tables: Tables of the owners whose boxes of the model are wanted, besides those of owner 0.
     """
 
     def __init__(
-        self, backend: Backend, path: str, parts: Sequence[str], manifest: Manifest
+        self,
+        backend: Backend,
+        path: str,
+        parts: Sequence[str],
+        manifest: Manifest,
+        tables: Sequence[OwnerTable] = (),
     ) -> None:
         files_by_drive = tuple(
             _OpenedWhenNeeded(backend, directory) for directory in (path, *parts)
@@ -126,6 +147,7 @@ class SealedSlot(SlotFiles):
         self._files_by_drive = self._opened = files_by_drive
         self._take_digests(manifest)
         self._manifest = manifest
+        self._tables = tables
 
     def open_all(self) -> None:
         """Open all tensor files now.
@@ -143,27 +165,37 @@ class SealedSlot(SlotFiles):
         Raises:
             gds.StorageError: The file cannot be opened.
         """
-        is_model = sealed.array == MODEL_ARRAY
+        # The array of a box of the model is named "model/<box>"; no state array has such a name.
+        is_model = sealed.array.partition("/")[0] == MODEL_ARRAY
         return self.model if is_model else self.array(sealed.array, sealed.index)
 
     def model_ranges(self) -> Iterator[SealedRange]:
-        """Yield the blocks of the data of ``model.safetensors``, in order."""
+        """Yield the blocks, or the boxes, of the data of ``model.safetensors``, in order."""
         header = self.layout.model_header
         data_bytes = header.file_bytes - header.data_start
         for block, digest in enumerate(self._manifest.model_digests):
             start = block * MODEL_BLOCK_BYTES
             nbytes = min(MODEL_BLOCK_BYTES, data_bytes - start)
             yield SealedRange(MODEL_ARRAY, block, header.data_start + start, nbytes, digest, 0)
+        yield from self._box_ranges(self._manifest.model_boxes)
+        for table in self._tables:
+            yield from self._box_ranges(table.model_boxes)
+
+    def _box_ranges(self, boxes: Iterable[ModelBox]) -> Iterator[SealedRange]:
+        header = self.layout.model_header
+        tensors = {tensor.name: tensor for tensor in self.layout.model}
+        for box in boxes:
+            at = header.data_start + header.entries[box.name].start
+            first, last = box.byte_range(tensors[box.name])
+            for piece, digest in enumerate(box.digests):
+                start = first + piece * MODEL_PIECE_BYTES
+                nbytes = min(MODEL_PIECE_BYTES, last - start)
+                yield SealedRange(box.digest_array, piece, at + start, nbytes, digest, 0)
 
     def ranges(self) -> Iterator[SealedRange]:
         """Yield all ranges that have a digest: the blocks of the model, then each state array."""
         yield from self.model_ranges()
-        for name, digests in self._digests.items():
-            for chunk, digest in enumerate(digests):
-                offset, nbytes = self.layout.byte_range(name, chunk)
-                if digest is not None and nbytes:
-                    drive = self.layout.drives[chunk]
-                    yield SealedRange(name, chunk, offset, nbytes, digest, drive)
+        yield from self._state_ranges()
 
     def close(self) -> None:
         """Close all files. Idempotent."""
@@ -172,6 +204,49 @@ class SealedSlot(SlotFiles):
                 file.close()
 
     def __enter__(self) -> SealedSlot:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class SealedOwner(SlotFiles):
+    """Files of an owner's part of a sealed checkpoint, for reading; see `SealedSlot`.
+
+    Args:
+        backend: Storage backend of the part.
+        path: Directory of the part.
+        table: Table of the part.
+    """
+
+    def __init__(self, backend: Backend, path: str, table: OwnerTable) -> None:
+        self._opened = _OpenedWhenNeeded(backend, path)
+        super().__init__(table.layout, self._opened)
+        self._take_digests(table)
+
+    def file(self, sealed: SealedRange) -> File:
+        """Return the file that holds a range.
+
+        Raises:
+            gds.StorageError: The file cannot be opened.
+        """
+        return self.array(sealed.array, sealed.index)
+
+    def ranges(self) -> Iterator[SealedRange]:
+        """Yield all ranges that have a digest."""
+        return self._state_ranges()
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        for file in self._opened.values():
+            file.close()
+
+    def __enter__(self) -> SealedOwner:
         return self
 
     def __exit__(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from gds import ALIGNMENT, Backend, Buffer, StorageError
-from offload.checkpoint.sealed_slot import SealedRange, SealedSlot
+from offload.checkpoint.sealed_slot import SealedOwner, SealedRange, SealedSlot
 from offload.checkpoint.second_read import reread_and_check
 from offload.errors import CheckpointError, DamagedError
 from offload.format.unreadable import is_of_content
@@ -36,9 +36,13 @@ class VerifyReport:
     manifest names, and that may belong to the store that this one is a copy of. In the second, only
     the name of the checkpoint's directory is wrong."""
 
+    not_seen: tuple[str, ...] = ()
+    """Paths at which parts of owners were sealed that are not seen on this node. They were not
+    checked: run the same on a node that sees them, or give the directories that they are in."""
+
     @property
     def ok(self) -> bool:
-        """Whether every byte is as it was written."""
+        """Whether every byte that is seen here is as it was written; see `not_seen`."""
         return not self.problems and not self.unreadable
 
 
@@ -70,6 +74,7 @@ def verify_tensors(
     findings: Findings,
     *,
     marks_parts: bool,
+    owners: Sequence[SealedOwner] = (),
 ) -> int:
     """Read all tensors and record each damaged place.
 
@@ -82,26 +87,31 @@ def verify_tensors(
             progress is not reported.
         findings: Object to which faults are added.
         marks_parts: Whether the checkpoint may be marked because of damage in its parts.
+        owners: Parts of other owners than the first. The checkpoint is not marked because of damage
+            in them, because their nodes see it and its node may not see them.
 
     Returns:
         Size in bytes of the ranges that were checked, including those that could not be read.
     """
-    ranges = list(slot.ranges())
-    total = sum(sealed.nbytes for sealed in ranges)
-    buffer = backend.allocate(max((r.nbytes for r in ranges), default=0) + ALIGNMENT)
+    ranges: list[tuple[SealedSlot | SealedOwner, SealedRange]] = []
+    every: list[SealedSlot | SealedOwner] = [slot, *owners]
+    for files in every:
+        ranges += [(files, sealed) for sealed in files.ranges()]
+    total = sum(sealed.nbytes for _, sealed in ranges)
+    buffer = backend.allocate(max((r.nbytes for _, r in ranges), default=0) + ALIGNMENT)
     checked = 0
-    for sealed in ranges:
+    for files, sealed in ranges:
         try:
-            _verify(slot, sealed, buffer.slice(sealed.offset % ALIGNMENT, sealed.nbytes))
+            _verify(files, sealed, buffer.slice(sealed.offset % ALIGNMENT, sealed.nbytes))
         except (StorageError, DamagedError) as error:
-            findings.add(error, marks=marks_parts or not sealed.drive)
+            findings.add(error, marks=files is slot and (marks_parts or not sealed.drive))
         checked += sealed.nbytes
         if progress is not None:
             progress(checked, total)
     return checked
 
 
-def _verify(slot: SealedSlot, sealed: SealedRange, into: Buffer) -> None:
+def _verify(slot: SealedSlot | SealedOwner, sealed: SealedRange, into: Buffer) -> None:
     """Read a range and compare it with its digest.
 
     Raises:

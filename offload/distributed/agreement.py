@@ -28,6 +28,7 @@ from offload.distributed.unanimous import (
 )
 from offload.errors import InDoubtError, RanksError, SealError, reason_of
 
+
 @dataclass(frozen=True, slots=True)
 class Granted:
     """A working slot for which every rank is ready."""

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.checkpoint import Checkpoint, require_one_owner
 from offload.checkpoint.sealed_slot import SealedSlot
 from offload.checkpoint.second_read import reread_and_check
 from offload.format.arrays import MASTER
@@ -164,6 +164,7 @@ def open_stream(
         RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
         gds.StorageError: A file cannot be opened.
     """
+    require_one_owner(checkpoint)
     with checkpoint.held(), _open_stream(checkpoint, progress) as stream:
         yield stream
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.ambient import in_neutral
+from offload.checkpoint.checkpoint import require_one_owner
 from offload.checkpoint.sealed_slot import SealedSlot
 from offload.errors import CheckpointNotFoundError
 from offload.format.arrays import MASTER
@@ -47,6 +48,7 @@ def read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
         RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
         gds.StorageError: The checkpoint cannot be read.
     """
+    require_one_owner(checkpoint)
     with checkpoint.held():
         return _read_state(checkpoint, name)
 

@@ -10,10 +10,9 @@ import datetime as dt
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from offload.format.boxes import Box, Cut
 from offload.format.header import DTYPE_BYTES
 from offload.format.names import part_number
 from offload.format.part_file import PartReference
@@ -157,35 +156,6 @@ def part(value: object, generation: int) -> PartReference:
     if not isinstance(found["digest"], str) or not _PART_DIGEST.fullmatch(found["digest"]):
         raise ValueError(f"the digest of a part is {short(found['digest'])}")
     return PartReference(directory, name, generation, found["digest"])
-
-
-def encode_cut(cut: Cut | None) -> list[list[int]] | None:
-    """Return the shape of the whole parameter and the offsets of the box; its sizes are known."""
-    return None if cut is None else [list(cut.shape), list(cut.box.offsets)]
-
-
-def cuts(value: object, shapes: Sequence[tuple[int, ...]]) -> list[Cut | None]:
-    """Return the cut of each parameter, if some are stepped in part.
-
-    Args:
-        value: What `encode_cut` has returned for each parameter.
-        shapes: Shape of what is stepped of each parameter.
-
-    Raises:
-        ValueError: The value is not such a list.
-    """
-    found: list[Cut | None] = []
-    for encoded, sizes in zip(items(value), shapes, strict=True):
-        if encoded is None:
-            found.append(None)
-            continue
-        whole, offsets = map(shape, items(encoded))
-        if whole == sizes:
-            raise ValueError(f"the cut {short(encoded)} has the whole parameter")
-        found.append(Cut(whole, Box(offsets, sizes)))
-    if not any(found):
-        raise ValueError("cuts are given, but every parameter is whole")
-    return found
 
 
 def _is_absolute(value: object) -> bool:

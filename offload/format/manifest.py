@@ -9,20 +9,40 @@ allocated from it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from gds import ALIGNMENT
 from offload.errors import ManifestError, OffloadError
 from offload.format import _manifest_fields as fields
 from offload.format import document
+from offload.format._layout_fields import (
+    decode_digests,
+    decode_layout,
+    decode_scalars,
+    encode_layout,
+    encode_scalars,
+)
 from offload.format._manifest_fields import ScalarValue
 from offload.format._manifest_fields import decode_group as decode_group
 from offload.format._manifest_fields import encode_group as encode_group
-from offload.format.arrays import CountsFrom, StateDtype, is_array_name
-from offload.format.layout import Layout, ModelTensor, ParameterSpec
+from offload.format.arrays import CountsFrom
+from offload.format.boxes import Box
+from offload.format.header import DTYPE_BYTES
+from offload.format.layout import Layout, ModelTensor
 from offload.format.metrics import check_metrics
+from offload.format.owners import (
+    ModelBox,
+    OwnerReference,
+    decode_model_boxes,
+    decode_references,
+    encode_model_boxes,
+    encode_references,
+    model_box_bytes,
+    parameter_boxes,
+    reference_bytes,
+)
 from offload.format.part_file import PartReference, SealedPart, content_digest
 from offload.format.strict_json import MAX_VALUES, num_marks, short
 
@@ -33,6 +53,11 @@ manifests."""
 COMPRESSED_VERSION = 3
 """Format version of stores with compressed state whose blocks and random numbers are counted from
 parameters."""
+
+OWNERS_VERSION = 4
+"""Format version of stores that several ranks write: their state has several owners."""
+
+_VERSIONS = (FORMAT_VERSION, COMPRESSED_VERSION, OWNERS_VERSION)
 
 MAX_MANIFEST_BYTES = 128 << 20
 """Largest size of a manifest in bytes, padding included. A larger file is refused unread, and none
@@ -52,9 +77,6 @@ _MAX_SHARES = 1 << 16
 MAX_DIRECTORIES = 64
 """Largest number of directories of a store. A reader builds a header of 4096 bytes or more for each
 directory and each state array."""
-
-_MAX_ARRAYS = 64
-"""Largest number of state arrays of a store."""
 
 _GROUP_RESERVE_BYTES = 16 << 10
 """Bytes reserved for each parameter group, and once more for the fields that occur only once."""
@@ -102,10 +124,18 @@ class Manifest:
     """For each state array, the digest of each chunk; None for a chunk that holds no state."""
 
     model_digests: tuple[str, ...]
-    """Digest of each `MODEL_BLOCK_BYTES` of ``model.safetensors`` data."""
+    """Digest of each `MODEL_BLOCK_BYTES` of ``model.safetensors`` data; empty if there are
+    `owners`."""
 
     parts: tuple[PartReference, ...] = ()
     """References to the state on each drive but the first, in the order of the drives."""
+
+    owners: tuple[OwnerReference, ...] = ()
+    """References to the state of each owner but the first, by rising number of the owner. `layout`,
+    `scalars` and `digests` describe the state of owner 0 only, if there are others."""
+
+    model_boxes: tuple[ModelBox, ...] = ()
+    """Boxes of the model's tensors that owner 0 has written; empty if there are no `owners`."""
 
     order: tuple[tuple[int, ...], ...] | None = None
     """Parameters of each parameter group, as positions in `Layout.model`, in the order in which the
@@ -139,7 +169,7 @@ class Manifest:
                 "store has such a number, so it is damaged or forged: remove it, and continue "
                 "from another one."
             )
-        text = document.signed(_version_of(self.layout), self._body(), compact=True)
+        text = document.signed(_version_of(self), self._body(), compact=True)
         if len(text) > MAX_CONTENT_BYTES or num_marks(text) > MAX_VALUES:
             raise OffloadError(
                 f"the manifest would have {len(text)} bytes and about {num_marks(text)} values, at "
@@ -156,6 +186,7 @@ class Manifest:
 
     def _body(self) -> dict[str, Any]:
         layout = self.layout
+        described = encode_layout(layout)
         body: dict[str, Any] = {
             "store_id": self.store_id,
             "generation": self.generation,
@@ -164,29 +195,27 @@ class Manifest:
             "torch_version": self.torch_version,
             "optimizer": self.optimizer,
             "groups": [encode_group(i, group) for i, group in enumerate(self.groups)],
-            "chunk_elements": layout.chunk_elements,
-            "state_dtype": layout.state_dtype,
+            "chunk_elements": described["chunk_elements"],
+            "state_dtype": described["state_dtype"],
             "shares": list(layout.shares),
-            "arrays": [[name, f.dtype, f.block] for name, f in layout.formats.items()],
-            "parameters": [
-                [p.name, p.dtype, list(p.shape), p.group, list(p.arrays)] for p in layout.parameters
-            ],
+            "arrays": described["arrays"],
+            "parameters": described["parameters"],
             "model": [[t.name, t.dtype, list(t.shape), list(t.aliases)] for t in layout.model],
-            "scalars": [
-                None if s is None else [[n, k, _written(k, v)] for n, k, v in s]
-                for s in self.scalars
-            ],
+            "scalars": encode_scalars(self.scalars),
             "model_block_bytes": MODEL_BLOCK_BYTES,
             "digests": {name: list(values) for name, values in self.digests.items()},
             "model_digests": list(self.model_digests),
             "parts": [asdict(part) for part in self.parts],
         }
-        if _version_of(layout) == COMPRESSED_VERSION:
-            # The digest covers the body, but not the version. With this key a body is valid for one
-            # version only.
+        version = _version_of(self)
+        if version != FORMAT_VERSION:
+            # The digest covers the body, but not the version. With this key, and with "owners", a
+            # body is valid for one version only.
             body["counts_from"] = layout.counts_from
-        if any(p.cut for p in layout.parameters):
-            body["cuts"] = [fields.encode_cut(p.cut) for p in layout.parameters]
+        if version == OWNERS_VERSION:
+            body["owners"] = encode_references(self.owners)
+            body["model_boxes"] = encode_model_boxes(self.model_boxes)
+            del body["model_digests"]
         if self.order is not None:
             body["order"] = [list(group) for group in self.order]
         if self.metrics:
@@ -196,14 +225,18 @@ class Manifest:
         return body
 
 
-def reserved_bytes(layout: Layout, num_groups: int) -> int:
+def reserved_bytes(layout: Layout, num_groups: int, owners: Sequence[str] = ()) -> int:
     """Return the size to reserve for the manifest of a layout, in bytes; a multiple of 4096.
+
+    Args:
+        layout: Layout of the store, or of owner 0 if there are others.
+        num_groups: Number of parameter groups.
+        owners: For each owner but the first, the store's directory on its node.
 
     Raises:
         OffloadError: The manifest could be larger than readers accept.
     """
     names = sum(3 * len(json.dumps(p.name)) + 160 for p in layout.parameters)
-    names += sum(48 * len(p.shape) + 16 for p in layout.parameters if p.cut is not None)
     names += sum(
         2 * len(json.dumps(t.name)) + 100 + sum(len(json.dumps(a)) for a in t.aliases)
         for t in layout.model
@@ -213,6 +246,9 @@ def reserved_bytes(layout: Layout, num_groups: int) -> int:
     digests = 20 * layout.num_chunks * max(1, len(layout.array_names))
     digests += 20 * num_model_blocks(layout)
     parts = _PART_RESERVE_BYTES * (len(layout.shares) - 1)
+    if owners:
+        parts += reference_bytes(owners) + _model_box_bytes(layout)
+        parts += sum(70 * (len(p.shape) + 1) for p in layout.parameters if p.cut is not None)
     total = names + scalars + digests + parts + _GROUP_RESERVE_BYTES * (num_groups + 1)
     values = _least_values(layout)
     if values > MAX_VALUES:
@@ -235,6 +271,14 @@ def _least_values(layout: Layout) -> int:
     parameters = sum(10 + len(p.shape) + len(p.arrays) for p in layout.parameters)
     model = sum(7 + len(t.shape) + len(t.aliases) for t in layout.model)
     return parameters + model + layout.num_chunks * len(layout.array_names)
+
+
+def _model_box_bytes(layout: Layout) -> int:
+    """Return the bytes to reserve for boxes of any tensors that owner 0 may write."""
+    boxes = [(t.name, Box.whole(t.shape), DTYPE_BYTES[t.dtype]) for t in layout.model]
+    dtypes = {p.name: DTYPE_BYTES[p.dtype] for p in layout.parameters}
+    boxes += [(name, box, dtypes[name]) for name, box in parameter_boxes(layout)]
+    return model_box_bytes(boxes)
 
 
 def num_model_blocks(layout: Layout) -> int:
@@ -260,7 +304,7 @@ def decode(data: bytes, path: str) -> Manifest:
         ManifestError: The data is not a manifest, is damaged, of another version, or contradictory.
     """
     try:
-        version, body = document.read(data, "a manifest", (FORMAT_VERSION, COMPRESSED_VERSION))
+        version, body = document.read(data, "a manifest", _VERSIONS)
         return _decode_body(body, version)
     except document.InvalidDocumentError as error:
         raise ManifestError(f"{path}: withdrawn: {error}") from error
@@ -274,10 +318,6 @@ def decode(data: bytes, path: str) -> Manifest:
         ) from error
 
 
-def _written(kind: str, value: float | int) -> str:
-    return repr(int(value) if kind == "int" else float(value))
-
-
 def _decode_body(body: Mapping[str, Any], version: int) -> Manifest:
     store_id, generation = fields.store_id(body["store_id"]), fields.count(body["generation"])
     layout = _decode_layout(body, version)
@@ -285,23 +325,9 @@ def _decode_body(body: Mapping[str, Any], version: int) -> Manifest:
     groups = tuple(decode_group(fields.mapping(group)) for group in fields.items(body["groups"]))
     if any(p.group >= len(groups) for p in parameters):
         raise ValueError("a parameter belongs to a group that does not exist")
-    scalars = tuple(
-        None if s is None else tuple(fields.scalar(value) for value in fields.items(s))
-        for s in fields.items(body["scalars"])
-    )
-    if len(scalars) != len(parameters):
-        raise ValueError(f"{len(scalars)} scalar states for {len(parameters)} parameters")
-    digests = {
-        name: tuple(None if d is None else fields.digest(d) for d in fields.items(values))
-        for name, values in fields.mapping(body["digests"]).items()
-    }
-    if digests.keys() != set(layout.array_names) or any(
-        len(values) != layout.num_chunks for values in digests.values()
-    ):
-        raise ValueError("there is not one digest for each chunk of each array")
-    model_digests = tuple(fields.digest(d) for d in fields.items(body["model_digests"]))
-    if len(model_digests) != num_model_blocks(layout):
-        raise ValueError("there is not one digest for each block of the model file")
+    scalars = decode_scalars(body["scalars"], layout)
+    digests = decode_digests(body["digests"], layout)
+    owners, model_boxes, model_digests = _decode_owners(body, version, layout, generation)
     parts = tuple(fields.part(part, generation) for part in fields.items(body.get("parts", [])))
     if len(parts) != len(layout.shares) - 1:
         raise ValueError(f"{len(parts)} parts for {len(layout.shares)} directories")
@@ -337,20 +363,25 @@ def _decode_body(body: Mapping[str, Any], version: int) -> Manifest:
         digests=digests,
         model_digests=model_digests,
         parts=parts,
+        owners=owners,
+        model_boxes=model_boxes,
         metrics=check_metrics(body.get("metrics", {})),
         order=order,
         update_code=fields.label(body.get("update_code", "")),
     )
 
 
-def _version_of(layout: Layout) -> int:
-    """Return the format version of a layout."""
+def _version_of(manifest: Manifest) -> int:
+    """Return the format version of a manifest."""
+    if manifest.owners:
+        return OWNERS_VERSION
+    layout = manifest.layout
     compressed = layout.state_dtype != "float32" and layout.counts_from == "parameter"
     return COMPRESSED_VERSION if compressed else FORMAT_VERSION
 
 
 def _decode_counts_from(body: Mapping[str, Any], version: int) -> CountsFrom:
-    expected = "parameter" if version == COMPRESSED_VERSION else None
+    expected = None if version == FORMAT_VERSION else "parameter"
     if body.get("counts_from") != expected:
         raise ValueError(
             f"counts_from is {short(body.get('counts_from'))}, expected {expected!r} in format "
@@ -358,55 +389,46 @@ def _decode_counts_from(body: Mapping[str, Any], version: int) -> CountsFrom:
         )
     if version == FORMAT_VERSION:
         return "parameter" if body["state_dtype"] == "float32" else "chunk"
-    if body["state_dtype"] == "float32":
+    if version == COMPRESSED_VERSION and body["state_dtype"] == "float32":
         raise ValueError(
             f"format version {version} is for compressed state, but this state is float32"
         )
     return "parameter"
 
 
+def _decode_owners(
+    body: Mapping[str, Any], version: int, layout: Layout, generation: int
+) -> tuple[tuple[OwnerReference, ...], tuple[ModelBox, ...], tuple[str, ...]]:
+    """Return owners, boxes of the model that owner 0 has written, and digests of model blocks."""
+    if version == OWNERS_VERSION:
+        tensors = {tensor.name: tensor for tensor in layout.model}
+        owners = decode_references(body["owners"], generation)
+        return owners, decode_model_boxes(body["model_boxes"], tensors), ()
+    # The digest does not cover the version. Without this check, a flipped bit could hide owners.
+    if "owners" in body:
+        raise ValueError(f"it has owners, which format version {version} does not know")
+    model_digests = tuple(fields.digest(d) for d in fields.items(body["model_digests"]))
+    if len(model_digests) != num_model_blocks(layout):
+        raise ValueError("there is not one digest for each block of the model file")
+    return (), (), model_digests
+
+
 def _decode_layout(body: Mapping[str, Any], version: int) -> Layout:
-    parameters = tuple(
-        ParameterSpec(
-            fields.text(name),
-            fields.dtype(dtype),
-            fields.shape(shape),
-            fields.count(group),
-            fields.names(arrays),
-        )
-        for name, dtype, shape, group, arrays in map(fields.items, fields.items(body["parameters"]))
-    )
-    if "cuts" in body:
-        cuts = fields.cuts(body["cuts"], [p.shape for p in parameters])
-        parameters = tuple(replace(p, cut=cut) for p, cut in zip(parameters, cuts, strict=True))
     model = tuple(
         ModelTensor(
             fields.text(name), fields.dtype(dtype), fields.shape(shape), fields.names(aliases)
         )
         for name, dtype, shape, aliases in map(fields.items, fields.items(body["model"]))
     )
-    chunk_elements = fields.count(body["chunk_elements"])
-    if chunk_elements == 0 or chunk_elements % (ALIGNMENT // 4):
-        raise ValueError(f"chunk_elements is {chunk_elements}, not a positive multiple of 1024")
-    if body["state_dtype"] not in get_args(StateDtype):
-        raise ValueError(f"unknown state_dtype {short(body['state_dtype'])}")
     shares = fields.shape(body["shares"])
     if not 1 <= len(shares) <= MAX_DIRECTORIES or 0 in shares or sum(shares) > _MAX_SHARES:
         raise ValueError(f"shares are {short(body['shares'])}")
-    counts_from = _decode_counts_from(body, version)
-    layout = Layout(parameters, model, chunk_elements, body["state_dtype"], shares, counts_from)
-    stored = {t.name: (t.dtype, t.shape) for t in model}
-    for p in parameters:
-        if stored.get(p.name) != (p.dtype, p.shape):
-            raise ValueError(f"parameter {short(p.name)} differs from the model's tensor")
-    if len(layout.array_names) > _MAX_ARRAYS:
-        raise ValueError(f"{len(layout.array_names)} state arrays, at most {_MAX_ARRAYS} are read")
-    for name in layout.array_names:
-        if not is_array_name(name):  # the name is also a file's
-            raise ValueError(f"{short(name)} is not the name of a state array")
-    arrays = [[name, f.dtype, f.block] for name, f in layout.formats.items()]
-    if arrays != body["arrays"]:
-        raise ValueError(f"arrays are {short(body['arrays'])}, parameters have {arrays}")
+    if version == OWNERS_VERSION and shares != (1,):
+        raise ValueError(f"shares are {shares}, and an owner has one directory")
+    layout = decode_layout(
+        body, model, shares, _decode_counts_from(body, version),
+        has_boxes=version == OWNERS_VERSION,
+    )  # fmt: skip
     if body["model_block_bytes"] != MODEL_BLOCK_BYTES:
         raise ValueError(f"model_block_bytes is {short(body['model_block_bytes'])}")
     if layout.model_header.file_bytes > fields.MAX_COUNT:

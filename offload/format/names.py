@@ -2,7 +2,9 @@
 
 The first directory of a store holds ``LOCK``, ``store.json``, ``calibration.json``,
 ``placement.json``, ``pins/``, checkpoints ``step-<n>/`` and slots ``.slot-<k>/``. Its other
-directories, on other drives, hold ``LOCK``, ``calibration.json`` and parts ``part-<k>/``.
+directories, on other drives, hold ``LOCK``, ``calibration.json`` and parts ``part-<k>/``. The
+directory ``owner-<i>/`` of an owner of state, if several ranks write the store, holds ``LOCK`` and
+parts ``part-<k>/``.
 docs/format.md describes the content of each.
 """
 
@@ -33,9 +35,13 @@ QUARANTINE_NAME: Final = "damaged.txt"
 # In a part, on a drive that is not the first.
 PART_FILE_NAME: Final = "part.json"
 
+# In a part of an owner of state, if several ranks write the store.
+TABLE_NAME: Final = "table.json"
+
 _CHECKPOINT: Final = re.compile(r"step-([0-9]{1,19})")
 _SLOT: Final = re.compile(r"\.slot-([0-9]+)")
 _PART: Final = re.compile(r"part-([1-9][0-9]{0,17})")
+_OWNER: Final = re.compile(r"owner-([1-9][0-9]{0,8})")
 
 
 def checkpoint_name(step: int) -> str:
@@ -72,4 +78,15 @@ def part_name(number: int) -> str:
 def part_number(name: str) -> int | None:
     """Return the number in a part's name; None for any other name."""
     match = _PART.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def owner_name(owner: int) -> str:
+    """Return the name of the directory of an owner, in a directory of the store; counted from 1."""
+    return f"owner-{owner}"
+
+
+def owner_number(name: str) -> int | None:
+    """Return the number of the owner whose directory has a name; None for any other name."""
+    match = _OWNER.fullmatch(name)
     return None if match is None else int(match[1])

@@ -10,6 +10,7 @@ import torch
 
 from gds import Backend
 from offload.ambient import in_neutral
+from offload.checkpoint.checkpoint import require_one_owner
 from offload.checkpoint.opening import open_for_parameters
 from offload.errors import MismatchError
 from offload.format.layout import ModelTensor
@@ -49,6 +50,7 @@ def load_parameters(
             Part of the content may already be in the model.
     """
     with open_for_parameters(checkpoint, backend=backend) as opened:
+        require_one_owner(opened)
         manifest = opened.manifest
         header = manifest.layout.model_header
         stored = describe_model(model, [], [])

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gds import Backend
+from offload.checkpoint.file_check import kind_of
 from offload.checkpoint.reading import (
     check_files,
     check_name,
     checkpoint_paths,
     decode_manifest,
-    kind_of,
 )
 from offload.errors import CheckpointError, CheckpointNotFoundError
 from offload.format.known_leaves import KnownLeaves

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from gds import Backend
 from gds.opening import given_or_local
+from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.listing import checkpoints_of
 from offload.checkpoint.opening import open_checkpoint
 from offload.checkpoint.reading import (
-    PartDirectories,
     are_only_recorded,
     decode_manifest,
 )

@@ -13,6 +13,7 @@ _PLACES = "offload/store/directories.py"
 _LOCK = "offload/store/writer_lock.py"
 _IDENTITY = "offload/store/store_id.py"
 _READING = "offload/checkpoint/reading.py"
+_FILE_CHECK = "offload/checkpoint/file_check.py"
 _DOCUMENT = "offload/format/document.py"
 _READER_LOCK = "offload/checkpoint/reader_lock.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
@@ -216,7 +217,7 @@ OPENING = (
         "the header of every tensor file is that of the manifest",
         (
             Edit(
-                _READING,
+                _FILE_CHECK,
                 "    if found == expected.encoded:\n        return\n",
                 "    if found or not found:\n        return\n",
             ),
@@ -228,7 +229,7 @@ OPENING = (
         "every tensor file has the size that the manifest asks for",
         (
             Edit(
-                _READING,
+                _FILE_CHECK,
                 'if stat.kind != "file" or stat.size_bytes != expected.file_bytes:',
                 'if stat.kind != "file":',
             ),

@@ -1,0 +1,162 @@
+"""Fields of a manifest, and of an owner's table, that describe a layout.
+
+As in `_manifest_fields`, each function that reads a field raises `ValueError` for a value that the
+encoder would not have written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+from gds import ALIGNMENT
+from offload.format import _manifest_fields as fields
+from offload.format._manifest_fields import ScalarValue
+from offload.format.arrays import CountsFrom, StateDtype, is_array_name
+from offload.format.boxes import Box, Cut
+from offload.format.layout import Layout, ModelTensor, ParameterSpec
+from offload.format.strict_json import short
+
+_MAX_ARRAYS = 64
+"""Largest number of state arrays of a store."""
+
+
+def encode_layout(layout: Layout) -> dict[str, Any]:
+    """Return the fields of a layout that a manifest and an owner's table share."""
+    return {
+        "chunk_elements": layout.chunk_elements,
+        "state_dtype": layout.state_dtype,
+        "arrays": [[name, f.dtype, f.block] for name, f in layout.formats.items()],
+        "parameters": [_encode_parameter(p) for p in layout.parameters],
+    }
+
+
+def _encode_parameter(spec: ParameterSpec) -> list[Any]:
+    if spec.cut is None:
+        return [spec.name, spec.dtype, list(spec.shape), spec.group, list(spec.arrays)]
+    whole, box = list(spec.cut.shape), encode_box(spec.cut.box)
+    return [spec.name, spec.dtype, whole, spec.group, list(spec.arrays), box]
+
+
+def encode_box(box: Box) -> list[list[int]]:
+    """Return a box as its offsets and its sizes."""
+    return [list(box.offsets), list(box.sizes)]
+
+
+def box(value: object) -> Box:
+    """Return a box; `Cut` and `Box.fits` compare it with a shape."""
+    offsets, sizes = fields.items(value)
+    return Box(fields.shape(offsets), fields.shape(sizes))
+
+
+def decode_layout(
+    body: Mapping[str, Any],
+    model: tuple[ModelTensor, ...],
+    shares: tuple[int, ...],
+    counts_from: CountsFrom,
+    *,
+    has_boxes: bool,
+) -> Layout:
+    """Return the layout that the fields of `encode_layout` describe.
+
+    Args:
+        body: Content of the document.
+        model: Tensors of the model, one of which each parameter is, or is cut from.
+        shares: Shares of the drives, checked.
+        counts_from: Start of counting, checked.
+        has_boxes: Whether parameters may be boxes of tensors.
+    """
+    parameters = tuple(
+        _decode_parameter(fields.items(value), has_boxes=has_boxes)
+        for value in fields.items(body["parameters"])
+    )
+    chunk_elements = fields.count(body["chunk_elements"])
+    if chunk_elements == 0 or chunk_elements % (ALIGNMENT // 4):
+        raise ValueError(f"chunk_elements is {chunk_elements}, not a positive multiple of 1024")
+    if body["state_dtype"] not in get_args(StateDtype):
+        raise ValueError(f"unknown state_dtype {short(body['state_dtype'])}")
+    layout = Layout(parameters, model, chunk_elements, body["state_dtype"], shares, counts_from)
+    stored = {t.name: (t.dtype, t.shape) for t in model}
+    for p in parameters:
+        if stored.get(p.name) != (p.dtype, p.shape if p.cut is None else p.cut.shape):
+            raise ValueError(f"parameter {short(p.name)} differs from the model's tensor")
+    if has_boxes:
+        _require_apart(parameters)
+    if len(layout.array_names) > _MAX_ARRAYS:
+        raise ValueError(f"{len(layout.array_names)} state arrays, at most {_MAX_ARRAYS} are read")
+    for name in layout.array_names:
+        if not is_array_name(name):  # the name is also a file's
+            raise ValueError(f"{short(name)} is not the name of a state array")
+    arrays = [[name, f.dtype, f.block] for name, f in layout.formats.items()]
+    if arrays != body["arrays"]:
+        raise ValueError(f"arrays are {short(body['arrays'])}, parameters have {arrays}")
+    return layout
+
+
+def _decode_parameter(value: Sequence[Any], *, has_boxes: bool) -> ParameterSpec:
+    if len(value) not in ((5, 6) if has_boxes else (5,)):
+        raise ValueError(f"a parameter is described by {len(value)} values")
+    name, dtype, shape, group, arrays, *rest = value
+    whole = fields.shape(shape)
+    cut = Cut(whole, box(rest[0])) if rest else None
+    return ParameterSpec(
+        fields.text(name),
+        fields.dtype(dtype),
+        whole if cut is None else cut.box.sizes,
+        fields.count(group),
+        fields.names(arrays),
+        cut,
+    )
+
+
+def _require_apart(parameters: Iterable[ParameterSpec]) -> None:
+    """Refuse boxes that occur twice, or that have more elements than their parameter.
+
+    Time and memory are proportional to the number of boxes. So boxes that overlap in another way
+    are not found here; `offload.format.owners.require_exact_cover` finds them.
+    """
+    names = [p.stored_name for p in parameters]
+    if len(set(names)) < len(names):
+        raise ValueError("a parameter, or a box of one, occurs twice")
+    held: Counter[str] = Counter()
+    for p in parameters:
+        held[p.name] += p.num_elements
+        if held[p.name] > math.prod(p.shape if p.cut is None else p.cut.shape):
+            raise ValueError(f"the boxes of parameter {short(p.name)} overlap")
+
+
+def encode_scalars(
+    scalars: Iterable[tuple[ScalarValue, ...] | None],
+) -> list[list[list[str]] | None]:
+    """Return the scalar state of each parameter, in element-space order."""
+    return [None if s is None else [[n, k, _written(k, v)] for n, k, v in s] for s in scalars]
+
+
+def _written(kind: str, value: float | int) -> str:
+    return repr(int(value) if kind == "int" else float(value))
+
+
+def decode_scalars(value: object, layout: Layout) -> tuple[tuple[ScalarValue, ...] | None, ...]:
+    """Return the scalar state of each parameter of a layout."""
+    scalars = tuple(
+        None if s is None else tuple(fields.scalar(one) for one in fields.items(s))
+        for s in fields.items(value)
+    )
+    if len(scalars) != len(layout.parameters):
+        raise ValueError(f"{len(scalars)} scalar states for {len(layout.parameters)} parameters")
+    return scalars
+
+
+def decode_digests(value: object, layout: Layout) -> dict[str, tuple[str | None, ...]]:
+    """Return the digest of each chunk of each state array of a layout."""
+    digests = {
+        name: tuple(None if d is None else fields.digest(d) for d in fields.items(values))
+        for name, values in fields.mapping(value).items()
+    }
+    if digests.keys() != set(layout.array_names) or any(
+        len(values) != layout.num_chunks for values in digests.values()
+    ):
+        raise ValueError("there is not one digest for each chunk of each array")
+    return digests

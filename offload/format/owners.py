@@ -1,0 +1,250 @@
+"""Owners of state: what a manifest says of them if several ranks write one store.
+
+Owner 0 is the first directory of the store: its slot has the manifest and the state of its own
+boxes. Each other owner has its state in a part of its own, with a table that describes it (see
+`offload.format.part_table`). The manifest refers to each table by digest, so it does not grow with
+the number of ranks times the number of parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from offload.format import _manifest_fields as fields
+from offload.format._layout_fields import box, encode_box
+from offload.format.boxes import Box
+from offload.format.digests import MODEL_ARRAY
+from offload.format.header import DTYPE_BYTES
+from offload.format.layout import Layout, ModelTensor
+from offload.format.names import owner_name
+from offload.format.strict_json import short
+
+MAX_OWNERS = 4096
+"""Largest number of owners of a store, the first directory included."""
+
+MODEL_PIECE_BYTES = 16 << 20
+"""Number of bytes of a box of the model that one digest covers; the last piece may be shorter."""
+
+_REFERENCE_RESERVE_BYTES = 200
+"""Bytes reserved in a manifest for a reference to an owner's part, without its directory."""
+
+_DIGEST_RESERVE_BYTES = 20
+"""Bytes reserved for one digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerReference:
+    """A manifest's reference to the part of its checkpoint that an owner holds."""
+
+    owner: int
+    """Number of the owner. The first directory is owner 0 and has no reference."""
+
+    directory: str
+    """Absolute path of the store's directory on the owner's node when the part was sealed. The part
+    is in ``owner-<i>/`` below it."""
+
+    name: str
+    """Name of the part: ``part-<k>``."""
+
+    generation: int
+    """Generation of the checkpoint that the part belongs to."""
+
+    digest: str
+    """Digest of the part's table, as 32 hexadecimal digits."""
+
+    @property
+    def path(self) -> str:
+        """Path of the part when it was sealed."""
+        return self.path_in(self.directory)
+
+    def path_in(self, directory: str) -> str:
+        """Return the path that the part has in a directory of the store."""
+        return f"{directory}/{owner_name(self.owner)}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBox:
+    """A box of a tensor of ``model.safetensors`` that one owner writes, with its digests."""
+
+    name: str
+    """Name of the tensor."""
+
+    box: Box
+    """Elements that the owner writes. They are one contiguous range of the tensor."""
+
+    digests: tuple[str, ...]
+    """Digest of each `MODEL_PIECE_BYTES` of the box's bytes."""
+
+    @property
+    def digest_array(self) -> str:
+        """Name that stands for the box in the context of its digests; see `DigestContext`."""
+        return f"{MODEL_ARRAY}/{self.name}{self.box.notation()}"
+
+    def byte_range(self, tensor: ModelTensor) -> tuple[int, int]:
+        """Return the first byte of the box in the tensor's data, and one past its last byte.
+
+        Raises:
+            ValueError: The box is not within the tensor, or is not one contiguous range of it.
+        """
+        found = self.box.contiguous_range(tensor.shape) if self.box.fits(tensor.shape) else None
+        if found is None:
+            raise ValueError(
+                f"{short(self.name)}: the box {short(self.box.notation())} is not one contiguous "
+                f"range of the shape {short(tensor.shape)}"
+            )
+        size = DTYPE_BYTES[tensor.dtype]
+        return found[0] * size, found[1] * size
+
+
+def num_pieces(nbytes: int) -> int:
+    """Return the number of digests that cover a box of the model, given its size in bytes."""
+    return -(-nbytes // MODEL_PIECE_BYTES)
+
+
+def encode_references(references: Iterable[OwnerReference]) -> list[dict[str, Any]]:
+    """Return references as a manifest holds them."""
+    return [asdict(reference) for reference in references]
+
+
+def decode_references(value: object, generation: int) -> tuple[OwnerReference, ...]:
+    """Return the references of a manifest, whose generation each of them must have.
+
+    Raises:
+        ValueError: The value is not a list of references to owners 1 to `MAX_OWNERS` - 1, by rising
+            number.
+        KeyError: A field is missing.
+    """
+    found = fields.items(value)
+    if not 1 <= len(found) < MAX_OWNERS:
+        raise ValueError(f"{len(found)} owners besides the first, expected 1 to {MAX_OWNERS - 1}")
+    references = tuple(_decode_reference(one, generation) for one in found)
+    numbers = [reference.owner for reference in references]
+    if not 1 <= numbers[0] <= numbers[-1] < MAX_OWNERS or any(a >= b for a, b in pairwise(numbers)):
+        raise ValueError(f"the owners are {short(numbers)}, expected rising numbers from 1")
+    return references
+
+
+def _decode_reference(value: object, generation: int) -> OwnerReference:
+    found = fields.mapping(value)
+    part = fields.part(found, generation)
+    return OwnerReference(
+        fields.count(found["owner"]), part.directory, part.name, part.generation, part.digest
+    )
+
+
+def reference_bytes(directories: Iterable[str]) -> int:
+    """Return the bytes to reserve for references in a manifest.
+
+    Args:
+        directories: For each owner but the first, the store's directory on its node.
+    """
+    sizes = (6 * len(directory.encode(errors="replace")) for directory in directories)
+    return sum(_REFERENCE_RESERVE_BYTES + size for size in sizes)
+
+
+def encode_model_boxes(boxes: Iterable[ModelBox]) -> list[list[Any]]:
+    """Return boxes of the model as a manifest or a table holds them."""
+    return [[one.name, *encode_box(one.box), list(one.digests)] for one in boxes]
+
+
+def decode_model_boxes(value: object, tensors: Mapping[str, ModelTensor]) -> tuple[ModelBox, ...]:
+    """Return the boxes of the model that one owner writes.
+
+    Args:
+        value: The field.
+        tensors: Tensors of the model by name.
+
+    Raises:
+        ValueError: A box is not one of a tensor, is listed twice, or has not one digest for each
+            piece.
+    """
+    boxes = tuple(_decode_model_box(fields.items(one), tensors) for one in fields.items(value))
+    if len({(one.name, one.box) for one in boxes}) < len(boxes):
+        raise ValueError("a box of the model occurs twice")
+    return boxes
+
+
+def _decode_model_box(value: Sequence[Any], tensors: Mapping[str, ModelTensor]) -> ModelBox:
+    name, offsets, sizes, digests = value
+    found = ModelBox(
+        fields.text(name),
+        box([offsets, sizes]),
+        tuple(fields.digest(digest) for digest in fields.items(digests)),
+    )
+    tensor = tensors.get(found.name)
+    if tensor is None:
+        raise ValueError(f"{short(found.name)} is not a tensor of the model")
+    start, stop = found.byte_range(tensor)
+    if len(found.digests) != num_pieces(stop - start):
+        raise ValueError(f"{len(found.digests)} digests for {stop - start} bytes of the model")
+    return found
+
+
+def parameter_boxes(layout: Layout) -> list[tuple[str, Box]]:
+    """Return name and box of each parameter of a layout; the box of a whole parameter is whole."""
+    return [(p.name, Box.whole(p.shape) if p.cut is None else p.cut.box) for p in layout.parameters]
+
+
+def model_box_bytes(boxes: Iterable[tuple[str, Box, int]]) -> int:
+    """Return the bytes to reserve for the boxes of the model that one owner writes.
+
+    Args:
+        boxes: For each box, the name of its tensor, the box, and the size of an element in bytes.
+    """
+    total = 0
+    for name, one, size in boxes:
+        digests = _DIGEST_RESERVE_BYTES * num_pieces(one.num_elements * size)
+        total += 6 * len(name.encode(errors="replace")) + 42 * len(one.sizes) + 16 + digests
+    return total
+
+
+def require_exact_cover(
+    model: Iterable[ModelTensor], owned: Iterable[Sequence[tuple[str, Box]]]
+) -> None:
+    """Check that owners together hold each element of the tensors that they name exactly once.
+
+    Args:
+        model: All tensors of the model.
+        owned: For each owner, names and boxes of what it holds. A box need not be contiguous.
+
+    Raises:
+        ValueError: Boxes overlap, leave elements out, or are not within their tensor. The message
+            names the tensor.
+    """
+    boxes: dict[str, list[Box]] = {}
+    for owner in owned:
+        for name, one in owner:
+            boxes.setdefault(name, []).append(one)
+    shapes = {tensor.name: tensor.shape for tensor in model}
+    for name, found in boxes.items():
+        shape = shapes.get(name)
+        if shape is None or not all(one.fits(shape) for one in found):
+            raise ValueError(f"{short(name)}: a box is not within the tensor")
+        total = sum(one.num_elements for one in found)
+        if total != math.prod(shape):
+            raise ValueError(
+                f"{short(name)}: the owners hold {total} elements of {math.prod(shape)}"
+            )
+        _require_disjoint(name, [one for one in found if one.num_elements])
+
+
+def _require_disjoint(name: str, boxes: list[Box]) -> None:
+    """Refuse overlapping boxes; boxes that share no offset of the first dimension are not compared.
+
+    Raises:
+        ValueError: Two boxes overlap.
+    """
+    active: list[Box] = []
+    for one in sorted(boxes):
+        if one.offsets:
+            active = [other for other in active if other.stops[0] > one.offsets[0]]
+        for other in active:
+            if one.intersection(other) is not None:
+                raise ValueError(
+                    f"{short(name)}: the boxes {other.notation()} and {one.notation()} overlap"
+                )
+        active.append(one)

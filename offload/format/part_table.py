@@ -1,0 +1,277 @@
+"""``table.json``: the description of an owner's part of a checkpoint that several ranks have made.
+
+A table says which boxes of parameters are in the part, and has the digest of each of its chunks. It
+is written when the part is sealed, and overwritten before the part is rewritten. A manifest names
+each table by its digest. Like a manifest, a table is padded to a size that is reserved in advance,
+and is not trusted: every field is validated before anything is allocated from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gds import ALIGNMENT
+from offload.errors import CheckpointError, OffloadError
+from offload.format import _manifest_fields as fields
+from offload.format import document
+from offload.format._layout_fields import (
+    decode_digests,
+    decode_layout,
+    decode_scalars,
+    encode_layout,
+    encode_scalars,
+)
+from offload.format._manifest_fields import ScalarValue
+from offload.format.boxes import Box
+from offload.format.header import DTYPE_BYTES
+from offload.format.layout import Layout, ModelTensor, array_file_name
+from offload.format.names import TABLE_NAME
+from offload.format.owners import (
+    MAX_OWNERS,
+    ModelBox,
+    decode_model_boxes,
+    encode_model_boxes,
+    model_box_bytes,
+    parameter_boxes,
+)
+from offload.format.strict_json import MAX_VALUES, num_marks, short
+
+MAX_TABLE_BYTES = 128 << 20
+"""Largest size of a table in bytes, padding included. A larger file is refused unread, and none is
+written."""
+
+_MAX_CONTENT_BYTES = 64 << 20
+"""Largest size of a table in bytes, without its padding."""
+
+_TABLE_FORMAT = 1
+_RESERVE_BYTES = 2048
+"""Bytes reserved for the fields that occur only once."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableHeader:
+    """What a table says of its part without the manifest of the checkpoint."""
+
+    store_id: str
+    """Identifier of the store, 32 hexadecimal digits."""
+
+    generation: int
+    """Generation of the checkpoint that the part was made for."""
+
+    owner: int
+    """Number of the owner, from 1."""
+
+    digest: str
+    """Digest of the table, as 32 hexadecimal digits; `OwnerReference.digest` is the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerTable:
+    """Description of one owner's part of a checkpoint."""
+
+    store_id: str
+    """Identifier of the store, 32 hexadecimal digits."""
+
+    generation: int
+    """Generation of the checkpoint that the part was made for."""
+
+    owner: int
+    """Number of the owner, from 1."""
+
+    layout: Layout
+    """Position of every element in the part. Its `Layout.model` is the whole model."""
+
+    scalars: tuple[tuple[ScalarValue, ...] | None, ...]
+    """For each parameter of the layout, its scalar state; None if it has no state yet."""
+
+    digests: Mapping[str, tuple[str | None, ...]]
+    """For each state array, the digest of each chunk; None for a chunk that holds no state."""
+
+    model_boxes: tuple[ModelBox, ...] = ()
+    """Boxes of the model's tensors that the owner has written."""
+
+    @property
+    def header(self) -> TableHeader:
+        """Identity of the table."""
+        digest = document.digest_of(self._body())
+        return TableHeader(self.store_id, self.generation, self.owner, digest)
+
+    def encode(self, size_bytes: int) -> bytes:
+        """Return the content of ``table.json``, padded to `size_bytes`.
+
+        Raises:
+            OffloadError: The content is larger than `size_bytes`, or than readers accept.
+        """
+        text = document.signed(_TABLE_FORMAT, self._body(), compact=True)
+        if len(text) > _MAX_CONTENT_BYTES or num_marks(text) > MAX_VALUES:
+            raise OffloadError(
+                f"the table of owner {self.owner} would have {len(text)} bytes and about "
+                f"{num_marks(text)} values, at most {_MAX_CONTENT_BYTES} and {MAX_VALUES} are "
+                "read: raise Options(chunk_bytes=), or use more ranks"
+            )
+        if len(text) + 1 > size_bytes:
+            raise OffloadError(
+                f"the table of owner {self.owner} needs {len(text) + 1} bytes, but {size_bytes} "
+                "were reserved: the scalar state of its parameters has grown"
+            )
+        return document.padded(text, size_bytes)
+
+    def _body(self) -> dict[str, Any]:
+        return {
+            "store_id": self.store_id,
+            "generation": self.generation,
+            "owner": self.owner,
+            "counts_from": self.layout.counts_from,
+            **encode_layout(self.layout),
+            "scalars": encode_scalars(self.scalars),
+            "digests": {name: list(values) for name, values in self.digests.items()},
+            "model_boxes": encode_model_boxes(self.model_boxes),
+        }
+
+
+def table_bytes(layout: Layout, written: Iterable[tuple[str, Box]] | None = None) -> int:
+    """Return the size to reserve for the table of a layout, in bytes; a multiple of 4096.
+
+    Args:
+        layout: Layout of the part.
+        written: Tensors of the model, with the box of each that the owner writes; None for the
+            parameters of the layout.
+
+    Raises:
+        OffloadError: The table could be larger than readers accept.
+    """
+    total = _RESERVE_BYTES
+    for p in layout.parameters:
+        arrays = sum(len(name) + 3 for name in p.arrays)
+        total += len(json.dumps(p.name)) + 70 * (len(p.shape) + 1) + arrays + 4 * 64
+    total += 20 * (layout.num_chunks + 8) * max(1, len(layout.array_names))
+    dtypes = {tensor.name: tensor.dtype for tensor in layout.model}
+    boxes = parameter_boxes(layout) if written is None else written
+    total += model_box_bytes((name, box, DTYPE_BYTES[dtypes[name]]) for name, box in boxes)
+    if total > MAX_TABLE_BYTES:
+        raise OffloadError(
+            f"the table of {len(layout.parameters)} parameters in {layout.num_chunks} chunks could "
+            f"take {total} bytes, at most {MAX_TABLE_BYTES} are read: raise Options(chunk_bytes=)"
+        )
+    return -(-total // ALIGNMENT) * ALIGNMENT
+
+
+def invalid_table(size_bytes: int) -> bytes:
+    """Return the content of ``table.json`` while the part is being rewritten."""
+    text = document.invalid(_TABLE_FORMAT, "this part is being rewritten")
+    return document.padded(text, size_bytes)
+
+
+def decode_table_header(data: bytes, path: str) -> TableHeader:
+    """Return the identity of a table. The data is not trusted.
+
+    Args:
+        data: Content of the file; its padding is optional.
+        path: Path of the file, for messages.
+
+    Raises:
+        CheckpointError: The part is not sealed, or the file is damaged or of another version.
+    """
+    return _header(_read(data, path), path)
+
+
+def decode_table(
+    data: bytes, path: str, model: tuple[ModelTensor, ...], *, num_groups: int, state_dtype: str
+) -> OwnerTable:
+    """Decode a table, given the manifest of its checkpoint. The data is not trusted.
+
+    Args:
+        data: Content of the file; its padding is optional.
+        path: Path of the file, for messages.
+        model: Tensors of the model.
+        num_groups: Number of parameter groups.
+        state_dtype: Form of the checkpoint's state; see `Layout.state_dtype`.
+
+    Raises:
+        CheckpointError: The part is not sealed, or the file is damaged, of another version, or
+            contradicts itself or the manifest.
+    """
+    body = _read(data, path)
+    header = _header(body, path)
+    try:
+        return _decode_body(body, header, model, num_groups, state_dtype)
+    except KeyError as error:
+        raise CheckpointError(f"{path}: contradictory content: {error} is missing") from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: contradictory content ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _read(data: bytes, path: str) -> dict[str, Any]:
+    content = data.removesuffix(b"\n").rstrip(b" ")
+    if len(content) > _MAX_CONTENT_BYTES:
+        raise CheckpointError(
+            f"{path}: {len(content)} bytes of content, expected at most {_MAX_CONTENT_BYTES}"
+        )
+    try:
+        _, body = document.read(content, f"an owner's {TABLE_NAME}", (_TABLE_FORMAT,))
+    except document.InvalidDocumentError as error:
+        raise CheckpointError(f"{path}: not sealed: {error}") from error
+    except document.DocumentError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return body
+
+
+def _header(body: Mapping[str, Any], path: str) -> TableHeader:
+    try:
+        owner = fields.count(body["owner"])
+        if not 1 <= owner < MAX_OWNERS:
+            raise ValueError(f"owner {owner}, expected 1 to {MAX_OWNERS - 1}")
+        return TableHeader(
+            fields.store_id(body["store_id"]),
+            fields.count(body["generation"]),
+            owner,
+            document.digest_of(body),
+        )
+    except KeyError as error:
+        raise CheckpointError(f"{path}: contradictory content: {error} is missing") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: contradictory content ({error})") from error
+
+
+def _decode_body(
+    body: Mapping[str, Any],
+    header: TableHeader,
+    model: tuple[ModelTensor, ...],
+    num_groups: int,
+    state_dtype: str,
+) -> OwnerTable:
+    if body["counts_from"] != "parameter":
+        raise ValueError(f"counts_from is {short(body['counts_from'])}, expected 'parameter'")
+    if body["state_dtype"] != state_dtype:
+        raise ValueError(f"state_dtype is {short(body['state_dtype'])}, expected {state_dtype!r}")
+    layout = decode_layout(body, model, (1,), "parameter", has_boxes=True)
+    if any(p.group >= num_groups for p in layout.parameters):
+        raise ValueError("a parameter belongs to a group that does not exist")
+    scalars = decode_scalars(body["scalars"], layout)
+    digests = decode_digests(body["digests"], layout)
+    # Each chunk is now known to have a digest in the file. So the file's length bounds the time and
+    # the memory that the following takes.
+    _ = layout.array_headers  # refuses names that no header can hold
+    return OwnerTable(
+        store_id=header.store_id,
+        generation=header.generation,
+        owner=header.owner,
+        layout=layout,
+        scalars=scalars,
+        digests=digests,
+        model_boxes=decode_model_boxes(
+            body["model_boxes"], {tensor.name: tensor for tensor in model}
+        ),
+    )
+
+
+def owner_sizes(layout: Layout, written: Iterable[tuple[str, Box]] | None = None) -> dict[str, int]:
+    """Return the size in bytes of every file of an owner's part, by name; see `table_bytes`."""
+    headers = layout.array_headers[0].items()
+    sizes = {array_file_name(name): header.file_bytes for name, header in headers}
+    return {**sizes, TABLE_NAME: table_bytes(layout, written)}

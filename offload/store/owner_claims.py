@@ -1,0 +1,75 @@
+"""Parts of owners that checkpoints name, which therefore no rank may rewrite or remove."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from offload.format.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class NamedParts:
+    """Parts of owners that the checkpoints of a store name."""
+
+    names: Mapping[int, frozenset[str]]
+    """Names of parts, by number of the owner. An owner that is missing has no named part."""
+
+    unknown: tuple[str, ...] = ()
+    """Paths of checkpoints whose manifest cannot be read, so that they may name any part."""
+
+    def of(self, owner: int) -> frozenset[str]:
+        """Return the names of the parts of one owner that checkpoints name."""
+        return self.names.get(owner, frozenset())
+
+
+class OwnerClaims:
+    """Parts that are named by something else than a usable checkpoint in the store's list.
+
+    Not thread-safe: the store holds its own lock around every call.
+    """
+
+    def __init__(self) -> None:
+        self._by_path: dict[str, tuple[Manifest, ...] | None] = {}
+        """Manifests of unusable checkpoints by path; None if the manifest cannot be read."""
+        self._leaving: list[Manifest] = []
+        """Manifests of checkpoints whose withdrawal is not known to be durable."""
+
+    def claim(self, path: str, manifests: Iterable[Manifest]) -> None:
+        """Record that the unusable checkpoint at a path names the parts in some manifests."""
+        self._by_path[path] = tuple(manifests)
+
+    def claim_unknown(self, path: str) -> None:
+        """Record that the manifest of the checkpoint at a path cannot be read."""
+        self._by_path[path] = None
+
+    def release(self, path: str) -> None:
+        """Record that the unusable checkpoint at a path no longer exists."""
+        self._by_path.pop(path, None)
+
+    @contextmanager
+    def leaving(self, manifest: Manifest) -> Iterator[None]:
+        """Keep the parts of a checkpoint until its withdrawal, the block, is durable.
+
+        If the block fails, the parts are kept as long as this process lives.
+        """
+        self._leaving.append(manifest)
+        yield
+        self._leaving.remove(manifest)
+
+    def named(self, manifests: Iterable[Manifest]) -> NamedParts:
+        """Return the parts that checkpoints name.
+
+        Args:
+            manifests: Manifests of the usable checkpoints.
+        """
+        found: dict[int, set[str]] = {}
+        claimed = [m for claim in self._by_path.values() for m in claim or ()]
+        for manifest in (*manifests, *claimed, *self._leaving):
+            for reference in manifest.owners:
+                found.setdefault(reference.owner, set()).add(reference.name)
+        return NamedParts(
+            {owner: frozenset(names) for owner, names in sorted(found.items())},
+            tuple(path for path, claim in self._by_path.items() if claim is None),
+        )

@@ -1,0 +1,490 @@
+"""The parts of one owner of state, and the only process that writes them.
+
+If several ranks write one store, the first directory belongs to owner 0 and is a `Store`. Each
+other owner has a directory ``owner-<i>``, which the rank that serves the owner opens as an
+`OwnerStore`. A part lives like this:
+
+- `OwnerStore.ready` chooses a part that no checkpoint names and nobody holds, and makes it durably
+  invalid. Only then may data be written.
+- `OwnerStore.prepare` makes the part's data durable, then its table, then its names. Its result
+  goes into the manifest.
+- The writer of the manifest decides. After `OwnerStore.published` the part belongs to a checkpoint.
+  After `OwnerStore.aborted` it may be written again. If the decision is not known,
+  `OwnerStore.abandon` gives the part up: this process never writes it again.
+
+A process holds a shared lock on the part that it writes. So a process that was left over from an
+earlier job keeps every later one from adopting the part that it may still write.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import closing
+from itertools import count
+
+from gds import Backend, LockHeldError, StorageError
+from offload.checkpoint.owner_parts import (
+    PartFound,
+    check_owner_part,
+    look_at_part,
+    owner_directories,
+    part_names,
+)
+from offload.errors import StoreError, StoreLockedError, UnreadableError
+from offload.format._manifest_fields import ScalarValue
+from offload.format.boxes import Box
+from offload.format.digests import DigestContext
+from offload.format.layout import Layout
+from offload.format.manifest import Manifest
+from offload.format.names import owner_name, part_name
+from offload.format.owners import MAX_OWNERS, ModelBox, OwnerReference
+from offload.format.part_table import owner_sizes
+from offload.format.unreadable import as_unreadable
+from offload.format.unwritable import writing
+from offload.store.directories import NOTHING_CHANGED, as_store_errors, make_directories
+from offload.store.free_slots import try_lock
+from offload.store.full_disk import naming_free_space
+from offload.store.owner_claims import NamedParts
+from offload.store.owner_slot import (
+    OwnerSlot,
+    OwnerSlotState,
+    create_owner_slot,
+    fits,
+    open_owner_slot,
+    remove_owner_part,
+)
+from offload.store.poison import Poison
+from offload.store.quarantine import write_quarantine
+from offload.store.slot import directories_in
+from offload.store.writer_lock import WriterLock
+
+_NOT_READY = "a free part could not be made ready"
+_NOT_DURABLE = "a part could not be made durable"
+
+
+class OwnerStore:
+    """The only writer of the parts of one owner. Not thread-safe.
+
+    Args:
+        backend: Backend of the directory.
+        directory: The store's directory on this node. It is created if it is missing, with its
+            parents.
+        owner: Number of the owner, from 1.
+        store_id: Identity of the store. Sealed parts of other stores are left alone.
+        allow_volatile: Accept a file system that loses its content at power-off.
+        allow_remote: Accept a file system that another machine or a program serves.
+
+    Raises:
+        StoreLockedError: Another process serves the owner.
+        VolatileStoreError: The file system loses its content at power-off.
+        RemoteStoreError: Another machine or a program serves the file system.
+        UnreadableError: The directory could not be read. Nothing has been changed.
+        StoreError: The directory cannot be created or written.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        directory: str,
+        owner: int,
+        *,
+        store_id: str,
+        allow_volatile: bool = False,
+        allow_remote: bool = False,
+    ) -> None:
+        if not 1 <= owner < MAX_OWNERS:
+            raise ValueError(f"owner is {owner}, expected 1 to {MAX_OWNERS - 1}")
+        self.backend = backend
+        self.directory = os.path.abspath(directory)
+        self.owner = owner
+        self.path = f"{self.directory}/{owner_name(owner)}"
+        self.store_id = store_id
+        self._poison = Poison(self.path)
+        self._lock = WriterLock()
+        self._slots: list[OwnerSlot] = []
+        """Slots that the caller has; also those that were abandoned."""
+        make_directories(
+            [(backend, self.path)], allow_volatile=allow_volatile, allow_remote=allow_remote
+        )
+        try:
+            with as_store_errors(backend, self.path):
+                self._lock.take(backend, self.path)
+            with as_unreadable(NOTHING_CHANGED):
+                # A name that is seen may exist only in the page cache.
+                backend.sync_dir(self.path)
+            self._warn_of_foreign()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether a sync has failed, so that this process reuses and removes no part."""
+        return bool(self._poison)
+
+    def seen(self) -> list[PartFound]:
+        """Describe the sealed parts of the store that this owner has, by rising number.
+
+        `PartFound.reason` says why a part is not usable: it is marked as damaged, or belongs to
+        another owner.
+
+        Raises:
+            UnreadableError: A part could not be read, so it is not known what it is.
+        """
+        found = [look_at_part(self.backend, path, self.owner) for path in self._paths()]
+        return [
+            part
+            for part in found
+            if part.header is not None and part.header.store_id == self.store_id
+        ]
+
+    def ready(
+        self,
+        layout: Layout,
+        generation: int,
+        named: NamedParts,
+        *,
+        written: Iterable[tuple[str, Box]] | None = None,
+    ) -> OwnerSlot:
+        """Return a part to write the next generation into; it is durably invalid.
+
+        A part is rewritten only if no checkpoint names it and no process holds a lock on it. Other
+        parts that nobody needs are removed, so that an owner has one part more than checkpoints.
+
+        Args:
+            layout: Layout of the part.
+            generation: Generation of the checkpoint that the part is written for.
+            named: Parts that any checkpoint of the store names at this moment.
+            written: Tensors of the model, with the box of each that the owner will write; None for
+                the parameters of the layout.
+
+        Raises:
+            StoreLockedError: Another process has locked the owner's directory, or may have.
+            StoreError: The directory is not the one that was opened.
+            UnwritableError: This user may not write to the directory.
+            gds.StorageError: There is no space, or another operation failed. No checkpoint has been
+                changed.
+        """
+        self._poison.warn_once()
+        boxes = None if written is None else list(written)
+        sizes = owner_sizes(layout, boxes)
+        with writing(self.path):
+            self._lock.require()
+            slot = self._reused(layout, sizes, named) or self._created(layout, sizes, named)
+        try:
+            self._lock.require()  # the part was opened by its path
+        except BaseException:
+            slot.close()
+            raise
+        slot.begin_generation(DigestContext(self.store_id, generation))
+        self._slots.append(slot)
+        return slot
+
+    def prepare(
+        self,
+        slot: OwnerSlot,
+        scalars: Sequence[tuple[ScalarValue, ...] | None],
+        model_boxes: Sequence[ModelBox] = (),
+    ) -> OwnerReference:
+        """Make a written part durable: its data, then its table, then its names.
+
+        The boxes of the model are not in the part. Whoever has written them makes them durable
+        before this call.
+
+        Args:
+            slot: Result of `ready`, to which all chunks have been written.
+            scalars: Scalar state of each parameter, in the order of the layout.
+            model_boxes: Boxes of the model that the owner has written, with their digests.
+
+        Returns:
+            Reference to the part, for the manifest. From now on the part must not be written before
+            the decision is known.
+
+        Raises:
+            OffloadError: The scalar state does not fit into the table.
+            StoreError: Files of the part have been replaced, or this process may not write.
+            gds.StorageError: The part could not be made durable. It is given up.
+        """
+        self._require(slot, OwnerSlotState.WORKING)
+        table = slot.describe(self.owner, scalars, model_boxes)
+        encoded = table.encode(slot.table.size_bytes)
+        self._lock.require()
+        slot.require_in_place()
+        try:
+            with self._poison.fatal(_NOT_DURABLE):
+                slot.seal(encoded)
+        except BaseException:
+            slot.abandoned()
+            raise
+        slot.reported()
+        header = table.header
+        return OwnerReference(
+            self.owner, self.directory, slot.name, header.generation, header.digest
+        )
+
+    def published(self, slot: OwnerSlot) -> None:
+        """Record that the checkpoint that names a part is durable.
+
+        The slot stays open, as the source of the next step, until `release`.
+        """
+        self._require(slot, OwnerSlotState.REPORTED)
+        slot.published()
+
+    def aborted(self, slot: OwnerSlot) -> None:
+        """Record that the checkpoint was aborted before its rename: the part may be written again.
+
+        The part is durably invalid on return.
+
+        Raises:
+            gds.StorageError: The part could not be made invalid durably. It is given up.
+        """
+        self._require(slot, OwnerSlotState.REPORTED)
+        try:
+            with self._poison.fatal(_NOT_READY):
+                slot.invalidate()
+        except BaseException:
+            slot.abandoned()
+            raise
+        slot.aborted()
+
+    def abandon(self, slot: OwnerSlot) -> None:
+        """Give up a part of which it is not known whether a checkpoint names it.
+
+        Its files are closed. This process never writes it again and never removes it. Idempotent.
+        """
+        if slot.state is not OwnerSlotState.SEALED:
+            slot.abandoned()
+
+    def release(self, slot: OwnerSlot) -> None:
+        """Close a part that the caller no longer needs.
+
+        A later `ready` may rewrite the part if no checkpoint names it then. A part that was
+        reported and not decided is given up instead; see `abandon`. Idempotent.
+        """
+        if slot.state is OwnerSlotState.REPORTED:
+            slot.abandoned()
+        if slot.state is not OwnerSlotState.ABANDONED:
+            slot.close()
+            self._slots = [other for other in self._slots if other is not slot]
+
+    def open(self, reference: OwnerReference, manifest: Manifest) -> OwnerSlot:
+        """Open the part of a checkpoint as the source of the next step, for reading only.
+
+        Args:
+            reference: The manifest's reference to the part of this owner.
+            manifest: Manifest of the checkpoint; the owner's node need not see its file.
+
+        Raises:
+            CheckpointError: The part is missing, damaged, or not that of the checkpoint. The
+                message names it.
+            UnreadableError: The part could not be read.
+            gds.StorageError: A file cannot be opened.
+        """
+        path = f"{self.path}/{reference.name}"
+        table = check_owner_part(self.backend, path, manifest, reference)
+        slot = open_owner_slot(
+            self.backend, self.path, reference.name, table.layout, writable=False
+        )
+        slot.opened_sealed(table)
+        self._slots.append(slot)
+        return slot
+
+    def quarantine(self, slot: OwnerSlot, reason: str) -> None:
+        """Mark a part whose data was found damaged by two reads; durable on return.
+
+        No later process uses a checkpoint that names the part. If the part cannot be marked, there
+        is a warning: a later process may then have to find the damage again.
+
+        Args:
+            slot: The part.
+            reason: Description of the damage, for people.
+
+        Raises:
+            StoreError: This process may not write to the directory any more.
+        """
+        self._lock.require()
+        try:
+            write_quarantine(self.backend, slot.path, reason, self._poison)
+        except StorageError as error:
+            warnings.warn(
+                f"{slot.path} is damaged, and could not be marked as such ({error}): a later "
+                "process will try it again",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def remove_unnamed(self, named: NamedParts) -> list[str]:
+        """Remove the parts that no checkpoint names and nobody holds; return their paths.
+
+        Args:
+            named: Parts that any checkpoint of the store names at this moment.
+
+        Raises:
+            StoreError: This process may not write to the directory any more.
+            gds.StorageError: A part could not be removed.
+        """
+        self._lock.require()
+        removed: list[str] = []
+        if self._poison:
+            return removed
+        for path in self._free(named):
+            lock = try_lock(self.backend, path)
+            if lock is None:
+                continue
+            try:
+                with self._poison.fatal("a part could not be removed"):
+                    remove_owner_part(self.backend, path)
+            finally:
+                lock.release()
+            removed.append(path)
+        return removed
+
+    def close(self) -> None:
+        """Close all files and release the locks. Idempotent."""
+        for slot in self._slots:
+            slot.close()
+        self._lock.release()
+
+    def _require(self, slot: OwnerSlot, state: OwnerSlotState) -> None:
+        if slot.state is not state:
+            raise RuntimeError(f"{slot.path} is {slot.state.value}, expected {state.value}")
+
+    def _paths(self) -> list[str]:
+        return [f"{self.path}/{name}" for name in part_names(self.backend, self.path)]
+
+    def _reused(self, layout: Layout, sizes: dict[str, int], named: NamedParts) -> OwnerSlot | None:
+        """Return a free part, made ready; remove free parts that do not fit or are superfluous."""
+        slot = None
+        for path in [] if self._poison else self._free(named):
+            lock = try_lock(self.backend, path)
+            if lock is None:
+                continue  # a reader, or a rank of an earlier job
+            try:
+                with self._poison.fatal(_NOT_READY):
+                    if slot is not None or not fits(self.backend, path, sizes):
+                        remove_owner_part(self.backend, path)
+                        continue
+                    slot = open_owner_slot(
+                        self.backend, self.path, os.path.basename(path), layout, writable=True
+                    )
+                    slot.invalidate()
+                    slot.write_headers()
+            finally:
+                lock.release()
+            try:
+                slot.hold()
+            except LockHeldError:
+                slot.close()
+                slot = None
+        return slot
+
+    def _created(self, layout: Layout, sizes: dict[str, int], named: NamedParts) -> OwnerSlot:
+        taken = {*self.backend.list_dir(self.path), *named.of(self.owner)}
+        taken.update(slot.name for slot in self._slots)
+        name = next(part_name(k) for k in count(1) if part_name(k) not in taken)
+        path = f"{self.path}/{name}"
+        with naming_free_space(self.backend, path, sum(sizes.values()), "part of an owner"):
+            slot = create_owner_slot(self.backend, self.path, name, layout, sizes)
+        try:
+            slot.hold()
+        except BaseException:
+            slot.close()
+            raise
+        return slot
+
+    def _free(self, named: NamedParts) -> list[str]:
+        """Return the paths of the parts that may be rewritten, as far as their names tell."""
+        kept = {*named.of(self.owner), *(slot.name for slot in self._slots)}
+        free = []
+        for path in self._paths():
+            if os.path.basename(path) in kept or directories_in(self.backend, path):
+                continue  # this library makes no directory in a part, so a user has made it
+            try:
+                part = look_at_part(self.backend, path, self.owner)
+            except UnreadableError:
+                continue  # it is not known what it is, so it is left alone
+            header = part.header
+            if header is None or (
+                header.store_id == self.store_id
+                and header.owner == self.owner
+                and not named.unknown
+            ):
+                free.append(path)
+        return free
+
+    def _warn_of_foreign(self) -> None:
+        foreign = []
+        for path in self._paths():
+            try:
+                part = look_at_part(self.backend, path, self.owner)
+            except UnreadableError:
+                continue  # `seen` reports it
+            if part.header is not None and part.header.store_id != self.store_id:
+                foreign.append(path)
+        if foreign:
+            warnings.warn(
+                f"{', '.join(foreign)}: sealed for another store, and left alone. If that store is "
+                "gone, remove them: they take space",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def remove_unnamed_parts(
+    backend: Backend,
+    directory: str,
+    *,
+    store_id: str,
+    named: NamedParts,
+    served: Collection[int],
+) -> list[str]:
+    """Remove the parts of owners that no rank serves and no checkpoint names; return their paths.
+
+    Owners whose directory another process has locked are passed over.
+
+    Args:
+        backend: Backend of the directory.
+        directory: The store's directory on this node.
+        store_id: Identity of the store.
+        named: Parts that any checkpoint of the store names at this moment.
+        served: Numbers of the owners that ranks serve; each rank removes its own.
+
+    Raises:
+        gds.StorageError: The directory could not be read, or a part could not be removed.
+    """
+    removed: list[str] = []
+    for owner in owner_directories(backend, directory):
+        if owner in served or owner >= MAX_OWNERS:
+            continue
+        try:
+            opened = OwnerStore(
+                backend, directory, owner,
+                store_id=store_id, allow_volatile=True, allow_remote=True,
+            )  # fmt: skip
+        except StoreLockedError:
+            continue
+        with closing(opened):
+            removed += opened.remove_unnamed(named)
+    return removed
+
+
+def require_agreement(
+    references: Sequence[OwnerReference], expected: Collection[int], generation: int
+) -> None:
+    """Check that each owner has reported exactly one part, of the right generation.
+
+    Raises:
+        StoreError: An owner has not reported, has reported twice, or has reported another
+            generation.
+    """
+    numbers = [reference.owner for reference in references]
+    if numbers != sorted(expected) or any(r.generation != generation for r in references):
+        found = [(r.owner, r.generation) for r in references]
+        raise StoreError(
+            errno.EINVAL,
+            f"owners and generations reported are {found}, expected owners {sorted(expected)} of "
+            f"generation {generation}: every rank must seal the same step",
+        )
