@@ -47,13 +47,22 @@ class BlockBuffers:
         backend: Backend that allocates the buffers.
         data_bytes: Bytes of the model file's data; no buffer needs to be larger.
         traffic: Counter of the bytes that cross between the buffers and devices.
+        block_bytes: Size of a block in bytes; None for `MODEL_BLOCK_BYTES`.
     """
 
-    def __init__(self, backend: Backend, data_bytes: int, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        data_bytes: int,
+        traffic: Traffic | None = None,
+        *,
+        block_bytes: int | None = None,
+    ) -> None:
         self.traffic = traffic or Traffic()
         self._backend = backend
         self._locked: dict[torch.device, list[object]] = {}
-        nbytes = -(-max(min(MODEL_BLOCK_BYTES, data_bytes), 1) // ALIGNMENT) * ALIGNMENT
+        most = MODEL_BLOCK_BYTES if block_bytes is None else block_bytes
+        nbytes = -(-max(min(most, data_bytes), 1) // ALIGNMENT) * ALIGNMENT
         self._buffers = [backend.allocate(nbytes) for _ in range(2)]
         self._spare: Buffer | None = None
         self._tensors = [

@@ -59,7 +59,7 @@ class TensorImage:
             stop: One past the last byte.
             out: Host memory of as many bytes, dtype uint8.
             on_one_thread: Whether host memory is copied on the calling thread alone; see
-                `_copy_on_one_thread`.
+                `copy_on_one_thread`.
         """
         fetched: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for index, first, last, at in self._overlaps(start, stop):
@@ -67,7 +67,7 @@ class TensorImage:
             if is_on_device(flat):
                 fetched.setdefault(flat.device, []).append((flat[first:last], into))
             elif on_one_thread:
-                _copy_on_one_thread(flat[first:last], into)
+                copy_on_one_thread(flat[first:last], into)
             else:
                 into.copy_(flat[first:last])
             if last == flat.numel():
@@ -95,7 +95,7 @@ class TensorImage:
             flat = self._flat(index)
             copies = [(data[at : at + last - first], flat[first:last])]
             if on_one_thread and not is_on_device(flat):
-                _copy_on_one_thread(*copies.pop())
+                copy_on_one_thread(*copies.pop())
             if last == flat.numel() and index in self._staged:
                 tensor = self._tensors[index]
                 copies.append((flat.view(tensor.dtype).view(tensor.shape), tensor.detach()))
@@ -120,13 +120,7 @@ class TensorImage:
 
     def _send(self, copies: Mapping[torch.device, Copies]) -> None:
         """Copy to devices, and wait for the copies: their sources are about to be reused."""
-        events = [
-            (device, boundary_of(device).send(pairs, self._after(device)))
-            for device, pairs in copies.items()
-        ]
-        for device, event in events:
-            boundary_of(device).wait(event)
-            self._traffic.sent(sum(s.nbytes for s, _ in copies[device] if not is_on_device(s)))
+        send(copies, self._marks, self._traffic)
 
     def _after(self, device: torch.device) -> list[Event]:
         return [self._marks[device]] if device in self._marks else []
@@ -155,7 +149,24 @@ class TensorImage:
         return self._staged[index]
 
 
-def _copy_on_one_thread(source: torch.Tensor, into: torch.Tensor) -> None:
+def send(copies: Mapping[torch.device, Copies], marks: Marks, traffic: Traffic) -> None:
+    """Copy to devices, and wait for the copies.
+
+    Args:
+        copies: For each device, pairs of source and target.
+        marks: For each device, a point that its copies wait for; may lack devices.
+        traffic: Counter of the bytes that cross.
+    """
+    events = [
+        (device, boundary_of(device).send(pairs, [marks[device]] if device in marks else []))
+        for device, pairs in copies.items()
+    ]
+    for device, event in events:
+        boundary_of(device).wait(event)
+        traffic.sent(sum(s.nbytes for s, _ in copies[device] if not is_on_device(s)))
+
+
+def copy_on_one_thread(source: torch.Tensor, into: torch.Tensor) -> None:
     """Copy host memory on the calling thread alone.
 
     Torch divides a large copy among its threads. If other work keeps the cores busy, waiting for
