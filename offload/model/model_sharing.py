@@ -131,7 +131,7 @@ def write_share(
     found = WrittenShare([])
     writes: dict[int, list[IOFuture]] = {}
     changed: list[Range] = []
-    memory = torch.empty(0, dtype=torch.uint8)
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
     end = 0
     try:
         for index, batch in enumerate(image.plan.batches):
