@@ -8,8 +8,6 @@ Restoring takes three, so that two reads are in flight while a block is checked 
 
 from __future__ import annotations
 
-import ctypes
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,19 +17,13 @@ import torch
 
 from gds import ALIGNMENT, Backend, Buffer, File, IOFuture
 from offload.checkpoint.second_read import reread_and_check
-from offload.device.boundary import (
-    Copies,
-    Event,
-    Marks,
-    boundary_of,
-    is_on_device,
-    marks_of,
-)
+from offload.device.boundary import Marks, boundary_of
 from offload.device.staging import Traffic
 from offload.format.digests import MODEL_ARRAY, DigestContext, leaf_digests
 from offload.format.header import Header
 from offload.format.known_leaves import KnownLeaves
 from offload.format.manifest import MODEL_BLOCK_BYTES
+from offload.model.tensor_image import TensorImage
 
 
 class _Memory(NamedTuple):
@@ -55,13 +47,22 @@ class BlockBuffers:
         backend: Backend that allocates the buffers.
         data_bytes: Bytes of the model file's data; no buffer needs to be larger.
         traffic: Counter of the bytes that cross between the buffers and devices.
+        block_bytes: Size of a block in bytes; None for `MODEL_BLOCK_BYTES`.
     """
 
-    def __init__(self, backend: Backend, data_bytes: int, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        data_bytes: int,
+        traffic: Traffic | None = None,
+        *,
+        block_bytes: int | None = None,
+    ) -> None:
         self.traffic = traffic or Traffic()
         self._backend = backend
         self._locked: dict[torch.device, list[object]] = {}
-        nbytes = -(-max(min(MODEL_BLOCK_BYTES, data_bytes), 1) // ALIGNMENT) * ALIGNMENT
+        most = MODEL_BLOCK_BYTES if block_bytes is None else block_bytes
+        nbytes = -(-max(min(most, data_bytes), 1) // ALIGNMENT) * ALIGNMENT
         self._buffers = [backend.allocate(nbytes) for _ in range(2)]
         self._spare: Buffer | None = None
         self._tensors = [
@@ -117,7 +118,7 @@ class BlockBuffers:
         return self._spare.slice(0, nbytes)
 
 
-class ModelImage:
+class ModelImage(TensorImage):
     """Live tensors, viewed as the bytes of a model file.
 
     Args:
@@ -136,145 +137,14 @@ class ModelImage:
         marks: Marks | None = None,
         traffic: Traffic | None = None,
     ) -> None:
-        entries = [e for e in header.entries.values() if e.nbytes]
-        self._starts = [e.start for e in entries]
-        self._stops = [e.stop for e in entries]
-        self._tensors = [tensors[e.name] for e in entries]
-        self._staged: dict[int, torch.Tensor] = {}
-        self._marks = marks_of(self._tensors) if marks is None else marks
-        self._traffic = traffic or Traffic()
-        # A tensor that was made in inference mode can be written in that mode only. A model that is
-        # not trained may have such tensors.
-        self._in_inference = any(t.is_inference() for t in self._tensors)
+        entries = [entry for entry in header.entries.values() if entry.nbytes]
+        super().__init__([tensors[entry.name] for entry in entries], marks, traffic)
         self.data_start = header.data_start
-        self.data_bytes = header.file_bytes - header.data_start
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """Yield index, first byte, and one past the last byte of every block of the data."""
         for index, start in enumerate(range(0, self.data_bytes, MODEL_BLOCK_BYTES)):
             yield index, start, min(start + MODEL_BLOCK_BYTES, self.data_bytes)
-
-    def gather(
-        self, start: int, stop: int, out: torch.Tensor, *, on_one_thread: bool = False
-    ) -> None:
-        """Copy a range of the data from the live tensors into `out`; complete on return.
-
-        Args:
-            start: First byte of the range.
-            stop: One past the last byte.
-            out: Host memory of as many bytes, dtype uint8.
-            on_one_thread: Whether host memory is copied on the calling thread alone; see
-                `_copy_on_one_thread`.
-        """
-        fetched: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for index, first, last, at in self._overlaps(start, stop):
-            flat, into = self._flat(index), out[at : at + last - first]
-            if is_on_device(flat):
-                fetched.setdefault(flat.device, []).append((flat[first:last], into))
-            elif on_one_thread:
-                _copy_on_one_thread(flat[first:last], into)
-            else:
-                into.copy_(flat[first:last])
-            if last == flat.numel():
-                self._staged.pop(index, None)
-        if fetched:
-            self._fetch(fetched)
-
-    def scatter(
-        self, start: int, stop: int, data: torch.Tensor, *, on_one_thread: bool = False
-    ) -> None:
-        """Copy a range of the data into the live tensors; complete on return.
-
-        Args:
-            start: First byte of the range.
-            stop: One past the last byte.
-            data: Bytes of the range in host memory, dtype uint8.
-            on_one_thread: As for `gather`.
-        """
-        with torch.inference_mode(self._in_inference), torch.no_grad():
-            self._scatter(start, stop, data, on_one_thread=on_one_thread)
-
-    def _scatter(self, start: int, stop: int, data: torch.Tensor, *, on_one_thread: bool) -> None:
-        sent: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for index, first, last, at in self._overlaps(start, stop):
-            flat = self._flat(index)
-            copies = [(data[at : at + last - first], flat[first:last])]
-            if on_one_thread and not is_on_device(flat):
-                _copy_on_one_thread(*copies.pop())
-            if last == flat.numel() and index in self._staged:
-                tensor = self._tensors[index]
-                copies.append((flat.view(tensor.dtype).view(tensor.shape), tensor.detach()))
-                del self._staged[index]
-            if is_on_device(flat):
-                sent.setdefault(flat.device, []).extend(copies)
-            else:
-                for source, into in copies:
-                    into.copy_(source)
-        if sent:
-            self._send(sent)
-
-    def _fetch(self, copies: Mapping[torch.device, Copies]) -> None:
-        """Copy from devices, and wait for the copies."""
-        events = [
-            (device, boundary_of(device).fetch(pairs, self._after(device)))
-            for device, pairs in copies.items()
-        ]
-        for device, event in events:
-            boundary_of(device).wait(event)
-            self._traffic.fetched(sum(into.nbytes for _, into in copies[device]))
-
-    def _send(self, copies: Mapping[torch.device, Copies]) -> None:
-        """Copy to devices, and wait for the copies: their sources are about to be reused."""
-        events = [
-            (device, boundary_of(device).send(pairs, self._after(device)))
-            for device, pairs in copies.items()
-        ]
-        for device, event in events:
-            boundary_of(device).wait(event)
-            self._traffic.sent(sum(s.nbytes for s, _ in copies[device] if not is_on_device(s)))
-
-    def _after(self, device: torch.device) -> list[Event]:
-        return [self._marks[device]] if device in self._marks else []
-
-    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        index = max(bisect_right(self._starts, start) - 1, 0)
-        while index < len(self._starts) and self._starts[index] < stop:
-            begin, end = self._starts[index], self._stops[index]
-            first, last = max(start, begin), min(stop, end)
-            if first < last:
-                yield index, first - begin, last - begin, first - start
-            index += 1
-
-    def _flat(self, index: int) -> torch.Tensor:
-        tensor = self._tensors[index].detach()
-        # The memory of a conjugated or negated view holds other values than the view.
-        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-            return tensor.reshape(-1).view(torch.uint8)
-        if index not in self._staged:
-            if is_on_device(tensor):
-                device = tensor.device
-                flat = boundary_of(device).flatten(tensor, self._after(device))
-            else:
-                flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-            self._staged[index] = flat.view(torch.uint8)
-        return self._staged[index]
-
-
-def _copy_on_one_thread(source: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy host memory on the calling thread alone.
-
-    Torch divides a large copy among its threads. If other work keeps the cores busy, waiting for
-    those threads takes longer than the whole copy.
-
-    Args:
-        source: Contiguous bytes, dtype uint8.
-        into: Contiguous bytes, dtype uint8; as many as those of `source`.
-    """
-    if type(source) is not torch.Tensor or type(into) is not torch.Tensor:
-        into.copy_(source)  # a subclass need not have memory of its own
-        return
-    ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel())
-    into[:0].copy_(source[:0])  # so that torch counts the change of a live tensor
 
 
 def digest_model(image: ModelImage, buffers: BlockBuffers, context: DigestContext) -> list[str]:

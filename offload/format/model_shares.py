@@ -1,0 +1,331 @@
+"""Division of ``model.safetensors`` among ranks: which rank writes which bytes. Pure arithmetic.
+
+A rank writes boxes of tensors. Every element of every tensor belongs to exactly one box of one
+rank. The part of the file that one rank writes is its share. The model's buffers, and all other
+tensors that no rank claims, belong to one rank, the writer.
+
+If every box is contiguous in its tensor, the ranks write one common file, and `ModelShares.share`
+says where in it each box lies. If a box is not contiguous, because a parameter is cut in another
+dimension than the first, each rank writes shard files of its own: see `shard_files`.
+
+A box has digests of its own, one for each piece of at most `MODEL_BLOCK_BYTES`. A rank can
+therefore compute the digests of its share without the bytes of other ranks, and a reader can check
+one box without reading another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from offload.errors import MismatchError
+from offload.format.box_ranges import hull, uncovered
+from offload.format.boxes import Box, Cut
+from offload.format.digests import MODEL_ARRAY
+from offload.format.header import DTYPE_BYTES, Header, TensorEntry
+from offload.format.layout import Layout
+from offload.format.manifest import MODEL_BLOCK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBox:
+    """A box of a tensor of the model file. A box that `Box.whole` returns is the whole tensor."""
+
+    name: str
+    """Name of the tensor in the file."""
+
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class ShareEntry:
+    """A box that a rank writes, and its place in a file."""
+
+    name: str
+    """Name of the tensor in the file."""
+
+    dtype: str
+    """safetensors code of the tensor."""
+
+    cut: Cut
+    """Shape of the whole tensor, and the box."""
+
+    start: int
+    """First byte of the box, in bytes from the start of the file."""
+
+    @property
+    def box(self) -> Box:
+        """The box."""
+        return self.cut.box
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the box in bytes."""
+        return self.cut.box.num_elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def digest_array(self) -> str:
+        """Array name that the digests of the box are bound to.
+
+        The box's notation contains no other opening bracket than its first character. So two boxes
+        never have the same array name, whatever the names of their tensors are.
+        """
+        return f"{MODEL_ARRAY}/{self.name}{self.cut.box.notation()}"
+
+
+@dataclass(frozen=True, slots=True)
+class SharePiece:
+    """A part of a box, of at most `MODEL_BLOCK_BYTES`, which has one digest."""
+
+    entry: int
+    """Index of the box in the share's entries."""
+
+    number: int
+    """Index of the piece among the pieces of its box."""
+
+    start: int
+    """First byte, in bytes from the start of the file."""
+
+    stop: int
+    """One past the last byte, in bytes from the start of the file."""
+
+    position: int
+    """Number of bytes of the share before the piece, in the order of the entries."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the piece in bytes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class ModelShare:
+    """The boxes that one rank writes to one file, in the order of their bytes."""
+
+    entries: tuple[ShareEntry, ...]
+    """Boxes that have elements, in ascending order of `ShareEntry.start`."""
+
+    piece_bytes: int = MODEL_BLOCK_BYTES
+    """Largest size of a piece in bytes."""
+
+    @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """Number of bytes of the share before each entry, then the number of all its bytes."""
+        return tuple(accumulate((entry.nbytes for entry in self.entries), initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that the rank writes to the file."""
+        return self.positions[-1]
+
+    @cached_property
+    def pieces(self) -> tuple[SharePiece, ...]:
+        """Pieces of all boxes, in the order of their bytes; each has one digest."""
+        return tuple(
+            SharePiece(
+                index,
+                first // self.piece_bytes,
+                entry.start + first,
+                entry.start + min(first + self.piece_bytes, entry.nbytes),
+                position + first,
+            )
+            for index, (entry, position) in enumerate(
+                zip(self.entries, self.positions[:-1], strict=True)
+            )
+            for first in range(0, entry.nbytes, self.piece_bytes)
+        )
+
+    @cached_property
+    def by_name(self) -> Mapping[str, tuple[int, ...]]:
+        """Indices of the entries of each tensor."""
+        found: dict[str, list[int]] = {}
+        for index, entry in enumerate(self.entries):
+            found.setdefault(entry.name, []).append(index)
+        return {name: tuple(indices) for name, indices in found.items()}
+
+    def stop_of(self, name: str, box: Box | None = None) -> int:
+        """Return how much of the share must have been copied before a tensor may change.
+
+        Args:
+            name: Name of the tensor.
+            box: Box that is about to change; None for the whole tensor.
+
+        Returns:
+            A number of bytes of the share. A writer that has copied so many bytes has copied every
+            element of the box that belongs to the share. The number is 0 if there is none.
+        """
+        return max(
+            (
+                self.positions[index + 1]
+                for index in self.by_name.get(name, ())
+                if box is None or self.entries[index].box.intersection(box) is not None
+            ),
+            default=0,
+        )
+
+    def model_stops(self, layout: Layout) -> tuple[int, ...]:
+        """Return, for each chunk of a layout, how much of the share must be copied before its step.
+
+        This takes the place of `Layout.model_stops`, which counts bytes of a whole file.
+
+        A writer that has copied so many bytes of the share has copied all elements that it writes
+        of the chunk's parameters.
+
+        Args:
+            layout: Layout with the parameters, or boxes of parameters, that the rank steps.
+        """
+        stops = [self.stop_of(p.name, p.cut.box if p.cut else None) for p in layout.parameters]
+        return tuple(
+            max((stops[piece.parameter] for piece in plan.pieces), default=0)
+            for plan in layout.plans
+        )
+
+    def pieces_with(self, wanted: Iterable[TensorBox]) -> tuple[int, ...]:
+        """Return the indices of the pieces that hold elements of some boxes, in ascending order.
+
+        A digest covers a whole piece. So a reader has to read these pieces completely, even if it
+        needs only a few of their bytes. Pieces between the first and the last needed element of a
+        box are all returned.
+
+        Args:
+            wanted: Boxes that are needed.
+        """
+        ranges: dict[int, tuple[int, int]] = {}
+        for want in wanted:
+            for index in self.by_name.get(want.name, ()):
+                entry = self.entries[index]
+                common = entry.box.intersection(want.box)
+                if common is not None:
+                    first, last = hull(entry.box, common)
+                    known = ranges.get(index, (first, last))
+                    ranges[index] = min(first, known[0]), max(last, known[1])
+        found = []
+        for number, piece in enumerate(self.pieces):
+            if piece.entry in ranges:
+                entry = self.entries[piece.entry]
+                first, last = (n * DTYPE_BYTES[entry.dtype] for n in ranges[piece.entry])
+                if piece.start - entry.start < last and first < piece.stop - entry.start:
+                    found.append(number)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class ModelShares:
+    """The boxes that each rank writes; together they are all elements of all tensors."""
+
+    header: Header
+    """Header of the common file, with every tensor and its whole shape."""
+
+    boxes: tuple[tuple[TensorBox, ...], ...]
+    """For each rank, its boxes with elements, in the order of the header's tensors and, within a
+    tensor, in the order of their offsets."""
+
+    writer: int = 0
+    """Index of the rank that writes the header, and all tensors that no rank has listed."""
+
+    piece_bytes: int = MODEL_BLOCK_BYTES
+    """Largest size of a piece with one digest, in bytes."""
+
+    @cached_property
+    def needs_shard_files(self) -> bool:
+        """Whether a box is not contiguous in its tensor, so that there can be no common file."""
+        return any(True for _ in self._scattered())
+
+    def share(self, rank: int) -> ModelShare:
+        """Return a rank's share of the common file.
+
+        Args:
+            rank: Index of the rank.
+
+        Raises:
+            MismatchError: A box is not contiguous in the file; names it.
+        """
+        for name, box in self._scattered():
+            raise MismatchError(
+                f"the box {box.notation()} of {name!r} with shape "
+                f"{list(self.header.entries[name].shape)} is not contiguous in a common model "
+                "file: write shard files"
+            )
+        entries = []
+        for one in self.boxes[rank]:
+            entry = self.header.entries[one.name]
+            first, _ = one.box.contiguous_range(entry.shape) or (0, 0)
+            start = self.header.data_start + entry.start + first * DTYPE_BYTES[entry.dtype]
+            entries.append(ShareEntry(entry.name, entry.dtype, Cut(entry.shape, one.box), start))
+        return ModelShare(tuple(entries), self.piece_bytes)
+
+    def _scattered(self) -> Iterator[tuple[str, Box]]:
+        for boxes in self.boxes:
+            for one in boxes:
+                if one.box.contiguous_range(self.header.entries[one.name].shape) is None:
+                    yield one.name, one.box
+
+
+def divide(
+    header: Header,
+    owned: Sequence[Iterable[TensorBox]],
+    *,
+    writer: int = 0,
+    piece_bytes: int = MODEL_BLOCK_BYTES,
+) -> ModelShares:
+    """Divide a model file among ranks.
+
+    Args:
+        header: Header of the model file, with every tensor and its whole shape.
+        owned: For each rank, the boxes that it writes. If several ranks hold the same box, only its
+            owner lists it. Boxes without elements are ignored.
+        writer: Index of the rank that writes all tensors which no rank lists.
+        piece_bytes: Largest size of a piece with one digest, in bytes; a multiple of 8.
+
+    Raises:
+        MismatchError: An element of a listed tensor belongs to no rank or to several, a box does
+            not lie within its tensor, or there is no such tensor. The message names the tensor, the
+            elements and the ranks.
+    """
+    listed: dict[str, list[tuple[int, Box]]] = {}
+    for rank, boxes in enumerate(owned):
+        for one in boxes:
+            if one.name not in header.entries:
+                raise MismatchError(
+                    f"rank {rank} writes {one.name!r}, which is not among the model's tensors: "
+                    "build the same model on every rank"
+                )
+            shape = header.entries[one.name].shape
+            owners = listed.setdefault(one.name, [])
+            if one.box.num_elements:
+                if not one.box.fits(shape):
+                    raise MismatchError(
+                        f"rank {rank} writes {one.box.notation()} of {one.name!r}, whose shape is "
+                        f"{list(shape)}: build the same model on every rank"
+                    )
+                owners.append((rank, one.box))
+    found: list[list[TensorBox]] = [[] for _ in owned]
+    checked: set[tuple[tuple[int, ...], tuple[tuple[int, Box], ...]]] = set()
+    for entry in header.entries.values():
+        if not entry.nbytes:
+            continue
+        owners = sorted(listed.get(entry.name, []), key=lambda owner: owner[1])
+        if entry.name not in listed:
+            owners = [(writer, Box.whole(entry.shape))]
+        pattern = entry.shape, tuple(owners)
+        if pattern not in checked:  # the layers of a model are usually divided alike
+            _require_cover(entry, owners)
+            checked.add(pattern)
+        for rank, box in owners:
+            found[rank].append(TensorBox(entry.name, box))
+    return ModelShares(header, tuple(map(tuple, found)), writer, piece_bytes)
+
+
+def _require_cover(entry: TensorEntry, owners: Sequence[tuple[int, Box]]) -> None:
+    for box, ranks in uncovered(entry.shape, owners):
+        where = f"{box.notation()} of {entry.name!r} with shape {list(entry.shape)}"
+        if not ranks:
+            raise MismatchError(
+                f"no rank writes {where}: each element of a tensor must belong to one rank"
+            )
+        raise MismatchError(
+            f"ranks {', '.join(map(str, ranks))} all write {where}: boxes may not overlap, and "
+            "only one rank may list a box that several ranks hold"
+        )

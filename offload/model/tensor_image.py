@@ -1,0 +1,183 @@
+"""Live tensors viewed as bytes that lie end to end, with copies of ranges in both directions."""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+
+from offload.device.boundary import (
+    Copies,
+    Event,
+    Marks,
+    boundary_of,
+    is_on_device,
+    marks_of,
+)
+from offload.device.staging import Traffic
+
+
+class TensorImage:
+    """Live tensors, viewed as bytes that lie end to end.
+
+    Args:
+        tensors: Live tensors in their order. The values of a tensor on a device are those that the
+            work up to `marks` computes.
+        marks: Points in the streams of the devices; None for the end of the work that is queued so
+            far on the calling thread's current streams.
+        traffic: Counter of the bytes that cross.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        marks: Marks | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self._tensors = [t for t in tensors if t.numel()]
+        ends = list(accumulate((t.numel() * t.element_size() for t in self._tensors), initial=0))
+        self._starts, self._stops = ends[:-1], ends[1:]
+        self._staged: dict[int, torch.Tensor] = {}
+        self._marks = marks_of(self._tensors) if marks is None else marks
+        self._traffic = traffic or Traffic()
+        # A tensor that was made in inference mode can be written in that mode only. A model that is
+        # not trained may have such tensors.
+        self._in_inference = any(t.is_inference() for t in self._tensors)
+        self.data_bytes = ends[-1]
+        """Number of bytes of all tensors together."""
+
+    def gather(
+        self, start: int, stop: int, out: torch.Tensor, *, on_one_thread: bool = False
+    ) -> None:
+        """Copy a range of the bytes from the live tensors into `out`; complete on return.
+
+        Args:
+            start: First byte of the range.
+            stop: One past the last byte.
+            out: Host memory of as many bytes, dtype uint8.
+            on_one_thread: Whether host memory is copied on the calling thread alone; see
+                `copy_on_one_thread`.
+        """
+        fetched: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for index, first, last, at in self._overlaps(start, stop):
+            flat, into = self._flat(index), out[at : at + last - first]
+            if is_on_device(flat):
+                fetched.setdefault(flat.device, []).append((flat[first:last], into))
+            elif on_one_thread:
+                copy_on_one_thread(flat[first:last], into)
+            else:
+                into.copy_(flat[first:last])
+            if last == flat.numel():
+                self._staged.pop(index, None)
+        if fetched:
+            self._fetch(fetched)
+
+    def scatter(
+        self, start: int, stop: int, data: torch.Tensor, *, on_one_thread: bool = False
+    ) -> None:
+        """Copy a range of the bytes into the live tensors; complete on return.
+
+        Args:
+            start: First byte of the range.
+            stop: One past the last byte.
+            data: Bytes of the range in host memory, dtype uint8.
+            on_one_thread: As for `gather`.
+        """
+        with torch.inference_mode(self._in_inference), torch.no_grad():
+            self._scatter(start, stop, data, on_one_thread=on_one_thread)
+
+    def _scatter(self, start: int, stop: int, data: torch.Tensor, *, on_one_thread: bool) -> None:
+        sent: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for index, first, last, at in self._overlaps(start, stop):
+            flat = self._flat(index)
+            copies = [(data[at : at + last - first], flat[first:last])]
+            if on_one_thread and not is_on_device(flat):
+                copy_on_one_thread(*copies.pop())
+            if last == flat.numel() and index in self._staged:
+                tensor = self._tensors[index]
+                copies.append((flat.view(tensor.dtype).view(tensor.shape), tensor.detach()))
+                del self._staged[index]
+            if is_on_device(flat):
+                sent.setdefault(flat.device, []).extend(copies)
+            else:
+                for source, into in copies:
+                    into.copy_(source)
+        if sent:
+            self._send(sent)
+
+    def _fetch(self, copies: Mapping[torch.device, Copies]) -> None:
+        """Copy from devices, and wait for the copies."""
+        events = [
+            (device, boundary_of(device).fetch(pairs, self._after(device)))
+            for device, pairs in copies.items()
+        ]
+        for device, event in events:
+            boundary_of(device).wait(event)
+            self._traffic.fetched(sum(into.nbytes for _, into in copies[device]))
+
+    def _send(self, copies: Mapping[torch.device, Copies]) -> None:
+        """Copy to devices, and wait for the copies: their sources are about to be reused."""
+        send(copies, self._marks, self._traffic)
+
+    def _after(self, device: torch.device) -> list[Event]:
+        return [self._marks[device]] if device in self._marks else []
+
+    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        index = max(bisect_right(self._starts, start) - 1, 0)
+        while index < len(self._starts) and self._starts[index] < stop:
+            begin, end = self._starts[index], self._stops[index]
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                yield index, first - begin, last - begin, first - start
+            index += 1
+
+    def _flat(self, index: int) -> torch.Tensor:
+        tensor = self._tensors[index].detach()
+        # The memory of a conjugated or negated view holds other values than the view.
+        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            return tensor.reshape(-1).view(torch.uint8)
+        if index not in self._staged:
+            if is_on_device(tensor):
+                device = tensor.device
+                flat = boundary_of(device).flatten(tensor, self._after(device))
+            else:
+                flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+            self._staged[index] = flat.view(torch.uint8)
+        return self._staged[index]
+
+
+def send(copies: Mapping[torch.device, Copies], marks: Marks, traffic: Traffic) -> None:
+    """Copy to devices, and wait for the copies.
+
+    Args:
+        copies: For each device, pairs of source and target.
+        marks: For each device, a point that its copies wait for; may lack devices.
+        traffic: Counter of the bytes that cross.
+    """
+    events = [
+        (device, boundary_of(device).send(pairs, [marks[device]] if device in marks else []))
+        for device, pairs in copies.items()
+    ]
+    for device, event in events:
+        boundary_of(device).wait(event)
+        traffic.sent(sum(s.nbytes for s, _ in copies[device] if not is_on_device(s)))
+
+
+def copy_on_one_thread(source: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy host memory on the calling thread alone.
+
+    Torch divides a large copy among its threads. If other work keeps the cores busy, waiting for
+    those threads takes longer than the whole copy.
+
+    Args:
+        source: Contiguous bytes, dtype uint8.
+        into: Contiguous bytes, dtype uint8; as many as those of `source`.
+    """
+    if type(source) is not torch.Tensor or type(into) is not torch.Tensor:
+        into.copy_(source)  # a subclass need not have memory of its own
+        return
+    ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel())
+    into[:0].copy_(source[:0])  # so that torch counts the change of a live tensor
