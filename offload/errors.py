@@ -131,6 +131,10 @@ class SealError(OffloadError, RuntimeError):
     """Sealing a checkpoint failed; the checkpoints made before it are untouched."""
 
 
+class RanksError(OffloadError, RuntimeError):
+    """The ranks that train into one store do not agree, or one of them failed or gives no sign."""
+
+
 class SizingError(OffloadError, ValueError):
     """The sizes that were asked for cannot be computed from the input. The message says why."""
 
